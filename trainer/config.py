@@ -1,0 +1,539 @@
+"""Every setting: its default, its meaning, its limits.
+
+A recipe (`trainer/recipes/NAME.toml`) states only what differs from the defaults; overrides are text (`distill.temperature=2`).
+`resolve` turns both into one frozen `Settings`, and `Settings.for_stage` gives a stage its own section only, so that a changed
+distillation setting leaves a cached teacher valid. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import tomllib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from trainer.errors import SettingsError
+
+RECIPES = Path(__file__).parent / "recipes"
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Precision = Literal["auto", "fp32", "bf16"]
+
+
+class Section(BaseModel):
+    """A frozen group of settings; the text below a field is its meaning, shown by `python -m trainer config`."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+class DataSettings(Section):
+    """Which images, and how `prepare` stores them."""
+
+    source: str = "digits"
+    """`digits`, `imagefolder:PATH_OR_URI`, `manifest:FILE.csv` or `hub:NAME[:CONFIG]`."""
+    image_size: Annotated[int, Field(ge=8, le=2048)] = 256
+    """Edge of the stored square images, in pixels."""
+    fit: Literal["crop", "stretch"] = "crop"
+    """How an image becomes square: cut the longer side's ends off, or stretch."""
+    encoding: Literal["jpeg", "png"] = "jpeg"
+    """How stored images are encoded; png is exact, jpeg is small."""
+    jpeg_quality: Annotated[int, Field(ge=50, le=100)] = 95
+    """Quality of stored JPEG images."""
+    val_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
+    """Share of each class taken from train for validation, where the source has no such split."""
+    test_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
+    """Share of each class taken from train for the test, where the source has no such split."""
+    split_seed: NonNegative = 0
+    """Seed of the content-keyed split; not changed by `run.seed`, so that runs with several seeds share their splits."""
+    min_images_per_class: Annotated[int, Field(ge=3)] = 3
+    """A class with fewer good labelled images ends the preparation."""
+    max_bad_fraction: Fraction = 0.01
+    """More quarantined images than this share end the preparation."""
+    max_pixels: Positive = 100_000_000
+    """An image with more pixels (width times height) is quarantined before it is decoded."""
+    min_edge: Positive = 8
+    """An image with a shorter edge is quarantined, in pixels."""
+    workers: NonNegative = 2
+    """Loader processes beside each training process; 0 loads in the training process itself."""
+
+
+class ModelSettings(Section):
+    """A timm model."""
+
+    architecture: str
+    """Name of a timm model (`python -m timm.models` or timm.list_models())."""
+    args: Mapping[str, int | float | str | bool] = {}
+    """Further arguments of the model, such as `img_size`, `patch_size`, `embed_dim`, `depth`, `num_heads`."""
+
+
+class ViewSettings(Section):
+    """The augmented view of an image that a training step sees."""
+
+    min_scale: Annotated[float, Field(gt=0, le=1)] = 0.35
+    """Smallest share of the image's area that a random crop keeps; 1 turns cropping off."""
+    max_aspect: Annotated[float, Field(ge=1)] = 4 / 3
+    """Largest ratio of the crop's sides."""
+    flip: bool = True
+    """Mirror half of the views left to right."""
+    color_jitter: Fraction = 0.0
+    """Largest relative change of brightness, contrast and saturation."""
+    mixup: NonNegativeFloat = 0.0
+    """Alpha of mixup's Beta distribution (Zhang et al. 2018); 0 turns it off."""
+    cutmix: NonNegativeFloat = 0.0
+    """Alpha of CutMix's Beta distribution (Yun et al. 2019); 0 turns it off. With mixup too, each pair gets one of them."""
+
+
+class EvidenceSettings(Section):
+    """What a training stage records of itself."""
+
+    system_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
+    """Seconds between two samples of CPU cores, memory, disk, network and GPU."""
+    operators_from_step: NonNegative = 20
+    """Step (counted from the start of this process) at which torch.profiler's window opens."""
+    operators_steps: NonNegative = 3
+    """Length of torch.profiler's window in steps; 0 turns it off."""
+
+
+class TrainingSettings(Section):
+    """What every training loop shares."""
+
+    epochs: NonNegative = 100
+    """Passes over the training images; 0 switches this part off."""
+    batch_size: Annotated[int, Field(ge=2)] = 1024
+    """Images an optimiser step, over all processes and accumulated micro-batches."""
+    accumulation: Positive = 1
+    """Micro-batches an optimiser step on each process; more of them need less memory."""
+    base_learning_rate: Annotated[float, Field(gt=0)] = 5e-4
+    """Peak learning rate at 256 images a step; scaled linearly with `batch_size` (Goyal et al. 2017)."""
+    final_learning_rate: Fraction = 0.01
+    """Learning rate at the end, as a share of the peak."""
+    warmup_epochs: NonNegativeFloat = 5.0
+    """Epochs of linear warm-up before the cosine."""
+    weight_decay: NonNegativeFloat = 0.05
+    """AdamW's weight decay; biases, norms, positions and tokens have none."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay of the mean gradient."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW's decay of the mean squared gradient."""
+    clip_norm: NonNegativeFloat = 1.0
+    """Largest norm of the whole gradient; 0 turns clipping off."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Decay of the exponential moving average of the weights, which is then what is kept; 0 turns it off."""
+    precision: Precision = "auto"
+    """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile; auto compiles on GPUs only."""
+    zero: bool = False
+    """Shard the optimiser's state over the processes (ZeroRedundancyOptimizer)."""
+    log_every: Positive = 10
+    """Steps between two lines of the log and two points of the metrics."""
+    checkpoint_every: NonNegative = 500
+    """Steps between two checkpoints; 0 writes none."""
+    views: ViewSettings = ViewSettings()
+    """Augmentation."""
+    evidence: EvidenceSettings = EvidenceSettings()
+    """What the training records of itself."""
+
+    def peak_learning_rate(self) -> float:
+        """The learning rate after warm-up: `base_learning_rate` x `batch_size` / 256."""
+        return self.base_learning_rate * self.batch_size / 256
+
+
+class MaeSettings(TrainingSettings):
+    """Masked-autoencoder pretraining (He et al. 2022)."""
+
+    epochs: NonNegative = 400
+    """Passes over all training images, labelled or not; 0 switches pretraining off."""
+    base_learning_rate: Annotated[float, Field(gt=0)] = 1.5e-4
+    """Peak learning rate at 256 images a step; scaled linearly with `batch_size`."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's decay of the mean squared gradient."""
+    warmup_epochs: NonNegativeFloat = 40.0
+    """Epochs of linear warm-up before the cosine."""
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    """Share of the patches hidden from the encoder."""
+    decoder_dim: Annotated[int, Field(ge=8)] = 512
+    """Width of the decoder."""
+    decoder_depth: Positive = 8
+    """Blocks of the decoder."""
+    decoder_heads: Positive = 16
+    """Attention heads of the decoder."""
+    normalize_targets: bool = True
+    """Normalise the pixels of each target patch by its own mean and standard deviation."""
+    views: ViewSettings = ViewSettings(min_scale=0.2)
+    """Augmentation: crop and flip only, as in the paper."""
+
+
+class FinetuneSettings(TrainingSettings):
+    """Supervised fine-tuning of the teacher on the labelled training images."""
+
+    epochs: NonNegative = 100
+    """Passes over the labelled training images; 0 switches fine-tuning off."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """Factor of the learning rate from one block to the one below it (BEiT, MAE)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the target spread over all classes."""
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Largest rate of stochastic depth, reached at the last block."""
+    views: ViewSettings = ViewSettings(mixup=0.8, cutmix=1.0)
+    """Augmentation."""
+
+
+class PretrainSettings(Section):
+    """The teacher: masked-autoencoder pretraining, then fine-tuning; or given weights."""
+
+    teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
+    """The teacher's model."""
+    weights: str = ""
+    """Start from a model directory (path or URI) or `timm:NAME` (timm's pretrained weights); empty starts from scratch."""
+    mae: MaeSettings = MaeSettings()
+    """Masked-autoencoder pretraining."""
+    finetune: FinetuneSettings = FinetuneSettings()
+    """Supervised fine-tuning."""
+    seed: NonNegative | None = None
+    """Seed of weights, order and views; as `run.seed` where not given."""
+    workers: NonNegative | None = None
+    """Loader processes; as `data.workers` where not given."""
+
+
+class DistillSettings(TrainingSettings):
+    """The student, trained on the teacher's logits and the labels: loss = kl_weight x T^2 x KL + label_weight x cross-entropy."""
+
+    student: ModelSettings = ModelSettings(architecture="vit_tiny_patch16_224")
+    """The student's model."""
+    temperature: Annotated[float, Field(gt=0)] = 2.0
+    """Temperature T that softens both distributions (Hinton et al. 2015)."""
+    kl_weight: NonNegativeFloat = 0.9
+    """Weight of T^2 x KL(teacher || student); T^2 keeps the gradients' size independent of T."""
+    label_weight: NonNegativeFloat = 0.1
+    """Weight of the cross-entropy with the labels."""
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Largest rate of stochastic depth in the student."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the label's target spread over all classes."""
+    seed: NonNegative | None = None
+    """Seed of weights, order and views; as `run.seed` where not given."""
+    workers: NonNegative | None = None
+    """Loader processes; as `data.workers` where not given."""
+
+    @model_validator(mode="after")
+    def _has_a_loss(self) -> Self:
+        if self.kl_weight == 0 and self.label_weight == 0:
+            raise ValueError("kl_weight and label_weight are both 0, so there is nothing to learn; give one of them a weight")
+        return self
+
+
+class ProfileSettings(Section):
+    """The report on a training."""
+
+    top_operators: Positive = 20
+    """Rows of the operator table."""
+
+
+class GateSettings(Section):
+    """What a student must reach to be promoted."""
+
+    max_accuracy_drop: Fraction = 0.05
+    """Largest drop of test top-1 from teacher to student, as a fraction."""
+    min_compression: NonNegativeFloat = 2.0
+    """Smallest ratio of the teacher's parameters to the student's."""
+    max_latency_ms: NonNegativeFloat = 0.0
+    """Largest p95 latency of the student at batch 1 on the evaluating machine's CPU; 0 sets no limit."""
+
+
+class EvaluateSettings(Section):
+    """How teacher and student are measured."""
+
+    batch_size: Positive = 128
+    """Images a forward pass."""
+    latency_batch_sizes: tuple[Positive, ...] = (1, 16)
+    """Batch sizes at which latency and throughput are measured; the first one's latency is the gate's."""
+    latency_runs: Annotated[int, Field(ge=10)] = 50
+    """Timed forward passes for each batch size."""
+    calibration_bins: Positive = 15
+    """Bins of the expected calibration error."""
+    worst_confusions: NonNegative = 8
+    """Confused pairs of classes that the report shows with pictures."""
+    gate: GateSettings = GateSettings()
+    """What the student must reach."""
+
+
+class RegisterSettings(Section):
+    """The MLflow model."""
+
+    model_name: str = "vit-student"
+    """Name of the registered model."""
+    alias: str = "champion"
+    """Alias moved to the new version if the gate passed."""
+
+
+class TrackingSettings(Section):
+    """Where metrics and models are recorded."""
+
+    enabled: bool = True
+    """Whether training stages send their metrics to MLflow."""
+    uri: str = ""
+    """MLflow tracking URI; where empty, `MLFLOW_TRACKING_URI`, or else a SQLite file beside the runs."""
+    experiment: str = "vit-distillation"
+    """MLflow experiment."""
+
+
+class RunSettings(Section):
+    """What holds for the whole run."""
+
+    seed: NonNegative = 0
+    """Seed of every stage that has none of its own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models are trained and evaluated; auto takes a GPU if there is one."""
+
+
+# A model never registers virtual subclasses, so its field may be named like ABCMeta.register.
+warnings.filterwarnings("ignore", message='Field name "register" in "Settings" shadows', category=UserWarning)
+
+
+class Settings(Section):
+    """All settings of a run."""
+
+    run: RunSettings = RunSettings()
+    """What holds for the whole run."""
+    tracking: TrackingSettings = TrackingSettings()
+    """Where metrics and models are recorded."""
+    data: DataSettings = DataSettings()
+    """Which images, and how `prepare` stores them."""
+    pretrain: PretrainSettings = PretrainSettings()
+    """The teacher."""
+    distill: DistillSettings = DistillSettings()
+    """The student."""
+    profile: ProfileSettings = ProfileSettings()
+    """The report on the training."""
+    evaluate: EvaluateSettings = EvaluateSettings()
+    """How teacher and student are measured."""
+    register: RegisterSettings = RegisterSettings()
+    """The MLflow model."""
+
+    def for_stage(self, stage: str) -> dict[str, Any]:
+        """The JSON object that a stage gets: its own section, and nothing that it does not read.
+
+        Raises:
+            KeyError: the stage has no section.
+        """
+        section = getattr(self, SECTION_OF_STAGE[stage])
+        unread = {"workers"} if stage == "prepare" else set()
+        dumped: dict[str, Any] = section.model_dump(mode="json", exclude=unread)
+        return dumped
+
+
+SECTION_OF_STAGE: Mapping[str, str] = {
+    "prepare": "data",
+    "pretrain": "pretrain",
+    "distill": "distill",
+    "profile": "profile",
+    "evaluate": "evaluate",
+    "register": "register",
+}
+"""Stage -> the section of `Settings` that it reads."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recipes and overrides
+
+
+def recipes() -> dict[str, str]:
+    """Name of each recipe -> the first line of its text."""
+    return {path.stem: _first_comment(path) for path in sorted(RECIPES.glob("*.toml"))}
+
+
+def _first_comment(path: Path) -> str:
+    return path.read_text().split("\n", 1)[0].removeprefix("#").strip()
+
+
+def load_recipe(recipe: str) -> dict[str, Any]:
+    """The differences from the defaults that a recipe states; `recipe` is a name or the path of a TOML file.
+
+    Raises:
+        SettingsError: no such recipe (with the nearest names), or not TOML.
+    """
+    path = RECIPES / f"{recipe}.toml" if "/" not in recipe and not recipe.endswith(".toml") else Path(recipe)
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        known = sorted(recipes())
+        raise SettingsError(
+            f"unknown recipe {recipe!r}{_nearest(recipe, known)}; known: {', '.join(known)}, or the path of a TOML file"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError, PermissionError) as error:
+        raise SettingsError(f"recipe {path}: can not be read: {error}") from error
+
+
+def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
+    """`"distill.temperature=2 data.source=digits"` -> `{"distill.temperature": 2, "data.source": "digits"}`.
+
+    A value is read as TOML where it is TOML (numbers, true, quoted text, lists) and as plain text otherwise; a value with spaces
+    is quoted as in a shell.
+
+    Raises:
+        SettingsError: an item is not `key=value`.
+    """
+    try:
+        items = shlex.split(overrides) if isinstance(overrides, str) else list(overrides)
+    except ValueError as error:
+        raise SettingsError(f"overrides {overrides!r}: {error}; close the quotation") from error
+    parsed = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise SettingsError(f"override {item!r}: is not key=value, such as distill.temperature=2")
+        parsed[key] = _parse_value(text)
+    return parsed
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
+    """The defaults, changed by a recipe, changed by overrides.
+
+    Raises:
+        SettingsError: an unknown recipe or setting (with the nearest names) or a value that is not allowed.
+    """
+    values = load_recipe(recipe) if recipe else {}
+    for key, value in parse_overrides(overrides).items():
+        _set(values, key, value)
+    return _inherit(validate(Settings, _merge(Settings().model_dump(), values)))
+
+
+def _merge(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults with the changes laid over them, group by group."""
+    merged = dict(defaults)
+    for key, value in changes.items():
+        default = defaults.get(key)
+        both_groups = isinstance(default, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(default, value) if both_groups else value  # type: ignore[arg-type]  # checked the line above
+    return merged
+
+
+def _inherit(settings: Settings) -> Settings:
+    """Fill seed and workers of the training stages from `run` and `data` where they are not given."""
+    inherited = {"seed": settings.run.seed, "workers": settings.data.workers}
+    update = {}
+    for stage in ("pretrain", "distill"):
+        section: Section = getattr(settings, stage)
+        update[stage] = section.model_copy(
+            update={key: value for key, value in inherited.items() if getattr(section, key) is None}
+        )
+    return settings.model_copy(update=update)
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for part in path:
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            raise SettingsError(f"override {key}: {part} is a value, not a group of settings")
+    values[last] = value
+
+
+def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: str = "") -> AnySection:
+    """Check the values of a section.
+
+    Raises:
+        SettingsError: every wrong value with its full name, itself, and what is allowed.
+    """
+    try:
+        return section.model_validate(dict(values))
+    except ValidationError as error:
+        messages = [_explain(section, details, prefix) for details in error.errors()]
+        raise SettingsError("\n".join(messages)) from error
+
+
+_COMPARISONS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+_LIMITS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
+_TYPE_NAMES = {
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+}
+
+
+def _explain(section: type[Section], details: ErrorDetails, prefix: str) -> str:
+    location = [str(part) for part in details["loc"]]
+    name = ".".join(([prefix] if prefix else []) + location)
+    kind, value, context = details["type"], details.get("input"), details.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = [f"{prefix}.{setting}" if prefix else setting for setting, *_ in walk(section)]
+        return f"unknown setting {name}{_nearest(name, known)}; `python -m trainer config RECIPE` lists all"
+    if kind in _COMPARISONS:
+        return f"{name} must be {_COMPARISONS[kind]} {context[_LIMITS[kind]]}, got {value!r}"
+    if kind == "literal_error":
+        return f"{name} must be {context['expected']}, got {value!r}"
+    if kind in _TYPE_NAMES:
+        return f"{name} must be {_TYPE_NAMES[kind]}, got {value!r}"
+    if kind == "model_type":
+        return f"{name} is a group of settings and can not be {value!r}; set one of its members, such as {name}.NAME=VALUE"
+    if kind == "value_error":
+        return f"{name}: {context['error']}"
+    return f"{name}: {details['msg']}, got {value!r}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    candidates = list(known)
+    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
+    if not close:  # the right name in the wrong section
+        last = name.rsplit(".", 1)[-1]
+        close = [candidate for candidate in candidates if candidate.rsplit(".", 1)[-1] == last][:3]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[str, Any, str, str]]:
+    """Every setting below a section: (full name, value or default, type and limits as text, meaning)."""
+    model = section if isinstance(section, type) else type(section)
+    for name, field in model.model_fields.items():
+        full = f"{prefix}.{name}" if prefix else name
+        value = field.get_default(call_default_factory=True) if isinstance(section, type) else getattr(section, name)
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from walk(value if isinstance(value, Section) else annotation, full)
+        else:
+            yield full, value, _type_text(model, name), field.description or ""
+
+
+def _type_text(model: type[Section], name: str) -> str:
+    return _schema_text(model.model_json_schema()["properties"][name])
+
+
+def _schema_text(schema: Mapping[str, Any]) -> str:
+    """A property of a JSON schema as text: `whole number, >= 1`."""
+    if "anyOf" in schema:
+        return " or ".join(text for option in schema["anyOf"] if (text := _schema_text(option)) != "null")
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    names = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
+    text = names.get(schema.get("type", ""), "group" if schema.get("type") == "object" else schema.get("type", ""))
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
+    return ", ".join([text, *limits])

@@ -1,0 +1,88 @@
+"""The exceptions a user can meet.
+
+    TrainerError                every error below; its text is the whole message for the user
+    ├── SettingsError           a recipe, a setting or an override is wrong
+    ├── DataError               the images, labels or splits are not usable
+    ├── ArtifactError           a directory handed from one stage to another is missing, damaged or of another kind
+    ├── ModelError              a model can not be built, or does not fit the data set
+    ├── TrainingError           a training stopped: loss not finite, processes that do not form one group
+    ├── LaunchError             a launched process or job failed
+    ├── TrackingError           MLflow does not answer or refuses
+    └── OutputError             an output can not be written: disk full, read-only
+
+A message names the thing, the value and the next move. `python -m trainer` prints it without a
+traceback (`--debug` shows that too) and exits with `EXIT_CODE`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
+
+
+class TrainerError(Exception):
+    """Base of all errors that a user can meet and mend."""
+
+
+class SettingsError(TrainerError):
+    """A recipe, a setting or an override is wrong."""
+
+
+class DataError(TrainerError):
+    """The images, labels or splits are not usable."""
+
+
+class ArtifactError(TrainerError):
+    """A directory handed from one stage to another is missing, damaged or of another kind."""
+
+
+class ModelError(TrainerError):
+    """A model can not be built, or does not fit the data set."""
+
+
+class TrainingError(TrainerError):
+    """A training stopped: loss not finite, or processes that do not form one group."""
+
+
+class LaunchError(TrainerError):
+    """A launched process or job failed."""
+
+
+class TrackingError(TrainerError):
+    """MLflow does not answer or refuses."""
+
+
+class OutputError(TrainerError):
+    """An output can not be written."""
+
+
+_OUTPUT_ADVICE = {
+    errno.ENOSPC: "the disk is full; free some space or choose another output",
+    errno.EDQUOT: "the disk quota is used up; free some space or choose another output",
+    errno.EROFS: "the file system is read-only; choose another output",
+    errno.EACCES: "no permission to write; choose another output or change its permissions",
+    errno.EPERM: "no permission to write; choose another output or change its permissions",
+    errno.ENOTDIR: "a part of the path is a file, not a directory; choose another output",
+    errno.EEXIST: "a file stands where a directory is needed; choose another output",
+}
+
+
+@contextmanager
+def writing_to(path: Path | str) -> Iterator[None]:
+    """Turn the operating system's refusal to write below `path` into an `OutputError`.
+
+    Raises:
+        OutputError: for a full disk, missing rights, a read-only file system. Other `OSError`s pass unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        advice = _OUTPUT_ADVICE.get(error.errno or 0)
+        if advice is None:
+            raise
+        raise OutputError(f"can not write to {error.filename or path}: {advice}") from error

@@ -1,0 +1,176 @@
+"""Teachers and students: timm models that take raw images, and the directories that they are kept in.
+
+A `Classifier` takes uint8 images of any size, resizes and normalises them as its own network wants, and gives logits; so a teacher
+and a student with different input sizes and statistics share one batch. A model directory holds `config.json` and
+`model.safetensors`; nothing in it is unpickled.
+
+Shapes: B images, C = 3 channels, H x W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer import artifacts
+from trainer.config import ModelSettings
+from trainer.errors import ModelError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """Everything but the weights that is needed to build and feed a model."""
+
+    architecture: str
+    args: Mapping[str, int | float | str | bool]
+    labels: tuple[str, ...]
+    """Name of each class, in the order of the logits."""
+    image_size: int
+    """Edge of the network's input, in pixels."""
+    mean: tuple[float, float, float]
+    """Mean of each channel of the normalised input, with pixels in [0, 1]."""
+    std: tuple[float, float, float]
+    """Standard deviation of each channel, with pixels in [0, 1]."""
+
+
+class Classifier(nn.Module):
+    """A network with its preprocessing: raw images to logits."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, card: ModelCard) -> None:
+        super().__init__()
+        self.network = network
+        self.card = card
+        self.register_buffer("mean", torch.tensor(card.mean).view(1, 3, 1, 1) * 255, persistent=False)
+        self.register_buffer("std", torch.tensor(card.std).view(1, 3, 1, 1) * 255, persistent=False)
+
+    def preprocess(self, images: Tensor) -> Tensor:
+        """Resize and normalise.
+
+        Args:
+            images: uint8 or float pixels in 0..255, [B, 3, H, W].
+
+        Returns:
+            float32 [B, 3, image_size, image_size].
+        """
+        pixels = images.float()
+        size = self.card.image_size
+        if images.shape[-2:] != (size, size):
+            pixels = F.interpolate(pixels, size=(size, size), mode="bilinear", antialias=True, align_corners=False)
+        return (pixels - self.mean) / self.std
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Raw images [B, 3, H, W] (0..255) to logits [B, K]."""
+        logits: Tensor = self.network(self.preprocess(images))
+        return logits
+
+
+def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
+    """Build an untrained model with a head for `labels`; the weights follow torch's generator.
+
+    Raises:
+        ModelError: timm has no such model, or refuses the arguments.
+    """
+    return _build(settings.architecture, settings.args, labels, drop_path=drop_path, pretrained=False)
+
+
+def create_pretrained(name: str, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
+    """Build a timm model with timm's pretrained weights (fetched from the model hub) and a new head for `labels`.
+
+    Raises:
+        ModelError: timm has no such model or weights, or the hub does not answer.
+    """
+    return _build(name, {}, labels, drop_path=drop_path, pretrained=True)
+
+
+def _build(
+    architecture: str, args: Mapping[str, Any], labels: Sequence[str], *, drop_path: float, pretrained: bool
+) -> Classifier:
+    if not timm.is_model(architecture):
+        close = timm.list_models(f"*{architecture.split('.')[0].split('_')[0]}*")[:5]
+        advice = f"; similar: {', '.join(close)}" if close else ""
+        raise ModelError(f"architecture {architecture!r}: timm has no such model{advice}")
+    dropped = {"drop_path_rate": drop_path} if drop_path else {}
+    try:
+        network = timm.create_model(architecture, pretrained=pretrained, num_classes=len(labels), **dict(args), **dropped)
+    except Exception as error:  # timm passes any argument on to any model, and the hub client raises its own kinds
+        origin = "with timm's pretrained weights" if pretrained else f"with the arguments {dict(args)}"
+        raise ModelError(f"architecture {architecture!r} {origin} can not be built: {error}") from error
+    data_config = timm.data.resolve_data_config(model=network)
+    card = ModelCard(
+        architecture=architecture,
+        args=dict(args),
+        labels=tuple(labels),
+        image_size=int(args.get("img_size", data_config["input_size"][-1])),
+        mean=data_config["mean"],
+        std=data_config["std"],
+    )
+    return Classifier(network, card)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of weights."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def save(model: Classifier, directory: Path) -> None:
+    """Write `config.json` and `model.safetensors` into an artifact in the making."""
+    (directory / CONFIG).write_text(json.dumps(asdict(model.card), indent=2, ensure_ascii=False) + "\n")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.network.state_dict().items()}
+    safetensors.torch.save_file(tensors, directory / WEIGHTS)
+
+
+def load(uri: str | Path) -> Classifier:
+    """Open a model directory, on the CPU, in evaluation mode.
+
+    Raises:
+        ArtifactError: the directory is missing or damaged.
+        ModelError: its config or weights do not make a model.
+    """
+    path = artifacts.read(uri, "model").path
+    try:
+        config = json.loads((path / CONFIG).read_text())
+        card = ModelCard(**{**config, "labels": tuple(config["labels"])})
+        settings = ModelSettings(architecture=card.architecture, args=card.args)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"model {path}: {CONFIG} is not the description of a model ({error}); make it again") from error
+    network = create(settings, card.labels).network
+    try:
+        network.load_state_dict(safetensors.torch.load_file(path / WEIGHTS))
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        raise ModelError(f"model {path}: {WEIGHTS} does not fit {card.architecture} ({error}); make it again") from error
+    return Classifier(network, card).eval()
+
+
+def check_labels(model: Classifier, classes: Sequence[str], name: str) -> None:
+    """Make sure that a model's logits mean the data set's classes.
+
+    Raises:
+        ModelError: naming the first difference.
+    """
+    labels = model.card.labels
+    if len(labels) != len(classes):
+        raise ModelError(
+            f"{name}: has {len(labels)} classes, but the data set has {len(classes)}; "
+            "give a model that was fine-tuned on this data set, or fine-tune it (pretrain.finetune.epochs)"
+        )
+    for index, (label, wanted) in enumerate(zip(labels, classes, strict=True)):
+        if label != wanted:
+            raise ModelError(
+                f"{name}: its class {index} is {label!r}, but the data set's is {wanted!r}; "
+                "give a model that was fine-tuned on this data set, or fine-tune it (pretrain.finetune.epochs)"
+            )

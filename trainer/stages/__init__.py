@@ -1,0 +1,87 @@
+"""The stages: one short module each, with `run(settings, *, inputs..., outputs...)`.
+
+This table is what the command line, the launcher and the pipeline know of them; it imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer import config
+from trainer.artifacts import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What a stage reads and writes."""
+
+    name: str
+    settings: type[config.Section]
+    inputs: Mapping[str, Kind]
+    """Keyword of each input directory -> kind of artifact."""
+    outputs: Mapping[str, Kind]
+    """Keyword of each output directory -> kind of artifact."""
+    launched: bool = False
+    """Whether it runs as a group of training processes, started by a launcher."""
+    summary: str
+    """What it does, in one line."""
+
+
+STAGES: Mapping[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage(
+            name="prepare",
+            settings=config.DataSettings,
+            inputs={},
+            outputs={"dataset": "dataset"},
+            summary="validate, deduplicate, resize, split and describe the images",
+        ),
+        Stage(
+            name="pretrain",
+            settings=config.PretrainSettings,
+            inputs={"dataset": "dataset"},
+            outputs={"teacher": "model", "evidence": "evidence"},
+            launched=True,
+            summary="make the teacher: masked-autoencoder pretraining, then fine-tuning",
+        ),
+        Stage(
+            name="distill",
+            settings=config.DistillSettings,
+            inputs={"dataset": "dataset", "teacher": "model"},
+            outputs={"student": "model", "evidence": "evidence"},
+            launched=True,
+            summary="train the student on the teacher's logits and the labels",
+        ),
+        Stage(
+            name="profile",
+            settings=config.ProfileSettings,
+            inputs={"pretrain_evidence": "evidence", "distill_evidence": "evidence"},
+            outputs={"report": "report"},
+            summary="report where the trainings' time went",
+        ),
+        Stage(
+            name="evaluate",
+            settings=config.EvaluateSettings,
+            inputs={"dataset": "dataset", "teacher": "model", "student": "model"},
+            outputs={"evaluation": "evaluation"},
+            summary="measure teacher and student on the test split and judge the student",
+        ),
+        Stage(
+            name="register",
+            settings=config.RegisterSettings,
+            inputs={
+                "dataset": "dataset",
+                "teacher": "model",
+                "student": "model",
+                "pretrain_evidence": "evidence",
+                "distill_evidence": "evidence",
+                "report": "report",
+                "evaluation": "evaluation",
+            },
+            outputs={"registration": "registration"},
+            summary="log the student to MLflow, register it, and promote it if it passed",
+        ),
+    )
+}
