@@ -1,0 +1,497 @@
+"""MLflow, or nothing.
+
+Everything is found through the environment, so that where a run is tracked never becomes a parameter of a pipeline task,
+whose change would break caching:
+
+    MLFLOW_TRACKING_URI       where to record; not set or empty: nothing is tracked
+    MLFLOW_EXPERIMENT_ID      the experiment, or
+    MLFLOW_EXPERIMENT_NAME    its name; created where missing
+    MLFLOW_RUN_ID             the parent run, made by somebody else (Kubeflow's MLflow plugin), who also ends it; or
+    TRAINER_RUN               the name of the pipeline run; its parent run is found or created by the tag `trainer.run`
+
+A pipeline run is one parent run, each stage a run nested in it. A server that is down stops a stage at its start
+(`TrackingError`); one that goes away later costs points on a curve and never the training: metrics are sent by a thread
+of their own, which retries, and gives up at exit after a bounded time.
+
+MLflow is imported where it is first needed: it takes more than a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainer.config import TrackingSettings
+from trainer.errors import TrackingError
+
+if TYPE_CHECKING:
+    from mlflow.entities import Metric
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+    from mlflow.tracking import MlflowClient
+
+_log = logging.getLogger(__name__)
+
+URI = "MLFLOW_TRACKING_URI"
+EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
+EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
+RUN_ID = "MLFLOW_RUN_ID"
+RUN = "TRAINER_RUN"
+
+RUN_TAG = "trainer.run"
+STAGE_TAG = "trainer.stage"
+ERROR_TAG = "trainer.error"
+
+# MLflow's defaults, 120 s and 7 retries, would hold a training for minutes; whatever matters is retried here.
+_HTTP_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+_CHECK_HTTP_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "4", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+
+_SEND_INTERVAL_S = 1.0
+_LONGEST_BACKOFF_S = 30.0
+_EXIT_S = 10.0
+_SYSTEM_INTERVAL_S = 5.0
+_POINTS_KEPT = 100_000
+_POINTS_A_BATCH = 1000  # MLflow's limit, as the next two
+_PARAMS_A_BATCH = 100
+_PARAM_LENGTH = 6000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where
+
+
+def environment(settings: TrackingSettings, *, directory: Path, run: str) -> dict[str, str]:
+    """The variables that make every stage of a run record to the same place.
+
+    Args:
+        settings: `tracking.uri` goes before `MLFLOW_TRACKING_URI`, and that before a SQLite file in `directory`; an
+            experiment that is not the default goes before `MLFLOW_EXPERIMENT_NAME`.
+        directory: where `mlflow.db` and `mlartifacts` lie if no URI is given.
+        run: name of the pipeline run.
+    """
+    default_uri = f"sqlite:///{directory.resolve() / 'mlflow.db'}"
+    uri = settings.uri or os.environ.get(URI) or default_uri
+    default_experiment = TrackingSettings.model_fields["experiment"].default
+    chosen = settings.experiment if settings.experiment != default_experiment else ""
+    return {
+        URI: uri if settings.enabled else "",
+        EXPERIMENT_NAME: chosen or os.environ.get(EXPERIMENT_NAME) or default_experiment,
+        RUN: run,
+    }
+
+
+def uri() -> str | None:
+    """Where this process tracks, or None."""
+    return os.environ.get(URI) or None
+
+
+def client() -> MlflowClient:
+    """A client for `uri()`.
+
+    Raises:
+        TrackingError: nothing is tracked, or MLflow can not use the URI.
+    """
+    tracking_uri = uri()
+    if tracking_uri is None:
+        raise TrackingError(f"{URI} is not set, so nothing is tracked; set it to the URI of an MLflow server or store")
+    from mlflow.tracking import MlflowClient
+
+    # MLflow and alembic tell of every table that they create in a new SQLite file; warnings and errors still show.
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    with _explained(tracking_uri):
+        if sqlite_file := _sqlite_file(tracking_uri):  # MLflow would retry for 100 s before it tells
+            sqlite_file.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(sqlite_file)) as connection:
+                connection.execute("PRAGMA schema_version")
+        return MlflowClient(
+            tracking_uri=tracking_uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or tracking_uri
+        )
+
+
+def _sqlite_file(tracking_uri: str) -> Path | None:
+    name = tracking_uri.removeprefix("sqlite:///")
+    return Path(name) if name != tracking_uri else None
+
+
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Turn whatever MLflow raises for an unusable, unreachable or unwilling store into a `TrackingError`."""
+    from mlflow.exceptions import MlflowException
+    from requests.exceptions import RequestException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, RequestException, SQLAlchemyError, sqlite3.Error, OSError) as error:
+        raise TrackingError(
+            f"MLflow at {where}: {_reason(error)}; start the server, correct tracking.uri or {URI}, "
+            "or go on without tracking (tracking.enabled=false)"
+        ) from error
+
+
+_UNREACHABLE = {
+    "Connection refused": "connection refused",
+    "NameResolutionError": "its host name is not known",
+    "timed out": "timed out",
+    "Connection reset": "connection reset",
+    "Connection aborted": "connection broken",
+}
+
+
+def _reason(error: Exception) -> str:
+    status = getattr(error, "get_http_status_code", lambda: None)()
+    code = getattr(error, "error_code", "")
+    first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+    unreachable = next((meaning for sign, meaning in _UNREACHABLE.items() if sign in str(error)), None)
+    if unreachable:
+        return f"does not answer ({unreachable})"
+    if code in ("UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED") or status == 401:
+        advice = "check MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        return f"refused the credentials ({first_line}); {advice}"
+    if code == "PERMISSION_DENIED" or status == 403:
+        return f"does not permit this ({first_line}); ask its owner for write access to the experiment"
+    return f"failed ({first_line})"
+
+
+@contextmanager
+def _http_limits(limits: Mapping[str, str]) -> Iterator[None]:
+    """Bound MLflow's HTTP requests, which it reads from the environment; what the user set there stays."""
+    added = {name: value for name, value in limits.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def check() -> None:
+    """Make sure that MLflow answers and lets us in; takes seconds. Does nothing if nothing is tracked.
+
+    Raises:
+        TrackingError: the server is down or refuses, with its URI and the next move.
+    """
+    tracking_uri = uri()
+    if tracking_uri is None:
+        return
+    with _http_limits(_CHECK_HTTP_LIMITS), _explained(tracking_uri):
+        parent = os.environ.get(RUN_ID)
+        if parent:
+            client().get_run(parent)
+        else:
+            _experiment(client())
+
+
+def _experiment(mlflow: MlflowClient) -> str:
+    """The experiment's id; it is created where missing."""
+    given = os.environ.get(EXPERIMENT_ID)
+    if given:
+        return str(mlflow.get_experiment(given).experiment_id)
+    name = os.environ.get(EXPERIMENT_NAME) or TrackingSettings.model_fields["experiment"].default
+    found = mlflow.get_experiment_by_name(name)
+    if found is None:
+        return str(mlflow.create_experiment(name, artifact_location=_artifact_location()))
+    if found.lifecycle_stage != "active":
+        raise TrackingError(
+            f"MLflow at {uri()}: the experiment {name!r} was deleted; restore it, or choose another tracking.experiment"
+        )
+    return str(found.experiment_id)
+
+
+def _artifact_location() -> str | None:
+    """Beside the SQLite file, for MLflow would put it below the working directory; a server knows its own."""
+    sqlite_file = _sqlite_file(uri() or "")
+    return (sqlite_file.resolve().parent / "mlartifacts").as_uri() if sqlite_file else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str]) -> str | None:
+    """Find or create the parent run and record the run's settings and tags on it.
+
+    Returns:
+        Its id; None if nothing is tracked, or this process belongs to no named run (`TRAINER_RUN`).
+
+    Raises:
+        TrackingError: MLflow does not answer or refuses.
+    """
+    tracking_uri = uri()
+    if tracking_uri is None:
+        return None
+    with _http_limits(_HTTP_LIMITS), _explained(tracking_uri):
+        mlflow = client()
+        run_id = _parent(mlflow)
+        if run_id is not None:
+            _record_params(mlflow, run_id, settings)
+            for name, value in tags.items():
+                mlflow.set_tag(run_id, name, value)
+        return run_id
+
+
+def parent_run() -> str | None:
+    """The id of the parent run, which is created where missing; None as in `start_parent`.
+
+    Raises:
+        TrackingError: MLflow does not answer or refuses.
+    """
+    return start_parent({}, {})
+
+
+def finish_parent(status: str = "FINISHED") -> None:
+    """End the parent run as FINISHED, FAILED or KILLED; one that was injected is left to who made it.
+
+    Raises:
+        TrackingError: MLflow does not answer or refuses.
+    """
+    tracking_uri = uri()
+    if tracking_uri is None or os.environ.get(RUN_ID):
+        return
+    with _http_limits(_HTTP_LIMITS), _explained(tracking_uri):
+        mlflow = client()
+        run_id = _parent(mlflow)
+        if run_id is not None:
+            mlflow.set_terminated(run_id, status)
+
+
+def _parent(mlflow: MlflowClient) -> str | None:
+    injected = os.environ.get(RUN_ID)
+    if injected:
+        return str(mlflow.get_run(injected).info.run_id)
+    name = os.environ.get(RUN)
+    if not name:
+        return None
+    experiment = _experiment(mlflow)
+    quote = '"' if "'" in name else "'"
+    found = mlflow.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = {quote}{name}{quote}", max_results=1)
+    if found:
+        return str(found[0].info.run_id)
+    return str(mlflow.create_run(experiment, run_name=name, tags={RUN_TAG: name}).info.run_id)
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """`{"mae": {"epochs": 4}}` -> `{"mae.epochs": "4"}`, with values no longer than MLflow allows."""
+    flat: dict[str, str] = {}
+    for name, value in settings.items():
+        full = f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(value, Mapping):
+            flat |= flatten(value, full)
+        else:
+            flat[full] = str(value)[:_PARAM_LENGTH]
+    return flat
+
+
+def _record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:
+    """Record settings; MLflow keeps a parameter's first value, so one that differs now is only named in the log."""
+    from mlflow.entities import Param
+
+    known = mlflow.get_run(run_id).data.params
+    flat = flatten(settings)
+    changed = sorted(name for name, value in flat.items() if known.get(name, value) != value)
+    if changed:
+        _log.warning("MLflow run %s keeps the first values of %s", run_id, ", ".join(changed))
+    params = [Param(name, value) for name, value in flat.items() if name not in known]
+    for start in range(0, len(params), _PARAMS_A_BATCH):
+        mlflow.log_batch(run_id, params=params[start : start + _PARAMS_A_BATCH])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics of a stage
+
+
+class Tracker(Protocol):
+    """What a stage records while it works."""
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the stage's run; None if nothing is tracked."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record values at a step; takes microseconds, never waits for a server and never raises."""
+
+    def files(self, path: Path) -> None:
+        """Record a file or a directory; waits for the upload, and only warns if it fails."""
+
+
+class _NoTracker:
+    run_id = None
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def files(self, path: Path) -> None:
+        pass
+
+
+class _RunTracker:
+    def __init__(self, mlflow: MlflowClient, run_id: str) -> None:
+        self._mlflow = mlflow
+        self._sender = _Sender(mlflow, run_id)
+        self.run_id = run_id
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._sender.add(step, values)
+
+    def files(self, path: Path) -> None:
+        with _warned(f"the files {path} are not recorded in MLflow"):
+            if path.is_dir():
+                self._mlflow.log_artifacts(self.run_id, str(path), path.name)
+            else:
+                self._mlflow.log_artifact(self.run_id, str(path))
+
+    def start(self) -> None:
+        self._sender.start()
+
+    def finish(self, status: str, error: str = "") -> None:
+        """Send what is left, for a bounded time, and end the run."""
+        self._sender.close()
+        with _warned(f"the end of the MLflow run {self.run_id} ({status}) is not recorded"):
+            if error:
+                self._mlflow.set_tag(self.run_id, ERROR_TAG, error[:_PARAM_LENGTH])
+            self._mlflow.set_terminated(self.run_id, status)
+
+
+@contextmanager
+def _warned(consequence: str) -> Iterator[None]:
+    """Training outlives its tracking: any failure of MLflow ends as a line in the log."""
+    try:
+        yield
+    except Exception as error:  # MLflow's stores let through the errors of whatever lies below them
+        _log.warning("%s: %s", consequence, _reason(error))
+
+
+@contextmanager
+def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True) -> Iterator[Tracker]:
+    """A stage's run, nested in the parent run; it ends FINISHED, or FAILED by an exception, or KILLED by an interruption.
+
+    Args:
+        stage: name of the stage, and of its run.
+        settings: its settings, recorded as parameters.
+        active: False on every process but the first of a group; these get a tracker that does nothing.
+
+    Raises:
+        TrackingError: MLflow does not answer or refuses when the stage starts. Later failures are warnings.
+    """
+    tracking_uri = uri()
+    if not active or tracking_uri is None:
+        yield _NoTracker()
+        return
+    with _http_limits(_HTTP_LIMITS):
+        tracker = _start_stage(tracking_uri, stage, settings)
+        tracker.start()
+        try:
+            yield tracker
+        except Exception as error:
+            tracker.finish("FAILED", f"{type(error).__name__}: {error}")
+            raise
+        except BaseException:  # Ctrl-C, SIGTERM's SystemExit
+            tracker.finish("KILLED")
+            raise
+        tracker.finish("FINISHED")
+
+
+def _start_stage(tracking_uri: str, stage: str, settings: Mapping[str, Any]) -> _RunTracker:
+    from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+
+    with _explained(tracking_uri):
+        mlflow = client()
+        parent = _parent(mlflow)
+        tags = {STAGE_TAG: stage} | ({MLFLOW_PARENT_RUN_ID: parent} if parent else {})
+        experiment = mlflow.get_run(parent).info.experiment_id if parent else _experiment(mlflow)
+        run_id = str(mlflow.create_run(experiment, run_name=stage, tags=tags).info.run_id)
+        _record_params(mlflow, run_id, settings)
+        return _RunTracker(mlflow, run_id)
+
+
+class _Sender(threading.Thread):
+    """Sends points in batches, and samples of the machine every few seconds; retries while the server is away."""
+
+    def __init__(self, mlflow: MlflowClient, run_id: str) -> None:
+        super().__init__(name="tracking", daemon=True)  # a hanging request must not keep the process alive
+        self._mlflow = mlflow
+        self._run_id = run_id
+        self._waiting: deque[Metric] = deque(maxlen=_POINTS_KEPT)  # if the server stays away, the oldest points go
+        self._batch: list[Metric] = []
+        self._closing = threading.Event()
+        self._give_up = float("inf")
+        self._failures = 0
+        self._system: SystemMetricsMonitor | None = None
+        self._next_sample = 0.0
+        self._samples = 0
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        self._waiting.extend(Metric(name, value, now_ms, step) for name, value in values.items())
+
+    def close(self) -> None:
+        """Send what is left, but not for longer than `_EXIT_S` and one request."""
+        self._give_up = time.monotonic() + _EXIT_S
+        self._closing.set()
+        self.join(timeout=_EXIT_S + float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]))
+        left = len(self._batch) + len(self._waiting)
+        if left:
+            _log.warning("MLflow run %s: %d points were not sent, for the server did not take them", self._run_id, left)
+
+    def run(self) -> None:
+        self._start_system_metrics()
+        while not self._closing.is_set():
+            self._sample_system()
+            self._send()
+            self._closing.wait(min(_SEND_INTERVAL_S * 2**self._failures, _LONGEST_BACKOFF_S))
+        while self._send() and time.monotonic() < self._give_up:
+            if self._failures:
+                time.sleep(_SEND_INTERVAL_S)
+
+    def _send(self) -> bool:
+        """Send one batch; whether there is still something to send."""
+        while self._waiting and len(self._batch) < _POINTS_A_BATCH:
+            self._batch.append(self._waiting.popleft())
+        if not self._batch:
+            return False
+        try:
+            self._mlflow.log_batch(self._run_id, metrics=self._batch)
+        except Exception as error:  # a thread of its own has nobody to raise to, and the training must go on
+            self._failed(error)
+        else:
+            self._batch, self._failures = [], 0
+        return bool(self._batch or self._waiting)
+
+    def _failed(self, error: Exception) -> None:
+        if getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE":  # would fail again and hold up what follows
+            _log.warning("MLflow run %s refused %d points: %s", self._run_id, len(self._batch), _reason(error))
+            self._batch = []
+            return
+        if self._failures == 0:
+            _log.warning("MLflow run %s: metrics wait, the training goes on: %s", self._run_id, _reason(error))
+        self._failures += 1
+
+    def _start_system_metrics(self) -> None:
+        """MLflow's own readings, under the names that its pages know, but not its thread, which would wait for the server."""
+        with _warned("the system metrics are not recorded in MLflow"):
+            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+            self._system = SystemMetricsMonitor(self._run_id, tracking_uri=uri())
+
+    def _sample_system(self) -> None:
+        if self._system is None or time.monotonic() < self._next_sample:
+            return
+        system, self._system = self._system, None  # one that fails is not asked again
+        with _warned("no further system metrics are recorded in MLflow"):
+            system.collect_metrics()
+            self.add(self._samples, {f"system/{name}": value for name, value in system.aggregate_metrics().items()})
+            for part in system.monitors:
+                part.clear_metrics()
+            self._system = system
+        self._next_sample = time.monotonic() + _SYSTEM_INTERVAL_S
+        self._samples += 1
