@@ -1,0 +1,161 @@
+"""The prepared data set as trainings read it, checked against images decoded with Pillow."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trainer import artifacts
+from trainer.data import dataset as reading
+from trainer.data.dataset import SPLITS, Description, open_dataset
+from trainer.errors import ArtifactError, DataError
+
+SIZE = 12
+COUNTS = {"train": 7, "val": 3, "test": 2, "unlabeled": 0}
+
+
+def encoded(number: int) -> bytes:
+    """A PNG file with noise."""
+    pixels = np.random.default_rng(number).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def rows(split: str, count: int) -> dict[str, list[object]]:
+    files = [encoded(1000 * SPLITS.index(split) + number) for number in range(count)]  # type: ignore[arg-type]
+    return {
+        "image": [{"bytes": file, "path": None} for file in files],
+        "label": [number % 3 - 1 for number in range(count)],
+        "key": [hashlib.sha256(file).hexdigest() for file in files],
+        "source": [f"{split}/{number}.png" for number in range(count)],
+    }
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    path = tmp_path / "dataset"
+    with artifacts.create(path, "dataset", settings={}) as draft:
+        for split, count in COUNTS.items():
+            table = datasets.Dataset.from_dict(rows(split, count), features=reading.FEATURES)
+            table.save_to_disk(str(draft.path / split), num_shards=1)
+        Description(classes=("a", "b"), image_size=SIZE, images=COUNTS).write(draft.path)
+    return path
+
+
+def pillow(file: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(Image.open(io.BytesIO(file))).copy()).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("limit", [10**9, 0], ids=["in memory", "from disk"])
+def test_reads_the_pixels_that_were_written_in_the_order_asked_for(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", limit)
+    split = open_dataset(prepared).split("train")
+    assert split.in_memory == (limit > 0)
+    files = [image["bytes"] for image in rows("train", 7)["image"]]  # type: ignore[index]
+    indices = [5, 0, 5, 3]
+    images = split.read(indices)
+    assert images.dtype == torch.uint8
+    torch.testing.assert_close(images, torch.stack([pillow(files[index]) for index in indices]), rtol=0, atol=0)
+    assert split.read([]).shape == (0, 3, SIZE, SIZE)
+
+
+def test_labels_keys_and_names(prepared: Path) -> None:
+    data = open_dataset(prepared)
+    assert data.classes == ("a", "b")
+    assert data.image_size == SIZE
+    assert data.fingerprint == artifacts.read(prepared, "dataset").fingerprint
+    split, expected = data.split("train"), rows("train", 7)
+    assert len(split) == 7
+    assert split.labels.dtype == np.int64
+    assert split.labels.tolist() == expected["label"]
+    assert split.keys.dtype == np.uint64
+    assert [int(key).to_bytes(8, "big").hex() for key in split.keys] == [str(key)[:16] for key in expected["key"]]
+    assert list(split.names) == expected["key"]
+    assert split.names[2] == expected["key"][2]
+    assert list(split.sources) == expected["source"]
+
+
+def test_an_empty_split_reads_as_empty(prepared: Path) -> None:
+    split = open_dataset(prepared).split("unlabeled")
+    assert len(split) == 0
+    assert split.labels.shape == (0,)
+    assert split.keys.shape == (0,)
+    assert split.read([]).shape == (0, 3, SIZE, SIZE)
+
+
+def test_a_split_is_cheap_to_send_to_a_loader_process(prepared: Path) -> None:
+    split = open_dataset(prepared).split("train")
+    expected = split.read([1, 2])
+    sent = pickle.dumps(split)
+    assert len(sent) < 20_000
+    torch.testing.assert_close(pickle.loads(sent).read([1, 2]), expected)
+
+
+def test_an_index_beyond_the_split_is_refused(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IndexError):
+        open_dataset(prepared).split("val").read([3])
+    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", 0)
+    with pytest.raises(IndexError):
+        open_dataset(prepared).split("val").read([3])
+
+
+def rewrite_manifest(path: Path) -> None:
+    """Give a directory that was tampered with a manifest that fits it."""
+    with artifacts.create(path, "dataset", settings={}):
+        pass
+
+
+def test_a_damaged_data_set_is_refused_by_name(prepared: Path) -> None:
+    (arrow,) = (prepared / "train").glob("*.arrow")
+    content = bytearray(arrow.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    arrow.write_bytes(content)
+    with pytest.raises(ArtifactError, match=r"train/data-00000-of-00001\.arrow is damaged"):
+        open_dataset(prepared)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"classes": 3, "image_size": "x", "images": {}}'])
+def test_a_description_that_is_none_is_refused(prepared: Path, content: str) -> None:
+    (prepared / "dataset.json").write_text(content)
+    rewrite_manifest(prepared)
+    with pytest.raises(ArtifactError, match=r"dataset\.json does not describe a data set"):
+        open_dataset(prepared)
+
+
+def test_a_split_of_another_length_than_described_is_refused(prepared: Path) -> None:
+    description = json.loads((prepared / "dataset.json").read_text())
+    description["images"]["val"] = 4
+    (prepared / "dataset.json").write_text(json.dumps(description))
+    rewrite_manifest(prepared)
+    with pytest.raises(ArtifactError, match=r"split val has 3 images, but dataset\.json says 4"):
+        open_dataset(prepared).split("val")
+
+
+def test_a_missing_split_is_refused(prepared: Path) -> None:
+    for file in (prepared / "test").iterdir():
+        file.unlink()
+    rewrite_manifest(prepared)
+    with pytest.raises(ArtifactError, match="split test can not be opened"):
+        open_dataset(prepared).split("test")
+
+
+def test_an_image_that_can_not_be_decoded_is_named(tmp_path: Path) -> None:
+    path, broken = tmp_path / "dataset", rows("train", 2)
+    broken["image"][1] = {"bytes": b"no image", "path": None}
+    with artifacts.create(path, "dataset", settings={}) as draft:
+        datasets.Dataset.from_dict(broken, features=reading.FEATURES).save_to_disk(str(draft.path / "train"))
+        Description(classes=("a", "b"), image_size=SIZE, images={"train": 2}).write(draft.path)
+    with pytest.raises(DataError, match=str(broken["key"][1])):
+        open_dataset(path).split("train").read([0])

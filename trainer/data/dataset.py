@@ -1,0 +1,198 @@
+"""The prepared data set, as trainings and evaluations read it.
+
+An artifact of kind `dataset` holds one Arrow data set a split (`train/`, `val/`, `test/`, `unlabeled/`; columns in `FEATURES`) and
+`dataset.json` (classes, edge of the images, images in each split). The images are encoded, RGB and square.
+
+A small split is decoded once into one tensor, so that a read is an index; a large one is memory-mapped and decoded at each read.
+
+Shapes: N images in a split, B images in a batch, S pixels along an edge.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import datasets  # type: ignore[import-untyped]
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trainer import artifacts
+from trainer.errors import ArtifactError, DataError
+
+SplitName = Literal["train", "val", "test", "unlabeled"]
+SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+
+DESCRIPTION = "dataset.json"
+UNLABELED = -1
+"""The label of an image without one."""
+
+IN_MEMORY_BYTES = 512 * 1024**2
+"""A split whose decoded images take at most this is kept decoded, in each process that reads it."""
+
+FEATURES = datasets.Features(
+    {
+        "image": datasets.Image(),
+        "label": datasets.Value("int64"),
+        "key": datasets.Value("string"),
+        "source": datasets.Value("string"),
+    }
+)
+"""Columns of a split: encoded image, index of its class, SHA-256 of its content as hexadecimal text, its name in the source."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What `dataset.json` says."""
+
+    classes: tuple[str, ...]
+    """Name of each class, in the order of the labels."""
+    image_size: int
+    """Edge of the stored images, in pixels."""
+    images: dict[str, int]
+    """Split -> number of its images."""
+
+    def write(self, directory: Path) -> None:
+        """Write `dataset.json` into an artifact in the making."""
+        (directory / DESCRIPTION).write_text(
+            json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+
+    @classmethod
+    def read(cls, directory: Path) -> Description:
+        """Read `dataset.json`.
+
+        Raises:
+            ArtifactError: it is not the description of a data set.
+        """
+        try:
+            content = json.loads((directory / DESCRIPTION).read_text(encoding="utf-8"))
+            return cls(
+                classes=tuple(content["classes"]), image_size=int(content["image_size"]), images=dict(content["images"])
+            )
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ArtifactError(
+                f"dataset {directory}: {DESCRIPTION} does not describe a data set ({error!r}); prepare it again"
+            ) from error
+
+
+class Split:
+    """The images of one split, read by index.
+
+    It is cheap to send to a loader process: decoded images are left behind. Processes that are forked after `load` share them.
+    """
+
+    def __init__(self, directory: Path, name: SplitName, image_size: int) -> None:
+        self.name = name
+        self.image_size = image_size
+        self._table = datasets.load_from_disk(str(directory / name)).cast_column("image", datasets.Image(decode=False))
+        self._images = self._table.select_columns("image")
+        self._decoded: Tensor | None = None
+        self.labels: npt.NDArray[np.int64] = np.array(self._table.with_format("arrow")["label"], dtype=np.int64)
+        """Index of each image's class, or -1 where it has none, [N]."""
+        self.keys: npt.NDArray[np.uint64] = np.array([int(key[:16], 16) for key in self.names], dtype=np.uint64)
+        """The first 8 bytes of each image's content key, [N]."""
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_decoded": None}
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The content key of each image, SHA-256 as hexadecimal text; read on demand, [N]."""
+        names: Sequence[str] = self._table["key"]
+        return names
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """The name that each image had in its source; read on demand, [N]."""
+        sources: Sequence[str] = self._table["source"]
+        return sources
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the split is small enough to be kept decoded."""
+        return len(self) * 3 * self.image_size**2 <= IN_MEMORY_BYTES
+
+    def load(self) -> None:
+        """Decode a small split now instead of at the first read; a large one stays on the disk."""
+        if self.in_memory and self._decoded is None:
+            self._decoded = self._decode(range(len(self)))
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        """The images at `indices` (0 <= index < N): uint8 [B, 3, S, S].
+
+        Raises:
+            DataError: an image can not be decoded.
+        """
+        self.load()
+        if self._decoded is not None:
+            return self._decoded[torch.as_tensor(indices, dtype=torch.int64)]
+        return self._decode(indices)
+
+    def _decode(self, indices: Sequence[int]) -> Tensor:
+        images = torch.empty((len(indices), 3, self.image_size, self.image_size), dtype=torch.uint8)
+        if len(indices) == 0:
+            return images
+        for position, image in enumerate(self._images[[int(index) for index in indices]]["image"]):
+            try:
+                images[position] = _pixels(image["bytes"])
+            except (OSError, RuntimeError) as error:
+                name = self.names[int(indices[position])]
+                raise DataError(f"image {name} of split {self.name}: {error}; prepare the data set again") from error
+        return images
+
+
+def _pixels(encoded: bytes) -> Tensor:
+    """Decode one image: uint8 [3, H, W]."""
+    with Image.open(io.BytesIO(encoded)) as image:
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+class PreparedDataset:
+    """A prepared data set: four splits and what they have in common."""
+
+    def __init__(self, directory: Path, fingerprint: str, description: Description) -> None:
+        self.fingerprint = fingerprint
+        self.classes = description.classes
+        self.image_size = description.image_size
+        self._directory = directory
+        self._images = description.images
+
+    def split(self, name: SplitName) -> Split:
+        """The images of one split.
+
+        Raises:
+            ArtifactError: the split can not be opened, or has not as many images as `dataset.json` says.
+        """
+        try:
+            split = Split(self._directory, name, self.image_size)
+        except (OSError, ValueError, KeyError) as error:
+            raise ArtifactError(
+                f"dataset {self._directory}: split {name} can not be opened ({error}); prepare it again"
+            ) from error
+        if len(split) != self._images.get(name):
+            raise ArtifactError(
+                f"dataset {self._directory}: split {name} has {len(split)} images, but {DESCRIPTION} says "
+                f"{self._images.get(name)}; prepare it again"
+            )
+        return split
+
+
+def open_dataset(uri: str | Path) -> PreparedDataset:
+    """Open and check a prepared data set.
+
+    Raises:
+        ArtifactError: it is missing, damaged, of another kind or of another schema version.
+    """
+    artifact = artifacts.read(uri, "dataset")
+    return PreparedDataset(artifact.path, artifact.fingerprint, Description.read(artifact.path))
