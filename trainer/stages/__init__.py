@@ -1,10 +1,13 @@
 """The stages: one short module each, with `run(settings, *, inputs..., outputs...)`.
 
-This table is what the command line, the launcher and the pipeline know of them; it imports no torch.
+This table and `call` are what the command line, the launcher and the pipeline know of them; neither imports torch before a
+stage is called.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,3 +88,19 @@ STAGES: Mapping[str, Stage] = {
         ),
     )
 }
+
+
+def call(stage: str, settings_json: str, directories: Mapping[str, str], **further: object) -> None:
+    """Run a stage in this process.
+
+    Args:
+        stage: a key of `STAGES`.
+        settings_json: its section of the settings, as a JSON object.
+        directories: keyword of each input and output -> its directory.
+        further: what only this stage takes, such as register's `recipe` and `resolved`.
+
+    Raises:
+        TrainerError: a setting or an input is wrong, or the stage failed in a way that it explains.
+    """
+    section = config.validate(STAGES[stage].settings, json.loads(settings_json), prefix=config.SECTION_OF_STAGE[stage])
+    importlib.import_module(f"trainer.stages.{stage}").run(section, **directories, **further)

@@ -1,0 +1,37 @@
+"""The task `configure`: a recipe and its overrides -> each stage's own section of the settings."""
+
+from typing import NamedTuple
+
+from kfp import dsl
+
+from components.image import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def configure(
+    recipe: str, overrides: str, dataset: str, teacher: str, experiment: str
+) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
+    "Sections",
+    [
+        ("prepare", str),
+        ("pretrain", str),
+        ("distill", str),
+        ("profile", str),
+        ("evaluate", str),
+        ("register", str),
+        ("source_version", str),
+    ],
+):
+    """Resolve the settings, and make sure that the images are there and that tracking answers.
+
+    Args:
+        recipe: Name of a recipe.
+        overrides: Settings that differ from it, `key=value key=value`.
+        dataset: Source of the images, instead of the recipe's.
+        teacher: Weights of the teacher, instead of the recipe's.
+        experiment: MLflow experiment, instead of the recipe's.
+    """
+    from components import sections, task
+
+    with task.reporting("configure"):
+        return sections.configure(sections.resolve(recipe, overrides, dataset, teacher, experiment))

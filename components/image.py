@@ -1,0 +1,13 @@
+"""The image that every component runs on: its name and version stand here and nowhere else."""
+
+from __future__ import annotations
+
+from trainer import __version__
+
+NAME = "vit-distillation"
+IMAGE = f"{NAME}:{__version__}"
+
+
+def tagged(tag: str) -> str:
+    """The image under another tag, such as one that stands for the code of this working tree."""
+    return f"{NAME}:{tag}"

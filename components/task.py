@@ -1,0 +1,114 @@
+"""What a component's body calls: a stage as a KFP task, with KFP's artifacts as its directories."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kfp import dsl
+
+from trainer import artifacts, stages
+from trainer.errors import EXIT_CODE, TrainerError
+
+DEBUG = "TRAINER_DEBUG"
+"""Set to show the traceback of an error that has a message."""
+
+
+@contextmanager
+def reporting(name: str) -> Iterator[None]:
+    """Show the task's own log as plain lines, and end it with one message where the user can mend what is wrong."""
+    _show_log()
+    try:
+        yield
+    except TrainerError as error:
+        if os.environ.get(DEBUG):
+            raise
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        raise SystemExit(EXIT_CODE) from error
+
+
+def _show_log() -> None:
+    """KFP's executor has put its own prefix on every line of the root logger."""
+    logger = logging.getLogger("trainer")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+
+
+def run_stage(
+    stage: str,
+    settings: str,
+    *,
+    inputs: Mapping[str, dsl.Artifact],
+    outputs: Mapping[str, dsl.Artifact],
+    processes_per_node: int = 1,
+) -> None:
+    """Run a stage, in this process or as a group of training processes, as `trainer.stages.STAGES` says.
+
+    Each output gets its kind and fingerprint as metadata.
+
+    Args:
+        stage: a key of `STAGES`.
+        settings: its section of the settings, as a JSON object.
+        inputs: keyword of each input -> KFP's artifact.
+        outputs: keyword of each output -> KFP's artifact.
+        processes_per_node: training processes; only for stages that are launched.
+
+    Raises:
+        SystemExit: the stage failed with a message, which was printed.
+    """
+    read = {name: artifact.path for name, artifact in inputs.items()}
+    written = {name: artifact.path for name, artifact in outputs.items()}
+    with reporting(stage):
+        if stages.STAGES[stage].launched:
+            from trainer import launch
+
+            launch.run_stage(stage, settings, read, written, processes_per_node)
+        else:
+            stages.call(stage, settings, {**read, **written})
+        for name, artifact in outputs.items():
+            kind = stages.STAGES[stage].outputs[name]
+            artifact.metadata.update(kind=kind, fingerprint=artifacts.read(artifact.path, kind).fingerprint)
+
+
+def show_page(source: dsl.Artifact, file: str, page: dsl.HTML) -> None:
+    """Show a page of a stage's directory in the Kubeflow UI."""
+    shutil.copyfile(Path(source.path) / file, page.path)
+
+
+def show_metrics(source: dsl.Artifact, metrics: dsl.Metrics) -> None:
+    """Show the numbers among a stage's figures, `{"student": {"top1": 0.9}}` as `student.top1`, in the Kubeflow UI.
+
+    They are written to the artifact's file too: KFP's local cache takes an artifact without a file for lost.
+    """
+    kind = source.metadata["kind"]
+    numbers = _numbers(artifacts.read(source.path, kind).figures)
+    for name, value in numbers.items():
+        metrics.log_metric(name, value)
+    Path(metrics.path).write_text(json.dumps(numbers, indent=2))
+
+
+def show_confusion(evaluation: dsl.Artifact, confusion: dsl.ClassificationMetrics) -> None:
+    """Show the student's confusion matrix in the Kubeflow UI; its file is kept for the reason given in `show_metrics`."""
+    content = (Path(evaluation.path) / "confusion.json").read_text()
+    matrix = json.loads(content)
+    confusion.log_confusion_matrix(matrix["labels"], matrix["counts"])
+    Path(confusion.path).write_text(content)
+
+
+def _numbers(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            numbers |= _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float):
+            numbers[prefix + name] = float(value)
+    return numbers

@@ -1,0 +1,1 @@
+"""The pipeline: its definition, its compiled form, and its run on this machine."""

@@ -1,0 +1,50 @@
+"""Write `pipelines/compiled/distillation.yaml`, or check that it is fresh: `python -m pipelines.compile [--check]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kfp import compiler
+
+from pipelines.distillation import NAME, distillation
+
+COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"
+
+
+def compiled_text() -> str:
+    """The pipeline as KFP's YAML."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / f"{NAME}.yaml"
+        compiler.Compiler().compile(distillation, str(path))
+        return path.read_text()
+
+
+def with_image(text: str, image: str) -> str:
+    """A compiled pipeline with every task on another image."""
+    specification: dict[str, Any] = yaml.safe_load(text)
+    for executor in specification["deploymentSpec"]["executors"].values():
+        executor["container"]["image"] = image
+    return yaml.safe_dump(specification, sort_keys=False)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the file, or with `--check` compare it; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the file is not what would be written")
+    if not parser.parse_args(arguments).check:
+        COMPILED.parent.mkdir(exist_ok=True)
+        COMPILED.write_text(compiled_text())
+        return 0
+    if COMPILED.is_file() and COMPILED.read_text() == compiled_text():
+        return 0
+    print(f"{COMPILED} is not what pipelines/distillation.py compiles to; run `make compile` and commit it", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
