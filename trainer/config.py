@@ -21,6 +21,8 @@ from pydantic_core import ErrorDetails
 from trainer.errors import SettingsError
 
 RECIPES = Path(__file__).parent / "recipes"
+DEVICE_VARIABLE = "TRAINER_DEVICE"
+"""Environment variable that says where to train: auto, cpu or cuda."""
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -143,6 +145,8 @@ class TrainingSettings(Section):
     """Steps between two lines of the log and two points of the metrics."""
     checkpoint_every: NonNegative = 500
     """Steps between two checkpoints; 0 writes none."""
+    validate_every_epochs: NonNegative = 10
+    """Epochs between two measurements on the validation split; 0 measures at the end only."""
     views: ViewSettings = ViewSettings()
     """Augmentation."""
     evidence: EvidenceSettings = EvidenceSettings()

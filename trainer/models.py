@@ -122,16 +122,40 @@ def _build(
     return Classifier(network, card)
 
 
+def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
+    """The same weights in a model for `labels`, with this rate of stochastic depth; the head is new where the labels differ."""
+    settings = ModelSettings(architecture=model.card.architecture, args=model.card.args)
+    adapted = create(settings, labels, drop_path=drop_path)
+    weights = model.network.state_dict()
+    if tuple(labels) != model.card.labels:
+        new = adapted.network.state_dict()
+        head = {f"{name}." for name in _names(model.network.default_cfg["classifier"])}
+        weights = {name: new[name] if name.startswith(tuple(head)) else value for name, value in weights.items()}
+    adapted.network.load_state_dict(weights)
+    return adapted
+
+
+def _names(value: str | Sequence[str]) -> Sequence[str]:
+    return [value] if isinstance(value, str) else value
+
+
 def parameter_count(model: nn.Module) -> int:
     """Number of weights."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def describe(model: Classifier) -> dict[str, Any]:
+    """Its main figures: architecture, parameters, and edge of its input in pixels."""
+    card = model.card
+    return {"architecture": card.architecture, "parameters": parameter_count(model), "image_size": card.image_size}
 
 
 def save(model: Classifier, directory: Path) -> None:
     """Write `config.json` and `model.safetensors` into an artifact in the making."""
     (directory / CONFIG).write_text(json.dumps(asdict(model.card), indent=2, ensure_ascii=False) + "\n")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.network.state_dict().items()}
-    safetensors.torch.save_file(tensors, directory / WEIGHTS)
+    # safetensors' own writing into a file hides the reason when the disk is full.
+    (directory / WEIGHTS).write_bytes(safetensors.torch.save(tensors))
 
 
 def load(uri: str | Path) -> Classifier:

@@ -1,0 +1,213 @@
+"""The command line: `python -m trainer run | stage | config | recipes`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from trainer import __version__, config, launch, stages
+from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, SettingsError, TrainerError
+
+_DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.
+
+  python -m trainer run digits                          the whole run on the bundled digits
+  python -m trainer run grocery --set data.source=imagefolder:/photos
+  python -m trainer config digits                       every setting with its meaning
+  python -m trainer stage evaluate --help               one stage on given inputs"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; gives the exit code. A user's error ends in one message, and `--debug` adds the traceback."""
+    options = _parser().parse_args(arguments)
+    worker = getattr(options, "worker", False)
+    _set_up_logging(quiet=worker and os.environ.get("RANK", "0") != "0")
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        options.command(options)
+    except TrainerError as error:
+        return _fail(error, options, worker=worker)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        if not worker:
+            print("interrupted; what was written is kept, and the same command goes on from there", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    except Exception as error:
+        if not worker:
+            raise
+        traceback.print_exc()
+        launch.record_failure(f"{type(error).__name__}: {error} (its traceback stands above)")
+        return 1
+    return 0
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool) -> int:
+    if options.debug:
+        traceback.print_exc()
+    if worker:
+        launch.record_failure(str(error))
+    else:
+        print(f"error: {error}", file=sys.stderr)
+    return EXIT_CODE
+
+
+def _set_up_logging(*, quiet: bool) -> None:
+    logging.basicConfig(
+        level=logging.WARNING if quiet else logging.INFO, format="%(asctime)s  %(message)s", datefmt="%H:%M:%S", force=True
+    )
+    for name in ("httpx", "urllib3", "alembic", "mlflow", "matplotlib", "fsspec", "datasets"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_stage(commands)
+    _add_config(commands)
+    listing = commands.add_parser("recipes", help="list the recipes", description="List the recipes.")
+    listing.set_defaults(command=_recipes)
+    return parser
+
+
+_Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change settings, such as distill.temperature=2 (`python -m trainer config RECIPE` lists them)",
+    )
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--processes", type=_positive, default=1, metavar="N", help="how many processes train (default: %(default)s)"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
+    return value
+
+
+def _add_run(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run all stages of a recipe",
+        description="Run all stages of a recipe on this machine and print what came out. A run that was interrupted goes on where it "
+        "stood when it is started again with the same --output.",
+    )
+    parser.add_argument("recipe", help="a name (`python -m trainer recipes`) or the path of a TOML file")
+    _add_settings(parser)
+    parser.add_argument("--output", metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
+    _add_processes(parser)
+    parser.set_defaults(command=_run)
+
+
+def _add_stage(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("stage", help="run one stage on given inputs", description="Run one stage on given inputs.")
+    names = parser.add_subparsers(title="stages", required=True, metavar="NAME")
+    for stage in stages.STAGES.values():
+        _add_one_stage(names, stage)
+
+
+def _add_one_stage(names: _Commands[argparse.ArgumentParser], stage: stages.Stage) -> None:
+    text = f"{stage.summary[0].upper()}{stage.summary[1:]}."
+    parser = names.add_parser(stage.name, help=stage.summary, description=text)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--recipe", default="", help="take the stage's settings from this recipe (default: the defaults)")
+    source.add_argument("--settings", metavar="JSON", help="the stage's settings as a JSON object, as another stage's manifest shows them")
+    _add_settings(parser)
+    for name, kind in stage.inputs.items():
+        parser.add_argument(f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"input: a {kind} directory")
+    for name, kind in stage.outputs.items():
+        parser.add_argument(f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"output: the {kind} directory to write")
+    if stage.launched:
+        _add_processes(parser)
+        parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(command=_stage, stage=stage)
+
+
+def _add_config(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "config",
+        help="show the resolved settings, each with its meaning",
+        description="Show every setting that a recipe resolves to, with its type, limits and meaning.",
+    )
+    parser.add_argument("recipe", nargs="?", default="", help="a recipe (default: the defaults alone)")
+    _add_settings(parser)
+    parser.add_argument("--json", action="store_true", help="print the values alone, as JSON")
+    parser.set_defaults(command=_config)
+
+
+def _run(options: argparse.Namespace) -> None:
+    from trainer import runs, summary
+
+    result = runs.run(options.recipe, options.overrides, output=options.output, processes=options.processes)
+    print(summary.table(result))
+
+
+def _stage(options: argparse.Namespace) -> None:
+    stage: stages.Stage = options.stage
+    settings = config.resolve(options.recipe, options.overrides)
+    section = json.dumps(settings.for_stage(stage.name)) if options.settings is None else _checked_json(options)
+    inputs = {name: getattr(options, name) for name in stage.inputs}
+    outputs = {name: getattr(options, name) for name in stage.outputs}
+    if stage.launched and not options.worker:
+        config.validate(stage.settings, json.loads(section), prefix=config.SECTION_OF_STAGE[stage.name])
+        launch.run_stage(stage.name, section, inputs=inputs, outputs=outputs, processes_per_node=options.processes)
+        return
+    further = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.name == "register" else {}
+    stages.call(stage.name, section, {**inputs, **outputs}, **further)
+
+
+def _checked_json(options: argparse.Namespace) -> str:
+    if options.overrides:
+        raise SettingsError("--settings gives all settings of the stage, so --set can not change them; use --recipe with --set")
+    try:
+        values = json.loads(options.settings)
+    except ValueError as error:
+        raise SettingsError(f"--settings {options.settings!r} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
+    return str(options.settings)
+
+
+def _config(options: argparse.Namespace) -> None:
+    settings = config.resolve(options.recipe, options.overrides)
+    if options.json:
+        print(json.dumps(settings.model_dump(mode="json"), indent=2))
+        return
+    for name, value, kind, meaning in config.walk(settings):
+        print(f"{name} = {json.dumps(value)}\n    {meaning} ({kind})")
+
+
+def _recipes(_options: argparse.Namespace) -> None:
+    for name, text in config.recipes().items():
+        print(f"{name:<12}{text}")
+    print(f"\nThey stand in {Path(config.RECIPES)}; a recipe is also any TOML file that states what differs from the defaults.")

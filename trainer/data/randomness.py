@@ -1,0 +1,38 @@
+"""Random numbers without state: a number is a function of what it is for.
+
+Words (seed, sample key, view number, index of the draw) are mixed with the finaliser of SplitMix64 (Steele, Lea, Flood 2014), vectorised
+over arrays. So a draw does not depend on the number of workers or processes, on the batch size, or on what was drawn before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Words = int | npt.NDArray[np.uint64] | npt.NDArray[np.int64]
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def random_bits(*words: Words) -> npt.NDArray[np.uint64]:
+    """64 random bits for each tuple of words; arrays of words are broadcast against one another."""
+    state = np.zeros((), dtype=np.uint64)
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what is meant
+        for word in words:
+            state = _finalise((state ^ np.asarray(word).astype(np.uint64)) + _GAMMA)
+    return np.asarray(state)
+
+
+def _finalise(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * _MIX_1
+    value = (value ^ (value >> np.uint64(27))) * _MIX_2
+    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
+    return mixed
+
+
+def uniform(*words: Words) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) for each tuple of words, with 53 random bits."""
+    numbers: npt.NDArray[np.float64] = (random_bits(*words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers

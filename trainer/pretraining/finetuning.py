@@ -1,0 +1,29 @@
+"""Supervised fine-tuning: labels, softened by label smoothing and mixed by mixup and CutMix."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainer.data.loader import Batch
+from trainer.data.views import mix
+from trainer.models import Classifier
+from trainer.profiling.timeline import Timeline
+from trainer.training.classification import cross_entropy, soft_targets
+from trainer.training.loop import Losses
+
+
+class FinetuneObjective:
+    """Cross-entropy with the labels."""
+
+    def __init__(self, model: Classifier, *, label_smoothing: float) -> None:
+        """Train `model`; `label_smoothing` of each target is spread over all classes."""
+        self.model: nn.Module = model
+        self._classes, self._smoothing = len(model.card.labels), label_smoothing
+
+    def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
+        """The cross-entropy of a batch."""
+        targets = soft_targets(batch.labels, self._classes, self._smoothing)
+        images, targets = mix(batch.images, targets, batch.mixing)
+        with timeline.range("forward"):
+            loss = cross_entropy(model(images), targets)
+        return {"loss": loss}

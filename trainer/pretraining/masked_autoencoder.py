@@ -1,0 +1,187 @@
+"""Masked autoencoder (He et al. 2022, "Masked Autoencoders Are Scalable Vision Learners") around a timm vision transformer.
+
+Shapes: B images, N patches of p x p pixels, n visible patches, D encoder width, E decoder width, C = 3 channels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from trainer.config import MaeSettings
+from trainer.data.loader import Batch
+from trainer.data.randomness import uniform
+from trainer.errors import ModelError
+from trainer.models import Classifier
+from trainer.profiling.timeline import Timeline
+from trainer.training.loop import Losses
+
+_MASK = 0x6D61736B
+"""Keeps the masks' draws apart from all others of the same seed."""
+_HEAD = ("head.", "fc_norm.", "attn_pool.")
+"""Weights of the transformer that the encoder does not use."""
+
+
+class MaskedAutoencoder(nn.Module):
+    """Hides patches, encodes the visible ones with the transformer, and predicts the pixels of the hidden ones."""
+
+    decoder_positions: Tensor
+
+    def __init__(self, classifier: Classifier, settings: MaeSettings) -> None:
+        """Around the network of `classifier`, whose weights are trained in place.
+
+        Raises:
+            ModelError: the network is no timm VisionTransformer with square patches.
+        """
+        super().__init__()
+        network = classifier.network
+        if not isinstance(network, VisionTransformer):
+            raise ModelError(
+                f"pretrain.mae needs a timm VisionTransformer, and {classifier.card.architecture} is a {type(network).__name__}; "
+                "choose a vit_* teacher or switch it off with pretrain.mae.epochs=0"
+            )
+        self._preprocess = classifier.preprocess
+        self.encoder = network
+        self.patch_size = int(network.patch_embed.patch_size[0])
+        self.visible = max(1, round(network.patch_embed.num_patches * (1 - settings.mask_ratio)))
+        self._normalize_targets = settings.normalize_targets
+        self.decoder_norm_in = nn.LayerNorm(network.embed_dim) if isinstance(network.norm, nn.Identity) else nn.Identity()
+        self.decoder_embed = nn.Linear(network.embed_dim, settings.decoder_dim)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, settings.decoder_dim))
+        self.decoder_blocks = nn.Sequential(
+            *(Block(settings.decoder_dim, settings.decoder_heads, qkv_bias=True) for _ in range(settings.decoder_depth))
+        )
+        self.decoder_norm = nn.LayerNorm(settings.decoder_dim)
+        self.predict = nn.Linear(settings.decoder_dim, self.patch_size**2 * 3)
+        rows, columns = network.patch_embed.grid_size
+        self.register_buffer("decoder_positions", sine_positions(settings.decoder_dim, rows, columns), persistent=False)
+        nn.init.normal_(self.mask_token, std=0.02)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the weights that are not decayed."""
+        return {f"encoder.{name}" for name in self.encoder.no_weight_decay()} | {"mask_token"}
+
+    def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hide the patches with the largest noise and predict them.
+
+        Args:
+            images: uint8 [B, 3, H, W].
+            noise: random numbers [B, N].
+
+        Returns:
+            Loss (a scalar): mean squared error over the hidden patches; predicted patches [B, N, p x p x 3]; mask [B, N], 1 where hidden.
+        """
+        pixels = self._preprocess(images)
+        shuffle = noise.argsort(1)
+        restore = shuffle.argsort(1)
+        encoded = self._encode(pixels, shuffle[:, : self.visible])
+        predicted = self._decode(encoded, restore).float()
+        mask = (restore >= self.visible).float()
+        target = patchify(pixels, self.patch_size)
+        if self._normalize_targets:
+            target = normalize_patches(target)
+        error = (predicted - target).square().mean(2)
+        return (error * mask).sum() / mask.sum(), predicted, mask
+
+    def _encode(self, pixels: Tensor, visible: Tensor) -> Tensor:
+        """Pixels [B, 3, H, W] and indices of the visible patches [B, n] to tokens [B, prefix + n, D]."""
+        encoder = self.encoder
+        tokens = encoder._pos_embed(encoder.patch_embed(pixels))
+        prefix, patches = tokens[:, : encoder.num_prefix_tokens], tokens[:, encoder.num_prefix_tokens :]
+        patches = patches.gather(1, visible.unsqueeze(2).expand(-1, -1, patches.shape[2]))
+        tokens = encoder.norm_pre(torch.cat([prefix, patches], 1))
+        encoded: Tensor = encoder.norm(encoder.blocks(tokens))
+        return encoded
+
+    def _decode(self, encoded: Tensor, restore: Tensor) -> Tensor:
+        """Tokens [B, prefix + n, D] and where each patch stands in the shuffled order [B, N] to patches [B, N, p x p x 3]."""
+        tokens = self.decoder_embed(self.decoder_norm_in(encoded))
+        prefix, patches = tokens[:, : self.encoder.num_prefix_tokens], tokens[:, self.encoder.num_prefix_tokens :]
+        hidden = self.mask_token.to(patches.dtype).expand(len(patches), restore.shape[1] - patches.shape[1], -1)
+        patches = torch.cat([patches, hidden], 1)
+        patches = patches.gather(1, restore.unsqueeze(2).expand(-1, -1, patches.shape[2])) + self.decoder_positions
+        decoded = self.decoder_norm(self.decoder_blocks(torch.cat([prefix, patches], 1)))
+        predicted: Tensor = self.predict(decoded[:, self.encoder.num_prefix_tokens :])
+        return predicted
+
+
+class MaeObjective:
+    """Reconstruction of hidden patches."""
+
+    def __init__(self, model: MaskedAutoencoder, seed: int) -> None:
+        """Masks are drawn from `seed`, the sample's key and the number of its view."""
+        self.model: nn.Module = model
+        self._patches = model.encoder.patch_embed.num_patches
+        self._seed = seed
+        for name, parameter in model.encoder.named_parameters():
+            parameter.requires_grad_(not name.startswith(_HEAD))
+
+    def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
+        """The reconstruction loss of a batch."""
+        noise = draw_noise(batch.keys, batch.numbers, self._patches, seed=self._seed)
+        with timeline.range("forward"):
+            loss, _, _ = model(batch.images, noise.to(batch.images.device, non_blocking=True))
+        return {"loss": loss}
+
+    def release(self) -> None:
+        """Let the head be trained again."""
+        self.model.requires_grad_(True)
+
+
+def draw_noise(keys: Tensor, numbers: Tensor, patches: int, *, seed: int) -> Tensor:
+    """The random numbers whose order is the mask: a function of (seed, key, view number).
+
+    Args:
+        keys: int64 [B].
+        numbers: int64 [B].
+        patches: N.
+        seed: the training's seed.
+
+    Returns:
+        float32 [B, N], on the CPU.
+    """
+    words = keys.cpu().numpy().view(np.uint64)[:, None], numbers.cpu().numpy()[:, None]
+    return torch.from_numpy(uniform(_MASK, seed, *words, np.arange(patches, dtype=np.uint64)[None])).float()
+
+
+def patchify(pixels: Tensor, patch_size: int) -> Tensor:
+    """Images [B, 3, H, W] to patches [B, N, p x p x 3], row by row; within a patch row, column, channel."""
+    batch, channels, height, width = pixels.shape
+    grid = pixels.reshape(batch, channels, height // patch_size, patch_size, width // patch_size, patch_size)
+    return grid.permute(0, 2, 4, 3, 5, 1).reshape(batch, -1, patch_size**2 * channels)
+
+
+def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
+    """The reverse of `patchify`, for square images: [B, N, p x p x 3] to [B, 3, H, W]."""
+    batch, count, values = patches.shape
+    edge = round(count**0.5)
+    grid = patches.reshape(batch, edge, edge, patch_size, patch_size, values // patch_size**2)
+    return grid.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, edge * patch_size, edge * patch_size)
+
+
+def normalize_patches(patches: Tensor) -> Tensor:
+    """Each patch less its mean, over its standard deviation: (x - mean) / sqrt(var + 1e-6), var unbiased; [B, N, p x p x 3]."""
+    variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
+    return (patches - mean) / (variance + 1e-6).sqrt()
+
+
+def sine_positions(width: int, rows: int, columns: int) -> Tensor:
+    """Fixed 2-D sine-cosine positions [1, rows x columns, width]: half of the width for the row, half for the column.
+
+    Each half holds sin and cos of position / 10000^(2i / half) (Vaswani et al. 2017).
+
+    Raises:
+        ModelError: the width is no multiple of 4.
+    """
+    if width % 4:
+        raise ModelError(f"pretrain.mae.decoder_dim must be a multiple of 4, got {width}")
+    frequencies = 1 / 10_000 ** (torch.arange(width // 4, dtype=torch.float64) / (width / 4))
+
+    def encode(positions: Tensor) -> Tensor:
+        angles = positions.double().unsqueeze(1) * frequencies
+        return torch.cat([angles.sin(), angles.cos()], 1)
+
+    grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    return torch.cat([encode(grid[:, 1]), encode(grid[:, 0])], 1).float().unsqueeze(0)

@@ -1,0 +1,130 @@
+"""A whole run on this machine, without kfp: one stage after another, in one directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trainer import artifacts, config, launch, stages, tracking
+from trainer.errors import OutputError, writing_to
+
+logger = logging.getLogger(__name__)
+
+RUNS = Path("runs")
+"""Where runs are kept unless an output is given."""
+LATEST = "latest"
+SUMMARY = "summary.json"
+
+PLAN: Mapping[str, Mapping[str, str]] = {
+    "prepare": {"dataset": "dataset"},
+    "pretrain": {"dataset": "dataset", "teacher": "teacher", "evidence": "pretrain-evidence"},
+    "distill": {"dataset": "dataset", "teacher": "teacher", "student": "student", "evidence": "distill-evidence"},
+    "profile": {"pretrain_evidence": "pretrain-evidence", "distill_evidence": "distill-evidence", "report": "report"},
+    "evaluate": {"dataset": "dataset", "teacher": "teacher", "student": "student", "evaluation": "evaluation"},
+    "register": {
+        "dataset": "dataset",
+        "teacher": "teacher",
+        "student": "student",
+        "pretrain_evidence": "pretrain-evidence",
+        "distill_evidence": "distill-evidence",
+        "report": "report",
+        "evaluation": "evaluation",
+        "registration": "registration",
+    },
+}
+"""Stage -> keyword of each input and output -> its directory below the run's."""
+
+
+def new_directory(recipe: str, output: str | None) -> Path:
+    """Make the directory of a run, by default `runs/<time>-<recipe>`, and let `runs/latest` point to it.
+
+    Raises:
+        OutputError: it can not be written.
+    """
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(recipe).stem}"
+    directory = Path(output) if output else RUNS / name
+    with writing_to(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise OutputError(f"can not write to {directory}: no permission to write; choose another output")
+        if not output:
+            link = RUNS / f".{LATEST}.{os.getpid()}"
+            link.symlink_to(name)
+            link.replace(RUNS / LATEST)
+    return directory
+
+
+def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, processes: int) -> dict[str, Any]:
+    """Run all stages; what an earlier run in the same output completed with the same settings is kept.
+
+    Args:
+        recipe: name or path of a recipe.
+        overrides: `key=value` settings.
+        output: the run's directory; None for a new one below `runs/`.
+        processes: how many processes train.
+
+    Returns:
+        The content of `summary.json`.
+
+    Raises:
+        TrainerError: as the stages.
+    """
+    settings = config.resolve(recipe, overrides)
+    directory = new_directory(recipe, output)
+    os.environ.update(environment(settings, directory))
+    resolved = settings.model_dump(mode="json")
+    tracking.check()
+    tracking.start_parent(resolved, {"recipe": recipe})
+    for name, places in PLAN.items():
+        directories = {keyword: str(directory / place) for keyword, place in places.items()}
+        _run_stage(name, settings, directories, processes=processes, recipe=recipe, resolved=resolved)
+    summary = (directory / "registration" / SUMMARY).read_bytes()
+    artifacts.write_atomically(directory / SUMMARY, summary)
+    content: dict[str, Any] = json.loads(summary)
+    return content
+
+
+def environment(settings: config.Settings, directory: Path) -> dict[str, str]:
+    """Environment variables that the stages of a run read."""
+    tracked = tracking.environment(settings.tracking, directory=directory.parent.resolve(), run=directory.name)
+    return tracked | {config.DEVICE_VARIABLE: settings.run.device}
+
+
+def _run_stage(
+    name: str,
+    settings: config.Settings,
+    directories: Mapping[str, str],
+    *,
+    processes: int,
+    recipe: str,
+    resolved: Mapping[str, Any],
+) -> None:
+    stage, section = stages.STAGES[name], settings.for_stage(name)
+    if name != "register" and _is_complete(stage, section, directories):
+        logger.info("%s  kept from an earlier run in the same output", name)
+        return
+    logger.info("%s  starts", name)
+    start = time.monotonic()
+    if stage.launched:
+        inputs = {keyword: directories[keyword] for keyword in stage.inputs}
+        outputs = {keyword: directories[keyword] for keyword in stage.outputs}
+        launch.run_stage(name, json.dumps(section), inputs=inputs, outputs=outputs, processes_per_node=processes)
+    else:
+        further = {"recipe": recipe, "resolved": resolved} if name == "register" else {}
+        stages.call(name, json.dumps(section), directories, **further)
+    logger.info("%s  done in %.1f s", name, time.monotonic() - start)
+
+
+def _is_complete(stage: stages.Stage, section: Mapping[str, Any], directories: Mapping[str, str]) -> bool:
+    """Whether all outputs are there, whole, made with these settings from these inputs."""
+    if stage.name == "prepare" or not all(artifacts.exists(directories[keyword]) for keyword in stage.outputs):
+        return False  # the images may have changed, and only preparing them again can tell
+    inputs = {artifacts.read(directories[keyword], kind).fingerprint for keyword, kind in stage.inputs.items()}
+    outputs = [artifacts.read(directories[keyword], kind) for keyword, kind in stage.outputs.items()]
+    return all(output.settings == section and inputs <= set(output.parents.values()) for output in outputs)

@@ -1,0 +1,109 @@
+"""pretrain: make the teacher by masked-autoencoder pretraining, then fine-tuning; or take given weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trainer import artifacts, models
+from trainer.config import PretrainSettings
+from trainer.data.dataset import PreparedDataset, open_dataset
+from trainer.data.loader import Samples
+from trainer.errors import SettingsError
+from trainer.models import Classifier
+from trainer.pretraining.finetuning import FinetuneObjective
+from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
+from trainer.pretraining.reconstructions import draw_reconstructions
+from trainer.training.session import Session, open_session
+
+RECONSTRUCTIONS = "mae/reconstructions.png"
+"""Where the picture stands in the evidence."""
+_PICTURED = 8
+_TIMM = "timm:"
+
+
+def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path, evidence: str | Path) -> None:
+    """Make the teacher; runs in every training process.
+
+    Args:
+        settings: section `pretrain`.
+        dataset: input, a prepared data set.
+        teacher: output, a model directory.
+        evidence: output, what the trainings recorded of themselves.
+
+    Raises:
+        SettingsError: there are neither weights nor labels to learn from.
+        TrainerError: as the parts that it calls.
+    """
+    data = open_dataset(dataset)
+    model, parents = _start(settings, data)
+    with open_session("pretrain", settings, data, parents=parents, model=teacher, evidence=evidence) as session:
+        if settings.mae.epochs:
+            _pretrain(model, settings, session)
+        if settings.finetune.epochs:
+            model = _finetune(model, settings, session)
+        session.keep(model)
+
+
+def _start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier, dict[str, str]]:
+    """The model before training, and the fingerprints of what it comes from."""
+    torch.manual_seed(settings.seed or 0)
+    parents = {"dataset": data.fingerprint}
+    if not settings.weights:
+        if not settings.finetune.epochs:
+            raise SettingsError(
+                "pretrain.finetune.epochs is 0 and pretrain.weights is empty, so the teacher would never see a label; "
+                "give weights or let it be fine-tuned"
+            )
+        return models.create(settings.teacher, data.classes), parents
+    if settings.weights.startswith(_TIMM):
+        model = models.create_pretrained(settings.weights.removeprefix(_TIMM), data.classes)
+    else:
+        model = models.load(settings.weights)
+        parents["weights"] = artifacts.read(settings.weights, "model").fingerprint
+    if not settings.finetune.epochs:
+        models.check_labels(model, data.classes, f"pretrain.weights {settings.weights}")
+    return model, parents
+
+
+def _pretrain(model: Classifier, settings: PretrainSettings, session: Session) -> None:
+    """Train the network of `model` in place as a masked autoencoder, on labelled and unlabelled images."""
+    torch.manual_seed(session.seed + 1)
+    autoencoder = MaskedAutoencoder(model, settings.mae)
+    samples = Samples([session.data.split("train"), session.data.split("unlabeled")])
+    objective = MaeObjective(autoencoder, session.seed)
+    trained = session.train(
+        "mae", objective, samples, settings.mae, view_size=model.card.image_size, labelled=False
+    )
+    assert isinstance(trained, MaskedAutoencoder), "the objective's model is a MaskedAutoencoder"
+    model.network.load_state_dict(trained.encoder.state_dict())
+    objective.release()
+    if session.processes.is_first:
+        split = session.data.split("val")
+        count = min(_PICTURED, len(split))
+        device = session.processes.device.torch_device
+        picture = draw_reconstructions(
+            trained,
+            split.read(range(count)).to(device),
+            torch.from_numpy(split.keys[:count].view("int64")),
+            seed=session.seed,
+        )
+        (session.evidence.path / RECONSTRUCTIONS).write_bytes(picture)
+
+
+def _finetune(model: Classifier, settings: PretrainSettings, session: Session) -> Classifier:
+    """Train on the labels, from the weights of `model`."""
+    torch.manual_seed(session.seed + 2)
+    finetune = settings.finetune
+    model = models.with_labels(model, session.data.classes, drop_path=finetune.drop_path)
+    trained = session.train(
+        "finetune",
+        FinetuneObjective(model, label_smoothing=finetune.label_smoothing),
+        Samples([session.data.split("train")]),
+        finetune,
+        view_size=model.card.image_size,
+        layer_decay=finetune.layer_decay,
+    )
+    assert isinstance(trained, Classifier), "the objective's model is a Classifier"
+    return trained

@@ -1,0 +1,51 @@
+"""AdamW with weight-decay groups and layer-wise learning rates, sharded or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from trainer.config import TrainingSettings
+from trainer.models import Classifier
+from trainer.training.processes import Processes
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+    """Groups of trainable weights with their `weight_decay` and `lr_scale`.
+
+    Biases, norms and what the model's `no_weight_decay()` names are not decayed. With `layer_decay` below 1 the learning rate of
+    each block is that of the block above times `layer_decay`.
+    """
+    groups: list[dict[str, Any]]
+    if isinstance(model, Classifier):  # all its weights are its network's, which knows its own layers
+        model = model.network
+    if layer_decay < 1:
+        groups = param_groups_layer_decay(model, weight_decay=weight_decay, layer_decay=layer_decay)
+    else:
+        exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+        groups = param_groups_weight_decay(model, weight_decay=weight_decay, no_weight_decay_list=exempt)
+    return [{"lr_scale": 1.0} | group for group in groups if group["params"]]
+
+
+def make_optimizer(
+    groups: list[dict[str, Any]], settings: TrainingSettings, processes: Processes
+) -> torch.optim.Optimizer:
+    """Fused AdamW over `groups`; its state is sharded over the processes where `zero` is set and there are several."""
+    options: dict[str, Any] = {
+        "lr": settings.peak_learning_rate(),
+        "betas": (settings.beta1, settings.beta2),
+        "fused": True,
+    }
+    if settings.zero and processes.world_size > 1:
+        return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set every group's learning rate to `rate` times the group's scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]

@@ -1,0 +1,64 @@
+"""How far a training is: a bar on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+LINE_INTERVAL_S = 5.0
+"""Least time between two plain lines."""
+
+
+class Progress:
+    """Shows the steps of one training; does nothing where it is not active."""
+
+    def __init__(self, name: str, *, first_step: int, total_steps: int, images_per_step: int, active: bool) -> None:
+        """For the steps first_step .. total_steps - 1 of the training `name`."""
+        self._name, self._first, self._total, self._images = name, first_step, total_steps, images_per_step
+        self._active, self._start, self._last_line = active, time.monotonic(), -LINE_INTERVAL_S
+        self._bar = (
+            tqdm(total=total_steps, initial=first_step, desc=name, unit="step", dynamic_ncols=True)
+            if active and sys.stderr.isatty()
+            else None
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show(self, step: int, values: Mapping[str, float]) -> None:
+        """After step `step`: its numbers, the speed and the time left."""
+        if not self._active:
+            return
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self._bar is not None:
+            self._bar.update(step + 1 - self._bar.n)
+            self._bar.set_postfix_str(text)
+            return
+        now, done = time.monotonic(), step + 1
+        if now - self._last_line < LINE_INTERVAL_S and done < self._total:
+            return
+        self._last_line = now
+        rate = (done - self._first) / max(now - self._start, 1e-9)
+        logger.info(
+            "%s  step %d/%d  %s  %.0f images/s  %.0f s left",
+            self._name,
+            done,
+            self._total,
+            text,
+            rate * self._images,
+            (self._total - done) / rate,
+        )
