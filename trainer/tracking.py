@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 URI = "MLFLOW_TRACKING_URI"
 EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
@@ -298,7 +298,7 @@ def _record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any
     flat = flatten(settings)
     changed = sorted(name for name, value in flat.items() if known.get(name, value) != value)
     if changed:
-        _log.warning("MLflow run %s keeps the first values of %s", run_id, ", ".join(changed))
+        logger.warning("MLflow run %s keeps the first values of %s", run_id, ", ".join(changed))
     params = [Param(name, value) for name, value in flat.items() if name not in known]
     for start in range(0, len(params), _PARAMS_A_BATCH):
         mlflow.log_batch(run_id, params=params[start : start + _PARAMS_A_BATCH])
@@ -365,8 +365,8 @@ def _warned(consequence: str) -> Iterator[None]:
     """Training outlives its tracking: any failure of MLflow ends as a line in the log."""
     try:
         yield
-    except Exception as error:  # MLflow's stores let through the errors of whatever lies below them
-        _log.warning("%s: %s", consequence, _reason(error))
+    except Exception as error:  # noqa: BLE001  MLflow's stores let through the errors of whatever lies below them
+        logger.warning("%s: %s", consequence, _reason(error))
 
 
 @contextmanager
@@ -441,7 +441,9 @@ class _Sender(threading.Thread):
         self.join(timeout=_EXIT_S + float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]))
         left = len(self._batch) + len(self._waiting)
         if left:
-            _log.warning("MLflow run %s: %d points were not sent, for the server did not take them", self._run_id, left)
+            logger.warning(
+                "MLflow run %s: %d points were not sent, for the server did not take them", self._run_id, left
+            )
 
     def run(self) -> None:
         self._start_system_metrics()
@@ -461,7 +463,7 @@ class _Sender(threading.Thread):
             return False
         try:
             self._mlflow.log_batch(self._run_id, metrics=self._batch)
-        except Exception as error:  # a thread of its own has nobody to raise to, and the training must go on
+        except Exception as error:  # noqa: BLE001  a thread has nobody to raise to, and the training must go on
             self._failed(error)
         else:
             self._batch, self._failures = [], 0
@@ -469,11 +471,11 @@ class _Sender(threading.Thread):
 
     def _failed(self, error: Exception) -> None:
         if getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE":  # would fail again and hold up what follows
-            _log.warning("MLflow run %s refused %d points: %s", self._run_id, len(self._batch), _reason(error))
+            logger.warning("MLflow run %s refused %d points: %s", self._run_id, len(self._batch), _reason(error))
             self._batch = []
             return
         if self._failures == 0:
-            _log.warning("MLflow run %s: metrics wait, the training goes on: %s", self._run_id, _reason(error))
+            logger.warning("MLflow run %s: metrics wait, the training goes on: %s", self._run_id, _reason(error))
         self._failures += 1
 
     def _start_system_metrics(self) -> None:

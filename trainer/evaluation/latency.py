@@ -1,0 +1,114 @@
+"""How fast models answer on this machine's CPU, and how much they compute.
+
+B: images in a batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+_WARM_UP_RUNS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """How long a model takes for a batch."""
+
+    batch_size: int
+    p50_ms: float
+    """Median time of a batch, in milliseconds."""
+    p95_ms: float
+    """95th percentile of the time of a batch, in milliseconds."""
+    images_per_second: float
+    """Images of all timed batches, divided by their time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where latencies were measured; they mean nothing without it."""
+
+    processor: str
+    threads: int
+    """Threads that torch used."""
+    torch: str
+
+
+def machine() -> Machine:
+    """This machine's processor and torch's threads and version."""
+    return Machine(processor=_processor(), threads=torch.get_num_threads(), torch=torch.__version__)
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def measure(
+    models: Mapping[str, nn.Module], images: Tensor, *, batch_sizes: Sequence[int], runs: int
+) -> dict[str, list[Latency]]:
+    """Time models on the CPU, from raw images to logits.
+
+    The models take turns in one loop, so that whatever else the machine does falls on all of them alike.
+
+    Args:
+        models: by name, on the CPU, in evaluation mode.
+        images: at least one, uint8 [N, 3, H, W]; repeated to fill a batch.
+        batch_sizes: B, each measured for itself.
+        runs: timed batches for each model and batch size, after a few for warm-up.
+
+    Returns:
+        For each model, one latency for each batch size.
+    """
+    latencies: dict[str, list[Latency]] = {name: [] for name in models}
+    with torch.inference_mode():
+        for batch_size in batch_sizes:
+            batch = images[torch.arange(batch_size) % len(images)]
+            seconds = _alternate(models, batch, runs)
+            for name in models:
+                latencies[name].append(_latency(batch_size, seconds[name]))
+    return latencies
+
+
+def _alternate(models: Mapping[str, nn.Module], batch: Tensor, runs: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for run, (name, model) in itertools.product(range(_WARM_UP_RUNS + runs), models.items()):
+        start = time.perf_counter()
+        model(batch)
+        elapsed = time.perf_counter() - start
+        if run >= _WARM_UP_RUNS:
+            seconds[name].append(elapsed)
+    return seconds
+
+
+def _latency(batch_size: int, seconds: Sequence[float]) -> Latency:
+    p50, p95 = np.percentile(seconds, [50, 95])
+    return Latency(
+        batch_size=batch_size,
+        p50_ms=float(p50) * 1e3,
+        p95_ms=float(p95) * 1e3,
+        images_per_second=batch_size * len(seconds) / sum(seconds),
+    )
+
+
+def multiply_accumulates(model: nn.Module, image: Tensor) -> int:
+    """Multiply-accumulate operations of matrix products, convolutions and attention for one image.
+
+    Args:
+        model: on the CPU.
+        image: uint8 [1, 3, H, W].
+    """
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(image)
+    return int(counter.get_total_flops()) // 2

@@ -1,0 +1,245 @@
+"""evaluate: measure teacher and student on the test split, and judge the student."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer import artifacts, models, tracking
+from trainer.artifacts import Artifact
+from trainer.config import EvaluateSettings
+from trainer.data.dataset import PreparedDataset, Split, open_dataset
+from trainer.errors import DataError, ModelError
+from trainer.evaluation import gates, latency, metrics, report
+from trainer.evaluation.report import Example, Measured
+from trainer.models import Classifier
+from trainer.training.devices import choose_device
+
+METRICS = "metrics.json"
+CONFUSION = "confusion.json"
+REPORT = "report.html"
+
+_TOP_K = 5
+_IMAGES_A_CONFUSION = 5
+
+Logits = npt.NDArray[np.float32]
+
+
+def run(
+    settings: EvaluateSettings,
+    *,
+    dataset: str | Path,
+    teacher: str | Path,
+    student: str | Path,
+    evaluation: str | Path,
+) -> Artifact:
+    """Write `metrics.json` (everything), `confusion.json` (the student's matrix) and `report.html`.
+
+    Accuracy is measured on the device that `TRAINER_DEVICE` names, in fp32; latency always on the CPU.
+
+    Args:
+        settings: section `evaluate`.
+        dataset: input, a prepared data set.
+        teacher: input, a model directory.
+        student: input, a model directory.
+        evaluation: output.
+
+    Raises:
+        ModelError: a model does not fit the data set, or its logits are not finite.
+        DataError: the test split is empty or has images without labels.
+        TrainerError: as the parts that it calls.
+    """
+    data = open_dataset(dataset)
+    subjects = [_subject("teacher", teacher, data.classes), _subject("student", student, data.classes)]
+    split = _test_split(data)
+    parents = {"dataset": data.fingerprint, **{subject.name: subject.fingerprint for subject in subjects}}
+    values = settings.model_dump(mode="json")
+    with tracking.stage_run("evaluate", values) as tracker:
+        with artifacts.create(evaluation, "evaluation", settings=values, parents=parents) as draft:
+            draft.figures.update(_evaluate(settings, data.classes, split, subjects, draft.path))
+        tracker.metrics(0, _numbers(draft.figures))
+        tracker.files(draft.path)
+    return artifacts.read(evaluation, "evaluation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """A model under evaluation."""
+
+    name: str
+    model: Classifier
+    size_bytes: int
+    fingerprint: str
+
+
+def _subject(name: str, uri: str | Path, classes: Sequence[str]) -> _Subject:
+    artifact, model = artifacts.read(uri, "model"), models.load(uri)
+    models.check_labels(model, classes, f"{name} {artifact.path}")
+    size_bytes = (artifact.path / models.WEIGHTS).stat().st_size
+    return _Subject(name=name, model=model, size_bytes=size_bytes, fingerprint=artifact.fingerprint)
+
+
+def _test_split(data: PreparedDataset) -> Split:
+    split = data.split("test")
+    if len(split) == 0 or (split.labels < 0).any():
+        raise DataError(
+            f"the test split has {len(split)} images, {int((split.labels < 0).sum())} of them without a label; "
+            "a student can not be judged on it, prepare a labelled one (data.test_fraction)"
+        )
+    return split
+
+
+def _evaluate(
+    settings: EvaluateSettings, classes: Sequence[str], split: Split, subjects: Sequence[_Subject], directory: Path
+) -> dict[str, Any]:
+    """Measure, judge, write the files; returns the main figures."""
+    logits = {subject.name: predict(subject.model, split, settings.batch_size, subject.name) for subject in subjects}
+    timed = latency.measure(
+        {subject.name: subject.model for subject in subjects},
+        split.read(range(min(len(split), max(settings.latency_batch_sizes)))),
+        batch_sizes=settings.latency_batch_sizes,
+        runs=settings.latency_runs,
+    )
+    measured = {
+        subject.name: _measured(subject, logits[subject.name], split, settings, timed[subject.name])
+        for subject in subjects
+    }
+    agreement = metrics.agreement(logits["student"], logits["teacher"])
+    measured["student"].figures["test"]["agreement"] = agreement
+    verdict = asdict(gates.judge(settings.gate, _gate_figures(measured)))
+    machine = latency.machine()
+    student_matrix = measured["student"].matrix
+    examples = _examples(settings, split, logits["student"], student_matrix)
+    _write_json(directory / METRICS, _everything(measured, classes, asdict(machine), verdict))
+    _write_json(directory / CONFUSION, {"labels": list(classes), "matrix": student_matrix.tolist()})
+    page = report.render(classes=classes, **measured, machine=machine, verdict=verdict, examples=examples)
+    (directory / REPORT).write_text(page, encoding="utf-8")
+    return {**{name: dict(measured[name].figures) for name in measured}, "verdict": verdict}
+
+
+def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logits:
+    """A model's logits on a whole split, fp32 [N, K]; the model ends on the CPU.
+
+    Raises:
+        ModelError: a logit is not finite.
+    """
+    device = choose_device().torch_device
+    model.to(device)
+    with torch.inference_mode():
+        batches = [
+            model(split.read(range(start, min(start + batch_size, len(split)))).to(device)).float().cpu()
+            for start in range(0, len(split), batch_size)
+        ]
+    model.to("cpu")
+    logits: Logits = torch.cat(batches).numpy()
+    broken = ~np.isfinite(logits).all(axis=1)
+    if broken.any():
+        raise ModelError(
+            f"{name}: gives logits that are not finite for {int(broken.sum())} of {len(split)} test images, "
+            f"first for image {split.names[int(broken.argmax())]}; train it again with a lower learning rate or in fp32"
+        )
+    return logits
+
+
+def _measured(
+    subject: _Subject, logits: Logits, split: Split, settings: EvaluateSettings, latencies: Sequence[latency.Latency]
+) -> Measured:
+    model = subject.model
+    classes = len(model.card.labels)
+    calibration = metrics.calibration(logits, split.labels, settings.calibration_bins)
+    figures = {
+        "architecture": model.card.architecture,
+        "parameters": models.parameter_count(model),
+        "macs": latency.multiply_accumulates(model, split.read([0])),
+        "size_bytes": subject.size_bytes,
+        "latency_ms": {"p50": latencies[0].p50_ms, "p95": latencies[0].p95_ms},
+        "throughput": max(timed.images_per_second for timed in latencies),
+        "test": {
+            "top1": metrics.top_k(logits, split.labels, 1),
+            "top5": metrics.top_k(logits, split.labels, min(_TOP_K, classes)),
+            "ece": calibration.error,
+        },
+    }
+    matrix = metrics.confusion_matrix(logits.argmax(axis=1), split.labels, classes)
+    return Measured(figures=figures, matrix=matrix, calibration=calibration, latencies=latencies)
+
+
+def _gate_figures(measured: Mapping[str, Measured]) -> gates.GateFigures:
+    teacher, student = measured["teacher"].figures, measured["student"].figures
+    return gates.GateFigures(
+        teacher_top1=teacher["test"]["top1"],
+        student_top1=student["test"]["top1"],
+        teacher_parameters=teacher["parameters"],
+        student_parameters=student["parameters"],
+        student_p95_ms=student["latency_ms"]["p95"],
+    )
+
+
+def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: metrics.Ints) -> list[Example]:
+    """Test images for each of the student's worst confusions."""
+    predicted = logits.argmax(axis=1)
+    examples = []
+    for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):
+        shown = np.flatnonzero((split.labels == confusion.truth) & (predicted == confusion.predicted))
+        images = split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()
+        examples.append(Example(confusion=confusion, images=images))
+    return examples
+
+
+def _everything(
+    measured: Mapping[str, Measured], classes: Sequence[str], machine: Mapping[str, Any], verdict: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        **{name: _details(part, classes) for name, part in measured.items()},
+        "machine": machine,
+        "verdict": verdict,
+    }
+
+
+def _details(measured: Measured, classes: Sequence[str]) -> dict[str, Any]:
+    precision, recall = metrics.precision(measured.matrix), metrics.recall(measured.matrix)
+    return {
+        **measured.figures,
+        "latency": [asdict(timed) for timed in measured.latencies],
+        "calibration": asdict(measured.calibration),
+        "classes": {
+            label: {
+                "images": int(measured.matrix[index].sum()),
+                "precision": _number(precision[index]),
+                "recall": _number(recall[index]),
+            }
+            for index, label in enumerate(classes)
+        },
+        "worst_confusions": [
+            {"truth": classes[pair.truth], "predicted": classes[pair.predicted], "count": pair.count}
+            for pair in metrics.worst_confusions(measured.matrix, len(classes))
+        ],
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if np.isnan(value) else float(value)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _numbers(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Every number of nested figures under its full name: `student/test/top1`."""
+    numbers: dict[str, float] = {}
+    for name, value in figures.items():
+        full = f"{prefix}/{name}" if prefix else name
+        if isinstance(value, Mapping):
+            numbers |= _numbers(value, full)
+        elif isinstance(value, int | float):
+            numbers[full] = float(value)
+    return numbers
