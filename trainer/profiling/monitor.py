@@ -1,0 +1,262 @@
+"""What the machine does while a training runs: a thread that samples CPU cores, memory, disk, network and the GPU.
+
+A signal that can not be read here is recorded as missing, with the reason; nothing is ever raised into the training. Signals of the
+whole machine are sampled by one process of each machine. Memory is bounded: when the table is full, neighbouring samples
+are averaged and the interval doubles, so a long training is seen whole, only coarser.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import psutil
+import torch
+
+from trainer.profiling.series import Floats
+
+SAMPLES_KEPT = 8192
+"""Rows of the table; at half a second's interval it is full, and halved, for the first time after 68 minutes."""
+
+
+class Signal(Protocol):
+    """Some columns that are read together."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def columns(self) -> Sequence[str]: ...
+
+    def read(self) -> Sequence[float]:
+        """One value for each column, over the time since the last call where it is a rate.
+
+        Raises:
+            Exception: the signal can not be read here.
+        """
+        ...
+
+
+class CpuSignal:
+    """Share of time each core was busy, and the share of all cores that waited for input or output, in percent."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._last = psutil.cpu_times(percpu=True)
+        self.columns = [*(f"cpu{core}_percent" for core in range(len(self._last))), "iowait_percent"]
+
+    def read(self) -> Sequence[float]:
+        """Percent busy of each core, then percent of waiting."""
+        # psutil.cpu_percent keeps its last reading in a global, which anything else in this process would reset.
+        now = psutil.cpu_times(percpu=True)
+        spent = [np.subtract(after[:8], before[:8]) for before, after in zip(self._last, now, strict=True)]
+        fields = now[0]._fields[:8]
+        self._last = now
+        total = [max(float(core.sum()), 1e-9) for core in spent]
+        waits = [float(core[fields.index("iowait")]) if "iowait" in fields else 0.0 for core in spent]
+        idle = [float(core[fields.index("idle")]) for core in spent]
+        busy = [100 * (1 - (i + w) / t) for i, w, t in zip(idle, waits, total, strict=True)]
+        return [*np.clip(busy, 0, 100).tolist(), 100 * sum(waits) / sum(total)]
+
+
+class MemorySignal:
+    """Memory of the machine that is in use and can not be freed, in bytes."""
+
+    name = "memory"
+    columns = ("memory_used_bytes",)
+
+    def read(self) -> Sequence[float]:
+        """Total less available."""
+        memory = psutil.virtual_memory()
+        return (memory.total - memory.available,)
+
+
+class ProcessSignal:
+    """This process: resident memory in bytes, and CPU time in percent of one core."""
+
+    name = "process"
+    columns = ("process_rss_bytes", "process_cpu_percent")
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._last = (time.perf_counter(), self._cpu_seconds())
+
+    def _cpu_seconds(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def read(self) -> Sequence[float]:
+        """Resident memory, CPU time."""
+        now = (time.perf_counter(), self._cpu_seconds())
+        share = (now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9)
+        self._last = now
+        return (self._process.memory_info().rss, 100 * share)
+
+
+class CounterSignal:
+    """Rates of two counters of the operating system, in bytes a second."""
+
+    def __init__(self, name: str, columns: tuple[str, str], counters: Callable[[], tuple[float, float]]) -> None:
+        self.name = name
+        self.columns = columns
+        self._counters = counters
+        self._last = (time.perf_counter(), *counters())
+
+    def read(self) -> Sequence[float]:
+        """Bytes a second since the last call."""
+        now = (time.perf_counter(), *self._counters())
+        seconds = max(now[0] - self._last[0], 1e-9)
+        rates = ((now[1] - self._last[1]) / seconds, (now[2] - self._last[2]) / seconds)
+        self._last = now
+        return rates
+
+
+class GpuSignal:
+    """The GPU that this process trains on: utilisation in percent, as NVML sees it."""
+
+    name = "gpu_utilization"
+    columns = ("gpu_percent",)
+
+    def __init__(self, device: torch.device) -> None:
+        _need_gpu(device)
+        self._device = device
+
+    def read(self) -> Sequence[float]:
+        """Share of the last sampling period of NVML in which a kernel ran."""
+        return (float(torch.cuda.utilization(self._device)),)
+
+
+class GpuMemorySignal:
+    """The memory of the GPU that this process trains on, used by any process, in bytes."""
+
+    name = "gpu_memory"
+    columns = ("gpu_memory_used_bytes",)
+
+    def __init__(self, device: torch.device) -> None:
+        _need_gpu(device)
+        self._device = device
+
+    def read(self) -> Sequence[float]:
+        """Total less free."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return (float(total - free),)
+
+
+def _need_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise LookupError(f"the training runs on {device.type}")
+
+
+def _disk_counters() -> tuple[float, float]:
+    counters = psutil.disk_io_counters()
+    if counters is None:
+        raise LookupError("the operating system shows no disk")
+    return (counters.read_bytes, counters.write_bytes)
+
+
+def _network_counters() -> tuple[float, float]:
+    outside = [counters for name, counters in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    if not outside:
+        raise LookupError("the operating system shows no network interface but the loopback")
+    return (sum(counters.bytes_recv for counters in outside), sum(counters.bytes_sent for counters in outside))
+
+
+def signals(device: torch.device, *, machine: bool) -> dict[str, Callable[[], Signal]]:
+    """How each signal is set up, by name; `machine` adds the ones of the whole machine."""
+    of_process: dict[str, Callable[[], Signal]] = {
+        "process": ProcessSignal,
+        "gpu_utilization": lambda: GpuSignal(device),
+        "gpu_memory": lambda: GpuMemorySignal(device),
+    }
+    of_machine: dict[str, Callable[[], Signal]] = {
+        "cpu": CpuSignal,
+        "memory": MemorySignal,
+        "disk": lambda: CounterSignal("disk", ("disk_read_bytes_per_s", "disk_write_bytes_per_s"), _disk_counters),
+        "network": lambda: CounterSignal(
+            "network", ("network_received_bytes_per_s", "network_sent_bytes_per_s"), _network_counters
+        ),
+    }
+    return (of_machine if machine else {}) | of_process
+
+
+class Monitor:
+    """Samples signals at an interval, in a thread of its own, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        setups: dict[str, Callable[[], Signal]],
+        interval_s: float,
+        *,
+        origin_ns: int,
+        samples_kept: int = SAMPLES_KEPT,
+    ) -> None:
+        self.missing: dict[str, str] = {}
+        """Name of each signal that could not be read -> the reason."""
+        self.interval_s = interval_s
+        """Seconds between two samples; grows when the table was full."""
+        self._origin_ns = origin_ns
+        self._signals: list[Signal] = []
+        for name, setup in setups.items():
+            self._set_up(name, setup)
+        self.columns = ["end_s", *(column for signal in self._signals for column in signal.columns)]
+        self._values = np.full((samples_kept, len(self.columns)), np.nan)
+        self._kept = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="system-monitor", daemon=True)
+
+    def _set_up(self, name: str, setup: Callable[[], Signal]) -> None:
+        try:
+            signal = setup()
+            signal.read()
+        except Exception as error:  # noqa: BLE001  # whatever a driver answers, the training goes on
+            self.missing[name] = str(error) or type(error).__name__
+        else:
+            self._signals.append(signal)
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take a last sample and end the thread."""
+        self._stopping.set()
+        self._thread.join()
+
+    def samples(self) -> Floats:
+        """The kept samples, [samples, columns]; `end_s` is the end of the time that a sample covers, since the recording began."""
+        return self._values[: self._kept].copy()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self.interval_s):
+            self._sample()
+        self._sample()
+
+    def _sample(self) -> None:
+        if self._kept == len(self._values):
+            self._halve()
+        row = [(time.perf_counter_ns() - self._origin_ns) * 1e-9]
+        for signal in self._signals:
+            row.extend(self._read(signal))
+        self._values[self._kept] = row
+        self._kept += 1
+
+    def _read(self, signal: Signal) -> Sequence[float]:
+        if signal.name not in self.missing:
+            try:
+                return signal.read()
+            except Exception as error:  # noqa: BLE001  # as in `_set_up`; it is not asked again
+                self.missing[signal.name] = f"stopped during the training: {str(error) or type(error).__name__}"
+        return [np.nan] * len(signal.columns)
+
+    def _halve(self) -> None:
+        half = len(self._values) // 2
+        pairs = self._values[: 2 * half].reshape(half, 2, -1)
+        self._values[:half] = pairs.mean(axis=1)
+        self._values[:half, 0] = pairs[:, 1, 0]
+        self._values[half:] = np.nan
+        self._kept = half
+        self.interval_s *= 2

@@ -1,0 +1,145 @@
+"""Which operators take the time: torch.profiler over a few steps."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Category = Literal[
+    "matrix product",
+    "attention",
+    "convolution",
+    "normalisation",
+    "copy",
+    "communication",
+    "optimiser",
+    "other",
+]
+
+_CATEGORIES: Mapping[Category, re.Pattern[str]] = {
+    "communication": re.compile(
+        r"c10d|gloo|nccl|all_?reduce|all_?gather|reduce_scatter|broadcast_|DistributedDataParallel", re.I
+    ),
+    "optimiser": re.compile(r"^Optimizer\.|^aten::_foreach_|^aten::_fused_(adam|sgd)|multi_tensor_apply", re.I),
+    "attention": re.compile(r"attention|flash_(fwd|bwd)|fmha", re.I),
+    "convolution": re.compile(r"conv(olution|\d|_|$)|(fprop|dgrad|wgrad)", re.I),
+    "normalisation": re.compile(r"(layer|batch|group|rms|instance)_?norm", re.I),
+    "matrix product": re.compile(
+        r"^aten::((add|b|badd)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass", re.I
+    ),
+    "copy": re.compile(
+        r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray", re.I
+    ),
+}
+"""The first pattern that fits decides: NCCL's kernels are communication although they copy."""
+
+_OUTLINE = re.compile(r"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """All calls of one operator or kernel within the window."""
+
+    name: str
+    kind: Literal["operator", "kernel"]
+    """`operator`: called on the host; `kernel`: what ran on the device (its time is also counted with the operator that called it)."""
+    category: Category
+    calls: int
+    self_cpu_ms: float
+    """Time on the host, without the operators that it calls."""
+    self_device_ms: float
+    """Time on the device of the kernels that it started itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorTable:
+    """What torch.profiler saw."""
+
+    steps: int
+    """Steps in the window."""
+    operators: tuple[Operator, ...]
+    """By time, the longest first."""
+
+
+def category_of(name: str) -> Category:
+    """The kind of work that an operator or kernel does, by its name."""
+    return next((category for category, pattern in _CATEGORIES.items() if pattern.search(name)), "other")
+
+
+class OperatorWindow:
+    """torch.profiler around the steps `first` to `first + length - 1`; it never raises into the training.
+
+    Afterwards `table` holds the operators, or `missing` says why there are none.
+    """
+
+    def __init__(self, first: int, length: int, device: torch.device) -> None:
+        self.steps = range(first, first + length)
+        self.active = False
+        self.table: OperatorTable | None = None
+        self.missing = "" if length else "turned off (operators_steps is 0)"
+        self._device = device
+        self._profile: profile | None = None
+
+    def open(self) -> None:
+        """Start the profiler."""
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else its tracer reports to the terminal that there is no GPU
+        try:
+            self._profile = profile(activities=activities)
+            self._profile.start()
+        except RuntimeError as error:  # another profiler is running, or the device's tracing is not permitted
+            self._profile = None
+            self.missing = f"torch.profiler did not start: {error}"
+            return
+        self.active = True
+
+    def close(self) -> None:
+        """Stop the profiler and read its table."""
+        if self._profile is None:
+            return
+        self.active = False
+        try:
+            self._profile.stop()
+            self.table = OperatorTable(steps=len(self.steps), operators=_operators(self._profile))
+        except RuntimeError as error:  # as in `open`
+            self.missing = f"torch.profiler gave no result: {error}"
+        self._profile = None
+
+    def finish(self, steps_seen: int) -> None:
+        """Called after the last step; says why there is no table if there is none."""
+        if self._profile is not None:
+            self.close()
+            self.table = None
+            self.missing = (
+                f"the training ended after {steps_seen} steps, within the window from step {self.steps.start}"
+            )
+        elif self.table is None and not self.missing:
+            self.missing = (
+                f"the training took {steps_seen} steps, and the window would have begun at {self.steps.start}"
+            )
+
+
+def _operators(profiled: profile) -> tuple[Operator, ...]:
+    operators = [_operator(row) for row in profiled.key_averages() if not _OUTLINE.search(row.key)]
+    operators = [row for row in operators if row.self_cpu_ms or row.self_device_ms]
+    return tuple(sorted(operators, key=lambda row: (-row.self_device_ms, -row.self_cpu_ms, row.name)))
+
+
+def _operator(row: Any) -> Operator:
+    """One row of torch.profiler's averages, whose class has no public name."""
+    return Operator(
+        name=str(row.key),
+        kind="operator" if row.device_type.name == "CPU" else "kernel",
+        category=category_of(str(row.key)),
+        calls=int(row.count),
+        self_cpu_ms=float(row.self_cpu_time_total) / 1000,
+        self_device_ms=float(row.self_device_time_total) / 1000,
+    )

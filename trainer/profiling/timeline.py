@@ -1,0 +1,470 @@
+"""Where the time of each training step goes.
+
+The loop names what it does (`with timeline.range("forward"): ...`) inside of steps (`with timeline.step(7, images=1024): ...`). Every
+beginning and end is one mark of a clock, and the time between two neighbouring marks belongs to the innermost range open between
+them. So times are exclusive, nothing is counted twice, and the ranges of a step with `OTHER` sum to the step exactly.
+
+- A name in `PHASES` is one column wherever it stands. Any other name inside of a range is a column of its own below it:
+  `forward/attention`, and `forward` then holds the rest of the forward pass.
+- Outside of a step only the outermost range counts (`evaluate`, `checkpoint`), and what no range covers is `BETWEEN`. The steps
+  and what lies outside of them sum to the whole recording.
+- On a GPU the marks are events on the current stream, read when they have passed: the host never waits for them. A phase's time is then
+  what it adds on the device's way, so loading that hides behind computation costs nothing there; the host's own time is recorded
+  besides for whole steps and for `data`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from trainer.profiling.series import ThinnedTable
+
+PHASES = ("data", "to_device", "teacher_forward", "forward", "backward", "optimizer")
+"""The phases that every training loop has, in their order."""
+OTHER = "other"
+"""What remains of a step."""
+BETWEEN = "between"
+"""What remains between steps."""
+INTERRUPTED = "interrupted"
+"""A step that ended with an exception."""
+PROFILER = "profiler"
+"""Opening and closing the window."""
+
+STEPS_KEPT = 16384
+"""Rows of the step table; a longer training keeps this many to half of it, evenly spread."""
+SPANS_KEPT = 4096
+"""Ranges outside of steps whose place in time is kept; their sums are always exact."""
+MOST_RANGES = 64
+"""Different columns; ranges with further names count for the range around them."""
+MOST_PENDING = 4096
+"""Steps whose events may be on their way through the device; older ones are given up and counted."""
+
+_OTHER_COLUMN = 0
+_DATA_COLUMN = 1 + PHASES.index("data")
+_STEP_COLUMNS = ("step", "start_s", "seconds", "images", "profiled", "host_seconds", "host_data_seconds")
+
+Mark = TypeVar("Mark")
+
+
+class Clock(Protocol[Mark]):
+    """Marks points in the training's course and tells, later, how far they lie apart."""
+
+    def mark(self) -> Mark:
+        """Mark this point."""
+        ...
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether the device has come to the mark; never waits."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Wait until the device has come to the mark."""
+        ...
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Time between two marks that were passed."""
+        ...
+
+    def release(self, mark: Mark) -> None:
+        """The mark is no longer needed."""
+        ...
+
+
+class HostClock:
+    """Marks are nanoseconds of the host's clock."""
+
+    def __init__(self, nanoseconds: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.mark = nanoseconds
+
+    def passed(self, mark: int) -> bool:  # noqa: ARG002  # other clocks look at it
+        """Always: the host computes in the order of the program."""
+        return True
+
+    def wait(self, mark: int) -> None:
+        """Nothing to wait for."""
+
+    def seconds(self, start: int, end: int) -> float:
+        """Time between two marks."""
+        return (end - start) * 1e-9
+
+    def release(self, mark: int) -> None:
+        """Nothing to give back."""
+
+
+class CudaClock:
+    """Marks are events on the current stream of a GPU, used again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        """Whether the stream has come to the event."""
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Wait for the event."""
+        mark.synchronize()
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Time on the device between two events that were passed."""
+        return float(start.elapsed_time(end)) * 1e-3
+
+    def release(self, mark: torch.cuda.Event) -> None:
+        """Keep the event for a later mark."""
+        self._free.append(mark)
+
+
+class Window(Protocol):
+    """Watches some of the steps more closely; what opening and closing it costs counts outside of the steps."""
+
+    steps: range
+    """The watched steps, counted from the start of the recording."""
+    active: bool
+    """Whether steps are slowed by it now."""
+
+    def open(self) -> None:
+        """Called before the first of its steps."""
+        ...
+
+    def close(self) -> None:
+        """Called after the last of its steps."""
+        ...
+
+
+@dataclass(slots=True)
+class _Segment(Generic[Mark]):
+    """Neighbouring marks; `owners[i]` is the column of the time from `marks[i]` to `marks[i + 1]`."""
+
+    marks: list[Mark]
+    owners: list[int]
+    start_ns: int
+    step: int = -1
+    images: int = 0
+    profiled: bool = False
+    host_ns: int = 0
+    host_data_ns: int = 0
+
+    @property
+    def inside_step(self) -> bool:
+        return self.step >= 0
+
+
+@dataclass(slots=True)
+class OutsideTotal:
+    """All ranges of one name outside of steps."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """All steps, also those that the table no longer holds."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    images: int = 0
+    lost: int = 0
+    """Steps given up because the device was too far behind."""
+    ranges: list[float] = field(default_factory=list)
+    """Seconds of each column of `Timeline.ranges`."""
+
+
+class _Range:
+    """`with timeline.range(name)`; it holds no state, so one object serves every use of a name."""
+
+    __slots__ = ("_name", "_timeline")
+
+    def __init__(self, timeline: Timeline[Any], name: str) -> None:
+        self._timeline = timeline
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._timeline._enter(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timeline._leave()
+
+
+class _Step:
+    """`with timeline.step(step)`."""
+
+    __slots__ = ("_images", "_step", "_timeline")
+
+    def __init__(self, timeline: Timeline[Any], step: int, images: int) -> None:
+        self._timeline = timeline
+        self._step = step
+        self._images = images
+
+    def __enter__(self) -> None:
+        self._timeline._begin_step(self._step, self._images)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timeline._end_step(completed=kind is None)
+
+
+class Timeline(Generic[Mark]):
+    """Records the steps of one training in one process; see the module's text for what counts where.
+
+    It is used by one thread. A step costs some ten microseconds, and memory is bounded by `steps_kept` rows.
+    """
+
+    def __init__(
+        self,
+        clock: Clock[Mark],
+        *,
+        window: Window | None = None,
+        nanoseconds: Callable[[], int] = time.perf_counter_ns,
+        steps_kept: int = STEPS_KEPT,
+        spans_kept: int = SPANS_KEPT,
+    ) -> None:
+        self.ranges = [OTHER, *PHASES]
+        """Columns of time inside of steps, by their path."""
+        self.steps = ThinnedTable([*_STEP_COLUMNS, *self.ranges], steps_kept)
+        """One row a step: `step`, `start_s` (since the recording began), `seconds`, `images`, `profiled` (0 or 1), `host_seconds`,
+        `host_data_seconds`, then seconds of each of `ranges`."""
+        self.spans = ThinnedTable(["range", "start_s", "seconds"], spans_kept)
+        """Ranges outside of steps; `range` is the position in `outside`."""
+        self.outside: dict[str, OutsideTotal] = {BETWEEN: OutsideTotal()}
+        self.totals = StepTotals(ranges=[0.0] * len(self.ranges))
+        self.origin_ns: int | None = None
+        """Time of the host's clock at which the recording began."""
+        self.first_step_ended_ns: int | None = None
+        self._clock = clock
+        self._nanoseconds = nanoseconds
+        self._window = window
+        self._ordinal = 0
+        self._range_objects: dict[str, _Range] = {}
+        self._columns: dict[tuple[int, str], int] = {}
+        self._pending: deque[_Segment[Mark]] = deque()
+        self._segment: _Segment[Mark] | None = None
+        self._open: list[int] = []
+        self._data_started_ns = 0
+
+    # -- what the training calls
+
+    def step(self, step: int, *, images: int = 0) -> _Step:
+        """One optimiser step, as a context; `images` is how many it takes over all processes and micro-batches (0: unknown)."""
+        return _Step(self, step, images)
+
+    def range(self, name: str) -> _Range:
+        """A named range, as a context, inside or outside of a step.
+
+        Raises:
+            ValueError: the name is reserved or holds a slash.
+        """
+        known = self._range_objects.get(name)
+        if known is not None:
+            return known
+        if name in (OTHER, BETWEEN, INTERRUPTED) or "/" in name or not name:
+            raise ValueError(
+                f"range {name!r}: must be a name without a slash and not one of {OTHER}, {BETWEEN}, {INTERRUPTED}"
+            )
+        created = _Range(self, name)
+        if len(self._range_objects) < MOST_RANGES:
+            self._range_objects[name] = created
+        return created
+
+    def start(self) -> None:
+        """Begin the recording."""
+        self.origin_ns = self._nanoseconds()
+        self._begin_outside(self._clock.mark())
+
+    def finish(self) -> None:
+        """End the recording: wait for the device to pass the last mark and take in what is on its way."""
+        segment = self._current()
+        segment.marks.append(self._clock.mark())
+        self._hand_over(segment)
+        self._segment = None
+        self._clock.wait(segment.marks[-1])
+        self._take_in_passed()
+
+    # -- beginnings and ends
+
+    def _current(self) -> _Segment[Mark]:
+        if self._segment is None:
+            raise RuntimeError("the timeline is not recording; call start() first, or use `with recorder:`")
+        return self._segment
+
+    def _begin_outside(self, mark: Mark) -> None:
+        self._segment = _Segment(marks=[mark], owners=[0], start_ns=self._nanoseconds())
+
+    def _begin_step(self, step: int, images: int) -> None:
+        if self._current().inside_step or self._open:
+            raise RuntimeError(f"step {step} begins inside of a step or range; end that first")
+        self._open_window()
+        outside = self._current()
+        mark = self._clock.mark()
+        outside.marks.append(mark)
+        self._hand_over(outside)
+        self._segment = _Segment(
+            marks=[mark],
+            owners=[_OTHER_COLUMN],
+            start_ns=self._nanoseconds(),
+            step=step,
+            images=images,
+            profiled=self._window is not None and self._window.active,
+        )
+
+    def _end_step(self, *, completed: bool) -> None:
+        segment = self._current()
+        mark = self._clock.mark()
+        now = self._nanoseconds()
+        segment.marks.append(mark)
+        segment.host_ns = now - segment.start_ns
+        if not completed:
+            segment = _Segment(
+                marks=[segment.marks[0], mark], owners=[self._outside_index(INTERRUPTED)], start_ns=segment.start_ns
+            )
+        self._hand_over(segment)
+        self._begin_outside(mark)
+        if completed:
+            self.first_step_ended_ns = self.first_step_ended_ns or now
+            self._close_window()
+            self._ordinal += 1
+        self._take_in_passed()
+
+    def _enter(self, name: str) -> None:
+        segment = self._current()
+        if segment.inside_step:
+            column = self._column(self._open[-1] if self._open else _OTHER_COLUMN, name)
+            self._mark(segment, column)
+            if column == _DATA_COLUMN:
+                self._data_started_ns = self._nanoseconds()
+        else:
+            column = self._outside_index(name)
+            if not self._open:
+                self._mark(segment, column)
+        self._open.append(column)
+
+    def _leave(self) -> None:
+        segment = self._current()
+        column = self._open.pop()
+        if segment.inside_step:
+            self._mark(segment, self._open[-1] if self._open else _OTHER_COLUMN)
+            if column == _DATA_COLUMN:
+                segment.host_data_ns += self._nanoseconds() - self._data_started_ns
+        elif not self._open:
+            mark = self._clock.mark()
+            segment.marks.append(mark)
+            self._hand_over(segment)
+            self._begin_outside(mark)
+
+    def _mark(self, segment: _Segment[Mark], owner: int) -> None:
+        segment.marks.append(self._clock.mark())
+        segment.owners.append(owner)
+
+    # -- names
+
+    def _column(self, parent: int, name: str) -> int:
+        known = self._columns.get((parent, name))
+        if known is not None:
+            return known
+        if name in PHASES:
+            column = 1 + PHASES.index(name)
+        elif len(self.ranges) >= MOST_RANGES:
+            return parent
+        else:
+            column = len(self.ranges)
+            path = name if parent == _OTHER_COLUMN else f"{self.ranges[parent]}/{name}"
+            self.ranges.append(path)
+            self.totals.ranges.append(0.0)
+            self.steps.add_column(path)
+        self._columns[(parent, name)] = column
+        return column
+
+    def _outside_index(self, name: str) -> int:
+        if name not in self.outside and len(self.outside) >= MOST_RANGES:
+            name = BETWEEN
+        self.outside.setdefault(name, OutsideTotal())
+        return list(self.outside).index(name)
+
+    # -- the window
+
+    def _open_window(self) -> None:
+        if self._window is not None and self._window.steps and self._ordinal == self._window.steps.start:
+            with self.range(PROFILER):
+                self._window.open()
+
+    def _close_window(self) -> None:
+        if self._window is not None and self._window.steps and self._ordinal == self._window.steps[-1]:
+            with self.range(PROFILER):
+                self._window.close()
+
+    # -- from marks to seconds
+
+    def _hand_over(self, segment: _Segment[Mark]) -> None:
+        self._pending.append(segment)
+        if len(self._pending) > MOST_PENDING:
+            given_up = self._pending.popleft()
+            self.totals.lost += given_up.inside_step
+            self._release(given_up)
+
+    def _release(self, segment: _Segment[Mark]) -> None:
+        for mark in segment.marks[:-1]:  # the last one is the first of the next segment
+            self._clock.release(mark)
+
+    def _take_in_passed(self) -> None:
+        while self._pending and self._clock.passed(self._pending[0].marks[-1]):
+            segment = self._pending.popleft()
+            if segment.inside_step:
+                self._take_in_step(segment)
+            else:
+                self._take_in_outside(segment)
+            self._release(segment)
+
+    def _take_in_step(self, segment: _Segment[Mark]) -> None:
+        seconds = [0.0] * len(self.ranges)
+        marks = segment.marks
+        for index, owner in enumerate(segment.owners):
+            seconds[owner] += self._clock.seconds(marks[index], marks[index + 1])
+        total = sum(seconds)
+        self.totals.steps += 1
+        self.totals.seconds += total
+        self.totals.images += segment.images
+        for column, value in enumerate(seconds):
+            self.totals.ranges[column] += value
+        self.steps.append(
+            (
+                segment.step,
+                self._since_origin(segment.start_ns),
+                total,
+                segment.images,
+                segment.profiled,
+                segment.host_ns * 1e-9,
+                segment.host_data_ns * 1e-9,
+                *seconds,
+            )
+        )
+
+    def _take_in_outside(self, segment: _Segment[Mark]) -> None:
+        totals = list(self.outside.values())
+        start_s = self._since_origin(segment.start_ns)
+        for index, owner in enumerate(segment.owners):
+            seconds = self._clock.seconds(segment.marks[index], segment.marks[index + 1])
+            totals[owner].count += 1
+            totals[owner].seconds += seconds
+            if owner:
+                self.spans.append((owner, start_s, seconds))
+            start_s += seconds
+
+    def _since_origin(self, nanoseconds: int) -> float:
+        return (nanoseconds - (self.origin_ns or 0)) * 1e-9
