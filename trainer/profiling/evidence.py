@@ -88,7 +88,7 @@ class Recorder:
         if rank:
             self._window.missing = "recorded by rank 0 only"
         clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
-        self.timeline: Timeline[Any] = Timeline(clock, window=self._window)
+        self.timeline = Timeline(clock, window=self._window)
         self._metrics: dict[str, ThinnedTable] = {}
         self._monitor: Monitor | None = None
         self._began_unix = 0.0

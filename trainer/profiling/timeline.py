@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -146,10 +146,10 @@ class Window(Protocol):
 
 
 @dataclass(slots=True)
-class _Segment(Generic[Mark]):
+class _Segment:
     """Neighbouring marks; `owners[i]` is the column of the time from `marks[i]` to `marks[i + 1]`."""
 
-    marks: list[Mark]
+    marks: list[Any]
     owners: list[int]
     start_ns: int
     step: int = -1
@@ -189,7 +189,7 @@ class _Range:
 
     __slots__ = ("_name", "_timeline")
 
-    def __init__(self, timeline: Timeline[Any], name: str) -> None:
+    def __init__(self, timeline: Timeline, name: str) -> None:
         self._timeline = timeline
         self._name = name
 
@@ -207,7 +207,7 @@ class _Step:
 
     __slots__ = ("_images", "_step", "_timeline")
 
-    def __init__(self, timeline: Timeline[Any], step: int, images: int) -> None:
+    def __init__(self, timeline: Timeline, step: int, images: int) -> None:
         self._timeline = timeline
         self._step = step
         self._images = images
@@ -221,7 +221,7 @@ class _Step:
         self._timeline._end_step(completed=kind is None)
 
 
-class Timeline(Generic[Mark]):
+class Timeline:
     """Records the steps of one training in one process; see the module's text for what counts where.
 
     It is used by one thread. A step costs some ten microseconds, and memory is bounded by `steps_kept` rows.
@@ -229,7 +229,7 @@ class Timeline(Generic[Mark]):
 
     def __init__(
         self,
-        clock: Clock[Mark],
+        clock: Clock[Any],
         *,
         window: Window | None = None,
         nanoseconds: Callable[[], int] = time.perf_counter_ns,
@@ -254,8 +254,8 @@ class Timeline(Generic[Mark]):
         self._ordinal = 0
         self._range_objects: dict[str, _Range] = {}
         self._columns: dict[tuple[int, str], int] = {}
-        self._pending: deque[_Segment[Mark]] = deque()
-        self._segment: _Segment[Mark] | None = None
+        self._pending: deque[_Segment] = deque()
+        self._segment: _Segment | None = None
         self._open: list[int] = []
         self._data_started_ns = 0
 
@@ -299,12 +299,12 @@ class Timeline(Generic[Mark]):
 
     # -- beginnings and ends
 
-    def _current(self) -> _Segment[Mark]:
+    def _current(self) -> _Segment:
         if self._segment is None:
             raise RuntimeError("the timeline is not recording; call start() first, or use `with recorder:`")
         return self._segment
 
-    def _begin_outside(self, mark: Mark) -> None:
+    def _begin_outside(self, mark: Any) -> None:
         self._segment = _Segment(marks=[mark], owners=[0], start_ns=self._nanoseconds())
 
     def _begin_step(self, step: int, images: int) -> None:
@@ -368,7 +368,7 @@ class Timeline(Generic[Mark]):
             self._hand_over(segment)
             self._begin_outside(mark)
 
-    def _mark(self, segment: _Segment[Mark], owner: int) -> None:
+    def _mark(self, segment: _Segment, owner: int) -> None:
         segment.marks.append(self._clock.mark())
         segment.owners.append(owner)
 
@@ -411,14 +411,14 @@ class Timeline(Generic[Mark]):
 
     # -- from marks to seconds
 
-    def _hand_over(self, segment: _Segment[Mark]) -> None:
+    def _hand_over(self, segment: _Segment) -> None:
         self._pending.append(segment)
         if len(self._pending) > MOST_PENDING:
             given_up = self._pending.popleft()
             self.totals.lost += given_up.inside_step
             self._release(given_up)
 
-    def _release(self, segment: _Segment[Mark]) -> None:
+    def _release(self, segment: _Segment) -> None:
         for mark in segment.marks[:-1]:  # the last one is the first of the next segment
             self._clock.release(mark)
 
@@ -431,7 +431,7 @@ class Timeline(Generic[Mark]):
                 self._take_in_outside(segment)
             self._release(segment)
 
-    def _take_in_step(self, segment: _Segment[Mark]) -> None:
+    def _take_in_step(self, segment: _Segment) -> None:
         seconds = [0.0] * len(self.ranges)
         marks = segment.marks
         for index, owner in enumerate(segment.owners):
@@ -455,7 +455,7 @@ class Timeline(Generic[Mark]):
             )
         )
 
-    def _take_in_outside(self, segment: _Segment[Mark]) -> None:
+    def _take_in_outside(self, segment: _Segment) -> None:
         totals = list(self.outside.values())
         start_s = self._since_origin(segment.start_ns)
         for index, owner in enumerate(segment.owners):
