@@ -1,9 +1,7 @@
-"""The prepared data set, as trainings and evaluations read it.
-
-An artifact of kind `dataset` holds one Arrow data set a split (`train/`, `val/`, `test/`, `unlabeled/`; columns in `FEATURES`) and
-`dataset.json` (classes, edge of the images, images in each split). The images are encoded, RGB and square.
+"""The prepared data set, as trainings and evaluations read it (`schema` says what is in it).
 
 A small split is decoded once into one tensor, so that a read is an index; a large one is memory-mapped and decoded at each read.
+Pillow decodes: on one core it is within a tenth of torchvision's decoder, which is deprecated.
 
 Shapes: N images in a split, B images in a batch, S pixels along an edge.
 """
@@ -11,11 +9,9 @@ Shapes: N images in a split, B images in a batch, S pixels along an edge.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import datasets  # type: ignore[import-untyped]
 import numpy as np
@@ -25,62 +21,11 @@ from PIL import Image
 from torch import Tensor
 
 from trainer import artifacts
+from trainer.data.schema import DESCRIPTION, Description, SplitName
 from trainer.errors import ArtifactError, DataError
-
-SplitName = Literal["train", "val", "test", "unlabeled"]
-SPLITS: tuple[SplitName, ...] = get_args(SplitName)
-
-DESCRIPTION = "dataset.json"
-UNLABELED = -1
-"""The label of an image without one."""
 
 IN_MEMORY_BYTES = 512 * 1024**2
 """A split whose decoded images take at most this is kept decoded, in each process that reads it."""
-
-FEATURES = datasets.Features(
-    {
-        "image": datasets.Image(),
-        "label": datasets.Value("int64"),
-        "key": datasets.Value("string"),
-        "source": datasets.Value("string"),
-    }
-)
-"""Columns of a split: encoded image, index of its class, SHA-256 of its content as hexadecimal text, its name in the source."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Description:
-    """What `dataset.json` says."""
-
-    classes: tuple[str, ...]
-    """Name of each class, in the order of the labels."""
-    image_size: int
-    """Edge of the stored images, in pixels."""
-    images: dict[str, int]
-    """Split -> number of its images."""
-
-    def write(self, directory: Path) -> None:
-        """Write `dataset.json` into an artifact in the making."""
-        (directory / DESCRIPTION).write_text(
-            json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-
-    @classmethod
-    def read(cls, directory: Path) -> Description:
-        """Read `dataset.json`.
-
-        Raises:
-            ArtifactError: it is not the description of a data set.
-        """
-        try:
-            content = json.loads((directory / DESCRIPTION).read_text(encoding="utf-8"))
-            return cls(
-                classes=tuple(content["classes"]), image_size=int(content["image_size"]), images=dict(content["images"])
-            )
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ArtifactError(
-                f"dataset {directory}: {DESCRIPTION} does not describe a data set ({error!r}); prepare it again"
-            ) from error
 
 
 class Split:

@@ -16,7 +16,8 @@ from PIL import Image
 
 from trainer import artifacts
 from trainer.data import dataset as reading
-from trainer.data.dataset import SPLITS, Description, open_dataset
+from trainer.data.dataset import open_dataset
+from trainer.data.schema import SPLITS, Description, features
 from trainer.errors import ArtifactError, DataError
 
 SIZE = 12
@@ -46,7 +47,7 @@ def prepared(tmp_path: Path) -> Path:
     path = tmp_path / "dataset"
     with artifacts.create(path, "dataset", settings={}) as draft:
         for split, count in COUNTS.items():
-            table = datasets.Dataset.from_dict(rows(split, count), features=reading.FEATURES)
+            table = datasets.Dataset.from_dict(rows(split, count), features=features())
             table.save_to_disk(str(draft.path / split), num_shards=1)
         Description(classes=("a", "b"), image_size=SIZE, images=COUNTS).write(draft.path)
     return path
@@ -155,7 +156,7 @@ def test_an_image_that_can_not_be_decoded_is_named(tmp_path: Path) -> None:
     path, broken = tmp_path / "dataset", rows("train", 2)
     broken["image"][1] = {"bytes": b"no image", "path": None}
     with artifacts.create(path, "dataset", settings={}) as draft:
-        datasets.Dataset.from_dict(broken, features=reading.FEATURES).save_to_disk(str(draft.path / "train"))
+        datasets.Dataset.from_dict(broken, features=features()).save_to_disk(str(draft.path / "train"))
         Description(classes=("a", "b"), image_size=SIZE, images={"train": 2}).write(draft.path)
     with pytest.raises(DataError, match=str(broken["key"][1])):
         open_dataset(path).split("train").read([0])

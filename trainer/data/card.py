@@ -1,0 +1,238 @@
+"""The data card: a page that says what a prepared data set holds and what was left out of it."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import numpy as np
+from PIL import Image
+
+from trainer import html
+from trainer.config import DataSettings
+from trainer.data.schema import DROPPED, QUARANTINE, UNLABELED, SplitName
+from trainer.data.selection import Candidate, Dropped, Quarantined
+
+ROWS = 200
+"""Longest list of files on the page."""
+
+CLASSES = 1000
+"""Most classes that the page counts one by one."""
+
+STRIPS = 100
+"""Most classes of which the page shows pictures."""
+
+TILE = 64
+"""Edge of a picture on the page, in pixels."""
+
+TILES = 4
+"""Pictures of a class."""
+
+_COLORS: Mapping[SplitName, str] = {"train": "#2563eb", "val": "#d97706", "test": "#15803d"}
+_LABELED: tuple[SplitName, ...] = ("train", "val", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardContent:
+    """What the card tells."""
+
+    settings: DataSettings
+    classes: Sequence[str]
+    notes: Sequence[str]
+    """What the source left out, in sentences."""
+    splits: Mapping[SplitName, Sequence[Candidate]]
+    quarantined: Sequence[Quarantined]
+    dropped: Sequence[Dropped]
+    read: Callable[[int], bytes]
+    """Row of a candidate -> its stored picture's file."""
+
+
+def data_card(content: CardContent) -> str:
+    """The page, as self-contained HTML below 2 MB; equal for equal content."""
+    settings = content.settings
+    lead = (
+        f"From {_short(settings.source)}: {sum(map(len, content.splits.values())):,} images of {len(content.classes):,} classes, "
+        f"stored at {settings.image_size} x {settings.image_size} pixels "
+        f"({'longer side cropped' if settings.fit == 'crop' else 'stretched'}, {settings.encoding})."
+    )
+    sections = [_overview(content), _samples(content), _classes(content), _sizes(content), _left_out(content)]
+    return html.page("Data card", lead, sections)
+
+
+def _short(source: str) -> str:
+    """A source without the folders above it, which differ between machines."""
+    kind, _, name = source.partition(":")
+    return f"{kind} {PurePosixPath(name).name}" if name and kind != "hub" else source
+
+
+def _overview(content: CardContent) -> str:
+    leaks = sum(drop.is_leakage for drop in content.dropped)
+    rows = [
+        *((split, len(members)) for split, members in content.splits.items()),
+        ("quarantined", len(content.quarantined)),
+        ("left out: equal to one that is kept", len(content.dropped) - leaks),
+        ("left out: equal to one of val or test (leakage)", leaks),
+    ]
+    return html.section("Images", html.table(["", "images"], rows), *map(html.paragraph, content.notes))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Classes
+
+
+def _class_counts(content: CardContent) -> dict[SplitName, list[int]]:
+    """Split -> images of each class."""
+    counts = {split: Counter(member.label for member in content.splits[split]) for split in _LABELED}
+    return {split: [count[label] for label in range(len(content.classes))] for split, count in counts.items()}
+
+
+def _classes(content: CardContent) -> str:
+    counts = _class_counts(content)
+    totals = [sum(of_class) for of_class in zip(*counts.values(), strict=True)]
+    rows = [(*row, total) for *row, total in zip(content.classes, *counts.values(), totals, strict=True)]
+    note = f"The largest class has {max(totals) / max(min(totals), 1):.1f} times as many images as the smallest."
+    cut = [html.paragraph(f"The first {CLASSES:,} of {len(rows):,} classes are listed.")] if len(rows) > CLASSES else []
+    return html.section(
+        "Classes",
+        html.drawing(_bars(counts), "Images of each class, largest first: train (blue), val (orange), test (green)."),
+        html.paragraph(note),
+        *_unmeasured(content.classes, counts),
+        html.table(["class", *_LABELED, "all"], rows[:CLASSES]),
+        *cut,
+    )
+
+
+def _unmeasured(classes: Sequence[str], counts: Mapping[SplitName, Sequence[int]]) -> list[str]:
+    """A sentence for each split that lacks a class."""
+    sentences = []
+    for split in ("val", "test"):
+        names = [name for name, count in zip(classes, counts[split], strict=True) if count == 0]
+        if names:
+            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            sentences.append(html.paragraph(f"No image in {split}: {', '.join(names[:10])}{more}."))
+    return sentences
+
+
+def _bars(counts: Mapping[SplitName, Sequence[int]]) -> str:
+    """A stacked bar a class, largest first, as SVG."""
+    width, height = 720.0, 140.0
+    totals = np.sum([counts[split] for split in _LABELED], axis=0)
+    order = np.argsort(-totals, kind="stable")[: int(width)]
+    step, scale = width / len(order), height / totals.max()
+    bars = []
+    for position, label in enumerate(order):
+        top = height
+        for split in _LABELED:
+            tall = counts[split][label] * scale
+            top -= tall
+            bars.append(
+                f'<rect x="{position * step:.2f}" y="{top:.2f}" width="{max(step * 0.85, 0.8):.2f}" height="{tall:.2f}" '
+                f'fill="{_COLORS[split]}"/>'
+            )
+    label_text = f'<text x="0" y="11" font-size="11" fill="currentColor">{int(totals.max()):,}</text>'
+    return (
+        f'<svg viewBox="0 -16 {width:.0f} {height + 16:.0f}" width="{width:.0f}" role="img" aria-label="Images of each class">'
+        f'<g transform="translate(0,-16)">{label_text}</g>{"".join(bars)}</svg>'
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Original sizes
+
+
+def _sizes(content: CardContent) -> str:
+    members = [member for split in content.splits.values() for member in split]
+    width = np.array([member.width for member in members])
+    height = np.array([member.height for member in members])
+    shorter, longer = np.minimum(width, height), np.maximum(width, height)
+    rows = [
+        ("width, pixels", *_quantiles(width)),
+        ("height, pixels", *_quantiles(height)),
+        ("shorter edge, pixels", *_quantiles(shorter)),
+        ("longer edge / shorter edge", *_quantiles(longer / shorter)),
+    ]
+    enlarged = int((shorter < content.settings.image_size).sum())
+    sentence = f"{enlarged:,} of {len(members):,} images were enlarged: their shorter edge was below {content.settings.image_size} pixels."
+    headers = ["", "smallest", "5 %", "median", "95 %", "largest"]
+    return html.section("Original sizes", html.table(headers, rows), html.paragraph(sentence))
+
+
+def _quantiles(values: np.typing.NDArray[np.int64] | np.typing.NDArray[np.float64]) -> list[int | float]:
+    found = np.quantile(values, [0, 0.05, 0.5, 0.95, 1], method="lower" if values.dtype.kind == "i" else "linear")
+    return [value.item() for value in found]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def _samples(content: CardContent) -> str:
+    chosen = np.unique(np.linspace(0, len(content.classes) - 1, STRIPS).round().astype(int)).tolist()
+    of_class: dict[int, list[Candidate]] = {label: [] for label in [*chosen, UNLABELED]}
+    for split in ("train", "unlabeled"):
+        for member in content.splits[split]:
+            if member.label in of_class:
+                of_class[member.label].append(member)
+    figures = [
+        html.picture(
+            _strip(_drawn(members), content.read),
+            content.classes[label] if label != UNLABELED else "unlabelled",
+            media_type="image/jpeg",
+        )
+        for label, members in of_class.items()
+        if members
+    ]
+    grid = "display:grid;grid-template-columns:repeat(auto-fill,minmax(16rem,1fr));gap:0 1rem"
+    shown = f"{len(chosen)} of {len(content.classes):,} classes" if len(chosen) < len(content.classes) else "each class"
+    return html.section(
+        "Samples",
+        html.paragraph(f"Training images of {shown}, as stored."),
+        f'<div style="{grid}">{"".join(figures)}</div>',
+    )
+
+
+def _drawn(members: Sequence[Candidate]) -> list[Candidate]:
+    """A few of a class that do not stand side by side in the source: those with the smallest content keys."""
+    return sorted(members, key=lambda member: member.key)[:TILES]
+
+
+def _strip(members: Sequence[Candidate], read: Callable[[int], bytes]) -> bytes:
+    """Pictures side by side, as a JPEG file."""
+    strip = Image.new("RGB", (TILE * len(members), TILE))
+    for position, member in enumerate(members):
+        with Image.open(io.BytesIO(read(member.row))) as picture:
+            method = Image.Resampling.NEAREST if picture.width < TILE else Image.Resampling.BICUBIC
+            strip.paste(picture.convert("RGB").resize((TILE, TILE), method), (TILE * position, 0))
+    buffer = io.BytesIO()
+    strip.save(buffer, "JPEG", quality=80)
+    return buffer.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Left out
+
+
+def _left_out(content: CardContent) -> str:
+    quarantined = [(one.name, one.reason) for one in content.quarantined]
+    kinds = Counter(one.reason.split(":")[0] for one in content.quarantined).most_common()
+    dropped = [
+        (drop.name, drop.split, drop.kept_name, drop.kept_split, "leakage" if drop.is_leakage else "copy")
+        for drop in sorted(content.dropped, key=lambda drop: not drop.is_leakage)
+    ]
+    parts = []
+    if quarantined:
+        parts += ["<h3>Quarantined</h3>", html.table(["reason", "images"], kinds)]
+        parts += _listed(["image", "reason"], quarantined, QUARANTINE)
+    if dropped:
+        parts += ["<h3>Equal to one that is kept</h3>"]
+        parts += _listed(["left out", "of", "kept", "of", ""], dropped, DROPPED)
+    return html.section("Left out", *(parts or [html.paragraph("Nothing.")]))
+
+
+def _listed(headers: Sequence[str], rows: Sequence[Sequence[object]], file: str) -> list[str]:
+    table = html.table(headers, rows[:ROWS])
+    rest = len(rows) - ROWS
+    return [table, html.paragraph(f"{rest:,} more are listed in {file}.")] if rest > 0 else [table]

@@ -1,0 +1,135 @@
+"""One image file: from its bytes to an upright RGB picture, its content key, and the square that is stored.
+
+Whatever is wrong with a file is a `BadImageError` with the reason. Imports nothing heavy, because every process that decodes loads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF")
+"""What is read: Pillow's formats that have a signature and start no other program (as EPS would)."""
+
+_SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+
+
+class BadImageError(ValueError):
+    """An image that can not be used; its text is the reason, which starts with a few words that many images share."""
+
+
+def decode(content: bytes, *, max_pixels: int, min_edge: int) -> Image.Image:
+    """Decode the first frame of an image file into an upright 8-bit RGB picture.
+
+    EXIF orientation is applied. Transparent pixels are laid over white. 16-bit greys keep their upper 8 bits. Colour profiles are
+    not applied.
+
+    Args:
+        content: the file's bytes.
+        max_pixels: a picture with more pixels is refused before it is decoded.
+        min_edge: a picture with a shorter edge is refused, in pixels.
+
+    Raises:
+        BadImageError: with the reason.
+    """
+    if not content:
+        raise BadImageError("empty file")
+    try:
+        with _at_most(max_pixels), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
+            _check_size(image, max_pixels, min_edge)
+            image.load()
+            return _to_rgb(ImageOps.exif_transpose(image))
+    except (BadImageError, MemoryError):
+        raise
+    except UnidentifiedImageError as error:
+        raise BadImageError("no image that can be read") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadImageError(f"too many pixels: more than {max_pixels:,}") from error
+    except Exception as error:  # Pillow's decoders raise nearly anything for a damaged file
+        raise BadImageError(_reason(error)) from error
+
+
+def _known_formats() -> list[str]:
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+@contextmanager
+def _at_most(max_pixels: int) -> Iterator[None]:
+    """Let Pillow itself refuse larger pictures, in any of the places where it reads a size; its other warnings are not for users."""
+    before = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = max_pixels
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def _check_size(image: Image.Image, max_pixels: int, min_edge: int) -> None:
+    width, height = image.size
+    if width * height > max_pixels:
+        raise BadImageError(f"too many pixels: {width} x {height}")
+    if min(width, height) < min_edge:
+        raise BadImageError(f"too small: {width} x {height} pixels")
+
+
+def _reason(error: Exception) -> str:
+    text = re.sub(r"0x[0-9a-f]+", "0x", str(error), flags=re.IGNORECASE)  # an address differs from run to run
+    kind = "truncated" if re.search(r"truncated|unexpected end|broken png", text, re.IGNORECASE) else "damaged"
+    return f"{kind}: {text or type(error).__name__}"
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in _SIXTEEN_BIT or image.mode == "I":
+        return _from_sixteen_bit(image)
+    if image.mode == "F":
+        raise BadImageError("floating-point pixels: their range is not known")
+    if image.has_transparency_data:
+        with_alpha = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), with_alpha).convert("RGB")
+    return image.convert("RGB")
+
+
+def _from_sixteen_bit(image: Image.Image) -> Image.Image:
+    greys = np.asarray(image).astype(np.int64)
+    if greys.min() < 0 or greys.max() > 0xFFFF:
+        raise BadImageError("32-bit pixels: their range is not known")
+    return Image.fromarray((greys >> 8).astype(np.uint8)).convert("RGB")
+
+
+def content_key(image: Image.Image) -> str:
+    """SHA-256 of a decoded picture's size and RGB pixels, as hexadecimal text: equal for equal pictures, whatever their files."""
+    size = f"{image.width}x{image.height}:".encode()
+    return hashlib.sha256(size + image.tobytes()).hexdigest()
+
+
+def to_square(image: Image.Image, size: int, fit: Literal["crop", "stretch"]) -> Image.Image:
+    """Resize a picture to `size` x `size` pixels, bicubic with antialiasing; one much larger is first averaged down to thrice that.
+
+    `crop` cuts the longer side's ends off equally; `stretch` keeps all of it and changes its proportions.
+    """
+    edge = min(image.size)
+    left, top = (image.width - edge) / 2, (image.height - edge) / 2
+    box = (left, top, left + edge, top + edge) if fit == "crop" else (0.0, 0.0, float(image.width), float(image.height))
+    return image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+
+
+def encode(image: Image.Image, encoding: Literal["jpeg", "png"], jpeg_quality: int) -> bytes:
+    """Encode a picture; JPEG keeps colour at full resolution (4:4:4), since small pictures have little of it to lose."""
+    buffer = io.BytesIO()
+    if encoding == "jpeg":
+        image.save(buffer, "JPEG", quality=jpeg_quality, subsampling=0)
+    else:
+        image.save(buffer, "PNG")
+    return buffer.getvalue()

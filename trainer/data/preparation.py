@@ -1,0 +1,335 @@
+"""From a source to a prepared data set: decode and store every image once, decide what is kept, write the splits and the data card.
+
+Each image is decoded once, by one of several processes; its square goes to a spool (Arrow files beside the result), and what is remembered
+is a line about it. Once the lines of all images are there, it is decided what is kept and in which split, and the splits are written from
+the spool. So neither images nor squares are held in memory, and the result does not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+from tqdm import tqdm
+
+from trainer.artifacts import digest
+from trainer.config import DataSettings
+from trainer.data import decoding, selection
+from trainer.data.card import CardContent, data_card
+from trainer.data.decoding import BadImageError
+from trainer.data.schema import CARD, DROPPED, QUARANTINE, SPLITS, Description, SplitName, features
+from trainer.data.selection import Candidate, Dropped, Quarantined
+from trainer.data.sources import Item, Listing, list_source
+from trainer.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 256
+"""Images that a process decodes at a time, and of which it keeps the squares in memory."""
+
+IMAGES_PER_PROCESS = 2000
+"""Fewer images than this for each process do not repay its start."""
+
+SHARD_BYTES = 500 * 10**6
+"""A split's Arrow files hold about this much each."""
+
+LOG_INTERVAL_S = 10.0
+"""Seconds between two lines on the progress, where there is no terminal."""
+
+Figures: TypeAlias = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Decoded:
+    """What is remembered of an image."""
+
+    item: Item
+    key: str
+    width: int
+    height: int
+
+
+_Outcome: TypeAlias = _Decoded | Quarantined
+
+
+def prepare(settings: DataSettings, directory: Path, *, processes: int | None = None) -> Figures:
+    """Write the prepared data set of `settings.source` into a directory; `schema` says what is in it.
+
+    Args:
+        settings: which images, and how to store them.
+        directory: exists; what an earlier preparation left in it is replaced.
+        processes: how many decode and write; the cores that this process may use where not given. The result does not depend on it.
+
+    Returns:
+        Numbers of images: train, val, test, unlabeled; quarantined; duplicates and leakage (left out because an equal one is kept); and
+        classes.
+
+    Raises:
+        SettingsError: `settings.source` is no source.
+        DataError: the source can not be read, or its images, labels or splits are not usable.
+    """
+    listing = list_source(settings.source)
+    processes = processes or min(_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
+    with _spool(directory) as spool:
+        outcomes = _decode_all(listing, settings, spool, processes)
+        candidates, quarantined = _separate(outcomes, listing.classes)
+        _write_json(directory / QUARANTINE, quarantined)
+        _check_quarantined(quarantined, len(listing.items), settings, directory / QUARANTINE)
+        kept, dropped = selection.drop_copies(candidates)
+        _write_json(directory / DROPPED, dropped)
+        splits = _split(kept, listing, settings)
+        squares = _open_spool(spool)
+        _write_splits(splits, squares, directory, processes)
+        counts: Figures = {split: len(members) for split, members in splits.items()}
+        Description(classes=listing.classes, image_size=settings.image_size, images=counts).write(directory)
+        content = CardContent(
+            settings=settings,
+            classes=listing.classes,
+            notes=listing.notes,
+            splits=splits,
+            quarantined=quarantined,
+            dropped=dropped,
+            read=partial(_square, squares.with_format("arrow")),
+        )
+        (directory / CARD).write_text(data_card(content), encoding="utf-8")
+    leakage = sum(drop.is_leakage for drop in dropped)
+    others = {"quarantined": len(quarantined), "duplicates": len(dropped) - leakage, "leakage": leakage}
+    return {**counts, "classes": len(listing.classes), **others}
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _spool(directory: Path) -> Iterator[Path]:
+    """A folder for decoded chunks, gone when the preparation ends; it also removes what an earlier one left behind."""
+    path = directory / "spool"
+    for old in (path, *(directory / split for split in SPLITS)):
+        if old.exists():
+            shutil.rmtree(old)
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+def _decode_all(listing: Listing, settings: DataSettings, spool: Path, processes: int) -> list[_Outcome]:
+    """Decode every image; good ones get the next rows of the spool, in the listing's order."""
+    starts = range(0, len(listing.items), CHUNK)
+    chunks = [listing.items[start : start + CHUNK] for start in starts]
+    files = [_chunk_file(spool, number) for number in range(len(chunks))]
+    work = partial(_decode_chunk, read=listing.read, settings=settings, schema=features().arrow_schema)
+    outcomes: list[_Outcome] = []
+    with _progress(len(listing.items)) as advance:
+        for chunk in _map(work, chunks, files, processes=processes):
+            outcomes += chunk
+            advance(len(chunk))
+    return outcomes
+
+
+def _map(work: Any, *arguments: Sequence[Any], processes: int) -> Iterator[list[_Outcome]]:
+    if processes == 1:
+        yield from map(work, *arguments)
+        return
+    # Spawned, because a forked copy of a process with threads (Arrow's, fsspec's) can hang. Ctrl-C is for the parent to handle.
+    with ProcessPoolExecutor(
+        processes,
+        multiprocessing.get_context("spawn"),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    ) as pool:
+        try:
+            yield from pool.map(work, *arguments)
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"a process that decodes images died, probably for lack of memory; {processes} of them run at once, "
+                "each needs a few bytes a pixel: lower data.max_pixels, or prepare on a machine with more memory"
+            ) from error
+
+
+def _chunk_file(spool: Path, number: int) -> Path:
+    return spool / f"{number:06d}.arrow"
+
+
+def _decode_chunk(
+    items: Sequence[Item], file: Path, *, read: Any, settings: DataSettings, schema: pa.Schema
+) -> list[_Outcome]:
+    """Decode some images and write the squares of the good ones into a file of the spool."""
+    outcomes: list[_Outcome] = []
+    rows = []
+    for item in items:
+        try:
+            decoded, square = _decode_item(item, _read(item, read), settings)
+        except BadImageError as error:
+            outcomes.append(Quarantined(name=item.name, reason=str(error)))
+            continue
+        outcomes.append(decoded)
+        image = {"bytes": square, "path": None}
+        rows.append({"image": image, "label": item.label, "key": decoded.key, "source": item.name})
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    return outcomes
+
+
+def _read(item: Item, read: Any) -> bytes:
+    try:
+        content: bytes = read(item.location)
+    except FileNotFoundError as error:
+        raise BadImageError("no such file") from error
+    except (PermissionError, IsADirectoryError) as error:
+        raise BadImageError(f"can not be read: {error.strerror}") from error
+    except OSError as error:  # a network or a disk that fails says nothing about the image
+        raise DataError(
+            f"image {item.name}: reading it failed ({error}); see to the storage and prepare again"
+        ) from error
+    return content
+
+
+def _decode_item(item: Item, content: bytes, settings: DataSettings) -> tuple[_Decoded, bytes]:
+    try:
+        image = decoding.decode(content, max_pixels=settings.max_pixels, min_edge=settings.min_edge)
+    except MemoryError as error:
+        raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
+    square = decoding.to_square(image, settings.image_size, settings.fit)
+    decoded = _Decoded(item=item, key=decoding.content_key(image), width=image.width, height=image.height)
+    return decoded, decoding.encode(square, settings.encoding, settings.jpeg_quality)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar on a terminal, a line now and then in a log; yields a function that takes the number of images just done."""
+    with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
+        done, said = 0, time.monotonic()
+
+        def advance(images: int) -> None:
+            nonlocal done, said
+            done += images
+            bar.update(images)
+            if bar.disable and (done == total or time.monotonic() - said >= LOG_INTERVAL_S):
+                logger.info("prepare: decoded %d of %d images", done, total)
+                said = time.monotonic()
+
+        yield advance
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Deciding
+
+
+def _separate(outcomes: Iterable[_Outcome], classes: Sequence[str]) -> tuple[list[Candidate], list[Quarantined]]:
+    """What may be kept, and what is quarantined; the good images' rows in the spool follow from their order."""
+    bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
+    decoded = [outcome for outcome in outcomes if isinstance(outcome, _Decoded)]
+    candidates, contradicting = selection.quarantine_contradictions(
+        (_candidate(row, one) for row, one in enumerate(decoded)), classes
+    )
+    return candidates, sorted(bad + contradicting, key=lambda one: one.name)
+
+
+def _candidate(row: int, decoded: _Decoded) -> Candidate:
+    item = decoded.item
+    return Candidate(
+        row=row,
+        name=item.name,
+        label=item.label,
+        split=item.split,
+        key=decoded.key,
+        width=decoded.width,
+        height=decoded.height,
+    )
+
+
+def _check_quarantined(quarantined: Sequence[Quarantined], total: int, settings: DataSettings, file: Path) -> None:
+    if len(quarantined) <= settings.max_bad_fraction * total:
+        return
+    kinds = Counter(one.reason.split(":")[0] for one in quarantined)
+    examples = {one.reason.split(":")[0]: one.name for one in reversed(quarantined)}
+    reasons = "; ".join(f"{count} {kind}, such as {examples[kind]}" for kind, count in kinds.most_common(5))
+    raise DataError(
+        f"{len(quarantined)} of {total} images are bad ({len(quarantined) / total:.1%}), more than data.max_bad_fraction="
+        f"{settings.max_bad_fraction:g} allows: {reasons}. All are listed in {file}; mend or remove them, or raise the limit"
+    )
+
+
+def _split(
+    candidates: Sequence[Candidate], listing: Listing, settings: DataSettings
+) -> Mapping[SplitName, Sequence[Candidate]]:
+    given: set[SplitName] = {item.split for item in listing.items}
+    selection.check_classes(candidates, listing.classes, settings)
+    kept = selection.take_missing_splits(candidates, given, settings)
+    selection.check_splits(kept, listing.classes)
+    return {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def _write_json(path: Path, records: Sequence[Quarantined | Dropped]) -> None:
+    path.write_text(json.dumps([asdict(one) for one in records], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _open_spool(spool: Path) -> Any:
+    """All squares as one memory-mapped table."""
+    import datasets  # type: ignore[import-untyped]  # here, because decoding processes have no use for it, and it takes a second
+
+    chunks = [datasets.Dataset.from_file(str(file)) for file in sorted(spool.glob("*.arrow"))]
+    return datasets.concatenate_datasets(chunks)
+
+
+def _square(squares: Any, row: int) -> bytes:
+    """The encoded square of a row of a table in Arrow's format."""
+    encoded: bytes = squares[row]["image"][0]["bytes"].as_py()
+    return encoded
+
+
+def _write_splits(
+    splits: Mapping[SplitName, Sequence[Candidate]], squares: Any, directory: Path, processes: int
+) -> None:
+    row_bytes = squares.data.nbytes / len(squares)
+    with _quiet():
+        for split, members in splits.items():
+            # `datasets` would draw a fingerprint at random, and the files would differ from run to run.
+            fingerprint = digest([[member.key, member.label] for member in members])[:16]
+            chosen = squares.select([member.row for member in members], new_fingerprint=fingerprint)
+            shards = max(1, math.ceil(len(chosen) * row_bytes / SHARD_BYTES))
+            workers = min(processes, shards) if shards > 1 else None
+            chosen.save_to_disk(str(directory / split), num_shards=shards, num_proc=workers)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars of `datasets`: writing takes a small part of the time."""
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

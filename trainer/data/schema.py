@@ -1,0 +1,72 @@
+"""What a prepared data set looks like; `preparation` writes it and `dataset` reads it.
+
+The artifact holds one Arrow data set a split (`train/`, `val/`, `test/`, `unlabeled/`; columns: `features`), `dataset.json`
+(`Description`), `quarantine.json`, `dropped.json` and the data card `card.html`. Imports nothing heavy, because every process that
+decodes images loads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from trainer.errors import ArtifactError
+
+SplitName = Literal["train", "val", "test", "unlabeled"]
+SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+
+DESCRIPTION = "dataset.json"
+QUARANTINE = "quarantine.json"
+DROPPED = "dropped.json"
+CARD = "card.html"
+
+UNLABELED = -1
+"""The label of an image without one."""
+
+
+def features() -> Any:
+    """`datasets.Features` of a split: encoded image, index of its class, content key, its name in the source.
+
+    The content key is the SHA-256 of the decoded original, as hexadecimal text.
+    """
+    import datasets  # type: ignore[import-untyped]  # here, because it takes a second to import
+
+    text, number = datasets.Value("string"), datasets.Value("int64")
+    return datasets.Features({"image": datasets.Image(), "label": number, "key": text, "source": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What `dataset.json` says."""
+
+    classes: tuple[str, ...]
+    """Name of each class, in the order of the labels."""
+    image_size: int
+    """Edge of the stored images, in pixels."""
+    images: Mapping[str, int]
+    """Split -> number of its images."""
+
+    def write(self, directory: Path) -> None:
+        """Write `dataset.json` into an artifact in the making."""
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        (directory / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> Description:
+        """Read `dataset.json`.
+
+        Raises:
+            ArtifactError: it is not the description of a data set.
+        """
+        try:
+            content = json.loads((directory / DESCRIPTION).read_text(encoding="utf-8"))
+            return cls(
+                classes=tuple(content["classes"]), image_size=int(content["image_size"]), images=dict(content["images"])
+            )
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ArtifactError(
+                f"dataset {directory}: {DESCRIPTION} does not describe a data set ({error!r}); prepare it again"
+            ) from error

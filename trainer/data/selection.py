@@ -1,0 +1,214 @@
+"""Which images are kept, and in which split: decided from content keys and labels alone, without pixels.
+
+The order is: pictures with contradicting labels are quarantined; of equal pictures one is kept, and none is kept for training that is
+also in val or test; what the source does not split is split here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from trainer.config import DataSettings
+from trainer.data.schema import UNLABELED, SplitName
+from trainer.errors import DataError
+
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A decoded image that may be kept."""
+
+    row: int
+    """Where its stored picture is found."""
+    name: str
+    """Its name in the source."""
+    label: int
+    """Index of its class, or -1."""
+    split: SplitName
+    key: str
+    """Content key: equal for equal pictures."""
+    width: int
+    """Of the original, upright, in pixels."""
+    height: int
+    """Of the original, upright, in pixels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quarantined:
+    """An image that can not be used."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dropped:
+    """A good image that was left out because an equal one is kept."""
+
+    name: str
+    split: SplitName
+    kept_name: str
+    kept_split: SplitName
+
+    @property
+    def is_leakage(self) -> bool:
+        """Whether it would have let training, or the choice of the model, see what the kept one measures."""
+        return self.split != self.kept_split and self.kept_split in ("val", "test")
+
+
+def quarantine_contradictions(
+    candidates: Iterable[Candidate], classes: Sequence[str]
+) -> tuple[list[Candidate], list[Quarantined]]:
+    """Set equal pictures with different labels aside, all of them: nothing says which label is right.
+
+    Unlabelled copies contradict nothing, but go with them.
+
+    Returns:
+        The others, and what was set aside, both in the given order.
+    """
+    good: list[Candidate] = []
+    bad: list[Quarantined] = []
+    candidates = list(candidates)
+    groups = _group(candidates, lambda candidate: candidate.key)
+    for candidate in candidates:
+        labels = {copy.label for copy in groups[candidate.key]} - {UNLABELED}
+        if len(labels) < 2:
+            good.append(candidate)
+        else:
+            said = ", ".join(
+                f"{copy.name} ({classes[copy.label]})" for copy in groups[candidate.key] if copy.label != UNLABELED
+            )
+            bad.append(Quarantined(name=candidate.name, reason=f"contradicting labels of one picture: {said}"))
+    return good, bad
+
+
+def drop_copies(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Dropped]]:
+    """Keep one of equal pictures: the first one in test, else in val, else in train, else the first unlabelled one.
+
+    Returns:
+        What is kept and what is dropped, both in the given order.
+    """
+    order: tuple[SplitName, ...] = ("test", "val", "train", "unlabeled")
+    kept: dict[str, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda candidate: order.index(candidate.split)):
+        kept.setdefault(candidate.key, candidate)
+    dropped = [
+        Dropped(
+            name=candidate.name,
+            split=candidate.split,
+            kept_name=kept[candidate.key].name,
+            kept_split=kept[candidate.key].split,
+        )
+        for candidate in candidates
+        if kept[candidate.key] is not candidate
+    ]
+    return [candidate for candidate in candidates if kept[candidate.key] is candidate], dropped
+
+
+def take_missing_splits(
+    candidates: Sequence[Candidate], given: Iterable[SplitName], settings: DataSettings
+) -> list[Candidate]:
+    """Take val and test from train, class by class, where the source does not give them.
+
+    An image has a fixed place in [0, 1), drawn from its content and `split_seed`. Places below `test_fraction` are test, the next
+    `val_fraction` are val, the rest is train; so images that are added, removed or renamed move no other image. Only where a class
+    would have no image in a split does its limit shift to the next image in order of place, which moves one image, and moves it
+    back once the class has grown.
+
+    Args:
+        candidates: without copies.
+        given: the splits that the source has.
+        settings: fractions and seed.
+
+    Returns:
+        The candidates in the given order, each with its split.
+    """
+    fractions = {
+        "test": 0.0 if "test" in given else settings.test_fraction,
+        "val": 0.0 if "val" in given else settings.val_fraction,
+    }
+    moved: dict[str, SplitName] = {}
+    train = [candidate for candidate in candidates if candidate.split == "train"]
+    for members in _group(train, lambda candidate: candidate.label).values():
+        places = sorted((place(member.key, settings.split_seed), member.key) for member in members)
+        test, val = _limits([position for position, _ in places], fractions["test"], fractions["val"])
+        moved |= dict.fromkeys((key for _, key in places[:test]), "test")
+        moved |= dict.fromkeys((key for _, key in places[test : test + val]), "val")
+    return [
+        replace(candidate, split=moved.get(candidate.key, "train")) if candidate.split == "train" else candidate
+        for candidate in candidates
+    ]
+
+
+def place(key: str, seed: int) -> float:
+    """The fixed place in [0, 1) of an image with this content key: the upper 53 bits of SHA-256("SEED:KEY")."""
+    first = hashlib.sha256(f"{seed}:{key}".encode()).digest()[:8]
+    return (int.from_bytes(first, "big") >> 11) / 2**53
+
+
+def _limits(places: Sequence[float], test_fraction: float, val_fraction: float) -> tuple[int, int]:
+    """How many of a class's sorted places are test, and how many after them val: at least one each, and one left to train."""
+    test = sum(position < test_fraction for position in places)
+    val = sum(position < test_fraction + val_fraction for position in places) - test
+    test, val = max(test, test_fraction > 0), max(val, val_fraction > 0)
+    while test + val >= len(places) and max(test, val) > 1:
+        test, val = (test - 1, val) if test >= val else (test, val - 1)
+    return test, val
+
+
+def check_classes(candidates: Iterable[Candidate], classes: Sequence[str], settings: DataSettings) -> None:
+    """Make sure that there is something to tell apart, and enough of it.
+
+    Raises:
+        DataError: there is only one class, or classes with fewer good labelled images than `min_images_per_class`.
+    """
+    if len(classes) == 1:
+        raise DataError(f"data.source={settings.source}: has only one class, {classes[0]!r}; add images of another one")
+    counts = dict.fromkeys(classes, 0)
+    for candidate in candidates:
+        if candidate.label != UNLABELED:
+            counts[classes[candidate.label]] += 1
+    few = {name: count for name, count in counts.items() if count < settings.min_images_per_class}
+    if few:
+        raise DataError(
+            f"{_some_classes(few)}: fewer good labelled images than data.min_images_per_class={settings.min_images_per_class}; "
+            "add images or remove the class"
+        )
+
+
+def check_splits(candidates: Iterable[Candidate], classes: Sequence[str]) -> None:
+    """Make sure that every class can be learnt and that every split measures something.
+
+    Raises:
+        DataError: a class has no training image, or val or test is empty.
+    """
+    counts: dict[SplitName, dict[str, int]] = {split: dict.fromkeys(classes, 0) for split in ("train", "val", "test")}
+    for candidate in candidates:
+        if candidate.split != "unlabeled":
+            counts[candidate.split][classes[candidate.label]] += 1
+    for split, by_class in counts.items():
+        if not any(by_class.values()):
+            raise DataError(f"split {split} is empty: the source has no good labelled image for it; add some")
+    untaught = {name: count for name, count in counts["train"].items() if count == 0}
+    if untaught:
+        raise DataError(
+            f"{_some_classes(untaught)}: no training image is left beside those of val and test; add training images or remove the class"
+        )
+
+
+def _some_classes(counts: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{name!r} ({count})" for name, count in list(counts.items())[:5])
+    more = f" and {len(counts) - 5} more" if len(counts) > 5 else ""
+    return f"{'class' if len(counts) == 1 else 'classes'} {shown}{more}"
+
+
+def _group(candidates: Iterable[Candidate], key: Callable[[Candidate], _Key]) -> dict[_Key, list[Candidate]]:
+    groups: defaultdict[_Key, list[Candidate]] = defaultdict(list)
+    for candidate in candidates:
+        groups[key(candidate)].append(candidate)
+    return groups
