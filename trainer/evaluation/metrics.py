@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +117,7 @@ def calibration(logits: Floats, labels: Ints, bins: int) -> Calibration:
     )
 
 
-def _means(sums: npt.NDArray[np.float64], counts: Ints) -> tuple[float | None, ...]:
+def _means(sums: npt.NDArray[Any], counts: Ints) -> tuple[float | None, ...]:
     return tuple(float(total / count) if count else None for total, count in zip(sums, counts, strict=True))
 
 

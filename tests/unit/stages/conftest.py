@@ -1,0 +1,98 @@
+"""A small real data set (scikit-learn's digits) with a teacher and a student that were really trained on it, in seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from trainer import artifacts, models
+from trainer.config import ModelSettings
+from trainer.data.schema import Description, features
+
+EDGE = 16
+IMAGES = {"train": range(1000), "val": range(1000, 1200), "test": range(1200, 1500), "unlabeled": range(1500, 1520)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedDigits:
+    """Three artifacts and the test split that they came from."""
+
+    dataset: Path
+    teacher: Path
+    student: Path
+    images: torch.Tensor
+    """Test images, uint8 [N, 3, 16, 16]."""
+    labels: np.ndarray
+
+
+def pixels(indices: range) -> torch.Tensor:
+    """Digits as uint8 [N, 3, 16, 16]."""
+    grey = torch.from_numpy(load_digits().images[indices.start : indices.stop]).float()[:, None] * (255 / 16)
+    return F.interpolate(grey, size=(EDGE, EDGE), mode="nearest").round().to(torch.uint8).expand(-1, 3, -1, -1)
+
+
+def png(image: torch.Tensor) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_dataset(path: Path) -> None:
+    labels = load_digits().target
+    with artifacts.create(path, "dataset", settings={"source": "digits"}) as draft:
+        for name, indices in IMAGES.items():
+            encoded = [png(image) for image in pixels(indices)]
+            columns = {
+                "image": [{"bytes": content, "path": None} for content in encoded],
+                "label": [int(labels[index]) if name != "unlabeled" else -1 for index in indices],
+                "key": [hashlib.sha256(content).hexdigest() for content in encoded],
+                "source": [f"digits/{index}" for index in indices],
+            }
+            datasets.Dataset.from_dict(columns, features=features()).save_to_disk(draft.path / name)
+        images = {name: len(indices) for name, indices in IMAGES.items()}
+        Description(classes=tuple("0123456789"), image_size=EDGE, images=images).write(draft.path)
+        (draft.path / "card.html").write_text("<p>the digits</p>")
+        draft.figures.update({**images, "classes": 10, "quarantined": 0})
+
+
+def write_model(path: Path, dim: int, depth: int, steps: int) -> None:
+    """Train a small ViT on the labels."""
+    torch.manual_seed(0)
+    args = {"img_size": EDGE, "patch_size": 8, "embed_dim": dim, "depth": depth, "num_heads": 2}
+    model = models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), list("0123456789"))
+    images, labels = pixels(IMAGES["train"]), torch.from_numpy(load_digits().target[: len(IMAGES["train"])]).long()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        batch = torch.randint(len(images), (128,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    with artifacts.create(path, "model", settings=args) as draft:
+        models.save(model, draft.path)
+
+
+@pytest.fixture(scope="session")
+def trained_digits(tmp_path_factory: pytest.TempPathFactory) -> TrainedDigits:
+    directory = tmp_path_factory.mktemp("trained_digits")
+    torch.set_num_threads(1)
+    write_dataset(directory / "dataset")
+    write_model(directory / "teacher", dim=48, depth=2, steps=100)
+    write_model(directory / "student", dim=16, depth=1, steps=100)
+    test = IMAGES["test"]
+    return TrainedDigits(
+        dataset=directory / "dataset",
+        teacher=directory / "teacher",
+        student=directory / "student",
+        images=pixels(test),
+        labels=load_digits().target[test.start : test.stop],
+    )

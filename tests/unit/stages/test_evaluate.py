@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from trainer import artifacts, models
+from trainer.config import EvaluateSettings, GateSettings
+from trainer.errors import ModelError
+from trainer.stages import evaluate
+
+SETTINGS = EvaluateSettings(latency_runs=10, latency_batch_sizes=(1, 4), gate=GateSettings(max_accuracy_drop=1))
+
+
+@pytest.fixture(scope="module")
+def evaluation(trained_digits, tmp_path_factory):
+    path = tmp_path_factory.mktemp("evaluation") / "evaluation"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        return run(trained_digits, path)
+
+
+def run(trained_digits, path: Path, settings: EvaluateSettings = SETTINGS, **changed):
+    inputs = {"dataset": trained_digits.dataset, "teacher": trained_digits.teacher, "student": trained_digits.student}
+    return evaluate.run(settings, **{**inputs, **changed}, evaluation=path)
+
+
+def test_figures_are_those_of_the_models_themselves(trained_digits, evaluation):
+    teacher, student = models.load(trained_digits.teacher), models.load(trained_digits.student)
+    with torch.inference_mode():
+        guesses = [model(trained_digits.images).argmax(dim=1).numpy() for model in (teacher, student)]
+    figures = evaluation.figures
+    assert figures["teacher"]["test"]["top1"] == pytest.approx(np.mean(guesses[0] == trained_digits.labels))
+    assert figures["student"]["test"]["top1"] == pytest.approx(np.mean(guesses[1] == trained_digits.labels))
+    assert figures["student"]["test"]["agreement"] == pytest.approx(np.mean(guesses[0] == guesses[1]))
+    assert figures["student"]["test"]["top5"] >= figures["student"]["test"]["top1"] > 0.3
+    assert 0 <= figures["student"]["test"]["ece"] <= 1
+    assert figures["student"]["parameters"] == sum(weight.numel() for weight in student.parameters())
+    assert figures["student"]["size_bytes"] == (trained_digits.student / "model.safetensors").stat().st_size
+    assert figures["student"]["macs"] < figures["teacher"]["macs"]
+    assert 0 < figures["student"]["latency_ms"]["p50"] <= figures["student"]["latency_ms"]["p95"]
+    assert figures["verdict"] == {"passed": True, "reasons": []}
+
+
+def test_confusion_matrix_counts_every_test_image(trained_digits, evaluation):
+    confusion = json.loads((evaluation.path / "confusion.json").read_text())
+    matrix = np.array(confusion["matrix"])
+    assert confusion["labels"] == list("0123456789")
+    assert matrix.sum(axis=1).tolist() == np.bincount(trained_digits.labels).tolist()
+    assert np.trace(matrix) / matrix.sum() == pytest.approx(evaluation.figures["student"]["test"]["top1"])
+
+
+def test_metrics_hold_everything(evaluation):
+    metrics = json.loads((evaluation.path / "metrics.json").read_text())
+    assert [latency["batch_size"] for latency in metrics["student"]["latency"]] == [1, 4]
+    assert set(metrics["student"]["classes"]) == set("0123456789")
+    assert metrics["machine"]["threads"] == torch.get_num_threads()
+    assert metrics["student"]["worst_confusions"][0]["count"] >= metrics["student"]["worst_confusions"][-1]["count"] > 0
+    assert sum(metrics["teacher"]["calibration"]["counts"]) == 300
+
+
+def test_report_is_one_small_page_that_fetches_nothing(evaluation):
+    page = (evaluation.path / "report.html").read_text()
+    assert len(page) < 2_000_000
+    assert "the student passed" in page
+    assert "taken for" in page
+    sources = re.findall(r'(?:src|href)="([^"]{0,40})', page)
+    assert sources
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+
+
+def test_verdict_names_each_failed_condition(trained_digits, tmp_path):
+    gate = GateSettings(max_accuracy_drop=0, min_compression=1000, max_latency_ms=1e-6)
+    artifact = run(trained_digits, tmp_path / "evaluation", SETTINGS.model_copy(update={"gate": gate}))
+    verdict = artifact.figures["verdict"]
+    assert not verdict["passed"]
+    assert [reason.split(":")[0] for reason in verdict["reasons"]] == ["accuracy", "compression", "latency"]
+    assert "the student did not pass" in (artifact.path / "report.html").read_text()
+
+
+def test_a_model_with_other_labels_is_refused(trained_digits, tmp_path):
+    student = relabelled(trained_digits.student, tmp_path / "student", [*"012345678", "nine"])
+    with pytest.raises(ModelError, match=r"student .*class 9 is 'nine', but the data set's is '9'"):
+        run(trained_digits, tmp_path / "evaluation", student=student)
+    assert not artifacts.exists(tmp_path / "evaluation")
+
+
+def relabelled(source: Path, target: Path, labels: list[str]) -> Path:
+    config = json.loads((source / "config.json").read_text())
+    with artifacts.create(target, "model", settings={}) as draft:
+        (draft.path / "config.json").write_text(json.dumps({**config, "labels": labels}))
+        (draft.path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    return target
+
+
+def test_logits_that_are_not_finite_are_refused(trained_digits, tmp_path):
+    weights = safetensors.torch.load_file(trained_digits.student / "model.safetensors")
+    weights["head.bias"][3] = float("nan")
+    with artifacts.create(tmp_path / "student", "model", settings={}) as draft:
+        (draft.path / "config.json").write_bytes((trained_digits.student / "config.json").read_bytes())
+        safetensors.torch.save_file(weights, draft.path / "model.safetensors")
+    with pytest.raises(ModelError, match="student: gives logits that are not finite for 300 of 300 test images"):
+        run(trained_digits, tmp_path / "evaluation", student=tmp_path / "student")
+
+
+def test_same_input_and_settings_make_the_same_parents(trained_digits, evaluation):
+    assert evaluation.parents == {
+        name: artifacts.read(path, kind).fingerprint
+        for name, path, kind in [
+            ("dataset", trained_digits.dataset, "dataset"),
+            ("teacher", trained_digits.teacher, "model"),
+            ("student", trained_digits.student, "model"),
+        ]
+    }
