@@ -8,9 +8,7 @@ from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def configure(
-    recipe: str, overrides: str, dataset: str, teacher: str, experiment: str
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
+def configure(recipe: str, overrides: str, dataset: str, teacher: str, experiment: str) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
     "Sections",
     [
         ("prepare", str),
@@ -20,6 +18,7 @@ def configure(
         ("evaluate", str),
         ("register", str),
         ("source_version", str),
+        ("resolved", str),
     ],
 ):
     """Resolve the settings, and make sure that the images are there and that tracking answers.

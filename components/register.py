@@ -8,6 +8,8 @@ from components.image import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def register(
     settings: str,
+    recipe: str,
+    resolved: str,
     dataset: dsl.Input[dsl.Dataset],
     teacher: dsl.Input[dsl.Model],
     student: dsl.Input[dsl.Model],
@@ -21,6 +23,8 @@ def register(
 
     Args:
         settings: The section `register`, as JSON.
+        recipe: The recipe's name.
+        resolved: All settings of the run, as JSON.
         dataset: The prepared data set.
         teacher: The teacher's model directory.
         student: The student's model directory.
@@ -30,9 +34,18 @@ def register(
         evaluation: The measurements and the verdict.
         registration: The registered version, and the summary of the whole run.
     """
+    import json
+
     from components import task
 
-    models = {"dataset": dataset, "teacher": teacher, "student": student}
-    reports = {"pretrain_evidence": pretrain_evidence, "distill_evidence": distill_evidence, "report": report}
-    inputs = {**models, **reports, "evaluation": evaluation}
-    task.run_stage("register", settings, inputs=inputs, outputs={"registration": registration})
+    inputs = {
+        "dataset": dataset,
+        "teacher": teacher,
+        "student": student,
+        "pretrain_evidence": pretrain_evidence,
+        "distill_evidence": distill_evidence,
+        "report": report,
+        "evaluation": evaluation,
+    }
+    outputs, run = {"registration": registration}, {"recipe": recipe, "resolved": json.loads(resolved)}
+    task.run_stage("register", settings, inputs=inputs, outputs=outputs, **run)

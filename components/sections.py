@@ -22,6 +22,8 @@ class Sections(NamedTuple):
     evaluate: str
     register: str
     source_version: str
+    resolved: str
+    """All settings, for the record."""
 
 
 def resolve(
@@ -50,6 +52,7 @@ def configure(settings: config.Settings) -> Sections:
     """
     source_version = sources.source_version(settings.data.source)
     tracking.check()
-    tracking.start_parent(settings.model_dump(mode="json"), {"trainer.source_version": source_version})
+    resolved = settings.model_dump(mode="json")
+    tracking.start_parent(resolved, {"trainer.source_version": source_version})
     own = {stage: canonical_json(settings.for_stage(stage)) for stage in config.SECTION_OF_STAGE}
-    return Sections(**own, source_version=source_version)
+    return Sections(**own, source_version=source_version, resolved=canonical_json(resolved))

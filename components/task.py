@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,23 +16,39 @@ from typing import Any
 from kfp import dsl
 
 from trainer import artifacts, stages
-from trainer.errors import EXIT_CODE, TrainerError
+from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
 
 DEBUG = "TRAINER_DEBUG"
-"""Set to show the traceback of an error that has a message."""
+"""Environment variable, set to show the traceback of an error that has a message."""
+ERROR_FILE = "TRAINER_ERROR_FILE"
+"""Environment variable that names the file for the message, where somebody waits to show it; else it is printed."""
 
 
 @contextmanager
 def reporting(name: str) -> Iterator[None]:
-    """Show the task's own log as plain lines, and end it with one message where the user can mend what is wrong."""
+    """Show the task's own log as plain lines, and end it with one message where the user can mend what is wrong.
+
+    Raises:
+        SystemExit: in the place of a `TrainerError`, whose message was told, and of an interruption.
+    """
     _show_log()
     try:
         yield
     except TrainerError as error:
+        _tell(str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}")
         if os.environ.get(DEBUG):
-            raise
-        print(f"{name}: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            traceback.print_exc()
         raise SystemExit(EXIT_CODE) from error
+    except KeyboardInterrupt as interruption:
+        raise SystemExit(INTERRUPTED_EXIT_CODE) from interruption
+
+
+def _tell(message: str) -> None:
+    file = os.environ.get(ERROR_FILE)
+    if file:
+        Path(file).write_text(message)
+    else:
+        print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _show_log() -> None:
@@ -50,6 +67,7 @@ def run_stage(
     inputs: Mapping[str, dsl.Artifact],
     outputs: Mapping[str, dsl.Artifact],
     processes_per_node: int = 1,
+    **further: object,
 ) -> None:
     """Run a stage, in this process or as a group of training processes, as `trainer.stages.STAGES` says.
 
@@ -61,9 +79,10 @@ def run_stage(
         inputs: keyword of each input -> KFP's artifact.
         outputs: keyword of each output -> KFP's artifact.
         processes_per_node: training processes; only for stages that are launched.
+        further: what only this stage takes.
 
     Raises:
-        SystemExit: the stage failed with a message, which was printed.
+        SystemExit: the stage failed with a message, which was told.
     """
     read = {name: artifact.path for name, artifact in inputs.items()}
     written = {name: artifact.path for name, artifact in outputs.items()}
@@ -71,9 +90,9 @@ def run_stage(
         if stages.STAGES[stage].launched:
             from trainer import launch
 
-            launch.run_stage(stage, settings, read, written, processes_per_node)
+            launch.run_stage(stage, settings, inputs=read, outputs=written, processes_per_node=processes_per_node)
         else:
-            stages.call(stage, settings, {**read, **written})
+            stages.call(stage, settings, {**read, **written}, **further)
         for name, artifact in outputs.items():
             kind = stages.STAGES[stage].outputs[name]
             artifact.metadata.update(kind=kind, fingerprint=artifacts.read(artifact.path, kind).fingerprint)
@@ -100,7 +119,7 @@ def show_confusion(evaluation: dsl.Artifact, confusion: dsl.ClassificationMetric
     """Show the student's confusion matrix in the Kubeflow UI; its file is kept for the reason given in `show_metrics`."""
     content = (Path(evaluation.path) / "confusion.json").read_text()
     matrix = json.loads(content)
-    confusion.log_confusion_matrix(matrix["labels"], matrix["counts"])
+    confusion.log_confusion_matrix(matrix["labels"], matrix["matrix"])
     Path(confusion.path).write_text(content)
 
 

@@ -35,14 +35,19 @@ def with_image(text: str, image: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Write the file, or with `--check` compare it; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the file is not what would be written")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the file is not what would be written"
+    )
     if not parser.parse_args(arguments).check:
         COMPILED.parent.mkdir(exist_ok=True)
         COMPILED.write_text(compiled_text())
         return 0
     if COMPILED.is_file() and COMPILED.read_text() == compiled_text():
         return 0
-    print(f"{COMPILED} is not what pipelines/distillation.py compiles to; run `make compile` and commit it", file=sys.stderr)
+    print(
+        f"{COMPILED} is not what pipelines/distillation.py compiles to; run `make compile` and commit it",
+        file=sys.stderr,
+    )
     return 1
 
 

@@ -39,9 +39,9 @@ def distillation(
     settings = configure(
         recipe=recipe, overrides=overrides, dataset=dataset, teacher=teacher, experiment=experiment
     ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
-    prepared = prepare(
-        settings=settings.outputs["prepare"], source_version=settings.outputs["source_version"]
-    ).outputs["dataset"]
+    prepared = prepare(settings=settings.outputs["prepare"], source_version=settings.outputs["source_version"]).outputs[
+        "dataset"
+    ]
     pretrained = pretrain(
         settings=settings.outputs["pretrain"], processes_per_node=processes_per_node, dataset=prepared
     ).outputs
@@ -64,6 +64,8 @@ def distillation(
     ).set_caching_options(False)  # latency is the machine's of this run
     register(
         settings=settings.outputs["register"],
+        recipe=recipe,
+        resolved=settings.outputs["resolved"],
         dataset=prepared,
         teacher=pretrained["teacher"],
         student=distilled["student"],

@@ -1,0 +1,234 @@
+"""Run the pipeline on this machine, with real processes, tracking and registration.
+
+  python -m pipelines.local                                             the bundled digits
+  python -m pipelines.local --recipe digits --set distill.temperature=3
+  python -m pipelines.local --set data.source=imagefolder:/photos --output DIR
+
+What an earlier run made from the same inputs, settings and code is taken from it (`--fresh` makes all again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import yaml
+
+import components
+import trainer
+from components import sections, task
+from components.image import tagged
+from trainer import artifacts, config, runs, tracking
+from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError, SettingsError, TrainerError, writing_to
+
+CACHE = runs.RUNS / ".cache"
+"""What earlier runs made, by what it was made from; the artifacts themselves lie in those runs' directories."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be run."""
+
+    parameters: Mapping[str, str | int]
+    """The pipeline's parameters."""
+    output: str | None
+    """The run's directory; None for a new one below `runs/`."""
+    fresh: bool
+    """Make everything again."""
+    debug: bool
+    """Show tracebacks."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; gives the exit code. An error that the user can mend ends in one message."""
+    request = _request(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        run(request)
+    except TrainerError as error:
+        if request.debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CODE
+    except KeyboardInterrupt:
+        print("interrupted; what was written is kept, and finished stages are not repeated", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _request(arguments: Sequence[str] | None) -> Request:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", default="digits", help="a name or the path of a TOML file (default: %(default)s)")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        default="",
+        metavar="TEXT",
+        help="settings that differ from the recipe, key=value key=value; docs/configuration.md lists them",
+    )
+    parser.add_argument("--dataset", default="", help="images, instead of the recipe's data.source")
+    parser.add_argument(
+        "--teacher", default="", help="weights of the teacher, instead of the recipe's pretrain.weights"
+    )
+    parser.add_argument("--experiment", default="", help="MLflow experiment, instead of the recipe's")
+    parser.add_argument("--processes", type=int, default=2, help="training processes (default: %(default)s)")
+    parser.add_argument("--output", default=None, metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
+    parser.add_argument("--fresh", action="store_true", help="take nothing from earlier runs")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    options = parser.parse_args(arguments)
+    named = ("recipe", "overrides", "dataset", "teacher", "experiment")
+    parameters = {name: getattr(options, name) for name in named} | {"processes_per_node": options.processes}
+    return Request(parameters=parameters, output=options.output or None, fresh=options.fresh, debug=options.debug)
+
+
+def run(request: Request) -> dict[str, Any]:
+    """Run the pipeline and print its progress and its results.
+
+    Returns:
+        The content of `summary.json`.
+
+    Raises:
+        TrainerError: a setting is wrong, before anything starts; or a stage failed, which has printed its own message.
+    """
+    parameters = dict(request.parameters)
+    processes = parameters.pop("processes_per_node")
+    settings = sections.resolve(**parameters)  # type: ignore[arg-type]  # the others are text
+    if int(processes) < 1:
+        raise SettingsError(f"processes must be >= 1, got {processes}")
+    directory = runs.new_directory(str(parameters["recipe"]), request.output)
+    (directory / runs.SUMMARY).unlink(missing_ok=True)
+    os.environ.update(_environment(settings, directory, debug=request.debug))
+    try:
+        summary = _run_pipeline(request, directory)
+    except BaseException as error:
+        tracking.finish_parent("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        raise
+    tracking.finish_parent()
+    _conclude(summary, directory)
+    return summary
+
+
+def _environment(settings: config.Settings, directory: Path, *, debug: bool) -> dict[str, str]:
+    """What the tasks read from the environment, for as parameters they would spoil the cache."""
+    packages = [str(Path(trainer.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **runs.environment(settings, directory),
+        "PYTHONPATH": os.pathsep.join(packages),
+        "PYTHONSAFEPATH": "1",  # a folder `trainer` where the user stands is not ours
+        "PYTHONUNBUFFERED": "1",
+        task.DEBUG: "1" if debug else "",
+    }
+
+
+def _run_pipeline(request: Request, directory: Path) -> dict[str, Any]:
+    from pipelines import compile as compilation
+    from pipelines import local_tasks
+
+    pipeline = compilation.with_image(compilation.compiled_text(), tagged(f"local-{code_version()}"))
+    with writing_to(directory):
+        (directory / "pipeline.yaml").write_text(pipeline)
+        with (directory / "kfp.log").open("w") as log:
+            try:
+                tasks = local_tasks.run(
+                    pipeline,
+                    request.parameters,
+                    directory=directory / "pipeline",
+                    cache_root=CACHE,
+                    fresh=request.fresh,
+                    log=log,
+                    reporter=_Reporter(sys.stdout),
+                )
+            except local_tasks.TaskError as error:
+                raise LaunchError(str(error)) from error
+    _check_all_ran(pipeline, tasks)
+    return _write_summary(directory, tasks)
+
+
+def code_version() -> str:
+    """A text that changes with the code of the stages, as the image of a cluster's tasks does."""
+    digest = hashlib.sha256()
+    for package in (trainer, components):
+        root = Path(package.__file__ or "").parent
+        for path in sorted(path for path in root.rglob("*") if path.suffix in {".py", ".toml"}):
+            digest.update(f"{root.name}/{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _check_all_ran(pipeline: str, tasks: Mapping[str, Any]) -> None:
+    """`kfp.local` succeeds when it could not resolve a condition and skipped a branch; we do not."""
+    skipped = sorted(set(yaml.safe_load(pipeline)["root"]["dag"]["tasks"]) - set(tasks))
+    if skipped:
+        raise LaunchError(f"the pipeline ended without running {', '.join(skipped)}; look into kfp.log of the run")
+
+
+def _write_summary(directory: Path, tasks: Mapping[str, Any]) -> dict[str, Any]:
+    """The register stage's summary beside the run's artifacts; a stage taken from the cache keeps its true seconds."""
+    registration = Path(tasks["register"].outputs["registration"].path)
+    summary: dict[str, Any] = json.loads((registration / runs.SUMMARY).read_text())
+    for name, stage in summary["stages"].items():
+        if name in tasks and tasks[name].cached:
+            stage["cached"] = True
+    artifacts.write_atomically(directory / runs.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
+    return summary
+
+
+def _conclude(summary: Mapping[str, Any], directory: Path) -> None:
+    from trainer import summary as summaries
+
+    print(f"\n{summaries.table(summary)}\n")
+    for label, place in _places(summary, directory):
+        print(f"{label:<20}{place}")
+
+
+def _places(summary: Mapping[str, Any], directory: Path) -> Iterator[tuple[str, str]]:
+    yield "summary", str(directory / runs.SUMMARY)
+    for name, path in summary["reports"].items():
+        yield f"report {name}", path
+    uri = summary["mlflow"]["tracking_uri"]
+    if uri:
+        yield (
+            "MLflow",
+            uri if uri.startswith("http") else f"{shlex.quote(sys.executable)} -m mlflow ui --backend-store-uri {uri}",
+        )
+
+
+class _Reporter:
+    """One line when a task starts and one when it has ended, with the task's own lines between them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._start, self._stream = time.monotonic(), stream
+
+    def started(self, name: str) -> None:
+        self._tell(name, "started")
+
+    def line(self, text: str) -> None:
+        self._stream.write(f"  {text}\n")
+        self._stream.flush()
+
+    def ended(self, task: Any) -> None:
+        self._tell(task.name, "cached, as an earlier run made it" if task.cached else f"done in {task.seconds:.1f} s")
+
+    def _tell(self, name: str, what: str) -> None:
+        self._stream.write(f"[{time.monotonic() - self._start:6.1f} s] {name}: {what}\n")
+        self._stream.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
