@@ -1,0 +1,71 @@
+# Everything that a person or the CI does with this project. `make` lists it.
+
+PYTHON ?= python3
+RECIPE ?= digits
+PROCESSES ?= 2
+
+VENV := .venv/bin
+UV := .uv/bin/uv
+READY := .venv/.ready
+COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run ui test check lint compile docs lock clean
+export SET OUT RECIPE
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## make the environment in .venv alone
+
+run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=dir PROCESSES=2 FRESH=1 DEBUG=1]
+	@$(VENV)/python -m pipelines.local --recipe "$$RECIPE" --set "$$SET" --output "$$OUT" \
+		--processes $(PROCESSES) $(if $(FRESH),--fresh) $(if $(DEBUG),--debug)
+
+ui: $(READY)  ## open MLflow on what was tracked [OUT=dir of a run that had one]
+	@$(VENV)/mlflow ui --host 127.0.0.1 --backend-store-uri \
+		"$${MLFLOW_TRACKING_URI:-sqlite:///$(abspath $(if $(OUT),$(OUT)/..,runs))/mlflow.db}"
+
+test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]; all of them with the coverage floor
+	$(VENV)/python -m pytest $(or $(ARGS),--cov --cov-report=term)
+
+check: $(READY)  ## lint, types, layers, generated files; writes nothing
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+	$(VENV)/lint-imports --no-cache
+	$(VENV)/python -m pipelines.compile --check
+	$(VENV)/python docs/generate.py --check
+
+lint: $(READY)  ## mend what can be mended: order of imports, format
+	$(VENV)/ruff check --fix .
+	$(VENV)/ruff format .
+
+compile: $(READY)  ## write pipelines/compiled/distillation.yaml
+	$(VENV)/python -m pipelines.compile
+
+docs: $(READY)  ## write docs/configuration.md
+	$(VENV)/python docs/generate.py
+
+lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1 takes newer versions]
+	$(COMPILE_REQUIREMENTS) pyproject.toml --group dev --output-file requirements/development.txt
+	$(COMPILE_REQUIREMENTS) pyproject.toml --constraint requirements/development.txt --output-file requirements/runtime.txt
+	echo uv | $(COMPILE_REQUIREMENTS) - --output-file requirements/uv.txt
+
+clean:  ## remove what was made here, except for runs
+	rm -rf .venv .uv .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(UV): requirements/uv.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "$(PYTHON) is Python %d.%d, but 3.11 or later is needed; name one: make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv --clear .uv
+	.uv/bin/pip install --quiet --disable-pip-version-check --require-hashes --only-binary :all: -r requirements/uv.txt
+	@touch $@
+
+# Bytecode is compiled here because an environment may forbid to write it later, and imports then take seconds each time.
+$(READY): requirements/development.txt $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
+	$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(VENV)/python requirements/development.txt
+	@$(VENV)/python -c 'import pathlib, site; pathlib.Path(site.getsitepackages()[0], "project.pth").write_text("$(CURDIR)\n")'
+	@touch $@
