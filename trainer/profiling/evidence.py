@@ -1,35 +1,4 @@
-"""What a training records of itself, and how it is kept: the evidence schema.
-
-Version 1 (`artifacts.SCHEMA_VERSIONS["evidence"]`). An evidence artifact holds one directory for each part of the training that ran,
-`mae`, `finetune` or `distill`; none, where nothing was trained (given weights, zero epochs). Every rank writes its own files there:
-
-    NAME/rank0.json             one object, see below
-    NAME/rank0-steps.arrow      a row a step: step, start_s, seconds, images, profiled, host_seconds, host_data_seconds, then
-                                seconds of each range by its path (`other`, the phases, what users named); evenly thinned when long
-    NAME/rank0-spans.arrow      a row for each range outside of a step: range, start_s, seconds; evenly thinned when long
-    NAME/rank0-system.arrow     a row a sample: end_s, then the signals, NaN where a signal stopped; averaged when long
-    NAME/rank1.json, ...
-    NAME/metrics.arrow          of rank 0: step, seconds, name, value; evenly thinned when long
-
-Times ending in `_s` are seconds since this recording began; ranks are put side by side through `began_unix`. Arrow files are IPC files.
-The JSON object of a rank:
-
-    schema_version              1
-    name, rank, world_size      the part and the process
-    device, host, cores         where it ran; cores that the process may use
-    memory_bytes                of the machine
-    process                     {"pid", "started_unix"}
-    imported_unix               when the modules were loaded
-    began_unix                  when the recording began
-    first_step_s, ended_s       end of the first step (null without one), end of the recording
-    settings                    the EvidenceSettings
-    steps                       {"count", "kept_of", "lost", "seconds", "images", "ranges": {path: seconds}}: sums over all steps, also
-                                those that the table no longer holds; a row of the table stands for `kept_of` steps
-    outside                     {name: {"count", "seconds"}}: ranges outside of steps, and `between` for what no range covers
-    system_interval_s           seconds between samples at the end
-    operators                   {"steps", "operators": [{"name", "kind", "category", "calls", "self_cpu_ms", "self_device_ms"}]} or null
-    missing                     {signal: reason}: what could not be recorded here
-"""
+"""Records a training, and reads the record; what it holds stands in `trainer.profiling.schema`."""
 
 from __future__ import annotations
 
@@ -38,8 +7,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -51,13 +20,23 @@ import torch
 
 from trainer import artifacts
 from trainer.config import EvidenceSettings
-from trainer.errors import writing_to
+from trainer.errors import ArtifactError, writing_to
 from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operators import OperatorWindow
-from trainer.profiling.series import Floats, ThinnedTable
+from trainer.profiling.schema import (
+    METRIC_COLUMNS,
+    SCHEMA_VERSION,
+    SPAN_COLUMNS,
+    STEP_COLUMNS,
+    SYSTEM_COLUMNS,
+    OutsideRecord,
+    ProcessRecord,
+    RankRecord,
+    StepRecord,
+)
+from trainer.profiling.series import Series, ThinnedTable
 from trainer.profiling.timeline import Clock, CudaClock, HostClock, Timeline
 
-SCHEMA_VERSION = artifacts.SCHEMA_VERSIONS["evidence"]
 METRIC_POINTS_KEPT = 4096
 """Points of each metric; a longer curve is thinned evenly."""
 
@@ -152,8 +131,8 @@ class Recorder:
             _write_arrow(prefix.with_name(f"{prefix.name}-system.arrow"), system)
             if self._rank == 0:
                 _write_arrow(path / "metrics.arrow", self._metric_table())
-            text = json.dumps(self._description(self._monitor), indent=2, ensure_ascii=False, allow_nan=False)
-            artifacts.write_atomically(prefix.with_suffix(".json"), text.encode())
+            record = self._record(self._monitor).model_dump_json(indent=2)
+            artifacts.write_atomically(prefix.with_suffix(".json"), record.encode())
 
     def _step_table(self) -> pa.Table:
         steps = self.timeline.steps
@@ -182,42 +161,44 @@ class Recorder:
             }
         )
 
-    def _description(self, monitor: Monitor) -> dict[str, Any]:
-        timeline = self.timeline
-        totals = timeline.totals
+    def _record(self, monitor: Monitor) -> RankRecord:
+        timeline, totals, process = self.timeline, self.timeline.totals, psutil.Process()
         first = timeline.first_step_ended_ns
-        process = psutil.Process()
-        missing = dict(monitor.missing)
-        if self._window.missing:
-            missing["operators"] = self._window.missing
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "name": self._name,
-            "rank": self._rank,
-            "world_size": self._world_size,
-            "device": _device_name(self._device),
-            "host": platform.node(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-            "process": {"pid": process.pid, "started_unix": process.create_time()},
-            "imported_unix": _IMPORTED_UNIX,
-            "began_unix": self._began_unix,
-            "first_step_s": None if first is None else (first - self._origin_ns) * 1e-9,
-            "ended_s": self._ended_s,
-            "settings": self._settings.model_dump(mode="json"),
-            "steps": {
-                "count": totals.steps,
-                "kept_of": timeline.steps.stride,
-                "lost": totals.lost,
-                "seconds": totals.seconds,
-                "images": totals.images,
-                "ranges": dict(zip(timeline.ranges, totals.ranges, strict=True)),
+        return RankRecord(
+            schema_version=SCHEMA_VERSION,
+            name=self._name,
+            rank=self._rank,
+            world_size=self._world_size,
+            device=_device_name(self._device),
+            host=platform.node(),
+            cores=_usable_cores(),
+            memory_bytes=psutil.virtual_memory().total,
+            process=ProcessRecord(pid=process.pid, started_unix=process.create_time(), imported_unix=_IMPORTED_UNIX),
+            began_unix=self._began_unix,
+            first_step_s=None if first is None else (first - self._origin_ns) * 1e-9,
+            ended_s=self._ended_s,
+            settings=self._settings,
+            steps=StepRecord(
+                count=totals.steps,
+                kept_of=timeline.steps.stride,
+                lost=totals.lost,
+                seconds=totals.seconds,
+                images=totals.images,
+                ranges=dict(zip(timeline.ranges, totals.ranges, strict=True)),
+            ),
+            outside={
+                name: OutsideRecord(count=total.count, seconds=total.seconds)
+                for name, total in timeline.outside.items()
             },
-            "outside": {name: asdict(total) for name, total in timeline.outside.items()},
-            "system_interval_s": monitor.interval_s,
-            "operators": asdict(self._window.table) if self._window.table else None,
-            "missing": missing,
-        }
+            system_interval_s=monitor.interval_s,
+            operators=self._window.table,
+            missing=monitor.missing | ({"operators": self._window.missing} if self._window.missing else {}),
+        )
+
+
+def _usable_cores() -> int:
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return len(affinity) or os.cpu_count() or 1
 
 
 def _device_name(device: torch.device) -> str:
@@ -226,7 +207,7 @@ def _device_name(device: torch.device) -> str:
     return str(device)
 
 
-def _number_table(columns: list[str], values: Floats, *, exact: set[str]) -> pa.Table:
+def _number_table(columns: list[str], values: Series, *, exact: set[str]) -> pa.Table:
     """Columns as float32, which tells a microsecond in ten seconds; `exact` ones as float64."""
     return pa.table(
         {
@@ -242,3 +223,154 @@ def _write_arrow(path: Path, table: pa.Table) -> None:
     with pa.ipc.new_file(buffer, table.schema, options=options) as writer:
         writer.write_table(table)
     artifacts.write_atomically(path, buffer.getvalue())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The points of one metric, in their order."""
+
+    steps: Series
+    seconds: Series
+    """Since the recording began."""
+    values: Series
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans:
+    """Ranges outside of steps, in their order."""
+
+    names: Sequence[str]
+    start_s: Series
+    seconds: Series
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEvidence:
+    """What one process recorded; the columns are described in `trainer.profiling.schema`."""
+
+    record: RankRecord
+    steps: Mapping[str, Series]
+    """Column -> a value a step."""
+    spans: Spans
+    system: Mapping[str, Series]
+    """Column -> a value a sample."""
+
+    @property
+    def ranges(self) -> list[str]:
+        """Paths of the ranges, which are columns of `steps`."""
+        return [name for name in self.steps if name not in STEP_COLUMNS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingEvidence:
+    """One part of a training."""
+
+    name: str
+    ranks: Sequence[RankEvidence]
+    """In the order of the ranks; at least rank 0."""
+    metrics: Mapping[str, Curve]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """The parts of a training, in the order in which they ran; none where nothing was trained."""
+
+    path: Path
+    fingerprint: str
+    trainings: Sequence[TrainingEvidence]
+
+
+def read_evidence(uri: str | Path) -> Evidence:
+    """Read and check an evidence artifact.
+
+    Raises:
+        ArtifactError: it is missing, damaged, of another version, or does not hold what the schema says.
+    """
+    artifact = artifacts.read(uri, "evidence")
+    directories = sorted({path.parent for path in artifact.path.glob("*/rank*.json")})
+    trainings = [_read_training(directory) for directory in directories]
+    trainings.sort(key=lambda training: training.ranks[0].record.began_unix)
+    return Evidence(path=artifact.path, fingerprint=artifact.fingerprint, trainings=trainings)
+
+
+def _read_training(directory: Path) -> TrainingEvidence:
+    records = sorted((_read_record(path) for path in directory.glob("rank*.json")), key=lambda record: record.rank)
+    expected = list(range(records[0].world_size))
+    if [record.rank for record in records] != expected:
+        raise ArtifactError(
+            f"evidence {directory}: holds the ranks {[record.rank for record in records]}, but the training had "
+            f"{len(expected)} processes; run the training again, with an output that all of them can write to"
+        )
+    return TrainingEvidence(
+        name=directory.name,
+        ranks=[_read_rank(directory, record) for record in records],
+        metrics=_curves(_read_arrow(directory / "metrics.arrow", METRIC_COLUMNS)),
+    )
+
+
+def _read_record(path: Path) -> RankRecord:
+    try:
+        content = json.loads(path.read_bytes())
+        version = content.get("schema_version") if isinstance(content, dict) else None
+        if isinstance(content, dict) and version != SCHEMA_VERSION:
+            raise ArtifactError(
+                f"evidence {path}: schema version {version}, but this version of the project reads {SCHEMA_VERSION}; "
+                "run the training again"
+            )
+        return RankRecord.model_validate(content)
+    except ValueError as error:
+        raise ArtifactError(
+            f"evidence {path}: is not the record of a process ({error}); run the training again"
+        ) from error
+
+
+def _read_rank(directory: Path, record: RankRecord) -> RankEvidence:
+    prefix = f"rank{record.rank}"
+    steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*STEP_COLUMNS, *record.steps.ranges))
+    spans = _read_arrow(directory / f"{prefix}-spans.arrow", SPAN_COLUMNS)
+    system = _read_arrow(directory / f"{prefix}-system.arrow", SYSTEM_COLUMNS)
+    return RankEvidence(
+        record=record,
+        steps=_series(steps),
+        spans=Spans(
+            names=spans.column("range").to_pylist(),
+            start_s=_values(spans, "start_s"),
+            seconds=_values(spans, "seconds"),
+        ),
+        system=_series(system),
+    )
+
+
+def _read_arrow(path: Path, columns: Sequence[str]) -> pa.Table:
+    try:
+        with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
+            table = reader.read_all()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ArtifactError(f"evidence {path}: can not be read ({error}); run the training again") from error
+    missing = [name for name in columns if name not in table.column_names]
+    if missing:
+        raise ArtifactError(f"evidence {path}: lacks the columns {', '.join(missing)}; run the training again")
+    return table
+
+
+def _values(table: pa.Table, column: str) -> Series:
+    return np.asarray(table.column(column).to_numpy(), dtype=np.float64)
+
+
+def _series(table: pa.Table) -> dict[str, Series]:
+    return {name: _values(table, name) for name in table.column_names}
+
+
+def _curves(table: pa.Table) -> dict[str, Curve]:
+    names = np.asarray(table.column("name").to_pylist(), dtype=object)
+    columns = [_values(table, name) for name in ("step", "seconds", "value")]
+    curves = {}
+    for name in dict.fromkeys(names):
+        chosen = names == name
+        steps, seconds, values = (column[chosen] for column in columns)
+        curves[str(name)] = Curve(steps=steps, seconds=seconds, values=values)
+    return curves

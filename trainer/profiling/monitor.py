@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import torch
 
-from trainer.profiling.series import Floats
+from trainer.profiling.series import Series
 
 SAMPLES_KEPT = 8192
 """Rows of the table; at half a second's interval it is full, and halved, for the first time after 68 minutes."""
@@ -226,7 +226,7 @@ class Monitor:
         self._stopping.set()
         self._thread.join()
 
-    def samples(self) -> Floats:
+    def samples(self) -> Series:
         """The kept samples, [samples, columns]; `end_s` is the end of the time that a sample covers, since the recording began."""
         return self._values[: self._kept].copy()
 

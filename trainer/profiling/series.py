@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+Series = NDArray[np.float64]
+Rows = NDArray[np.intp]
 
 
 class ThinnedTable:
@@ -63,10 +64,10 @@ class ThinnedTable:
         self._kept = half
         self.stride *= 2
 
-    def array(self) -> Floats:
+    def array(self) -> Series:
         """A copy of the kept rows, [rows, columns]."""
         return self._values[: self._kept, : len(self.columns)].copy()
 
-    def column(self, name: str) -> Floats:
+    def column(self, name: str) -> Series:
         """A copy of one column of the kept rows."""
         return self._values[: self._kept, self.columns.index(name)].copy()

@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from trainer.profiling.schema import SPAN_COLUMNS, STEP_COLUMNS
 from trainer.profiling.series import ThinnedTable
 
 PHASES = ("data", "to_device", "teacher_forward", "forward", "backward", "optimizer")
@@ -48,7 +49,6 @@ MOST_PENDING = 4096
 
 _OTHER_COLUMN = 0
 _DATA_COLUMN = 1 + PHASES.index("data")
-_STEP_COLUMNS = ("step", "start_s", "seconds", "images", "profiled", "host_seconds", "host_data_seconds")
 
 Mark = TypeVar("Mark")
 
@@ -238,10 +238,10 @@ class Timeline:
     ) -> None:
         self.ranges = [OTHER, *PHASES]
         """Columns of time inside of steps, by their path."""
-        self.steps = ThinnedTable([*_STEP_COLUMNS, *self.ranges], steps_kept)
+        self.steps = ThinnedTable([*STEP_COLUMNS, *self.ranges], steps_kept)
         """One row a step: `step`, `start_s` (since the recording began), `seconds`, `images`, `profiled` (0 or 1), `host_seconds`,
         `host_data_seconds`, then seconds of each of `ranges`."""
-        self.spans = ThinnedTable(["range", "start_s", "seconds"], spans_kept)
+        self.spans = ThinnedTable(SPAN_COLUMNS, spans_kept)
         """Ranges outside of steps; `range` is the position in `outside`."""
         self.outside: dict[str, OutsideTotal] = {BETWEEN: OutsideTotal()}
         self.totals = StepTotals(ranges=[0.0] * len(self.ranges))

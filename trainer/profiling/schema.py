@@ -1,0 +1,108 @@
+"""The evidence schema: what a training records of itself, and how it is kept.
+
+An evidence artifact (version: `artifacts.SCHEMA_VERSIONS["evidence"]`) holds one directory for each part of the training that ran: `mae`,
+`finetune` or `distill`. It holds none where nothing was trained (given weights, zero epochs). Every rank writes its own files:
+
+    NAME/rank0.json             a `RankRecord`
+    NAME/rank0-steps.arrow      a row a step: step, start_s, seconds, images, profiled, host_seconds, host_data_seconds, then
+                                seconds of each range by its path (`other`, the phases, what users named); evenly thinned when long
+    NAME/rank0-spans.arrow      a row for each range outside of a step: range, start_s, seconds; evenly thinned when long
+    NAME/rank0-system.arrow     a row a sample: end_s, then the signals, NaN where a signal stopped; averaged when long
+    NAME/rank1.json, ...
+    NAME/metrics.arrow          of rank 0: step, seconds, name, value; evenly thinned when long
+
+Arrow files are IPC files. Times ending in `_s` are seconds since the rank's recording began, at `began_unix`. On a GPU `seconds` and the
+ranges are times on the device, the two `host_` columns times on the host; on a CPU they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trainer import artifacts
+from trainer.config import EvidenceSettings
+from trainer.profiling.operators import OperatorTable
+
+SCHEMA_VERSION = artifacts.SCHEMA_VERSIONS["evidence"]
+
+STEP_COLUMNS = ("step", "start_s", "seconds", "images", "profiled", "host_seconds", "host_data_seconds")
+"""Columns of the step table before its ranges."""
+SPAN_COLUMNS = ("range", "start_s", "seconds")
+SYSTEM_COLUMNS = ("end_s",)
+"""Columns of the system table before its signals."""
+METRIC_COLUMNS = ("step", "seconds", "name", "value")
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Record(BaseModel):
+    """A part of the JSON object; nothing else may stand in it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ProcessRecord(Record):
+    """The process that recorded."""
+
+    pid: int
+    started_unix: float
+    imported_unix: float
+    """When torch and the trainer were loaded."""
+
+
+class StepRecord(Record):
+    """Sums over all steps, also those that the table no longer holds."""
+
+    count: Count
+    kept_of: Annotated[int, Field(ge=1)]
+    """Steps for which each row of the table stands."""
+    lost: Count
+    """Steps that could not be timed because the device was too far behind."""
+    seconds: Seconds
+    images: Count
+    """Over all processes; 0 where the training did not say."""
+    ranges: Mapping[str, Seconds]
+    """Path of each range -> seconds in it and in none of its own ranges."""
+
+
+class OutsideRecord(Record):
+    """All ranges of one name outside of steps."""
+
+    count: Count
+    seconds: Seconds
+
+
+class RankRecord(Record):
+    """What one process tells beside its tables."""
+
+    schema_version: int
+    name: str
+    """The part of the training."""
+    rank: Count
+    world_size: Annotated[int, Field(ge=1)]
+    device: str
+    host: str
+    cores: Annotated[int, Field(ge=1)]
+    """Cores that the process may use."""
+    memory_bytes: Count
+    """Memory of the machine."""
+    process: ProcessRecord
+    began_unix: float
+    """When the recording began."""
+    first_step_s: Seconds | None
+    """End of the first step; none where there was no step."""
+    ended_s: Seconds
+    """End of the recording."""
+    settings: EvidenceSettings
+    steps: StepRecord
+    outside: Mapping[str, OutsideRecord]
+    """Ranges outside of steps; `between` is what no range covers."""
+    system_interval_s: Seconds
+    """Between two samples of the system, at the end."""
+    operators: OperatorTable | None
+    missing: Mapping[str, str]
+    """What could not be recorded -> the reason."""

@@ -1,0 +1,61 @@
+"""profile: report where the trainings' time went."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainer import artifacts
+from trainer.artifacts import Artifact
+from trainer.config import ProfileSettings
+from trainer.profiling import report as page
+from trainer.profiling.evidence import Evidence, TrainingEvidence, read_evidence
+from trainer.profiling.summary import TrainingSummary, summarize
+
+
+def run(
+    settings: ProfileSettings, *, pretrain_evidence: str | Path, distill_evidence: str | Path, report: str | Path
+) -> Artifact:
+    """Write `report.html` and `summary.json`, the same numbers, into the report.
+
+    Args:
+        settings: section `profile`.
+        pretrain_evidence: input, what pretraining recorded; it may hold nothing.
+        distill_evidence: input, what the distillation recorded.
+        report: output.
+
+    Raises:
+        ArtifactError: evidence is missing, damaged, or of another version.
+        OutputError: the report can not be written.
+    """
+    sources = {
+        "pretrain_evidence": read_evidence(pretrain_evidence),
+        "distill_evidence": read_evidence(distill_evidence),
+    }
+    trainings = [pair for evidence in sources.values() for pair in _summaries(evidence, settings)]
+    parents = {name: evidence.fingerprint for name, evidence in sources.items()}
+    with artifacts.create(report, "report", settings=settings.model_dump(mode="json"), parents=parents) as draft:
+        numbers = {summary.name: asdict(summary) for _, summary in trainings}
+        text = json.dumps(numbers, indent=2, ensure_ascii=False, allow_nan=False)
+        (draft.path / "summary.json").write_text(text + "\n")
+        (draft.path / "report.html").write_text(page.build(trainings))
+        draft.figures.update({summary.name: _figures(summary) for _, summary in trainings})
+    return artifacts.read(report, "report")
+
+
+def _summaries(evidence: Evidence, settings: ProfileSettings) -> list[tuple[TrainingEvidence, TrainingSummary]]:
+    before = [None, *evidence.trainings[:-1]]
+    return [
+        (training, summarize(training, before=earlier, top_operators=settings.top_operators))
+        for earlier, training in zip(before, evidence.trainings, strict=False)
+    ]
+
+
+def _figures(summary: TrainingSummary) -> dict[str, Any]:
+    return {
+        "step_ms": summary.step_ms.p50 if summary.step_ms else None,
+        "images_per_second": summary.images_per_second,
+        "phases": {name: phase.share for name, phase in summary.phases.items()},
+    }
