@@ -201,7 +201,7 @@ def _walk(folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[_File]:
         for entry in entries:
             if entry.is_dir():
                 yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", above | {real})
-            else:
+            elif entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110  # a dangling link is reported; a pipe would block
                 yield _File(prefix + entry.name, entry.path)
 
 
@@ -257,7 +257,7 @@ def _list_folder(folder: str) -> Listing:
         for file, split, group in placed
     ]
     others = len(files) - len(images)
-    notes = (f"{others} files have no image's extension and were not looked at.",) if others else ()
+    notes = (f"Files without an image's extension, which were not looked at: {others}.",) if others else ()
     return Listing(items=items, classes=classes, read=read_file, notes=notes)
 
 

@@ -1,0 +1,212 @@
+"""One image file at a time: every format and damage is really made, and the pixels are checked against NumPy."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import struct
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+from trainer.data.decoding import BadImageError, content_key, decode, encode, to_square
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def noise(height: int = 12, width: int = 17, seed: int = 0) -> Pixels:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def file(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def decoded(content: bytes) -> Pixels:
+    image = decode(content, max_pixels=10_000, min_edge=4)
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def png(width: int, height: int, depth: int, color: int, rows: bytes) -> bytes:
+    """A PNG file made by hand."""
+
+    def part(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(rows)) + part(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("orientation", "upright"),
+    [
+        (1, lambda stored: stored),
+        (2, lambda stored: stored[:, ::-1]),
+        (3, lambda stored: stored[::-1, ::-1]),
+        (4, lambda stored: stored[::-1]),
+        (5, lambda stored: stored.transpose(1, 0, 2)),
+        (6, lambda stored: np.rot90(stored, -1)),
+        (7, lambda stored: stored.transpose(1, 0, 2)[::-1, ::-1]),
+        (8, lambda stored: np.rot90(stored, 1)),
+    ],
+)
+def test_exif_orientation_is_applied(orientation: int, upright: object) -> None:
+    stored, exif = noise(), Image.Exif()
+    exif[0x0112] = orientation
+    np.testing.assert_array_equal(decoded(file(Image.fromarray(stored), exif=exif)), upright(stored))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
+def test_rgb_is_kept_as_it_is(kind: str) -> None:
+    np.testing.assert_array_equal(decoded(file(Image.fromarray(noise()), kind)), noise())
+
+
+def test_grey_becomes_three_equal_channels() -> None:
+    grey = noise()[..., 0]
+    np.testing.assert_array_equal(decoded(file(Image.fromarray(grey))), np.stack([grey] * 3, -1))
+
+
+def test_black_and_white() -> None:
+    bits = noise()[..., 0] > 127
+    np.testing.assert_array_equal(decoded(file(Image.fromarray(bits))), np.stack([bits * np.uint8(255)] * 3, -1))
+
+
+def test_alpha_is_laid_over_white() -> None:
+    rgb, alpha = noise(), noise(seed=1)[..., :1]
+    share = alpha / 255
+    expected = rgb * share + 255 * (1 - share)
+    actual = decoded(file(Image.fromarray(np.concatenate([rgb, alpha], -1))))
+    np.testing.assert_allclose(actual, expected, atol=1)
+    grey_alpha = Image.merge("LA", [Image.fromarray(rgb[..., 0]), Image.fromarray(alpha[..., 0])])
+    np.testing.assert_allclose(decoded(file(grey_alpha)), np.repeat(expected[..., :1], 3, -1), atol=1)
+
+
+def test_a_transparent_palette_colour_is_white() -> None:
+    image = Image.new("P", (6, 5), 0)
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.putpixel((2, 1), 1)
+    expected = np.full((5, 6, 3), (10, 20, 30))
+    expected[1, 2] = 255
+    np.testing.assert_array_equal(decoded(file(image, transparency=1)), expected)
+    expected[1, 2] = (200, 100, 50)
+    np.testing.assert_array_equal(decoded(file(image)), expected)
+
+
+def test_sixteen_bit_greys_keep_their_upper_bits() -> None:
+    deep = np.random.default_rng(0).integers(0, 2**16, (9, 11)).astype(np.uint16)
+    expected = np.stack([(deep // 256).astype(np.uint8)] * 3, -1)
+    for kind in ("PNG", "TIFF"):
+        np.testing.assert_array_equal(decoded(file(Image.fromarray(deep), kind)), expected)
+
+
+def test_sixteen_bit_colours_keep_their_upper_bits() -> None:
+    deep = np.random.default_rng(0).integers(0, 2**16, (9, 11, 3)).astype(">u2")
+    rows = b"".join(b"\0" + row.tobytes() for row in deep)
+    np.testing.assert_array_equal(decoded(png(11, 9, 16, 2, rows)), (deep // 256).astype(np.uint8))
+
+
+def test_cmyk() -> None:
+    red = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
+    np.testing.assert_allclose(decoded(file(red, "JPEG", quality=95)), np.full((16, 16, 3), (255, 0, 0)), atol=8)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_of_an_animation_the_first_frame_is_taken(kind: str) -> None:
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue", "lime")]
+    options = {"lossless": True} if kind == "WEBP" else {}
+    content = file(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+    np.testing.assert_array_equal(decoded(content), np.full((8, 8, 3), (255, 0, 0)))
+
+
+JPEG = file(Image.fromarray(noise(80, 80)), "JPEG")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "empty file"),
+        (b"this is no image, whatever its name says\n" * 20, "no image that can be read"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 99 99\n", "no image that can be read"),
+        (JPEG[: len(JPEG) // 2], "truncated: "),
+        (file(Image.fromarray(noise(80, 80)))[:4000], "truncated: "),
+        (JPEG[:20], "no image that can be read"),
+        (png(60_000, 60_000, 8, 2, b""), "too many pixels: "),
+        (file(Image.new("RGB", (101, 100))), "too many pixels: "),
+        (file(Image.new("RGB", (100, 3))), "too small: 100 x 3 pixels"),
+        (file(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF"), "floating-point pixels: "),
+        (file(Image.fromarray(np.full((8, 8), 70_000, np.int32)), "TIFF"), "32-bit pixels: "),
+    ],
+    ids=[
+        *("empty", "text", "eps", "half a jpeg", "half a png", "jpeg header"),
+        *("bomb", "one row too many", "tiny", "float", "32 bit"),
+    ],
+)
+def test_what_can_not_be_used_has_a_reason(content: bytes, reason: str) -> None:
+    with pytest.raises(BadImageError) as caught:
+        decoded(content)
+    assert str(caught.value).startswith(reason)
+    assert "0x7" not in str(caught.value)
+
+
+def test_a_damaged_file_is_bad_wherever_the_damage_is() -> None:
+    """Any flipped byte gives a picture or a `BadImageError`, never another exception."""
+    for kind in ("PNG", "GIF", "JPEG", "TIFF", "WEBP", "BMP"):
+        content = file(Image.fromarray(noise(20, 20)), kind)
+        for position in np.random.default_rng(0).integers(0, len(content), 60):
+            damaged = bytearray(content)
+            damaged[position] ^= 0xFF
+            with contextlib.suppress(BadImageError):
+                assert decode(bytes(damaged), max_pixels=10_000, min_edge=4).mode == "RGB"
+
+
+def test_pillows_own_limit_is_left_as_it_was() -> None:
+    before = Image.MAX_IMAGE_PIXELS
+    with pytest.raises(BadImageError):
+        decoded(png(60_000, 60_000, 8, 2, b""))
+    assert before == Image.MAX_IMAGE_PIXELS
+
+
+def test_the_content_key_depends_on_pixels_and_shape_only() -> None:
+    pixels = noise(6, 8)
+    keys = {
+        content_key(decode(file(Image.fromarray(pixels), kind), max_pixels=99, min_edge=1)) for kind in ("PNG", "BMP")
+    }
+    assert keys == {hashlib.sha256(b"8x6:" + pixels.tobytes()).hexdigest()}
+    assert content_key(Image.fromarray(pixels.reshape(8, 6, 3))) not in keys
+    pixels[0, 0, 0] ^= 1
+    assert content_key(Image.fromarray(pixels)) not in keys
+
+
+def test_crop_keeps_the_middle_and_stretch_keeps_everything() -> None:
+    wide = np.zeros((10, 30, 3), np.uint8)
+    wide[:, :10, 0] = wide[:, 10:20, 1] = wide[:, 20:, 2] = 255
+    for image in (Image.fromarray(wide), Image.fromarray(wide.transpose(1, 0, 2))):
+        cropped = np.asarray(to_square(image, 10, "crop"))
+        np.testing.assert_array_equal(cropped, np.full((10, 10, 3), (0, 255, 0)))
+    stretched = np.asarray(to_square(Image.fromarray(wide), 30, "stretch"))
+    np.testing.assert_array_equal(stretched[:, [4, 15, 25]].argmax(-1), np.tile([0, 1, 2], (30, 1)))
+
+
+def test_reduction_is_antialiased() -> None:
+    """A fine checkerboard becomes grey, where taking every fourth pixel would leave it black or white."""
+    board = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
+    small = np.asarray(to_square(Image.fromarray(board).convert("RGB"), 16, "crop"))
+    np.testing.assert_allclose(small, 127.5, atol=3)
+
+
+def test_encodings() -> None:
+    image = Image.fromarray(noise(32, 32))
+    exact = Image.open(io.BytesIO(encode(image, "png", 95)))
+    np.testing.assert_array_equal(np.asarray(exact), noise(32, 32))
+    smooth = Image.radial_gradient("L").resize((32, 32)).convert("RGB")
+    near = Image.open(io.BytesIO(encode(smooth, "jpeg", 95)))
+    assert near.format == "JPEG"
+    np.testing.assert_allclose(np.asarray(near).astype(int), np.asarray(smooth).astype(int), atol=6)
+    assert len(encode(image, "jpeg", 50)) < len(encode(image, "jpeg", 95))

@@ -1,0 +1,175 @@
+"""Which images are kept and in which split."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+import pytest
+
+from trainer.config import DataSettings
+from trainer.data.schema import SplitName
+from trainer.data.selection import (
+    Candidate,
+    Dropped,
+    Quarantined,
+    check_classes,
+    check_splits,
+    drop_copies,
+    place,
+    quarantine_contradictions,
+    take_missing_splits,
+)
+from trainer.errors import DataError
+
+CLASSES = ("cat", "dog", "eel")
+
+
+def candidate(name: str, label: int = 0, split: SplitName = "train", content: str = "") -> Candidate:
+    key = hashlib.sha256((content or name).encode()).hexdigest()
+    return Candidate(row=0, name=name, label=label, split=split, key=key, width=9, height=9)
+
+
+def many(count: int, label: int = 0, start: int = 0) -> list[Candidate]:
+    return [candidate(f"{label}/{number}", label) for number in range(start, start + count)]
+
+
+def splits(candidates: list[Candidate]) -> dict[str, SplitName]:
+    return {one.name: one.split for one in candidates}
+
+
+def test_pictures_with_contradicting_labels_are_all_set_aside() -> None:
+    copies = [
+        candidate("a", 0, content="same"),
+        candidate("b", 1, "test", content="same"),
+        candidate("c", -1, "unlabeled", content="same"),
+        candidate("d", 0),
+        candidate("e", 2, content="twice"),
+        candidate("f", 2, content="twice"),
+        candidate("g", -1, "unlabeled", content="twice"),
+    ]
+    good, bad = quarantine_contradictions(copies, CLASSES)
+    assert [one.name for one in good] == ["d", "e", "f", "g"]
+    reason = "contradicting labels of one picture: a (cat), b (dog)"
+    assert bad == [Quarantined(name=name, reason=reason) for name in "abc"]
+
+
+def test_of_copies_the_one_that_measures_is_kept() -> None:
+    copies = [
+        candidate("train", content="x"),
+        candidate("val", split="val", content="x"),
+        candidate("test", split="test", content="x"),
+        candidate("test again", split="test", content="x"),
+        candidate("unlabeled", -1, "unlabeled", content="x"),
+        candidate("alone"),
+        candidate("train 1", content="y"),
+        candidate("train 2", content="y"),
+        candidate("unlabeled y", -1, "unlabeled", content="y"),
+    ]
+    kept, dropped = drop_copies(copies)
+    assert [one.name for one in kept] == ["test", "alone", "train 1"]
+    assert [(one.name, one.kept_name, one.is_leakage) for one in dropped] == [
+        ("train", "test", True),
+        ("val", "test", True),
+        ("test again", "test", False),
+        ("unlabeled", "test", True),
+        ("train 2", "train 1", False),
+        ("unlabeled y", "train 1", False),
+    ]
+    assert dropped[0] == Dropped(name="train", split="train", kept_name="test", kept_split="test")
+
+
+def test_the_place_is_the_hash_as_a_fraction() -> None:
+    number = int(hashlib.sha256(b"7:abc").hexdigest(), 16)
+    assert place("abc", 7) == pytest.approx(number / 2**256, abs=2**-52)
+    assert place("abc", 8) != place("abc", 7)
+    assert all(0 <= place(str(key), 0) < 1 for key in range(1000))
+
+
+def test_splits_have_about_the_sizes_asked_for_in_each_class() -> None:
+    settings = DataSettings(test_fraction=0.2, val_fraction=0.1)
+    images = [one for label in range(3) for one in many(2000, label)]
+    assigned = take_missing_splits(images, {"train"}, settings)
+    assert [one.name for one in assigned] == [one.name for one in images]
+    for label in range(3):
+        counts = Counter(one.split for one in assigned if one.label == label)
+        assert counts["test"] / 2000 == pytest.approx(0.2, abs=0.04)
+        assert counts["val"] / 2000 == pytest.approx(0.1, abs=0.03)
+
+
+def test_another_seed_splits_differently() -> None:
+    images = many(200)
+    first, second = (take_missing_splits(images, {"train"}, DataSettings(split_seed=seed)) for seed in (0, 1))
+    assert splits(first) != splits(second)
+
+
+def test_images_stay_where_they_are_when_others_come_go_or_are_renamed() -> None:
+    settings = DataSettings()
+    before = splits(take_missing_splits(many(300), {"train"}, settings))
+    more = splits(take_missing_splits(many(300) + many(300, start=300), {"train"}, settings))
+    assert {name: more[name] for name in before} == before
+    fewer = splits(take_missing_splits(many(150, start=50), {"train"}, settings))
+    assert fewer == {name: before[name] for name in fewer}
+    other_class = splits(take_missing_splits(many(300) + many(20, label=1), {"train"}, settings))
+    assert {name: other_class[name] for name in before} == before
+
+
+def test_a_growing_small_class_moves_few_images() -> None:
+    """From one image to the next, at most those two move that stand in for a split that had none."""
+    settings = DataSettings()
+    before = splits(take_missing_splits(many(3), {"train"}, settings))
+    for count in range(4, 80):
+        after = splits(take_missing_splits(many(count), {"train"}, settings))
+        assert sum(after[name] != before[name] for name in before) <= 2
+        before = after
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 10])
+@pytest.mark.parametrize("fraction", [0.01, 0.49])
+def test_every_class_has_an_image_in_every_split(count: int, fraction: float) -> None:
+    settings = DataSettings(test_fraction=fraction, val_fraction=fraction)
+    for label in range(40):
+        assigned = take_missing_splits(many(count, label), {"train"}, settings)
+        assert set(splits(assigned).values()) == {"train", "val", "test"}
+
+
+@pytest.mark.parametrize(("given", "taken"), [("val", "test"), ("test", "val")])
+def test_only_the_split_that_lacks_is_taken(given: SplitName, taken: SplitName) -> None:
+    settings = DataSettings(test_fraction=0.2, val_fraction=0.2)
+    own = [candidate(f"own {number}", split=given) for number in range(5)]
+    assigned = take_missing_splits([*many(500), *own], {"train", given}, settings)
+    counts = Counter(one.split for one in assigned)
+    assert counts[given] == 5
+    assert counts[taken] == pytest.approx(100, abs=30)
+    assert {one.split for one in assigned[500:]} == {given}
+
+
+def test_given_splits_and_unlabelled_images_are_left_alone() -> None:
+    images = [*many(50), candidate("v", split="val"), candidate("t", split="test"), candidate("u", -1, "unlabeled")]
+    assert take_missing_splits(images, {"train", "val", "test", "unlabeled"}, DataSettings()) == images
+
+
+def test_one_class_is_refused() -> None:
+    with pytest.raises(DataError, match="has only one class, 'cat'"):
+        check_classes(many(10), ("cat",), DataSettings())
+
+
+def test_classes_with_too_few_images_are_named() -> None:
+    images = [*many(5, 0), *many(2, 1), candidate("u", -1, "unlabeled")]
+    with pytest.raises(DataError, match=r"classes 'dog' \(2\), 'eel' \(0\): fewer .* data\.min_images_per_class=3"):
+        check_classes(images, CLASSES, DataSettings())
+    check_classes(images[:7], CLASSES[:2], DataSettings.model_construct(source="x", min_images_per_class=2))
+    names = tuple(str(number) for number in range(8))
+    with pytest.raises(DataError, match=r"classes '1' \(0\), .* '5' \(0\) and 2 more: fewer"):
+        check_classes(many(5), names, DataSettings())
+
+
+def test_an_empty_split_is_refused() -> None:
+    with pytest.raises(DataError, match="split val is empty"):
+        check_splits([candidate("a"), candidate("b", split="test")], ("cat",))
+
+
+def test_a_class_without_training_images_is_refused() -> None:
+    images = [candidate("a"), candidate("b", 1, "test"), candidate("c", 1, "val")]
+    with pytest.raises(DataError, match=r"class 'dog' \(0\): no training image is left"):
+        check_splits(images, CLASSES[:2])

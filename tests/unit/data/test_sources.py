@@ -1,0 +1,334 @@
+"""What a source lists, in every form that it may have."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+
+import datasets
+import fsspec
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from trainer.data.schema import SplitName
+from trainer.data.sources import Listing, list_source, source_version
+from trainer.errors import DataError, SettingsError
+
+
+def touch(root: Path, *names: str) -> None:
+    """Files whose content is their own name."""
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+
+
+def found(listing: Listing) -> dict[str, tuple[SplitName, str]]:
+    """Name -> split and class ("" for none)."""
+    assert [item.name for item in listing.items] == sorted(item.name for item in listing.items)
+    return {item.name: (item.split, listing.classes[item.label] if item.label >= 0 else "") for item in listing.items}
+
+
+@pytest.mark.parametrize(
+    "source", ["", "digit", "digits:", "digits:x", "imagefolder", "imagefolder:", "manifest:", "hub:", "folder:/x", ":"]
+)
+def test_what_is_no_source_is_refused(source: str) -> None:
+    for function in (list_source, source_version):
+        with pytest.raises(SettingsError, match=r"data\.source must be digits, imagefolder"):
+            function(source)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# digits
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    listing, bundled = list_source("digits"), load_digits()
+    assert [item.label for item in listing.items] == bundled.target.tolist()
+    assert listing.classes == tuple("0123456789")
+    image = Image.open(io.BytesIO(listing.read(listing.items[1234].location)))
+    assert [value * 16 / 255 for value in image.tobytes()] == pytest.approx(bundled.images[1234].ravel(), abs=0.04)
+    assert source_version("digits").startswith("scikit-learn ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# imagefolder
+
+
+def test_a_folder_a_class(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.jpg", "cat/2.PNG", "dog/1.jpeg", "README.txt", "dog/.hidden.jpg", "__MACOSX/x/1.jpg")
+    listing = list_source(f"imagefolder:{tmp_path}")
+    assert found(listing) == {
+        "cat/1.jpg": ("train", "cat"),
+        "cat/2.PNG": ("train", "cat"),
+        "dog/1.jpeg": ("train", "dog"),
+    }
+    assert listing.classes == ("cat", "dog")
+    assert listing.read(listing.items[1].location) == b"cat/2.PNG"
+    assert listing.notes == ("Files without an image's extension, which were not looked at: 1.",)
+
+
+@pytest.mark.parametrize("val", ["val", "valid", "validation", "Val"])
+def test_splits_above_the_classes(tmp_path: Path, val: str) -> None:
+    touch(
+        tmp_path, "train/cat/1.jpg", f"{val}/cat/1.jpg", "test/dog/1.jpg", "train/dog/2.jpg", "unlabeled/deep/er/1.jpg"
+    )
+    assert found(list_source(f"imagefolder:{tmp_path}")) == {
+        "train/cat/1.jpg": ("train", "cat"),
+        f"{val}/cat/1.jpg": ("val", "cat"),
+        "test/dog/1.jpg": ("test", "dog"),
+        "train/dog/2.jpg": ("train", "dog"),
+        "unlabeled/deep/er/1.jpg": ("unlabeled", ""),
+    }
+
+
+def test_unlabeled_beside_classes_without_splits(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.jpg", "unlabeled/1.jpg", "dog/1.jpg")
+    listing = list_source(f"imagefolder:{tmp_path}")
+    assert found(listing)["unlabeled/1.jpg"] == ("unlabeled", "")
+    assert listing.classes == ("cat", "dog")
+
+
+def test_nested_groups_name_a_class_by_its_last_folder_where_that_is_unique(tmp_path: Path) -> None:
+    touch(
+        tmp_path, "train/Fruit/Apple/1.jpg", "train/Fruit/Red/1.jpg", "train/Pepper/Red/1.jpg", "val/Fruit/Apple/1.jpg"
+    )
+    listing = list_source(f"imagefolder:{tmp_path}")
+    assert listing.classes == ("Apple", "Fruit/Red", "Pepper/Red")
+    assert found(listing)["val/Fruit/Apple/1.jpg"] == ("val", "Apple")
+
+
+def test_spaces_and_unicode_in_names(tmp_path: Path) -> None:
+    touch(tmp_path, "Crème brûlée/日本 1.jpg", "a b/c d.jpg")
+    listing = list_source(f"imagefolder:{tmp_path}")
+    assert listing.classes == ("Crème brûlée", "a b")
+    assert [listing.read(item.location).decode() for item in listing.items] == [
+        "Crème brûlée/日本 1.jpg",
+        "a b/c d.jpg",
+    ]
+
+
+def test_links_are_followed_but_not_around_a_loop_and_pipes_are_passed_by(tmp_path: Path) -> None:
+    touch(tmp_path / "elsewhere", "1.jpg")
+    touch(tmp_path / "root", "dog/1.jpg")
+    (tmp_path / "root/cat").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "root/dog/loop").symlink_to(tmp_path / "root")
+    (tmp_path / "root/dog/gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    os.mkfifo(tmp_path / "root/dog/pipe.jpg")
+    assert [item.name for item in list_source(f"imagefolder:{tmp_path}/root").items] == [
+        "cat/1.jpg",
+        "dog/1.jpg",
+        "dog/gone.jpg",
+    ]
+
+
+def test_a_uri_is_listed_as_a_folder_is() -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("train/cat/1.jpg", "train/dog/1.jpg", "val/dog/2.jpg"):
+        memory.pipe(f"/sources-test/{name}", name.encode())
+    listing = list_source("imagefolder:memory://sources-test")
+    assert found(listing) == {
+        "train/cat/1.jpg": ("train", "cat"),
+        "train/dog/1.jpg": ("train", "dog"),
+        "val/dog/2.jpg": ("val", "dog"),
+    }
+    assert listing.read(listing.items[2].location) == b"val/dog/2.jpg"
+    assert source_version("imagefolder:memory://sources-test") == ""
+    with pytest.raises(DataError, match="folder memory://sources-none: does not exist"):
+        list_source("imagefolder:memory://sources-none")
+
+
+def test_folders_that_can_not_be_used(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere: does not exist; check data\.source"):
+        list_source(f"imagefolder:{tmp_path}/nowhere")
+    with pytest.raises(DataError, match="holds no images"):
+        list_source(f"imagefolder:{tmp_path}")
+    touch(tmp_path, "file.jpg")
+    with pytest.raises(DataError, match=r"file\.jpg: is a file"):
+        list_source(f"imagefolder:{tmp_path}/file.jpg")
+    with pytest.raises(DataError, match="images lie in no class's folder"):
+        list_source(f"imagefolder:{tmp_path}")
+    with pytest.raises(DataError, match="can not be listed"):
+        list_source("imagefolder:nosuchscheme://x")
+
+
+def test_only_unlabelled_images_are_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "unlabeled/1.jpg", "unlabeled/2.jpg")
+    with pytest.raises(DataError, match="none of its 2 images has a label"):
+        list_source(f"imagefolder:{tmp_path}")
+
+
+def test_a_folder_beside_the_splits_is_refused_not_passed_over(tmp_path: Path) -> None:
+    touch(tmp_path, "train/cat/1.jpg", "extra/dog/1.jpg")
+    with pytest.raises(DataError, match=r"extra/dog/1\.jpg lies beside train/"):
+        list_source(f"imagefolder:{tmp_path}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# manifest
+
+
+def manifest(folder: Path, text: str, encoding: str = "utf-8") -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "images.csv").write_text(text, encoding=encoding)
+    return f"manifest:{folder}/images.csv"
+
+
+def test_a_manifest_with_spaces_unicode_and_quotes(tmp_path: Path) -> None:
+    touch(tmp_path, "here dir/ä b.jpg", "other/2.jpg")
+    source = manifest(
+        tmp_path / "here dir",
+        f'path,label,split\r\nä b.jpg,"Tea, green",train\r\n../other/2.jpg, naïve ,VALID\r\n{tmp_path}/other/2.jpg,,\r\n',
+        encoding="utf-8-sig",
+    )
+    listing = list_source(source)
+    assert listing.classes == ("Tea, green", "naïve")
+    assert [(item.name, item.split, item.label) for item in listing.items] == [
+        ("ä b.jpg", "train", 0),
+        ("../other/2.jpg", "val", 1),
+        (f"{tmp_path}/other/2.jpg", "unlabeled", -1),
+    ]
+    contents = [listing.read(item.location).decode() for item in listing.items]
+    assert contents == ["here dir/ä b.jpg", "other/2.jpg", "other/2.jpg"]
+
+
+def test_a_manifest_needs_no_splits(tmp_path: Path) -> None:
+    listing = list_source(manifest(tmp_path, "label,path\nx,1.jpg\n"))
+    assert [(item.name, item.split) for item in listing.items] == [("1.jpg", "train")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no column label and no path; its first line must be path,label,split, but is ''"),
+        ("file,label\n1.jpg,x\n", "has no column path; .* but is 'file,label'"),
+        ("path,label,split\n", "holds no images"),
+        ("path,label,split\n1.jpg,x,train\n2.jpg,x,holdout\n", "line 3: the split 'holdout' is not known"),
+        ("path,label,split\n1.jpg,,test\n", r"line 2: 1\.jpg of split test has no label"),
+        ("path,label,split\n,x,test\n", "line 2: needs a path, a label and a split"),
+        ("path,label,split\n1.jpg,Tea, green,train\n", "line 2: needs a path, .* quote a value that has commas"),
+        ("path,label,split\n1.jpg,,\n2.jpg,,train\n", "none of its 2 images has a label"),
+    ],
+)
+def test_manifests_that_can_not_be_used(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list_source(manifest(tmp_path, text))
+
+
+def test_a_manifest_that_is_missing_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"images\.csv: does not exist"):
+        list_source(f"manifest:{tmp_path}/images.csv")
+    (tmp_path / "images.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="is not UTF-8"):
+        list_source(f"manifest:{tmp_path}/images.csv")
+    with pytest.raises(DataError, match="can not be read"):
+        list_source(f"manifest:{tmp_path}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hub
+
+
+def table(labels: list[int | None], *, images: str = "image", label: str = "label") -> datasets.Dataset:
+    rows = {images: [{"bytes": f"file {row}".encode(), "path": None} for row in range(len(labels))], label: labels}
+    kinds = datasets.Features({images: datasets.Image(), label: datasets.ClassLabel(names=["b", "a"])})
+    return datasets.Dataset.from_dict(rows, features=kinds)
+
+
+def test_a_saved_data_set_dictionary(tmp_path: Path) -> None:
+    splits = {"train": table([1, 0, None]), "validation": table([0]), "test": table([-1, -1]), "extra": table([1])}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    listing = list_source(f"hub:{tmp_path}/saved")
+    assert listing.classes == ("b", "a")
+    assert [(item.name, item.split, item.label) for item in listing.items] == [
+        ("train/0000000", "train", 1),
+        ("train/0000001", "train", 0),
+        ("train/0000002", "unlabeled", -1),
+        ("validation/0000000", "val", 0),
+        ("test/0000000", "unlabeled", -1),
+        ("test/0000001", "unlabeled", -1),
+    ]
+    assert listing.notes == ("Split extra (1 images) is none of train, val, test and unlabeled, and was not used.",)
+    sent = pickle.loads(pickle.dumps(listing.read))
+    assert [sent(item.location) for item in listing.items[:2]] == [b"file 0", b"file 1"]
+    assert source_version(f"hub:{tmp_path}/saved") != ""
+
+
+def test_a_single_saved_table_is_train_and_a_path_is_read(tmp_path: Path) -> None:
+    touch(tmp_path, "there.jpg")
+    kinds = datasets.Features({"photo": datasets.Image(decode=False), "kind": datasets.ClassLabel(names=["a", "b"])})
+    rows = {"photo": [{"bytes": None, "path": str(tmp_path / "there.jpg")}, None], "kind": [1, 0]}
+    datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(str(tmp_path / "saved"))
+    listing = list_source(f"hub:{tmp_path}/saved")
+    assert [(item.split, item.label) for item in listing.items] == [("train", 1), ("train", 0)]
+    assert [listing.read(item.location) for item in listing.items] == [b"there.jpg", b""]
+
+
+def test_a_folder_that_load_dataset_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "files").mkdir()
+    table([1, 0]).to_parquet(str(tmp_path / "files/train.parquet"))
+    listing = list_source(f"hub:{tmp_path}/files")
+    assert [item.label for item in listing.items] == [1, 0]
+    assert listing.read(listing.items[1].location) == b"file 1"
+
+
+def test_data_sets_that_can_not_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"hub data set .*empty: can not be loaded"):
+        list_source(f"hub:{tmp_path}/empty")
+    datasets.DatasetDict({"train": table([0]), "test": table([0, None])}).save_to_disk(str(tmp_path / "gaps"))
+    with pytest.raises(DataError, match=r"1 images of split test have no label"):
+        list_source(f"hub:{tmp_path}/gaps")
+    datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(str(tmp_path / "text"))
+    with pytest.raises(DataError, match=r"needs one column of kind Image, .* but has none"):
+        list_source(f"hub:{tmp_path}/text")
+    two = table([0]).add_column("coarse", [0]).cast_column("coarse", datasets.ClassLabel(names=["x", "y"]))
+    two.rename_column("label", "fine").save_to_disk(str(tmp_path / "two"))
+    with pytest.raises(DataError, match=r"needs one column of kind ClassLabel, .* but has fine, coarse"):
+        list_source(f"hub:{tmp_path}/two")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# source_version
+
+
+def test_the_version_follows_every_change_of_a_folder(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.jpg", "dog/1.jpg")
+    source = f"imagefolder:{tmp_path}"
+    seen = [source_version(source)]
+    assert source_version(source) == seen[0]
+    (tmp_path / "cat/1.jpg").write_bytes(b"longer content")
+    seen.append(source_version(source))
+    os.utime(tmp_path / "cat/1.jpg", (1, 1))
+    seen.append(source_version(source))
+    (tmp_path / "cat/1.jpg").rename(tmp_path / "cat/2.jpg")
+    seen.append(source_version(source))
+    touch(tmp_path, "dog/2.jpg")
+    seen.append(source_version(source))
+    assert len(set(seen)) == 5
+
+
+def test_the_version_follows_every_change_of_a_manifest_and_its_images(tmp_path: Path) -> None:
+    touch(tmp_path, "1.jpg")
+    source = manifest(tmp_path, "path,label\n1.jpg,x\n2.jpg,y\n")
+    seen = [source_version(source)]
+    touch(tmp_path, "2.jpg")
+    seen.append(source_version(source))
+    (tmp_path / "2.jpg").write_bytes(b"changed")
+    seen.append(source_version(source))
+    manifest(tmp_path, "path,label\n1.jpg,x\n2.jpg,z\n")
+    seen.append(source_version(source))
+    assert len(set(seen)) == 4
+    assert source_version(source) == seen[-1]
+
+
+def test_the_version_of_a_missing_folder_is_an_error_and_of_a_hub_name_unknown(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        source_version(f"imagefolder:{tmp_path}/nowhere")
+    assert source_version("hub:some/dataset:config") == ""
+    assert source_version("manifest:memory://x/y.csv") == ""
