@@ -30,8 +30,12 @@ def evaluate(
     """
     from components import task
 
-    inputs = {"dataset": dataset, "teacher": teacher, "student": student}
-    task.run_stage("evaluate", settings, inputs=inputs, outputs={"evaluation": evaluation})
+    task.run_stage(
+        "evaluate",
+        settings,
+        inputs={"dataset": dataset, "teacher": teacher, "student": student},
+        outputs={"evaluation": evaluation},
+    )
     task.show_metrics(evaluation, metrics)
     task.show_confusion(evaluation, confusion)
     task.show_page(evaluation, "report.html", page)

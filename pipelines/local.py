@@ -13,12 +13,11 @@ import argparse
 import hashlib
 import json
 import os
-import shlex
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -30,7 +29,15 @@ import trainer
 from components import sections, task
 from components.image import tagged
 from trainer import artifacts, config, runs, tracking
-from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError, SettingsError, TrainerError, writing_to
+from trainer.errors import (
+    EXIT_CODE,
+    INTERRUPTED_EXIT_CODE,
+    LaunchError,
+    SettingsError,
+    TrackingError,
+    TrainerError,
+    writing_to,
+)
 
 CACHE = runs.RUNS / ".cache"
 """What earlier runs made, by what it was made from; the artifacts themselves lie in those runs' directories."""
@@ -118,10 +125,10 @@ def run(request: Request) -> dict[str, Any]:
     try:
         summary = _run_pipeline(request, directory)
     except BaseException as error:
-        tracking.finish_parent("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
-    tracking.finish_parent()
-    _conclude(summary, directory)
+    _print_results(summary, directory)
+    _close_tracking("FINISHED")
     return summary
 
 
@@ -189,24 +196,18 @@ def _write_summary(directory: Path, tasks: Mapping[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def _conclude(summary: Mapping[str, Any], directory: Path) -> None:
+def _close_tracking(status: str) -> None:
+    """End the parent run in MLflow; a server that went away must not hide what the run made or why it failed."""
+    try:
+        tracking.finish_parent(status)
+    except TrackingError as error:
+        print(f"warning: the run stays open in MLflow: {error}", file=sys.stderr)
+
+
+def _print_results(summary: Mapping[str, Any], directory: Path) -> None:
     from trainer import summary as summaries
 
-    print(f"\n{summaries.table(summary)}\n")
-    for label, place in _places(summary, directory):
-        print(f"{label:<20}{place}")
-
-
-def _places(summary: Mapping[str, Any], directory: Path) -> Iterator[tuple[str, str]]:
-    yield "summary", str(directory / runs.SUMMARY)
-    for name, path in summary["reports"].items():
-        yield f"report {name}", path
-    uri = summary["mlflow"]["tracking_uri"]
-    if uri:
-        yield (
-            "MLflow",
-            uri if uri.startswith("http") else f"{shlex.quote(sys.executable)} -m mlflow ui --backend-store-uri {uri}",
-        )
+    print(f"\n{summaries.table(summary)}\n\nAll of it: {directory / runs.SUMMARY}")
 
 
 class _Reporter:

@@ -162,16 +162,18 @@ class _Tasks:
         self._ran = True
         # A session of its own, so that Ctrl-C reaches this process alone, which then ends the task in order. On a terminal
         # the task draws its progress bars there; elsewhere its lines are ours to pass on.
-        process = subprocess.Popen(
-            full_command,
-            stdout=subprocess.PIPE,
-            stderr=None if sys.stderr.isatty() else subprocess.STDOUT,
-            text=True,
-            bufsize=1,
-            env={**os.environ, **(env_vars or {}), task.ERROR_FILE: str(self._error_file)},
-            start_new_session=True,
-        )
-        with _ended(process):
+        with (
+            subprocess.Popen(
+                full_command,
+                stdout=subprocess.PIPE,
+                stderr=None if sys.stderr.isatty() else subprocess.STDOUT,
+                text=True,
+                bufsize=1,
+                env={**os.environ, **(env_vars or {}), task.ERROR_FILE: str(self._error_file)},
+                start_new_session=True,
+            ) as process,
+            _ended(process),
+        ):
             for line in _without_kfp(process.stdout or ()):
                 self.reporter.line(line)
             exit_code = process.wait()

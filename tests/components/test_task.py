@@ -1,0 +1,92 @@
+"""What a component's body calls, with KFP's own artifacts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kfp import dsl
+
+from components import task
+from trainer import artifacts
+from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, DataError
+
+
+@pytest.fixture
+def evaluation(tmp_path) -> dsl.Artifact:
+    path = tmp_path / "evaluation"
+    with artifacts.create(path, "evaluation", settings={}) as draft:
+        (path / "confusion.json").write_text(json.dumps({"labels": ["a", "b"], "matrix": [[3, 1], [0, 4]]}))
+        (path / "report.html").write_text("<p>report</p>")
+        draft.figures.update(student={"test": {"top1": 0.875}, "architecture": "vit"}, verdict={"passed": True})
+    return dsl.Artifact(uri=str(path), metadata={"kind": "evaluation"})
+
+
+def test_metrics_are_the_numbers_under_their_full_names(evaluation, tmp_path):
+    metrics = dsl.Metrics(uri=str(tmp_path / "metrics"))
+    task.show_metrics(evaluation, metrics)
+    assert metrics.metadata == {"student.test.top1": 0.875, "verdict.passed": 1.0}
+    assert json.loads((tmp_path / "metrics").read_text()) == metrics.metadata
+
+
+def test_the_confusion_matrix_is_logged(evaluation, tmp_path):
+    confusion = dsl.ClassificationMetrics(uri=str(tmp_path / "confusion"))
+    task.show_confusion(evaluation, confusion)
+    matrix = confusion.metadata["confusionMatrix"]
+    assert [spec["displayName"] for spec in matrix["annotationSpecs"]] == ["a", "b"]
+    assert [row["row"] for row in matrix["rows"]] == [[3, 1], [0, 4]]
+
+
+def test_a_page_is_copied(evaluation, tmp_path):
+    page = dsl.HTML(uri=str(tmp_path / "page"))
+    task.show_page(evaluation, "report.html", page)
+    assert (tmp_path / "page").read_text() == "<p>report</p>"
+
+
+def test_an_error_becomes_one_message_in_the_file_that_somebody_reads(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(task.ERROR_FILE, str(tmp_path / "error.txt"))
+    with pytest.raises(SystemExit) as ended, task.reporting("prepare"):
+        raise DataError("no images")
+    assert ended.value.code == EXIT_CODE
+    assert (tmp_path / "error.txt").read_text() == "prepare: no images"
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_is_printed_where_nobody_waits_for_it(monkeypatch, capfd):
+    monkeypatch.delenv(task.ERROR_FILE, raising=False)
+    with pytest.raises(SystemExit), task.reporting("prepare"):
+        raise DataError("prepare: no images")
+    assert capfd.readouterr().err == "error: prepare: no images\n"
+
+
+def test_a_traceback_is_shown_when_debugging(monkeypatch, capfd):
+    monkeypatch.setenv(task.DEBUG, "1")
+    with pytest.raises(SystemExit), task.reporting("prepare"):
+        raise DataError("no images")
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_an_interruption_has_its_own_exit_code():
+    with pytest.raises(SystemExit) as ended, task.reporting("prepare"):
+        raise KeyboardInterrupt
+    assert ended.value.code == INTERRUPTED_EXIT_CODE
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError), task.reporting("prepare"):
+        _ = 1 / 0
+
+
+def test_a_stage_runs_on_the_artifacts_paths_and_leaves_its_fingerprint(tmp_path):
+    dataset = dsl.Dataset(uri=str(tmp_path / "dataset"))
+    settings = json.dumps({"source": "digits", "image_size": 8, "encoding": "png"})
+    task.run_stage("prepare", settings, inputs={}, outputs={"dataset": dataset})
+    made = artifacts.read(tmp_path / "dataset", "dataset")
+    assert dataset.metadata == {"kind": "dataset", "fingerprint": made.fingerprint}
+
+
+def test_a_wrong_setting_ends_the_task(tmp_path, capfd):
+    dataset = dsl.Dataset(uri=str(tmp_path / "dataset"))
+    with pytest.raises(SystemExit):
+        task.run_stage("prepare", '{"image_size": 1}', inputs={}, outputs={"dataset": dataset})
+    assert "data.image_size must be >= 8, got 1" in capfd.readouterr().err
