@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,8 +50,10 @@ STAGE_TAG = "trainer.stage"
 ERROR_TAG = "trainer.error"
 
 # MLflow's defaults, 120 s and 7 retries, would hold a training for minutes; whatever matters is retried here.
-_HTTP_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-_CHECK_HTTP_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "4", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+_TIMEOUT, _RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+_CHECK_LIMITS = {_TIMEOUT: "4", _RETRIES: "0"}
+_STAGE_LIMITS = {_TIMEOUT: "10", _RETRIES: "0"}
+_UPLOAD_LIMITS = {_TIMEOUT: "60", _RETRIES: "3"}
 
 _SEND_INTERVAL_S = 1.0
 _LONGEST_BACKOFF_S = 30.0
@@ -92,6 +94,14 @@ def uri() -> str | None:
     return os.environ.get(URI) or None
 
 
+def shown(address: str) -> str:
+    """A URI without the password that it may hold, for messages and files."""
+    scheme, separator, rest = address.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    user = credentials.partition(":")[0]
+    return f"{scheme}{separator}{user}:***@{host}" if at and separator else address
+
+
 def client() -> MlflowClient:
     """A client for `uri()`.
 
@@ -106,7 +116,7 @@ def client() -> MlflowClient:
     # MLflow and alembic tell of every table that they create in a new SQLite file; warnings and errors still show.
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    with _explained(tracking_uri):
+    with explained():
         if sqlite_file := _sqlite_file(tracking_uri):  # MLflow would retry for 100 s before it tells
             sqlite_file.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(sqlite_file)) as connection:
@@ -122,8 +132,12 @@ def _sqlite_file(tracking_uri: str) -> Path | None:
 
 
 @contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Turn whatever MLflow raises for an unusable, unreachable or unwilling store into a `TrackingError`."""
+def explained() -> Iterator[None]:
+    """Turn whatever MLflow raises for an unusable, unreachable or unwilling store into a `TrackingError`.
+
+    Raises:
+        TrackingError: with the URI, the reason and the next move.
+    """
     from mlflow.exceptions import MlflowException
     from requests.exceptions import RequestException
     from sqlalchemy.exc import SQLAlchemyError
@@ -132,7 +146,7 @@ def _explained(where: str) -> Iterator[None]:
         yield
     except (MlflowException, RequestException, SQLAlchemyError, sqlite3.Error, OSError) as error:
         raise TrackingError(
-            f"MLflow at {where}: {_reason(error)}; start the server, correct tracking.uri or {URI}, "
+            f"MLflow at {shown(uri() or URI)}: {_reason(error)}; start the server, correct tracking.uri or {URI}, "
             "or go on without tracking (tracking.enabled=false)"
         ) from error
 
@@ -164,13 +178,22 @@ def _reason(error: Exception) -> str:
 @contextmanager
 def _http_limits(limits: Mapping[str, str]) -> Iterator[None]:
     """Bound MLflow's HTTP requests, which it reads from the environment; what the user set there stays."""
-    added = {name: value for name, value in limits.items() if name not in os.environ}
-    os.environ.update(added)
+    before = {name: os.environ.get(name) for name in limits}
+    ours = {None, *_CHECK_LIMITS.values(), *_STAGE_LIMITS.values(), *_UPLOAD_LIMITS.values()}
+    os.environ.update({name: value for name, value in limits.items() if before[name] in ours})
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def uploading() -> AbstractContextManager[None]:
+    """While a stage uploads what must arrive: longer limits than for its metrics."""
+    return _http_limits(_UPLOAD_LIMITS)
 
 
 def check() -> None:
@@ -179,10 +202,9 @@ def check() -> None:
     Raises:
         TrackingError: the server is down or refuses, with its URI and the next move.
     """
-    tracking_uri = uri()
-    if tracking_uri is None:
+    if uri() is None:
         return
-    with _http_limits(_CHECK_HTTP_LIMITS), _explained(tracking_uri):
+    with _http_limits(_CHECK_LIMITS), explained():
         parent = os.environ.get(RUN_ID)
         if parent:
             client().get_run(parent)
@@ -201,7 +223,7 @@ def _experiment(mlflow: MlflowClient) -> str:
         return str(mlflow.create_experiment(name, artifact_location=_artifact_location()))
     if found.lifecycle_stage != "active":
         raise TrackingError(
-            f"MLflow at {uri()}: the experiment {name!r} was deleted; restore it, or choose another tracking.experiment"
+            f"MLflow at {shown(uri() or URI)}: the experiment {name!r} was deleted; restore it, or choose another tracking.experiment"
         )
     return str(found.experiment_id)
 
@@ -225,10 +247,9 @@ def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str]) -> str | 
     Raises:
         TrackingError: MLflow does not answer or refuses.
     """
-    tracking_uri = uri()
-    if tracking_uri is None:
+    if uri() is None:
         return None
-    with _http_limits(_HTTP_LIMITS), _explained(tracking_uri):
+    with _http_limits(_STAGE_LIMITS), explained():
         mlflow = client()
         run_id = _parent(mlflow)
         if run_id is not None:
@@ -253,10 +274,9 @@ def finish_parent(status: str = "FINISHED") -> None:
     Raises:
         TrackingError: MLflow does not answer or refuses.
     """
-    tracking_uri = uri()
-    if tracking_uri is None or os.environ.get(RUN_ID):
+    if uri() is None or os.environ.get(RUN_ID):
         return
-    with _http_limits(_HTTP_LIMITS), _explained(tracking_uri):
+    with _http_limits(_STAGE_LIMITS), explained():
         mlflow = client()
         run_id = _parent(mlflow)
         if run_id is not None:
@@ -274,6 +294,8 @@ def _parent(mlflow: MlflowClient) -> str | None:
     quote = '"' if "'" in name else "'"
     found = mlflow.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = {quote}{name}{quote}", max_results=1)
     if found:
+        if found[0].info.status != "RUNNING":  # a run that was interrupted or failed goes on
+            mlflow.update_run(found[0].info.run_id, status="RUNNING")
         return str(found[0].info.run_id)
     return str(mlflow.create_run(experiment, run_name=name, tags={RUN_TAG: name}).info.run_id)
 
@@ -287,6 +309,18 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
             flat |= flatten(value, full)
         else:
             flat[full] = str(value)[:_PARAM_LENGTH]
+    return flat
+
+
+def numbers(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Every number of nested figures under its full name: `student/test/top1`; true is 1."""
+    flat: dict[str, float] = {}
+    for name, value in figures.items():
+        full = f"{prefix}/{name}" if prefix else name
+        if isinstance(value, Mapping):
+            flat |= numbers(value, full)
+        elif isinstance(value, int | float):
+            flat[full] = float(value)
     return flat
 
 
@@ -381,12 +415,11 @@ def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True) -
     Raises:
         TrackingError: MLflow does not answer or refuses when the stage starts. Later failures are warnings.
     """
-    tracking_uri = uri()
-    if not active or tracking_uri is None:
+    if not active or uri() is None:
         yield _NoTracker()
         return
-    with _http_limits(_HTTP_LIMITS):
-        tracker = _start_stage(tracking_uri, stage, settings)
+    with _http_limits(_STAGE_LIMITS):
+        tracker = _start_stage(stage, settings)
         tracker.start()
         try:
             yield tracker
@@ -399,10 +432,10 @@ def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True) -
         tracker.finish("FINISHED")
 
 
-def _start_stage(tracking_uri: str, stage: str, settings: Mapping[str, Any]) -> _RunTracker:
+def _start_stage(stage: str, settings: Mapping[str, Any]) -> _RunTracker:
     from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
-    with _explained(tracking_uri):
+    with explained():
         mlflow = client()
         parent = _parent(mlflow)
         tags = {STAGE_TAG: stage} | ({MLFLOW_PARENT_RUN_ID: parent} if parent else {})
@@ -438,7 +471,7 @@ class _Sender(threading.Thread):
         """Send what is left, but not for longer than `_EXIT_S` and one request."""
         self._give_up = time.monotonic() + _EXIT_S
         self._closing.set()
-        self.join(timeout=_EXIT_S + float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]))
+        self.join(timeout=_EXIT_S + float(os.environ[_TIMEOUT]))
         left = len(self._batch) + len(self._waiting)
         if left:
             logger.warning(

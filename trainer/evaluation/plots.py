@@ -118,6 +118,6 @@ def _png(figure: Figure) -> bytes:
     """Without pyplot, whose global state keeps every figure."""
     FigureCanvasAgg(figure)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
     with Image.open(buffer) as drawn:  # a palette of 128 colours makes it four times smaller
         return _encoded(drawn.convert("RGB").quantize(128))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer import html
+from trainer import html, summary
 from trainer.evaluation import metrics, plots
 from trainer.evaluation.latency import Latency, Machine
 from trainer.evaluation.metrics import Calibration, Confusion, Ints
@@ -79,7 +79,10 @@ def _comparison(teacher: Measured, student: Measured, images: int) -> str:
         ("test top-5", f"{one['test']['top5']:.2%}", f"{other['test']['top5']:.2%}", _points(one, other, "top5")),
         ("agreement with the teacher", "", f"{other['test']['agreement']:.2%}", ""),
         ("expected calibration error", f"{one['test']['ece']:.4f}", f"{other['test']['ece']:.4f}", ""),
-        *((name, one[key], other[key], f"{one[key] / other[key]:.1f} times fewer") for name, key in _SIZES.items()),
+        *(
+            (name, f"{one[key]:,}", f"{other[key]:,}", summary.ratio(one[key], other[key], "smaller", "larger"))
+            for name, key in _SIZES.items()
+        ),
     ]
     note = f"In brackets: the 95 % interval (Wilson) that {images:,} test images allow."
     return html.section(

@@ -64,7 +64,7 @@ def run(
     with tracking.stage_run("evaluate", values) as tracker:
         with artifacts.create(evaluation, "evaluation", settings=values, parents=parents) as draft:
             draft.figures.update(_evaluate(settings, data.classes, split, subjects, draft.path))
-        tracker.metrics(0, _numbers(draft.figures))
+        tracker.metrics(0, tracking.numbers(draft.figures))
         tracker.files(draft.path)
     return artifacts.read(evaluation, "evaluation")
 
@@ -231,15 +231,3 @@ def _number(value: float) -> float | None:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _numbers(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Every number of nested figures under its full name: `student/test/top1`."""
-    numbers: dict[str, float] = {}
-    for name, value in figures.items():
-        full = f"{prefix}/{name}" if prefix else name
-        if isinstance(value, Mapping):
-            numbers |= _numbers(value, full)
-        elif isinstance(value, int | float):
-            numbers[full] = float(value)
-    return numbers

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from trainer import artifacts, models, tracking
+from trainer.config import EvaluateSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
+from trainer.errors import TrackingError
+from trainer.stages import evaluate, register
+
+# MLflow on SQLAlchemy 2.1
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+
+RESOLVED = resolve("digits").model_dump(mode="json")
+PASSING = GateSettings(max_accuracy_drop=1)
+FAILING = GateSettings(max_accuracy_drop=0, min_compression=1000)
+
+
+@pytest.fixture(scope="module")
+def inputs(trained_digits, tmp_path_factory):
+    """What register reads, apart from the evaluation."""
+    directory = tmp_path_factory.mktemp("inputs")
+    for name, kind in (("pretrain_evidence", "evidence"), ("distill_evidence", "evidence"), ("report", "report")):
+        with artifacts.create(directory / name, kind, settings={}) as draft:
+            (draft.path / "report.html").write_text("<p>where the time went</p>")
+    made = {name: directory / name for name in ("pretrain_evidence", "distill_evidence", "report")}
+    return {
+        "dataset": trained_digits.dataset,
+        "teacher": trained_digits.teacher,
+        "student": trained_digits.student,
+        **made,
+    }
+
+
+@pytest.fixture(scope="module")
+def evaluations(trained_digits, tmp_path_factory):
+    """Gate -> an evaluation."""
+    directory = tmp_path_factory.mktemp("evaluations")
+    models_and_data = {
+        "dataset": trained_digits.dataset,
+        "teacher": trained_digits.teacher,
+        "student": trained_digits.student,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        return {
+            gate: evaluate.run(
+                EvaluateSettings(latency_runs=10, gate=gate), **models_and_data, evaluation=directory / name
+            ).path
+            for gate, name in ((PASSING, "passing"), (FAILING, "failing"))
+        }
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture
+def tracked(store, monkeypatch):
+    """A SQLite store that the tests of this module share, for making one takes seconds."""
+    for name in (tracking.RUN_ID, tracking.EXPERIMENT_ID, tracking.EXPERIMENT_NAME, tracking.URI):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in tracking.environment(TrackingSettings(), directory=store, run="the run").items():
+        monkeypatch.setenv(name, value)
+    return tracking.client()
+
+
+def run(inputs, evaluation, path, **changed):
+    settings = RegisterSettings(**changed)
+    return register.run(
+        settings, **inputs, evaluation=evaluation, registration=path, recipe="digits", resolved=RESOLVED
+    )
+
+
+def read_summary(artifact):
+    return json.loads((artifact.path / "summary.json").read_text())
+
+
+PREDICT = """
+    import importlib.util, json, sys
+    import mlflow.pyfunc, numpy
+    model = mlflow.pyfunc.load_model(sys.argv[1])
+    images = numpy.load(sys.argv[2])
+    probabilities = model.predict(images)
+    assert not any(name.split(".")[0] == "trainer" for name in sys.modules), "needs this package"
+    print(json.dumps({"labels": list(probabilities.columns), "values": probabilities.values.tolist(),
+                      "larger": model.predict(numpy.repeat(images, 3, axis=1)).shape,
+                      "example": model.input_example.shape}))
+"""
+
+
+def test_registered_model_predicts_from_raw_images_in_a_clean_process(
+    inputs, evaluations, tracked, trained_digits, tmp_path
+):
+    artifact = run(inputs, evaluations[PASSING], tmp_path / "registration", model_name="clean")
+    version = read_summary(artifact)["mlflow"]["model_version"]
+    images = trained_digits.images[:7].permute(0, 2, 3, 1).contiguous()
+    np.save(tmp_path / "images.npy", images.numpy())
+    (tmp_path / "elsewhere").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRAINER_RUN")}
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PREDICT), f"models:/clean/{version}", str(tmp_path / "images.npy")],
+        cwd=tmp_path / "elsewhere",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    answer = json.loads(process.stdout.splitlines()[-1])
+    with torch.inference_mode():
+        expected = models.load(trained_digits.student)(trained_digits.images[:7]).softmax(dim=1).numpy()
+    assert answer["labels"] == list("0123456789")
+    np.testing.assert_allclose(answer["values"], expected, atol=1e-6)
+    assert answer["larger"] == [7, 10]
+    assert answer["example"] == [1, 16, 16, 3]
+
+
+def test_model_has_signature_and_pinned_requirements(inputs, evaluations, tracked, tmp_path):
+    artifact = run(inputs, evaluations[PASSING], tmp_path / "registration", model_name="described")
+    version = read_summary(artifact)["mlflow"]["model_version"]
+    from mlflow.models import get_model_info
+
+    info = get_model_info(f"models:/described/{version}")
+    assert str(info.signature.inputs.inputs[0].type) == "uint8"
+    assert info.signature.inputs.inputs[0].shape == (-1, -1, -1, 3)
+    assert info.signature.outputs.input_names() == list("0123456789")
+    assert f"timm=={importlib.metadata.version('timm')}" in register.requirements()
+    assert all(requirement.count("==") == 1 and "+" not in requirement for requirement in register.requirements())
+
+
+def test_alias_moves_only_if_the_gate_passed(inputs, evaluations, tracked, tmp_path):
+    first = read_summary(run(inputs, evaluations[PASSING], tmp_path / "first", model_name="aliased"))
+    assert str(tracked.get_model_version_by_alias("aliased", "champion").version) == first["mlflow"]["model_version"]
+    second = read_summary(run(inputs, evaluations[FAILING], tmp_path / "second", model_name="aliased"))
+    assert second["mlflow"]["model_version"] != first["mlflow"]["model_version"]
+    assert str(tracked.get_model_version_by_alias("aliased", "champion").version) == first["mlflow"]["model_version"]
+    tags = tracked.get_model_version("aliased", second["mlflow"]["model_version"]).tags
+    assert tags["verdict"] == "not passed"
+    assert tags["student_fingerprint"] == artifacts.read(inputs["student"], "model").fingerprint
+    assert float(tags["test_top1"]) == pytest.approx(second["student"]["test"]["top1"], abs=1e-4)
+
+
+def test_parent_run_holds_reports_settings_and_figures_and_is_finished(inputs, evaluations, tracked, tmp_path):
+    summary = read_summary(run(inputs, evaluations[PASSING], tmp_path / "registration", model_name="parent"))
+    parent = tracked.get_run(summary["mlflow"]["run_id"])
+    assert parent.info.status == "FINISHED"
+    assert parent.info.run_name == "the run"
+    assert parent.data.params["distill.temperature"] == str(RESOLVED["distill"]["temperature"])
+    assert parent.data.metrics["student/test/top1"] == summary["student"]["test"]["top1"]
+    reports = tracked.list_artifacts(parent.info.run_id, "reports")
+    assert [report.path for report in reports] == ["reports/data", "reports/evaluation", "reports/profile"]
+
+
+def test_summary_has_its_contract_keys(inputs, evaluations, tracked, tmp_path):
+    summary = read_summary(run(inputs, evaluations[FAILING], tmp_path / "registration", model_name="keys"))
+    assert summary["recipe"] == "digits"
+    assert summary["settings"] == RESOLVED
+    assert list(summary["stages"]) == ["prepare", "pretrain", "distill", "profile", "evaluate", "register"]
+    assert summary["stages"]["evaluate"]["seconds"] == artifacts.read(evaluations[FAILING], "evaluation").seconds
+    assert summary["stages"]["register"]["seconds"] > 0
+    assert summary["dataset"] == {
+        "train": 1000, "val": 200, "test": 300, "unlabeled": 20, "classes": 10, "quarantined": 0,
+    }  # fmt: skip
+    assert not summary["verdict"]["passed"]
+    assert len(summary["verdict"]["reasons"]) == 2
+    assert all(os.path.isfile(path) for path in summary["reports"].values())
+    assert set(summary["reports"]) == {"data", "profile", "evaluation"}
+
+
+def test_without_tracking_the_summary_is_still_written(inputs, evaluations, monkeypatch, tmp_path):
+    monkeypatch.delenv(tracking.URI, raising=False)
+    summary = read_summary(run(inputs, evaluations[PASSING], tmp_path / "registration"))
+    assert summary["mlflow"] == {"tracking_uri": None, "run_id": None, "model_name": None, "model_version": None}
+    assert summary["student"]["test"]["top1"] > 0.3
+
+
+def test_mlflow_down_says_where_the_student_is_and_how_to_go_on(inputs, evaluations, monkeypatch, tmp_path):
+    monkeypatch.setenv(tracking.URI, "http://127.0.0.1:9")
+    with pytest.raises(TrackingError) as caught:
+        run(inputs, evaluations[PASSING], tmp_path / "registration")
+    message = str(caught.value)
+    assert "http://127.0.0.1:9: does not answer" in message
+    assert f"The student is safe in {inputs['student']}" in message
+    assert "python -m trainer stage register --dataset" in message
+    assert f"--registration {tmp_path / 'registration'}" in message
+    assert not artifacts.exists(tmp_path / "registration")

@@ -1,0 +1,247 @@
+"""register: log the student to MLflow, register it, and promote it if it passed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shlex
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer import artifacts, models, served_student, summary, tracking
+from trainer.artifacts import Artifact
+from trainer.config import RegisterSettings
+from trainer.data.dataset import open_dataset
+from trainer.data.schema import CARD
+from trainer.errors import TrackingError
+from trainer.launch import flag
+from trainer.stages import STAGES, evaluate
+from trainer.summary import Registered
+
+if TYPE_CHECKING:
+    from mlflow.models.model import ModelInfo
+    from mlflow.tracking import MlflowClient
+
+SUMMARY = "summary.json"
+PROFILE_PAGE = "report.html"
+
+_REQUIREMENTS = ("mlflow", "numpy", "pandas", "safetensors", "timm", "torch", "torchvision")
+_EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes images of any size
+_PICTURES = "**/*.png"
+
+
+def run(
+    settings: RegisterSettings,
+    *,
+    dataset: str | Path,
+    teacher: str | Path,
+    student: str | Path,
+    pretrain_evidence: str | Path,
+    distill_evidence: str | Path,
+    report: str | Path,
+    evaluation: str | Path,
+    registration: str | Path,
+    recipe: str,
+    resolved: Mapping[str, Any],
+) -> Artifact:
+    """Register the student where MLflow is set up, and write `summary.json` in any case.
+
+    The new version gets the alias `settings.alias` only if the student passed the gate.
+
+    Args:
+        settings: section `register`.
+        dataset: input, a prepared data set.
+        teacher: input, a model directory.
+        student: input, a model directory.
+        pretrain_evidence: input, what the teacher's training recorded.
+        distill_evidence: input, what the student's training recorded.
+        report: input, the report on the trainings.
+        evaluation: input, the evaluation with its verdict.
+        registration: output.
+        recipe: name or path of the run's recipe, for the summary.
+        resolved: all settings of the run, for the summary and MLflow.
+
+    Raises:
+        TrackingError: MLflow does not answer or refuses; says where the student is and how to register it later.
+        TrainerError: as the parts that it calls.
+    """
+    start = time.monotonic()
+    given = {
+        "dataset": dataset,
+        "teacher": teacher,
+        "student": student,
+        "pretrain_evidence": pretrain_evidence,
+        "distill_evidence": distill_evidence,
+        "report": report,
+        "evaluation": evaluation,
+    }
+    inputs = {name: artifacts.read(given[name], kind) for name, kind in STAGES["register"].inputs.items()}
+    values = settings.model_dump(mode="json")
+    parents = {name: artifact.fingerprint for name, artifact in inputs.items()}
+    with artifacts.create(registration, "registration", settings=values, parents=parents) as draft:
+        with _retold(inputs, registration):
+            registered = _register(settings, inputs, recipe, resolved)
+        content = summary.build(
+            recipe=recipe,
+            settings=resolved,
+            seconds=_seconds(inputs) | {"register": time.monotonic() - start},
+            dataset=inputs["dataset"].figures,
+            evaluation=inputs["evaluation"].figures,
+            registered=registered,
+            reports={name: str(path.resolve()) for name, path in _reports(inputs).items()},
+        )
+        (draft.path / SUMMARY).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        draft.figures.update(content["mlflow"])
+    return artifacts.read(registration, "registration")
+
+
+@contextmanager
+def _retold(inputs: Mapping[str, Artifact], registration: str | Path) -> Iterator[None]:
+    """Add to MLflow's failure that nothing is lost, and the command that goes on from here."""
+    try:
+        yield
+    except TrackingError as error:
+        places = {**{name: artifact.path for name, artifact in inputs.items()}, "registration": registration}
+        flags = " ".join(f"--{flag(name)} {shlex.quote(str(place))}" for name, place in places.items())
+        raise TrackingError(
+            f"{error}. The student is safe in {inputs['student'].path}; register it later with "
+            f"`python -m trainer stage register {flags}`"
+        ) from error
+
+
+def _seconds(inputs: Mapping[str, Artifact]) -> dict[str, float]:
+    """Stage -> how long it took, by the first output of each."""
+    made = {
+        "prepare": "dataset",
+        "pretrain": "teacher",
+        "distill": "student",
+        "profile": "report",
+        "evaluate": "evaluation",
+    }
+    return {stage: inputs[name].seconds for stage, name in made.items()}
+
+
+def _reports(inputs: Mapping[str, Artifact]) -> dict[str, Path]:
+    """Name of each page -> where it is."""
+    return {
+        "data": inputs["dataset"].path / CARD,
+        "profile": inputs["report"].path / PROFILE_PAGE,
+        "evaluation": inputs["evaluation"].path / evaluate.REPORT,
+    }
+
+
+def _register(
+    settings: RegisterSettings, inputs: Mapping[str, Artifact], recipe: str, resolved: Mapping[str, Any]
+) -> Registered:
+    """Log and register, if this run is tracked."""
+    tracking_uri = tracking.uri()
+    if tracking_uri is None:
+        return Registered()
+    tracking.check()
+    figures = inputs["evaluation"].figures
+    with tracking.stage_run("register", settings.model_dump(mode="json")) as tracker, tracking.uploading():
+        with tracking.explained():
+            run_id = tracking.start_parent(resolved, {"recipe": recipe}) or str(tracker.run_id)
+            client = tracking.client()
+            _log_results(client, run_id, inputs)
+            model = _log_model(client, run_id, inputs)
+            version = _create_version(client, settings, model, run_id, _version_tags(inputs))
+            if figures["verdict"]["passed"]:
+                client.set_registered_model_alias(settings.model_name, settings.alias, version)
+        tracking.finish_parent()
+    return Registered(
+        tracking_uri=tracking.shown(tracking_uri), run_id=run_id, model_name=settings.model_name, model_version=version
+    )
+
+
+def _log_results(client: MlflowClient, run_id: str, inputs: Mapping[str, Artifact]) -> None:
+    """The run's reports, pictures and figures."""
+    from mlflow.entities import Metric
+
+    for name, page in _reports(inputs).items():
+        client.log_artifact(run_id, str(page), f"reports/{name}")
+    for picture in sorted(inputs["pretrain_evidence"].path.glob(_PICTURES)):
+        client.log_artifact(run_id, str(picture), "reports/pretrain")
+    client.log_dict(run_id, dict(inputs["evaluation"].figures), "evaluation.json")
+    now_ms = int(time.time() * 1000)
+    figures = tracking.numbers(inputs["evaluation"].figures)
+    client.log_batch(run_id, metrics=[Metric(name, value, now_ms, 0) for name, value in figures.items()])
+
+
+def _log_model(client: MlflowClient, run_id: str, inputs: Mapping[str, Artifact]) -> ModelInfo:
+    """The student as an MLflow model: its directory, the file that loads it, signature, example, pinned requirements."""
+    with warnings.catch_warnings():  # MLflow warns of its own type hints when it is imported
+        warnings.filterwarnings("ignore", message=".*Any type hint is inferred", category=UserWarning)
+        import mlflow.pyfunc
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import ColSpec, Schema, TensorSpec
+
+    student, loader = inputs["student"].path, Path(served_student.__file__)
+    card = models.load(student).card
+    any_image = TensorSpec(np.dtype(np.uint8), (-1, -1, -1, 3), name=None)
+    logged = client.create_logged_model(
+        experiment_id=client.get_run(run_id).info.experiment_id,
+        name="student",
+        source_run_id=run_id,
+        model_type="pyfunc",
+    )
+    info: ModelInfo = Model.log(
+        artifact_path=None,
+        flavor=mlflow.pyfunc,
+        run_id=run_id,
+        model_id=logged.model_id,
+        loader_module=loader.stem,
+        code_paths=[str(loader)],
+        data_path=str(student),
+        signature=ModelSignature(Schema([any_image]), Schema([ColSpec("double", label) for label in card.labels])),
+        input_example=example(inputs["dataset"].path),
+        pip_requirements=requirements(),
+        metadata={"labels": list(card.labels), "architecture": card.architecture},
+    )
+    return info
+
+
+def example(dataset: Path) -> npt.NDArray[np.uint8]:
+    """A raw test image, uint8 [1, H, W, 3], thinned so that it stays small as text."""
+    image = open_dataset(dataset).split("test").read([0]).numpy()
+    step = -(-image.shape[-1] // _EXAMPLE_EDGE)
+    thinned: npt.NDArray[np.uint8] = np.ascontiguousarray(image[:, :, ::step, ::step].transpose(0, 2, 3, 1))
+    return thinned
+
+
+def requirements() -> list[str]:
+    """What the registered model needs, at the versions of this process; a local version (+cu132) is not to be had elsewhere."""
+    return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in _REQUIREMENTS]
+
+
+def _version_tags(inputs: Mapping[str, Artifact]) -> dict[str, str]:
+    figures = inputs["evaluation"].figures
+    return {
+        **{f"{name}_fingerprint": inputs[name].fingerprint for name in ("dataset", "teacher", "student")},
+        "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
+        "test_top1": f"{figures['student']['test']['top1']:.4f}",
+    }
+
+
+def _create_version(
+    client: MlflowClient, settings: RegisterSettings, model: ModelInfo, run_id: str, tags: Mapping[str, str]
+) -> str:
+    """A new version of the registered model, which is created where missing."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(settings.model_name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    version = client.create_model_version(
+        settings.model_name, source=model.model_uri, run_id=run_id, tags=dict(tags), model_id=model.model_id
+    )
+    return str(version.version)

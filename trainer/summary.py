@@ -1,0 +1,140 @@
+"""`summary.json`: what a run made, and the table of it that ends a run.
+
+Its keys are a contract: tests, reports and people read the same file; keys are added and never renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DATASET_KEYS = ("train", "val", "test", "unlabeled", "classes", "quarantined")
+TEACHER_KEYS = ("architecture", "parameters", "latency_ms")
+STUDENT_KEYS = ("architecture", "parameters", "test", "latency_ms", "size_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """Where MLflow keeps a run and its student; None where nothing is tracked."""
+
+    tracking_uri: str | None = None
+    run_id: str | None = None
+    model_name: str | None = None
+    model_version: str | None = None
+
+
+def build(
+    *,
+    recipe: str,
+    settings: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    dataset: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    registered: Registered,
+    reports: Mapping[str, str],
+) -> dict[str, Any]:
+    """The content of `summary.json`.
+
+    Args:
+        recipe: its name or path.
+        settings: all resolved settings.
+        seconds: stage -> how long it took.
+        dataset: figures of the data set.
+        evaluation: figures of the evaluation.
+        registered: where MLflow keeps the run.
+        reports: name -> path.
+    """
+    teacher, student = evaluation["teacher"], evaluation["student"]
+    return {
+        "recipe": recipe,
+        "settings": dict(settings),
+        "stages": {name: {"seconds": round(taken, 3)} for name, taken in seconds.items()},
+        "dataset": {key: dataset[key] for key in DATASET_KEYS},
+        "teacher": {**{key: teacher[key] for key in TEACHER_KEYS}, "test": {"top1": teacher["test"]["top1"]}},
+        "student": {key: student[key] for key in STUDENT_KEYS},
+        "verdict": dict(evaluation["verdict"]),
+        "mlflow": asdict(registered),
+        "reports": dict(reports),
+    }
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """A summary as text: the stages, teacher against student, the verdict, and where to look."""
+    parts = [_stages(summary), _comparison(summary), _verdict(summary["verdict"]), _places(summary)]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _stages(summary: Mapping[str, Any]) -> list[str]:
+    figures = _main_figures(summary)
+    rows = [(name, f"{stage['seconds']:.1f}", figures.get(name, "")) for name, stage in summary["stages"].items()]
+    return _aligned([("stage", "seconds", "main figure"), *rows], right={1})
+
+
+def _main_figures(summary: Mapping[str, Any]) -> dict[str, str]:
+    data, teacher, student, verdict = (summary[key] for key in ("dataset", "teacher", "student", "verdict"))
+    version = summary["mlflow"]["model_version"]
+    promoted = "promoted" if verdict["passed"] else "not promoted"
+    return {
+        "prepare": f"{data['train']:,} train, {data['val']:,} val, {data['test']:,} test images of {data['classes']:,} classes",
+        "pretrain": f"teacher {teacher['test']['top1']:.1%} test top-1",
+        "distill": f"student {student['test']['top1']:.1%} test top-1, agrees with the teacher on {student['test']['agreement']:.1%}",
+        "profile": summary["reports"].get("profile", ""),
+        "evaluate": "gate passed" if verdict["passed"] else "gate not passed",
+        "register": f"{summary['mlflow']['model_name']} version {version}, {promoted}"
+        if version
+        else "nothing is tracked",
+    }
+
+
+def _comparison(summary: Mapping[str, Any]) -> list[str]:
+    teacher, student = summary["teacher"], summary["student"]
+    points = 100 * (student["test"]["top1"] - teacher["test"]["top1"])
+    p50 = [model["latency_ms"]["p50"] for model in (teacher, student)]
+    return _aligned(
+        [
+            ("", "teacher", "student", ""),
+            ("architecture", teacher["architecture"], student["architecture"], ""),
+            ("test top-1", f"{teacher['test']['top1']:.2%}", f"{student['test']['top1']:.2%}", f"{points:+.2f} points"),
+            (
+                "parameters",
+                f"{teacher['parameters']:,}",
+                f"{student['parameters']:,}",
+                ratio(teacher["parameters"], student["parameters"], "smaller", "larger"),
+            ),
+            ("latency p50 (CPU)", f"{p50[0]:.2f} ms", f"{p50[1]:.2f} ms", ratio(p50[0], p50[1], "faster", "slower")),
+        ],
+        right={1, 2},
+    )
+
+
+def ratio(teacher: float, student: float, less: str, more: str) -> str:
+    """`10.0x smaller`: the student's figure beside the teacher's, with a word for less and one for more."""
+    return f"{teacher / student:.1f}x {less}" if teacher >= student else f"{student / teacher:.1f}x {more}"
+
+
+def _verdict(verdict: Mapping[str, Any]) -> list[str]:
+    if verdict["passed"]:
+        return ["The student passed every condition of the gate."]
+    return ["The student did not pass the gate:", *(f"  - {reason}" for reason in verdict["reasons"])]
+
+
+def _places(summary: Mapping[str, Any]) -> list[str]:
+    mlflow = summary["mlflow"]
+    rows = [*summary["reports"].items()]
+    if mlflow["tracking_uri"]:
+        rows.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']})"))
+    return ["Where to look:", *(f"  {line}" for line in _aligned(rows))]
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Columns as wide as their widest cell, two spaces apart; those in `right` stand right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    aligned = [
+        [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in aligned]
