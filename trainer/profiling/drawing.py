@@ -52,7 +52,7 @@ def _style() -> str:
         "svg text{fill:var(--ink)}svg .soft{fill:var(--soft)}svg .end{text-anchor:end}svg .mid{text-anchor:middle}"
         "svg .grid{stroke:var(--line);stroke-width:1}svg .axis{stroke:var(--soft);stroke-width:1}"
         "svg .whisker{stroke:var(--ink);stroke-width:1.5;opacity:.75}svg .bar{fill:var(--accent)}svg .panel{fill:var(--panel)}"
-        "svg .line{fill:none;stroke-width:1.8;stroke-linejoin:round}"
+        "svg .line{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}"
         ".s0{stroke:var(--accent);background:var(--accent)}.s1{stroke:var(--data);background:var(--data)}"
         ".heat{fill:var(--accent)}.legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;margin:.35rem 0 .8rem;font-size:.9rem}"
         ".legend i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}"
@@ -75,7 +75,8 @@ def colour_class(name: str) -> str:
 
 def figure(height: float, content: str, title: str) -> str:
     """A whole drawing; `title` is plain text, for readers who can not see it."""
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">{content}</svg>'
+    label = escape(title)
+    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{label}">{content}</svg>'
 
 
 def text(x: float, y: float, content: object, style: str = "") -> str:
@@ -217,7 +218,7 @@ def histogram(values: Series, marks: Sequence[tuple[float, str]], unit: str, tit
     most, height, top = float(counts.max()), 150.0, 18.0
     scale = PLOT / (high - low)
     content = []
-    for tick in ticks(0, most, 4):
+    for tick in (tick for tick in ticks(0, most, 4) if tick == round(tick)):
         y = top + height * (1 - tick / most)
         content.append(line(_LEFT, y, _LEFT + PLOT, y, "grid") + text(_LEFT - 8, y + 4, short(tick), "soft end"))
     for index, count in enumerate(counts.tolist()):
@@ -248,13 +249,16 @@ class Lane:
     unit: str
     height: float
     content: str
+    labels: Sequence[tuple[str, str]] = ()
+    """Style and label of each line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A line of a lane; `style` is s0 or s1."""
+    """A line of a lane; `style` is s0 or s1, `label` tells it from the others."""
 
     style: str
+    label: str
     seconds: Series
     values: Series
 
@@ -265,7 +269,7 @@ def over_time(lanes: Sequence[Lane], duration_s: float, title: str) -> str:
     gap, y = 14.0, 8.0
     content = []
     for lane in lanes:
-        content.append(text(0, y + 13, lane.title) + text(0, y + 29, lane.unit, "soft"))
+        content.append(text(0, y + 13, lane.title) + text(0, y + 29, lane.unit, "soft") + _line_labels(lane, y + 45))
         content.append(f'<g transform="translate({_LEFT} {y:.1f})">{lane.content}</g>')
         y += lane.height + gap
     axis = y - gap + 5
@@ -277,6 +281,14 @@ def over_time(lanes: Sequence[Lane], duration_s: float, title: str) -> str:
     return figure(axis + 24, "".join(content), title)
 
 
+def _line_labels(lane: Lane, y: float) -> str:
+    content, x = [], 0.0
+    for style, label in lane.labels:
+        content.append(f'<path class="line {style}" d="M{x:.0f} {y - 4:.1f}h10"/>' + text(x + 14, y, label, "soft"))
+        x += 22 + 6.2 * len(label)
+    return "".join(content)
+
+
 def _time_unit(duration_s: float) -> tuple[float, str]:
     if duration_s < 300:
         return 1.0, "seconds"
@@ -286,29 +298,48 @@ def _time_unit(duration_s: float) -> tuple[float, str]:
 
 
 def line_lane(
-    title: str, unit: str, curves: Sequence[Curve], duration_s: float, *, height: float = 72, from_zero: bool = True
+    title: str,
+    unit: str,
+    curves: Sequence[Curve],
+    duration_s: float,
+    *,
+    height: float = 72,
+    low: float | None = 0.0,
+    high: float = -math.inf,
 ) -> Lane:
-    """Lines with a value axis of their own; a gap where there is no value."""
+    """Lines with a value axis of their own, with a gap where there is no value.
+
+    Args:
+        title: what it is.
+        unit: of the values.
+        curves: the lines; at least one value is finite.
+        duration_s: seconds at the right end.
+        height: of the strip.
+        low: lower end of the axis; the smallest value where not given.
+        high: the axis reaches at least up to it.
+    """
     finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
-    low = 0.0 if from_zero else float(finite.min())
-    high = float(finite.max())
-    high = high if high > low else low + max(abs(low), 1.0)
+    bottom = float(finite.min()) if low is None else low
+    top = max(float(finite.max()), high)
+    top = top if top > bottom else bottom + max(abs(bottom), 1.0)
     content = [rectangle(0, 0, PLOT, height, "panel")]
-    for tick in ticks(low, high, 3):
-        y = height * (1 - (tick - low) / (high - low))
+    for tick in ticks(bottom, top, 3):
+        y = height * (1 - (tick - bottom) / (top - bottom))
         content.append(line(0, y, PLOT, y, "grid") + text(-7, min(max(y + 4, 9), height), short(tick), "soft end"))
     for curve in curves:
         x = curve.seconds / duration_s * PLOT
-        y_values = height * (1 - (curve.values - low) / (high - low))
+        y_values = height * (1 - (curve.values - bottom) / (top - bottom))
         content.append(f'<path class="line {curve.style}" d="{_path(x, y_values)}"/>')
-    return Lane(title=title, unit=unit, height=height, content="".join(content))
+    labels = [(curve.style, curve.label) for curve in curves] if len(curves) > 1 else []
+    return Lane(title=title, unit=unit, height=height, content="".join(content), labels=labels)
 
 
 def _path(x: Series, y: Series) -> str:
+    """Lines from point to point; a point that stands alone becomes a dot."""
     commands, pen = [], "M"
     for at, value in zip(x.tolist(), y.tolist(), strict=True):
         if math.isfinite(value):
-            commands.append(f"{pen}{at:.1f} {value:.1f}")
+            commands.append(f"{pen}{at:.1f} {value:.1f}" + ("h0" if pen == "M" else ""))
             pen = "L"
         else:
             pen = "M"
@@ -327,8 +358,8 @@ def heat_lane(title: str, unit: str, percent: Series) -> Lane:
     for level in range(1, _HEAT_LEVELS + 1):
         cells = "".join(_runs(levels[row] == level, row * row_height, row_height - 1) for row in range(len(rows)))
         if cells:
-            shape = f'<path class="heat" transform="scale({column:.4f} 1)" opacity="{level / _HEAT_LEVELS:.1f}" d="{cells}"/>'
-            content.append(shape)
+            place = f'transform="scale({column:.4f} 1)" opacity="{level / _HEAT_LEVELS:.1f}"'
+            content.append(f'<path class="heat" shape-rendering="crispEdges" {place} d="{cells}"/>')
     every = max(1, math.ceil(12 / row_height))
     content.extend(
         text(-7, row * row_height + row_height / 2 + 4, row * group, "soft end") for row in range(0, len(rows), every)
@@ -352,7 +383,9 @@ def stack_lane(title: str, unit: str, shares: Mapping[str, Series], *, height: f
     content = [rectangle(0, 0, PLOT, height, "panel")]
     for name, values in shares.items():
         upper = lower + values
-        content.append(f'<path class="{colour_class(name)}" d="{_band(lower, upper, column, height)}"/>')
+        content.append(
+            f'<path class="{colour_class(name)}" shape-rendering="crispEdges" d="{_band(lower, upper, column, height)}"/>'
+        )
         lower = upper
     for percent in (0, 50, 100):
         content.append(text(-7, height * (1 - percent / 100) + (9 if percent == 100 else 4), percent, "soft end"))

@@ -26,9 +26,9 @@ _TRAININGS = {"mae": "Masked autoencoder", "finetune": "Fine-tuning", "distill":
 _LABELS = {
     "data": "waiting for data",
     "to_device": "host to device",
-    "teacher_forward": "teacher forward",
-    "forward": "forward",
-    "backward": "backward",
+    "teacher_forward": "teacher's forward pass",
+    "forward": "forward pass",
+    "backward": "backward pass",
     "optimizer": "optimiser",
     "other": "rest of the step",
     "evaluate": "evaluation",
@@ -37,7 +37,23 @@ _LABELS = {
     "interrupted": "interrupted step",
     "between": "between steps",
 }
+_MACHINE_LANES = (
+    ("GPU", "% busy", 1.0, 100.0, (("s0", "gpu_percent", "busy"),)),
+    ("GPU memory", "GB", 1e-9, 1.0, (("s0", "gpu_memory_used_bytes", "used"),)),
+    ("Memory", "GB", 1e-9, 1.0, (("s0", "process_rss_bytes", "process"), ("s1", "memory_used_bytes", "machine"))),
+    ("I/O wait", "% of all cores", 1.0, 10.0, (("s0", "iowait_percent", "wait"),)),
+    ("Disk", "MB/s", 1e-6, 1.0, (("s0", "disk_read_bytes_per_s", "read"), ("s1", "disk_write_bytes_per_s", "written"))),
+    (
+        "Network",
+        "MB/s",
+        1e-6,
+        1.0,
+        (("s0", "network_received_bytes_per_s", "received"), ("s1", "network_sent_bytes_per_s", "sent")),
+    ),
+)
+"""Title, unit, factor, least upper end of the axis, and the lines: style, column, label."""
 _MOST_RANKS_DRAWN = 64
+_FEWEST_STEPS_DRAWN = 20
 
 
 def build(trainings: Sequence[tuple[TrainingEvidence, TrainingSummary]]) -> str:
@@ -68,7 +84,7 @@ def lead(summaries: Sequence[TrainingSummary]) -> str:
     largest, share = max(longest.recorded_shares.items(), key=lambda item: item[1])
     waiting = longest.phases["data"].share if "data" in longest.phases else 0.0
     return (
-        f"{part}, and {_label(largest)} was the largest share of it: {_percent(share)}. "
+        f"{part}; the largest share of that, {_percent(share)}, is {_label(largest)}. "
         f"A step took {_ms(longest.step_ms.p50)} (median){_rate_text(longest)}; {_percent(waiting)} of it was waiting for data."
     )
 
@@ -86,10 +102,10 @@ def _overview(summaries: Sequence[TrainingSummary]) -> str:
             [
                 _name(summary),
                 _duration(summary.recorded_s),
-                summary.steps,
-                summary.world_size,
+                f"{summary.steps:,}",
+                str(summary.world_size),
                 _ms(summary.step_ms.p50) if summary.step_ms else "none",
-                round(summary.images_per_second) if summary.images_per_second else "not recorded",
+                f"{summary.images_per_second:,.0f}" if summary.images_per_second else "not recorded",
                 f"{_label(largest[0])}, {_percent(largest[1])}",
             ]
         )
@@ -173,12 +189,17 @@ def _phase_bar(name: str, label: str, phase: PhaseSummary) -> Bar:
 def _histogram(evidence: TrainingEvidence, step_ms: Spread) -> str:
     first = evidence.ranks[0]
     values = first.steps["seconds"][measured_steps(first)] * 1000
+    heading = _heading("How long steps take")
+    if len(values) < _FEWEST_STEPS_DRAWN:
+        return heading + html.paragraph(
+            f"Not drawn: {len(values)} steps are too few, {_FEWEST_STEPS_DRAWN} are needed."
+        )
     marks = [(step_ms.p50, "median"), (step_ms.p95, "95 %")]
     if step_ms.p95 < 1.1 * step_ms.p50:
         marks = marks[:1]
     picture = drawing.histogram(values, marks, "ms", "How long steps take", count_label="steps")
     caption = f"Slowest step: {_ms(step_ms.max)}. The slowest half percent is drawn into the last bar."
-    return _heading("How long steps take") + html.drawing(picture, caption)
+    return heading + html.drawing(picture, caption)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,7 +218,10 @@ def _over_time(evidence: TrainingEvidence, summary: TrainingSummary) -> str:
         *_machine_lanes(first.system, edges, duration),
     ]
     legend = drawing.legend([(drawing.colour_class(name), _label(name)) for name in shares])
-    caption = "All strips share the time axis. Colours of the strip “Time” as above; cores: the stronger, the busier."
+    caption = (
+        "All strips share the time axis. Time: what each moment was spent on, in rank 0. "
+        "Cores: the stronger the colour, the busier."
+    )
     picture = drawing.over_time(lanes, duration, "The training and the machine over time")
     return _heading("The training and the machine over time") + legend + html.drawing(picture, caption)
 
@@ -209,8 +233,8 @@ def _metric_lanes(evidence: TrainingEvidence, duration: float) -> list[Lane]:
         if metric is None or not np.isfinite(metric.values).any():
             continue
         seconds, values = binning.thin_curve(metric.seconds, metric.values * factor, BINS)
-        curve = Curve(style="s0", seconds=seconds, values=values)
-        lanes.append(drawing.line_lane(title, unit, [curve], duration, from_zero=False))
+        curve = Curve(style="s0", label=name, seconds=seconds, values=values)
+        lanes.append(drawing.line_lane(title, unit, [curve], duration, low=None))
     return lanes
 
 
@@ -227,32 +251,21 @@ def _is_core(name: str) -> bool:
 
 
 def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float) -> list[Lane]:
-    lines = [
-        ("I/O wait", "% of all cores", (("s0", "iowait_percent", 1.0),)),
-        ("GPU", "% busy", (("s0", "gpu_percent", 1.0),)),
-        ("GPU memory", "GB", (("s0", "gpu_memory_used_bytes", 1e-9),)),
-        ("Memory", "GB: process, machine", (("s0", "process_rss_bytes", 1e-9), ("s1", "memory_used_bytes", 1e-9))),
-        (
-            "Disk",
-            "MB/s: read, written",
-            (("s0", "disk_read_bytes_per_s", 1e-6), ("s1", "disk_write_bytes_per_s", 1e-6)),
-        ),
-        (
-            "Network",
-            "MB/s: in, out",
-            (("s0", "network_received_bytes_per_s", 1e-6), ("s1", "network_sent_bytes_per_s", 1e-6)),
-        ),
-    ]
     centres = (edges[1:] + edges[:-1]) / 2
     lanes = []
-    for title, unit, signals in lines:
-        curves = []
-        for style, column, factor in signals:
-            if column in system and np.isfinite(system[column]).any():
-                values = binning.mean_in_bins(system["end_s"], system[column] * factor, edges)
-                curves.append(Curve(style=style, seconds=centres, values=values))
+    for title, unit, factor, high, signals in _MACHINE_LANES:
+        curves = [
+            Curve(
+                style=style,
+                label=label,
+                seconds=centres,
+                values=binning.mean_in_bins(system["end_s"], system[column] * factor, edges),
+            )
+            for style, column, label in signals
+            if column in system
+        ]
         if any(np.isfinite(curve.values).any() for curve in curves):
-            lanes.append(drawing.line_lane(title, unit, curves, duration, height=54))
+            lanes.append(drawing.line_lane(title, unit, curves, duration, height=54, high=high))
     return lanes
 
 

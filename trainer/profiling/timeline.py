@@ -367,6 +367,7 @@ class Timeline:
             segment.marks.append(mark)
             self._hand_over(segment)
             self._begin_outside(mark)
+            self._take_in_passed()
 
     def _mark(self, segment: _Segment, owner: int) -> None:
         segment.marks.append(self._clock.mark())

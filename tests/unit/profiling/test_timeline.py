@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainer.profiling.timeline import (
+    BETWEEN,
+    INTERRUPTED,
+    MOST_PENDING,
+    MOST_RANGES,
+    OTHER,
+    PHASES,
+    PROFILER,
+    HostClock,
+    Timeline,
+)
+
+SECOND = 1_000_000_000
+
+
+class Time:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 5 * SECOND
+
+    def __call__(self) -> int:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += round(seconds * SECOND)
+
+
+class Device:
+    """A device that runs `lag` seconds behind the host until the test lets it catch up; its marks are reused like events."""
+
+    def __init__(self, time: Time) -> None:
+        self._time = time
+        self.reached = 0
+        self.free: list[list[int]] = []
+        self.made = 0
+
+    def mark(self) -> list[int]:
+        if not self.free:
+            self.made += 1
+        mark = self.free.pop() if self.free else [0]
+        mark[0] = self._time.now
+        return mark
+
+    def passed(self, mark: list[int]) -> bool:
+        return mark[0] <= self.reached
+
+    def wait(self, mark: list[int]) -> None:
+        self.reached = max(self.reached, mark[0])
+
+    def seconds(self, start: list[int], end: list[int]) -> float:
+        assert end[0] <= self.reached, "read before the device came there"
+        return (end[0] - start[0]) * 1e-9
+
+    def release(self, mark: list[int]) -> None:
+        self.free.append(mark)
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def timeline(time: Time) -> Timeline:
+    timeline = Timeline(HostClock(time), nanoseconds=time)
+    timeline.start()
+    return timeline
+
+
+def spend(timeline: Timeline, time: Time, name: str, seconds: float) -> None:
+    with timeline.range(name):
+        time.pass_(seconds)
+
+
+def row(timeline: Timeline, index: int = -1) -> dict[str, float]:
+    return dict(zip(timeline.steps.columns, timeline.steps.array()[index].tolist(), strict=True))
+
+
+def test_phases_and_the_rest_sum_to_the_step(timeline: Timeline, time: Time) -> None:
+    time.pass_(2)
+    with timeline.step(7, images=32):
+        for _ in range(2):
+            spend(timeline, time, "data", 0.5)
+            spend(timeline, time, "forward", 1)
+            time.pass_(0.25)
+            spend(timeline, time, "backward", 2)
+        spend(timeline, time, "optimizer", 0.125)
+    step = row(timeline)
+    assert (step["step"], step["images"], step["profiled"]) == (7, 32, 0)
+    assert step["start_s"] == pytest.approx(2)
+    assert step["seconds"] == pytest.approx(7.625)
+    assert (step["data"], step["forward"], step["backward"], step["optimizer"]) == pytest.approx((1, 2, 4, 0.125))
+    assert step[OTHER] == pytest.approx(0.5)
+    assert sum(step[name] for name in timeline.ranges) == pytest.approx(step["seconds"])
+    assert step["host_seconds"] == pytest.approx(7.625)
+    assert step["host_data_seconds"] == pytest.approx(1)
+
+
+def test_nested_ranges_are_counted_once(timeline: Timeline, time: Time) -> None:
+    with timeline.step(0), timeline.range("forward"):
+        time.pass_(1)
+        with timeline.range("attention"):
+            time.pass_(2)
+            spend(timeline, time, "softmax", 4)
+        spend(timeline, time, "teacher_forward", 8)
+        time.pass_(16)
+    step = row(timeline)
+    assert step["forward"] == pytest.approx(17)
+    assert step["forward/attention"] == pytest.approx(2)
+    assert step["forward/attention/softmax"] == pytest.approx(4)
+    assert step["teacher_forward"] == pytest.approx(8)
+    assert step["seconds"] == pytest.approx(31)
+
+
+def test_a_range_of_the_same_name_nests_in_itself(timeline: Timeline, time: Time) -> None:
+    with timeline.step(0), timeline.range("block"):
+        time.pass_(1)
+        spend(timeline, time, "block", 2)
+    step = row(timeline)
+    assert (step["block"], step["block/block"]) == pytest.approx((1, 2))
+
+
+def test_time_between_steps_is_not_lost(timeline: Timeline, time: Time) -> None:
+    for number in range(3):
+        with timeline.step(number):
+            time.pass_(1)
+        time.pass_(0.5)
+        with timeline.range("evaluate"):
+            time.pass_(1)
+            spend(timeline, time, "forward", 3)
+    timeline.finish()
+    assert timeline.totals.seconds == pytest.approx(3)
+    assert (timeline.outside["evaluate"].count, timeline.outside["evaluate"].seconds) == (3, pytest.approx(12))
+    assert timeline.outside[BETWEEN].seconds == pytest.approx(1.5)
+    names = list(timeline.outside)
+    spans = [(names[int(name)], start, seconds) for name, start, seconds in timeline.spans.array().tolist()]
+    assert spans == [("evaluate", pytest.approx(1.5 + 5.5 * number), pytest.approx(4)) for number in range(3)]
+
+
+def test_the_whole_recording_is_accounted_for(timeline: Timeline, time: Time) -> None:
+    random = np.random.default_rng(0)
+    start = time.now
+    for number in range(50):
+        time.pass_(random.random())
+        with timeline.step(number):
+            for name in random.choice([*PHASES, "mine"], 8):
+                spend(timeline, time, str(name), random.random())
+                time.pass_(random.random())
+        spend(timeline, time, "checkpoint", random.random())
+    timeline.finish()
+    outside = sum(total.seconds for total in timeline.outside.values())
+    assert timeline.totals.seconds + outside == pytest.approx((time.now - start) / SECOND)
+    assert sum(timeline.totals.ranges) == pytest.approx(timeline.totals.seconds)
+
+
+def test_sums_stay_exact_and_the_table_bounded_in_a_long_run(time: Time) -> None:
+    timeline = Timeline(HostClock(time), nanoseconds=time, steps_kept=64, spans_kept=16)
+    timeline.start()
+    for number in range(5000):
+        with timeline.step(number, images=2):
+            spend(timeline, time, "forward", 0.001)
+        spend(timeline, time, "evaluate", 0.002)
+    assert len(timeline.steps) <= 64
+    assert len(timeline.spans) <= 16
+    assert (timeline.totals.steps, timeline.totals.images) == (5000, 10000)
+    assert timeline.totals.seconds == pytest.approx(5)
+    assert timeline.outside["evaluate"].seconds == pytest.approx(10)
+
+
+def test_ranges_without_any_step_are_taken_in_as_they_end(timeline: Timeline, time: Time) -> None:
+    for _ in range(2 * MOST_PENDING):
+        spend(timeline, time, "evaluate", 0.001)
+    assert timeline.outside["evaluate"].count == 2 * MOST_PENDING
+
+
+def test_more_names_than_are_kept_count_for_the_range_around_them(timeline: Timeline, time: Time) -> None:
+    with timeline.step(0), timeline.range("forward"):
+        for number in range(3 * MOST_RANGES):
+            spend(timeline, time, f"layer{number}", 1)
+    step = row(timeline)
+    assert len(timeline.ranges) == MOST_RANGES
+    assert step["seconds"] == pytest.approx(3 * MOST_RANGES)
+    assert step["forward"] == pytest.approx(3 * MOST_RANGES - (MOST_RANGES - 1 - len(PHASES)))
+
+
+def test_a_step_that_fails_is_no_step(timeline: Timeline, time: Time) -> None:
+    with pytest.raises(ZeroDivisionError), timeline.step(0), timeline.range("forward"):
+        time.pass_(3)
+        raise ZeroDivisionError
+    with timeline.step(1):
+        spend(timeline, time, "forward", 1)
+    timeline.finish()
+    assert timeline.totals.steps == 1
+    assert row(timeline)["forward"] == pytest.approx(1)
+    assert timeline.outside[INTERRUPTED].seconds == pytest.approx(3)
+
+
+def test_marks_of_a_device_are_read_only_after_it_passed_them(time: Time) -> None:
+    device = Device(time)
+    timeline = Timeline(device, nanoseconds=time)
+    timeline.start()
+    for number in range(4):
+        with timeline.step(number):
+            spend(timeline, time, "forward", 1)
+    assert timeline.totals.steps == 0, "the device has come nowhere yet"
+    device.reached = time.now - 2 * SECOND
+    with timeline.step(4):
+        spend(timeline, time, "forward", 1)
+    assert timeline.totals.steps == 2
+    timeline.finish()
+    assert timeline.totals.steps == 5
+    assert timeline.steps.column("forward").tolist() == pytest.approx([1] * 5)
+    assert timeline.totals.lost == 0
+
+
+def test_a_device_that_keeps_up_reuses_its_marks(time: Time) -> None:
+    device = Device(time)
+    timeline = Timeline(device, nanoseconds=time)
+    timeline.start()
+    for number in range(100):
+        with timeline.step(number):
+            for name in PHASES:
+                spend(timeline, time, name, 0.001)
+        device.reached = time.now - SECOND // 100
+    assert device.made < 100
+    timeline.finish()
+    assert timeline.steps.column("seconds").tolist() == pytest.approx([0.006] * 100)
+
+
+def test_steps_of_a_device_that_never_comes_are_given_up_and_counted(time: Time) -> None:
+    device = Device(time)
+    timeline = Timeline(device, nanoseconds=time)
+    timeline.start()
+    for number in range(MOST_PENDING):
+        with timeline.step(number):
+            time.pass_(0.001)
+    assert timeline.totals.lost == pytest.approx(MOST_PENDING / 2, abs=2)
+    timeline.finish()
+    assert timeline.totals.steps + timeline.totals.lost == MOST_PENDING
+
+
+class RecordingWindow:
+    """A window that costs a second to open and to close."""
+
+    def __init__(self, time: Time) -> None:
+        self.steps = range(2, 4)
+        self.active = False
+        self._time = time
+
+    def open(self) -> None:
+        self.active = True
+        self._time.pass_(1)
+
+    def close(self) -> None:
+        self.active = False
+        self._time.pass_(1)
+
+
+def test_steps_in_the_window_are_marked_and_its_cost_is_kept_out(time: Time) -> None:
+    timeline = Timeline(HostClock(time), window=RecordingWindow(time), nanoseconds=time)
+    timeline.start()
+    for number in range(10, 16):
+        with timeline.step(number):
+            time.pass_(1)
+    assert timeline.steps.column("profiled").tolist() == [0, 0, 1, 1, 0, 0]
+    assert timeline.steps.column("seconds").tolist() == pytest.approx([1] * 6)
+    assert timeline.outside[PROFILER].seconds == pytest.approx(2)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", OTHER, BETWEEN, INTERRUPTED])
+def test_reserved_names_are_refused(timeline: Timeline, name: str) -> None:
+    with pytest.raises(ValueError, match=r"range '.*': must be a name without a slash"):
+        timeline.range(name)
+
+
+def test_a_step_inside_of_a_step_is_refused(timeline: Timeline) -> None:
+    with timeline.step(0), pytest.raises(RuntimeError, match="step 1 begins inside of a step"), timeline.step(1):
+        pass
+
+
+def test_a_timeline_that_was_not_started_says_so(time: Time) -> None:
+    with pytest.raises(RuntimeError, match="not recording"), Timeline(HostClock(time)).step(0):
+        pass
