@@ -40,9 +40,11 @@ class Split:
         self._table = datasets.load_from_disk(str(directory / name)).cast_column("image", datasets.Image(decode=False))
         self._images = self._table.select_columns("image")
         self._decoded: Tensor | None = None
-        self.labels: npt.NDArray[np.int64] = np.array(self._table.with_format("arrow")["label"], dtype=np.int64)
+        columns = self._table.data
+        self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
         """Index of each image's class, or -1 where it has none, [N]."""
-        self.keys: npt.NDArray[np.uint64] = np.array([int(key[:16], 16) for key in self.names], dtype=np.uint64)
+        keys = (int(key[:16], 16) for key in columns.column("key").to_pylist())
+        self.keys: npt.NDArray[np.uint64] = np.fromiter(keys, dtype=np.uint64, count=len(self))
         """The first 8 bytes of each image's content key, [N]."""
 
     def __len__(self) -> int:

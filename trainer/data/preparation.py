@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -41,8 +41,14 @@ from trainer.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 256
-"""Images that a process decodes at a time, and of which it keeps the squares in memory."""
+CHUNKS = 1000
+"""Pieces that the work is cut into; each is a file of the spool, which is memory-mapped, so there can not be a million."""
+
+SMALLEST_CHUNK = 32
+"""Fewer images at a time do not repay handing them to a process."""
+
+LARGEST_CHUNK = 4096
+"""More images at a time would take too much memory, since a process holds the squares of its chunk."""
 
 IMAGES_PER_PROCESS = 2000
 """Fewer images than this for each process do not repay its start."""
@@ -54,6 +60,7 @@ LOG_INTERVAL_S = 10.0
 """Seconds between two lines on the progress, where there is no terminal."""
 
 Figures: TypeAlias = dict[str, int]
+Read: TypeAlias = Callable[[str], bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +146,8 @@ def _spool(directory: Path) -> Iterator[Path]:
 
 def _decode_all(listing: Listing, settings: DataSettings, spool: Path, processes: int) -> list[_Outcome]:
     """Decode every image; good ones get the next rows of the spool, in the listing's order."""
-    starts = range(0, len(listing.items), CHUNK)
-    chunks = [listing.items[start : start + CHUNK] for start in starts]
+    size = min(max(len(listing.items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
+    chunks = [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
     files = [_chunk_file(spool, number) for number in range(len(chunks))]
     work = partial(_decode_chunk, read=listing.read, settings=settings, schema=features().arrow_schema)
     outcomes: list[_Outcome] = []
@@ -151,9 +158,16 @@ def _decode_all(listing: Listing, settings: DataSettings, spool: Path, processes
     return outcomes
 
 
-def _map(work: Any, *arguments: Sequence[Any], processes: int) -> Iterator[list[_Outcome]]:
+def _map(
+    work: Callable[[Sequence[Item], Path], list[_Outcome]],
+    chunks: Sequence[Sequence[Item]],
+    files: Sequence[Path],
+    *,
+    processes: int,
+) -> Iterator[list[_Outcome]]:
+    """The outcomes of each chunk, in their order."""
     if processes == 1:
-        yield from map(work, *arguments)
+        yield from map(work, chunks, files)
         return
     # Spawned, because a forked copy of a process with threads (Arrow's, fsspec's) can hang. Ctrl-C is for the parent to handle.
     with ProcessPoolExecutor(
@@ -163,7 +177,7 @@ def _map(work: Any, *arguments: Sequence[Any], processes: int) -> Iterator[list[
         initargs=(signal.SIGINT, signal.SIG_IGN),
     ) as pool:
         try:
-            yield from pool.map(work, *arguments)
+            yield from pool.map(work, chunks, files)
         except BrokenProcessPool as error:
             raise DataError(
                 f"a process that decodes images died, probably for lack of memory; {processes} of them run at once, "
@@ -176,7 +190,7 @@ def _chunk_file(spool: Path, number: int) -> Path:
 
 
 def _decode_chunk(
-    items: Sequence[Item], file: Path, *, read: Any, settings: DataSettings, schema: pa.Schema
+    items: Sequence[Item], file: Path, *, read: Read, settings: DataSettings, schema: pa.Schema
 ) -> list[_Outcome]:
     """Decode some images and write the squares of the good ones into a file of the spool."""
     outcomes: list[_Outcome] = []
@@ -195,9 +209,9 @@ def _decode_chunk(
     return outcomes
 
 
-def _read(item: Item, read: Any) -> bytes:
+def _read(item: Item, read: Read) -> bytes:
     try:
-        content: bytes = read(item.location)
+        return read(item.location)
     except FileNotFoundError as error:
         raise BadImageError("no such file") from error
     except (PermissionError, IsADirectoryError) as error:
@@ -206,7 +220,6 @@ def _read(item: Item, read: Any) -> bytes:
         raise DataError(
             f"image {item.name}: reading it failed ({error}); see to the storage and prepare again"
         ) from error
-    return content
 
 
 def _decode_item(item: Item, content: bytes, settings: DataSettings) -> tuple[_Decoded, bytes]:
@@ -220,7 +233,7 @@ def _decode_item(item: Item, content: bytes, settings: DataSettings) -> tuple[_D
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Any]:
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, a line now and then in a log; yields a function that takes the number of images just done."""
     with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
         done, said = 0, time.monotonic()

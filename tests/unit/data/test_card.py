@@ -1,0 +1,149 @@
+"""What the data card says, read back from the page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainer.config import DataSettings
+from trainer.data.card import CLASSES, ROWS, STRIPS, TILE, CardContent, data_card
+from trainer.data.schema import SplitName
+from trainer.data.selection import Candidate, Dropped, Quarantined
+
+EVIL = '<script>alert("1")</script>'
+
+
+def square(row: int) -> bytes:
+    """A plain picture whose red says its row."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16), (row % 256, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def candidate(row: int, label: int, split: SplitName, *, width: int = 20, height: int = 10) -> Candidate:
+    return Candidate(row=row, name=f"{row}", label=label, split=split, key=f"{row:064x}", width=width, height=height)
+
+
+def content(**changes: object) -> CardContent:
+    values: dict[str, object] = {
+        "settings": DataSettings(source="imagefolder:/some/where/photos", image_size=16),
+        "classes": ("apple", EVIL),
+        "notes": ("A note & more.",),
+        "splits": {
+            "train": [
+                candidate(0, 0, "train"),
+                candidate(1, 0, "train", width=8),
+                candidate(2, 1, "train", height=400),
+            ],
+            "val": [candidate(3, 0, "val")],
+            "test": [candidate(4, 0, "test"), candidate(5, 1, "test")],
+            "unlabeled": [candidate(200, -1, "unlabeled")],
+        },
+        "quarantined": [
+            Quarantined(name=EVIL, reason="truncated: at byte 9"),
+            Quarantined(name="b", reason="empty file"),
+        ],
+        "dropped": [
+            Dropped(name="c", split="train", kept_name="d", kept_split="train"),
+            Dropped(name="e", split="train", kept_name="f", kept_split="test"),
+        ],
+        "read": square,
+    }
+    return CardContent(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of each row of each table."""
+    return [
+        [html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
+        for row in re.findall(r"<tr>(.*?)</tr>", page)
+    ]
+
+
+def test_the_numbers() -> None:
+    page = data_card(content())
+    table = rows(page)
+    for row in (["train", "3"], ["val", "1"], ["test", "2"], ["unlabeled", "1"], ["quarantined", "2"]):
+        assert row in table
+    assert ["left out: equal to one that is kept", "1"] in table
+    assert ["left out: equal to one of val or test (leakage)", "1"] in table
+    assert ["apple", "2", "1", "1", "4"] in table
+    assert [EVIL, "1", "0", "1", "2"] in table
+    assert ["width, pixels", "8", "8", "20", "20", "20"] in table
+    assert ["height, pixels", "10", "10", "10", "10", "400"] in table
+    assert "The largest class has 2.0 times as many images as the smallest." in page
+    assert "7 of 7 images were enlarged" not in page
+    assert "6 of 7 images were enlarged" in page
+    assert "No image in val: &lt;script&gt;" in page
+    assert "No image in test" not in page
+
+
+def test_what_was_left_out_is_listed_with_reasons() -> None:
+    table = rows(data_card(content()))
+    assert [EVIL, "truncated: at byte 9"] in table
+    assert ["truncated", "1"] in table
+    assert ["c", "train", "d", "train", "copy"] in table
+    assert ["e", "train", "f", "test", "leakage"] in table
+    assert "Nothing." in data_card(content(quarantined=[], dropped=[]))
+
+
+def test_every_text_of_the_user_is_escaped() -> None:
+    page = data_card(content(settings=DataSettings(source=f"imagefolder:/x/{EVIL}"), notes=(EVIL,)))
+    assert "<script" not in page
+    assert "A note &amp; more." in data_card(content())
+
+
+def test_the_pictures_are_those_of_the_classes() -> None:
+    figures = re.findall(r'src="data:image/jpeg;base64,([^"]+)" alt="([^"]*)"', data_card(content()))
+    strips = {html.unescape(name): Image.open(io.BytesIO(base64.b64decode(data))) for data, name in figures}
+    assert list(strips) == ["apple", EVIL, "unlabelled"]
+    assert strips["apple"].size == (2 * TILE, TILE)
+    middles = np.asarray(strips["apple"])[TILE // 2, [TILE // 2, TILE + TILE // 2], 0]
+    np.testing.assert_allclose(middles, [0, 1], atol=3)
+    np.testing.assert_allclose(np.asarray(strips["unlabelled"])[..., 0], 200, atol=3)
+
+
+def test_the_page_is_equal_for_equal_content_and_tells_no_folder() -> None:
+    assert data_card(content()) == data_card(content())
+    elsewhere = DataSettings(source="imagefolder:/else/where/photos", image_size=16)
+    assert data_card(content(settings=elsewhere)) == data_card(content())
+
+
+@pytest.mark.parametrize("classes", [STRIPS, 2 * CLASSES])
+def test_a_large_data_set_stays_below_the_limit_of_a_page(classes: int) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    buffer = io.BytesIO()
+    noise.save(buffer, "PNG")
+    train = [candidate(row, row % classes, "train") for row in range(4 * classes)]
+    quarantined = [
+        Quarantined(name=f"{'long/' * 20}{number}.jpg", reason="truncated: " + "x" * 60) for number in range(5000)
+    ]
+    page = data_card(
+        content(
+            classes=[f"class {label} {'x' * 30}" for label in range(classes)],
+            splits={
+                "train": train,
+                "val": [candidate(9, 0, "val")],
+                "test": [candidate(9, 0, "test")],
+                "unlabeled": [],
+            },
+            quarantined=quarantined,
+            read=lambda row: buffer.getvalue(),
+        )
+    )
+    assert len(page.encode()) < 2_000_000
+    assert page.count("data:image/jpeg") == STRIPS
+    assert f"{5000 - ROWS:,} more are listed in quarantine.json." in page
+    assert (f"The first {CLASSES:,} of {classes:,} classes are listed." in page) == (classes > CLASSES)
+
+
+def test_the_drawing_has_a_bar_for_each_class_and_split_of_its_height() -> None:
+    page = data_card(content())
+    heights = [float(value) for value in re.findall(r'<rect [^>]*height="([0-9.]+)"', page)]
+    assert heights == pytest.approx([70, 35, 35, 35, 0, 35])

@@ -1,0 +1,322 @@
+"""From files to a prepared data set, read back as a training reads it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from trainer.config import DataSettings
+from trainer.data import preparation
+from trainer.data.dataset import open_dataset
+from trainer.data.decoding import content_key
+from trainer.data.preparation import prepare
+from trainer.data.schema import SPLITS, Description
+from trainer.data.sources import Item, Listing
+from trainer.errors import DataError
+from trainer.stages.prepare import run
+
+
+def picture(seed: int, size: int = 16) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def save(image: Image.Image, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+
+
+def folder(root: Path, *, classes: int = 2, images: int = 10, split: str = "") -> Path:
+    for label in range(classes):
+        for number in range(images):
+            seed = 1000 * label + number + 100_000 * len(split)
+            save(picture(seed), root / split / f"class {label}" / f"{number:03d}.png")
+    return root
+
+
+def settings(root: Path, **values: object) -> DataSettings:
+    return DataSettings.model_validate(
+        {"source": f"imagefolder:{root}", "image_size": 16, "encoding": "png", "max_bad_fraction": 1, **values}
+    )
+
+
+def made(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
+
+
+def listed(path: Path, file: str) -> dict[str, str]:
+    records = json.loads((path / file).read_text())
+    return {record["name"]: record.get("reason") or record["kept_name"] for record in records}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is stored
+
+
+def test_what_is_read_back_is_what_the_files_held(tmp_path: Path) -> None:
+    source = folder(tmp_path / "photos", classes=3, images=12)
+    save(picture(5_000), source / "unlabeled" / "u.png")
+    artifact = run(settings(source), dataset=tmp_path / "out")
+    data = open_dataset(tmp_path / "out")
+    assert data.classes == ("class 0", "class 1", "class 2")
+    assert data.fingerprint == artifact.fingerprint
+    seen: list[str] = []
+    for name in SPLITS:
+        split = data.split(name)
+        assert artifact.figures[name] == len(split)
+        for index, file in enumerate(split.sources):
+            original = Image.open(source / file)
+            np.testing.assert_array_equal(split.read([index])[0].permute(1, 2, 0).numpy(), np.asarray(original))
+            assert split.names[index] == content_key(original)
+            expected = -1 if name == "unlabeled" else data.classes.index(file.split("/")[0])
+            assert split.labels[index] == expected
+        seen += split.sources
+    assert sorted(seen) == sorted(path.relative_to(source).as_posix() for path in source.rglob("*.png"))
+    others = {"classes": 3, "quarantined": 0, "duplicates": 0, "leakage": 0, "unlabeled": 1}
+    assert others.items() <= artifact.figures.items()
+
+
+def test_digits_end_to_end(tmp_path: Path) -> None:
+    artifact = run(DataSettings(image_size=8, encoding="png"), dataset=tmp_path)
+    counts = [artifact.figures[split] for split in SPLITS]
+    assert sum(counts) == 1797
+    assert artifact.figures["test"] == pytest.approx(180, abs=40)
+    split, bundled = open_dataset(tmp_path).split("test"), load_digits()
+    for index, source in enumerate(split.sources[:20]):
+        number = int(source.removeprefix("digit "))
+        assert split.labels[index] == bundled.target[number]
+        np.testing.assert_allclose(split.read([index])[0, 1].numpy() * (16 / 255), bundled.images[number], atol=0.04)
+
+
+def test_images_of_all_kinds_are_stored_as_squares_in_rgb(tmp_path: Path) -> None:
+    source = folder(tmp_path / "photos")
+    save(picture(1, 60).resize((90, 40)).convert("L"), source / "class 0" / "grey.jpg")
+    save(picture(2, 60).convert("P"), source / "class 1" / "palette.gif")
+    save(picture(3, 60).convert("CMYK"), source / "class 1" / "cmyk.jpg")
+    run(settings(source, encoding="jpeg", image_size=24), dataset=tmp_path / "out")
+    for name in ("train", "val", "test"):
+        split = open_dataset(tmp_path / "out").split(name)  # type: ignore[arg-type]
+        assert split.read(range(len(split))).shape == (len(split), 3, 24, 24)
+
+
+def test_every_way_to_be_bad_is_quarantined_with_its_reason(tmp_path: Path) -> None:
+    source = folder(tmp_path / "photos")
+    bad = source / "class 0"
+    (bad / "empty.png").touch()
+    (bad / "text.jpg").write_text("no image")
+    save(picture(1, 50), bad / "whole.jpg")
+    (bad / "half.jpg").write_bytes((bad / "whole.jpg").read_bytes()[:900])
+    save(picture(2, 5), bad / "tiny.png")
+    save(picture(3, 70), bad / "huge.png")
+    (bad / "gone.png").symlink_to(tmp_path / "nowhere")
+    save(picture(4, 20), bad / "said cat.png")
+    save(picture(4, 20), source / "class 1" / "said dog.png")
+    figures = prepare(settings(source, max_pixels=60 * 60), made(tmp_path / "out"))
+    reasons = listed(tmp_path / "out", "quarantine.json")
+    assert figures["quarantined"] == len(reasons) == 8
+    truncated = reasons.pop("class 0/half.jpg")
+    assert truncated.startswith("truncated: ")
+    contradiction = (
+        "contradicting labels of one picture: class 0/said cat.png (class 0), class 1/said dog.png (class 1)"
+    )
+    assert reasons == {
+        "class 0/empty.png": "empty file",
+        "class 0/text.jpg": "no image that can be read",
+        "class 0/tiny.png": "too small: 5 x 5 pixels",
+        "class 0/huge.png": "too many pixels: more than 3,600",
+        "class 0/gone.png": "no such file",
+        "class 0/said cat.png": contradiction,
+        "class 1/said dog.png": contradiction,
+    }
+
+
+def test_copies_are_dropped_and_leakage_is_removed_from_train(tmp_path: Path) -> None:
+    source = tmp_path / "photos"
+    for split in ("train", "val", "test"):
+        folder(source, split=split, images=5)
+    save(picture(1), source / "train" / "class 0" / "copy 1.png")
+    save(picture(1), source / "train" / "class 0" / "copy 2.bmp")
+    save(picture(2), source / "train" / "class 0" / "seen in val.png")
+    save(picture(2), source / "val" / "class 0" / "x.png")
+    save(picture(3), source / "val" / "class 1" / "seen in test.bmp")
+    save(picture(3), source / "test" / "class 1" / "x.png")
+    save(picture(3), source / "unlabeled" / "seen in test too.png")
+    figures = run(settings(source), dataset=tmp_path / "out").figures
+    assert listed(tmp_path / "out", "dropped.json") == {
+        "train/class 0/copy 2.bmp": "train/class 0/copy 1.png",
+        "train/class 0/seen in val.png": "val/class 0/x.png",
+        "val/class 1/seen in test.bmp": "test/class 1/x.png",
+        "unlabeled/seen in test too.png": "test/class 1/x.png",
+    }
+    assert figures == {
+        **dict.fromkeys(("train", "val", "test"), 11),
+        **dict.fromkeys(("unlabeled", "quarantined"), 0),
+        "classes": 2,
+        "duplicates": 1,
+        "leakage": 3,
+    }
+    data = open_dataset(tmp_path / "out")
+    keys = [key for split in SPLITS for key in data.split(split).names]
+    assert len(keys) == len(set(keys)) == 33
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same input gives the same result
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_neither_processes_nor_times_nor_an_earlier_result_change_a_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "SMALLEST_CHUNK", 4)
+    source = folder(tmp_path / "photos", classes=3)
+    (source / "class 0" / "bad.jpg").write_bytes(b"\xff\xd8\xff broken")
+    prepare(settings(source), made(tmp_path / "one"), processes=1)
+    for file in source.rglob("*.png"):
+        os.utime(file, (1, 1))
+    prepare(settings(source), made(tmp_path / "two"), processes=2)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    (tmp_path / "two" / "train" / "data-00001-of-00002.arrow").touch()
+    made(tmp_path / "two" / "spool")
+    prepare(settings(source), tmp_path / "two", processes=1)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_nothing_in_the_files_depends_on_where_the_source_is(tmp_path: Path) -> None:
+    source = folder(tmp_path / "here" / "photos")
+    prepare(settings(source), made(tmp_path / "one"))
+    shutil.copytree(source, tmp_path / "there" / "photos")
+    prepare(settings(tmp_path / "there" / "photos"), made(tmp_path / "two"))
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_several_shards_hold_what_one_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folder(tmp_path / "photos")
+    run(settings(source), dataset=tmp_path / "one")
+    monkeypatch.setattr(preparation, "SHARD_BYTES", 4000)
+    run(settings(source), dataset=tmp_path / "many")
+    assert len(list((tmp_path / "many" / "train").glob("*.arrow"))) > 1
+    one, many = (open_dataset(tmp_path / name).split("train") for name in ("one", "many"))
+    assert list(one.names) == list(many.names)
+    np.testing.assert_array_equal(one.read(range(len(one))).numpy(), many.read(range(len(many))).numpy())
+
+
+def test_a_picture_stays_in_its_split_when_others_are_added(tmp_path: Path) -> None:
+    source = folder(tmp_path / "photos", images=40)
+    run(settings(source), dataset=tmp_path / "before")
+    folder(source, images=60)
+    run(settings(source), dataset=tmp_path / "after")
+    before, after = (
+        {key: split for split in SPLITS for key in open_dataset(tmp_path / name).split(split).names}
+        for name in ("before", "after")
+    )
+    assert len(after) == 120
+    assert {key: after[key] for key in before} == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What ends the preparation
+
+
+def test_too_many_bad_images(tmp_path: Path) -> None:
+    source = folder(tmp_path / "photos", images=10)
+    for name in ("a.jpg", "b.jpg"):
+        (source / "class 0" / name).write_text("no image")
+    (source / "class 1" / "c.png").touch()
+    with pytest.raises(DataError) as caught:
+        prepare(settings(source, max_bad_fraction=0.1), made(tmp_path / "out"))
+    assert str(caught.value) == (
+        "3 of 23 images are bad (13.0%), more than data.max_bad_fraction=0.1 allows: 2 no image that can be read, such as "
+        "class 0/a.jpg; 1 empty file, such as class 1/c.png. All are listed in "
+        f"{tmp_path}/out/quarantine.json; mend or remove them, or raise the limit"
+    )
+    assert len(listed(tmp_path / "out", "quarantine.json")) == 3
+    assert not (tmp_path / "out" / "spool").exists()
+    prepare(settings(source, max_bad_fraction=0.14), tmp_path / "out")
+
+
+def test_a_class_with_too_few_good_images(tmp_path: Path) -> None:
+    source = folder(tmp_path / "photos", images=5)
+    save(picture(7_000), source / "rare" / "1.png")
+    save(picture(7_000), source / "rare" / "the same.png")
+    with pytest.raises(DataError, match=r"class 'rare' \(1\): fewer good labelled images"):
+        prepare(settings(source), made(tmp_path / "out"))
+
+
+def test_one_class_only(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has only one class, 'class 0'"):
+        prepare(settings(folder(tmp_path / "photos", classes=1)), made(tmp_path / "out"))
+
+
+def test_a_given_split_without_good_images(tmp_path: Path) -> None:
+    source = folder(tmp_path / "photos", split="train")
+    made(source / "val" / "class 0")
+    (source / "val" / "class 0" / "bad.png").touch()
+    with pytest.raises(DataError, match="split val is empty"):
+        prepare(settings(source), made(tmp_path / "out"))
+
+
+def test_no_image_is_good(tmp_path: Path) -> None:
+    for name in ("a/1.png", "b/1.png"):
+        made((tmp_path / "photos" / name).parent)
+        (tmp_path / "photos" / name).touch()
+    with pytest.raises(DataError, match=r"classes 'a' \(0\), 'b' \(0\)"):
+        prepare(settings(tmp_path / "photos"), made(tmp_path / "out"))
+
+
+def test_storage_that_fails_is_not_the_image_s_fault(tmp_path: Path) -> None:
+    """Reading a process's memory from address 0 gives EIO, as a failing disk does."""
+    item = Item(name="x.png", location="/proc/self/mem", label=0, split="train")
+    listing = Listing(items=[item], classes=("a",), read=lambda location: Path(location).read_bytes())
+    with pytest.raises(DataError, match=r"image x\.png: reading it failed .* see to the storage"):
+        preparation._decode_all(listing, settings(tmp_path), made(tmp_path / "spool"), 1)
+
+
+def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
+    item = Item(name="x.png", location=9, label=0, split="train")  # type: ignore[arg-type]  # the exit code
+    listing = Listing(items=[item], classes=("a",), read=os._exit)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="a process that decodes images died"):
+        preparation._decode_all(listing, settings(tmp_path), made(tmp_path / "spool"), 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Progress and the rest
+
+
+def test_a_log_gets_plain_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    prepare(settings(folder(tmp_path / "photos")), made(tmp_path / "out"))
+    assert "prepare: decoded 20 of 20 images" in caplog.messages
+    assert capsys.readouterr().err == ""
+
+
+def test_the_description_counts_the_images(tmp_path: Path) -> None:
+    figures = prepare(settings(folder(tmp_path / "photos")), made(tmp_path / "out"))
+    description = Description.read(tmp_path / "out")
+    assert description.image_size == 16
+    assert description.images == {split: figures[split] for split in SPLITS}
+    assert (tmp_path / "out" / "card.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_process_that_decodes_loads_neither_torch_nor_datasets() -> None:
+    """Each would cost it seconds and hundreds of megabytes."""
+    code = (
+        "import sys, trainer.data.preparation, trainer.data.sources; print({'torch', 'datasets'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
