@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,7 +175,7 @@ def test_summary_has_its_contract_keys(inputs, evaluations, tracked, tmp_path):
     }  # fmt: skip
     assert not summary["verdict"]["passed"]
     assert len(summary["verdict"]["reasons"]) == 2
-    assert all(os.path.isfile(path) for path in summary["reports"].values())
+    assert all(Path(path).is_file() for path in summary["reports"].values())
     assert set(summary["reports"]) == {"data", "profile", "evaluation"}
 
 

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import confusion_matrix, precision_score, recall_score, top_k_accuracy_score
+
+from trainer.evaluation import metrics
+
+
+def random_case(seed: int, images: int = 200, classes: int = 7):
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(scale=3, size=(images, classes)).astype(np.float32)
+    return logits, generator.integers(0, classes, images)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 7])
+def test_top_k_agrees_with_scikit_learn(k):
+    logits, labels = random_case(k)
+    expected = 1.0 if k == 7 else top_k_accuracy_score(labels, logits, k=k, labels=range(7))
+    assert metrics.top_k(logits, labels, k) == pytest.approx(expected)
+
+
+def test_top_1_of_equal_logits_is_not_flattered():
+    assert metrics.top_k(np.zeros((4, 4)), np.array([0, 1, 2, 3]), 1) == 0.25
+
+
+@pytest.mark.parametrize(("images", "k"), [(0, 1), (3, 0), (3, 8)])
+def test_top_k_refuses_what_is_not_defined(images, k):
+    with pytest.raises(ValueError, match=f"top-{k} of {images} images"):
+        metrics.top_k(np.zeros((images, 7)), np.zeros(images, dtype=np.int64), k)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_confusion_precision_recall_agree_with_scikit_learn(seed):
+    logits, labels = random_case(seed)
+    predicted = logits.argmax(axis=1)
+    matrix = metrics.confusion_matrix(predicted, labels, 7)
+    np.testing.assert_array_equal(matrix, confusion_matrix(labels, predicted, labels=range(7)))
+    np.testing.assert_allclose(metrics.precision(matrix), precision_score(labels, predicted, average=None))
+    np.testing.assert_allclose(metrics.recall(matrix), recall_score(labels, predicted, average=None))
+
+
+def test_what_never_happened_has_no_precision_or_recall():
+    matrix = np.array([[2, 1, 0], [0, 0, 0], [1, 0, 0]])
+    np.testing.assert_array_equal(metrics.precision(matrix), [2 / 3, 0, np.nan])
+    np.testing.assert_array_equal(metrics.recall(matrix), [2 / 3, np.nan, 0])
+
+
+def test_probabilities_sum_to_one_for_huge_logits():
+    probabilities = metrics.probabilities(np.array([[1e4, 0, -1e4], [-1e4, -1e4, -1e4]]))
+    np.testing.assert_allclose(probabilities, [[1, 0, 0], [1 / 3, 1 / 3, 1 / 3]])
+
+
+def logits_of(confidences: list[float]) -> np.ndarray:
+    """Two classes, of which class 0 is predicted with the given probability (over one half)."""
+    return np.log(np.array([[confidence, 1 - confidence] for confidence in confidences]))
+
+
+def test_calibration_error_by_hand():
+    # Two bins, (0, 0.5] and (0.5, 1]: all images in the upper one, mean confidence 0.8, three of four right.
+    one = metrics.calibration(logits_of([0.7, 0.8, 0.8, 0.9]), np.array([0, 0, 1, 0]), bins=2)
+    assert one.error == pytest.approx(0.05)
+    assert one.counts == (0, 4)
+    assert one.confidence == (None, pytest.approx(0.8))
+    assert one.accuracy == (None, pytest.approx(0.75))
+    # Ten bins: 0.62 right (|1 - 0.62| of one image), 0.88 and 0.86 half right (|0.5 - 0.87| of two).
+    other = metrics.calibration(logits_of([0.62, 0.88, 0.86]), np.array([0, 0, 1]), bins=10)
+    assert other.error == pytest.approx((0.38 + 2 * 0.37) / 3)
+
+
+def slow_calibration_error(logits: np.ndarray, labels: np.ndarray, bins: int) -> float:
+    """Equation 3 of Guo et al. 2017, bin by bin and image by image."""
+    error = 0.0
+    for bin_index in range(bins):
+        low, high = bin_index / bins, (bin_index + 1) / bins
+        members = []
+        for row, label in zip(logits.astype(float), labels, strict=True):
+            exponentials = [np.exp(value - max(row)) for value in row]
+            shares = [value / sum(exponentials) for value in exponentials]
+            if low < max(shares) <= high:
+                members.append((max(shares), float(shares.index(max(shares)) == label)))
+        if members:
+            confidence = sum(member[0] for member in members) / len(members)
+            accuracy = sum(member[1] for member in members) / len(members)
+            error += len(members) / len(labels) * abs(accuracy - confidence)
+    return error
+
+
+@pytest.mark.parametrize("bins", [1, 7, 15])
+def test_calibration_error_agrees_with_a_slow_loop(bins):
+    logits, labels = random_case(bins)
+    assert metrics.calibration(logits, labels, bins).error == pytest.approx(
+        slow_calibration_error(logits, labels, bins)
+    )
+
+
+def test_full_confidence_falls_into_the_last_bin():
+    assert metrics.calibration(np.array([[1e4, 0.0]]), np.array([0]), 15).counts[-1] == 1
+
+
+def test_agreement_counts_equal_guesses():
+    teacher = np.array([[3, 1], [0, 1], [2, 5], [9, 1]])
+    student = np.array([[2, 1], [1, 0], [1, 2], [5, 4]])
+    assert metrics.agreement(student, teacher) == 0.75
+
+
+def test_worst_confusions_come_first_and_leave_out_what_never_happened():
+    matrix = np.array([[50, 2, 0], [0, 60, 7], [1, 0, 9]])
+    pairs = [(pair.truth, pair.predicted, pair.count) for pair in metrics.worst_confusions(matrix, 10)]
+    assert pairs == [(1, 2, 7), (0, 1, 2), (2, 0, 1)]
+    assert len(metrics.worst_confusions(matrix, 2)) == 2
+    assert matrix[0, 0] == 50
+
+
+def test_wilson_interval_as_tabulated():
+    # Newcombe 1998, table I: 81 of 263 gives 0.2553 to 0.3662; 0 of 20 gives 0 to 0.1611.
+    assert metrics.wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert metrics.wilson_interval(0, 20) == pytest.approx((0, 0.1611), abs=5e-5)
