@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import http.server
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from trainer import tracking
+from trainer.config import TrackingSettings
+from trainer.errors import TrackingError
+
+# MLflow on SQLAlchemy 2.1
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+
+VARIABLES = (tracking.URI, tracking.EXPERIMENT_ID, tracking.EXPERIMENT_NAME, tracking.RUN_ID, tracking.RUN)
+
+
+@pytest.fixture(autouse=True)
+def _untracked(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Holds the SQLite store that the tests of this module share, for making one takes seconds."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture
+def store(directory, monkeypatch, request):
+    """A real SQLite store; each test is a pipeline run of its own."""
+    variables = tracking.environment(TrackingSettings(), directory=directory, run=request.node.name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return tracking.client()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where
+
+
+def test_setting_goes_before_environment_before_sqlite(monkeypatch, tmp_path):
+    default = tracking.environment(TrackingSettings(), directory=tmp_path, run="r")
+    assert default[tracking.URI] == f"sqlite:///{tmp_path}/mlflow.db"
+    assert default[tracking.RUN] == "r"
+    assert default[tracking.EXPERIMENT_NAME] == TrackingSettings().experiment
+    monkeypatch.setenv(tracking.URI, "http://from-environment")
+    monkeypatch.setenv(tracking.EXPERIMENT_NAME, "from-environment")
+    injected = tracking.environment(TrackingSettings(), directory=tmp_path, run="r")
+    assert injected[tracking.URI] == "http://from-environment"
+    assert injected[tracking.EXPERIMENT_NAME] == "from-environment"
+    chosen = tracking.environment(TrackingSettings(uri="http://set", experiment="set"), directory=tmp_path, run="r")
+    assert chosen[tracking.URI] == "http://set"
+    assert chosen[tracking.EXPERIMENT_NAME] == "set"
+
+
+def test_switched_off_hides_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv(tracking.URI, "http://127.0.0.1:9")
+    off = tracking.environment(TrackingSettings(enabled=False), directory=tmp_path, run="r")
+    monkeypatch.setenv(tracking.URI, off[tracking.URI])
+    tracking.check()
+    assert tracking.start_parent({}, {}) is None
+    with tracking.stage_run("distill", {}) as tracker:
+        tracker.metrics(0, {"loss": 1.0})
+        assert tracker.run_id is None
+
+
+def test_nothing_tracked_imports_no_mlflow():
+    code = (
+        "import sys; from trainer import tracking; tracking.check()\n"
+        "with tracking.stage_run('distill', {}) as tracker: tracker.metrics(0, {'loss': 1.0})\n"
+        "assert 'mlflow' not in sys.modules"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, env=environment, cwd=Path(tracking.__file__).parents[1]
+    )
+
+
+def test_passwords_are_not_shown():
+    assert tracking.shown("https://me:secret@host:5000/x") == "https://me:***@host:5000/x"
+    assert tracking.shown("sqlite:////tmp/a@b/mlflow.db").endswith("b/mlflow.db")
+    assert tracking.shown("http://host:5000") == "http://host:5000"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_nobody_listening_is_told_within_seconds(monkeypatch):
+    uri = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv(tracking.URI, uri)
+    start = time.monotonic()
+    with pytest.raises(
+        TrackingError, match=rf"MLflow at {uri}: does not answer \(connection refused\); start the server"
+    ):
+        tracking.check()
+    assert time.monotonic() - start < 8
+
+
+def test_a_server_that_accepts_and_never_answers_is_told_within_seconds(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(TrackingError, match="does not answer"):
+            tracking.check()
+        assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(401, "refused the credentials"), (403, "does not permit this"), (404, "failed"), (200, "failed")],
+)
+def test_a_server_that_refuses_is_told(monkeypatch, status, message):
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"<p>this is no MLflow</p>")
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(TrackingError, match=message):
+            tracking.check()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("uri", ["sqlite:////proc/nowhere/mlflow.db", "nonsense://host", "sqlite:///{file}"])
+def test_a_store_that_can_not_be_used_is_told_at_once(monkeypatch, tmp_path, uri):
+    (tmp_path / "file").write_text("this is no data base, but long enough to be taken for one" * 20)
+    monkeypatch.setenv(tracking.URI, uri.format(file=tmp_path / "file"))
+    start = time.monotonic()
+    with pytest.raises(TrackingError, match="MLflow at"):
+        tracking.check()
+    assert time.monotonic() - start < 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def test_stages_are_nested_in_one_parent(store, request):
+    tracking.check()
+    parent = tracking.start_parent({"run": {"seed": 3}}, {"recipe": "digits"})
+    with tracking.stage_run("pretrain", {"mae": {"epochs": 4}}) as pretrain:
+        pass
+    with tracking.stage_run("distill", {}) as distill:
+        pass
+    assert tracking.parent_run() == parent
+    run = store.get_run(parent)
+    assert run.info.run_name == request.node.name
+    assert run.data.params == {"run.seed": "3"}
+    assert run.data.tags["recipe"] == "digits"
+    for stage, tracker in (("pretrain", pretrain), ("distill", distill)):
+        nested = store.get_run(tracker.run_id)
+        assert nested.data.tags["mlflow.parentRunId"] == parent
+        assert nested.data.tags[tracking.STAGE_TAG] == stage
+        assert nested.info.status == "FINISHED"
+    assert store.get_run(pretrain.run_id).data.params == {"mae.epochs": "4"}
+    tracking.finish_parent()
+    assert store.get_run(parent).info.status == "FINISHED"
+
+
+def test_injected_parent_is_used_and_left_running(store, monkeypatch):
+    experiment = store.create_experiment("somebody else's")
+    injected = store.create_run(experiment).info.run_id
+    monkeypatch.setenv(tracking.RUN_ID, injected)
+    tracking.check()
+    assert tracking.start_parent({"a": 1}, {}) == injected
+    with tracking.stage_run("distill", {}) as tracker:
+        pass
+    nested = store.get_run(tracker.run_id)
+    assert nested.data.tags["mlflow.parentRunId"] == injected
+    assert nested.info.experiment_id == experiment
+    tracking.finish_parent()
+    assert store.get_run(injected).info.status == "RUNNING"
+    assert store.get_run(injected).data.params == {"a": "1"}
+
+
+def test_an_injected_parent_that_does_not_exist_is_told(store, monkeypatch):
+    monkeypatch.setenv(tracking.RUN_ID, "0" * 32)
+    with pytest.raises(TrackingError, match="0" * 32):
+        tracking.check()
+
+
+def test_the_end_of_a_stage_tells_how_it_ended(store):
+    with pytest.raises(ValueError, match="loss"), tracking.stage_run("distill", {}) as failed:
+        raise ValueError("loss is not finite")
+    with pytest.raises(KeyboardInterrupt), tracking.stage_run("distill", {}) as killed:
+        raise KeyboardInterrupt
+    assert store.get_run(failed.run_id).info.status == "FAILED"
+    assert store.get_run(failed.run_id).data.tags[tracking.ERROR_TAG] == "ValueError: loss is not finite"
+    assert store.get_run(killed.run_id).info.status == "KILLED"
+
+
+def test_other_ranks_record_nothing(store):
+    before = len(store.search_runs([experiment.experiment_id for experiment in store.search_experiments()]))
+    with tracking.stage_run("distill", {}, active=False) as tracker:
+        tracker.metrics(0, {"loss": 1.0})
+        tracker.files(Path("/nowhere"))
+    assert tracker.run_id is None
+    assert before == len(store.search_runs([experiment.experiment_id for experiment in store.search_experiments()]))
+
+
+def test_metrics_arrive_with_their_steps_and_cost_little(store):
+    values = [1 / (step + 1) for step in range(2500)]
+    with tracking.stage_run("distill", {}) as tracker:
+        start = time.perf_counter()
+        for step, value in enumerate(values):
+            tracker.metrics(step, {"loss": value})
+        seconds = time.perf_counter() - start
+    history = sorted(store.get_metric_history(tracker.run_id, "loss"), key=lambda metric: metric.step)
+    assert [(metric.step, metric.value) for metric in history] == list(enumerate(values))
+    assert seconds / len(values) < 1e-3
+
+
+def test_system_metrics_land_in_the_stage(store):
+    with tracking.stage_run("distill", {}) as tracker:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if "system/cpu_utilization_percentage" in store.get_run(tracker.run_id).data.metrics:
+                break
+            time.sleep(0.2)
+    metrics = store.get_run(tracker.run_id).data.metrics
+    assert 0 <= metrics["system/cpu_utilization_percentage"] <= 100
+    assert metrics["system/system_memory_usage_megabytes"] > 0
+
+
+def test_values_that_are_not_finite_do_not_hold_up_the_others(store):
+    with tracking.stage_run("distill", {}) as tracker:
+        tracker.metrics(0, {"loss": float("nan")})
+        tracker.metrics(1, {"loss": 2.0})
+    assert store.get_run(tracker.run_id).data.metrics["loss"] == 2.0
+
+
+def test_a_refused_batch_does_not_hold_up_the_next(store, caplog):
+    with tracking.stage_run("distill", {}) as tracker:
+        tracker.metrics(0, {"a name that MLflow refuses?": 1.0})
+        time.sleep(2.5)
+        tracker.metrics(1, {"loss": 2.0})
+    assert store.get_run(tracker.run_id).data.metrics["loss"] == 2.0
+    assert "refused" in caplog.text
+
+
+def test_files_are_kept_beside_the_store(store, directory, tmp_path):
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "page.html").write_text("<p>page</p>")
+    with tracking.stage_run("evaluate", {}) as tracker:
+        tracker.files(tmp_path / "reports")
+    assert [file.path for file in store.list_artifacts(tracker.run_id, "reports")] == ["reports/page.html"]
+    assert list((directory / "mlartifacts").rglob("page.html"))
+
+
+def test_more_and_longer_settings_than_mlflow_takes_at_once(store):
+    settings = {"section": {f"setting{index}": index for index in range(250)}, "long": "x" * 10_000}
+    with tracking.stage_run("distill", settings) as tracker:
+        pass
+    params = store.get_run(tracker.run_id).data.params
+    assert len(params) == 251
+    assert params["section.setting249"] == "249"
+    assert len(params["long"]) == 6000
+
+
+def test_a_changed_setting_is_named_and_the_run_goes_on(store, caplog):
+    parent = tracking.start_parent({"seed": 1}, {})
+    tracking.finish_parent("FAILED")
+    assert tracking.start_parent({"seed": 2, "new": 5}, {}) == parent
+    assert store.get_run(parent).info.status == "RUNNING"
+    assert store.get_run(parent).data.params == {"seed": "1", "new": "5"}
+    assert "keeps the first values of seed" in caplog.text
+
+
+def test_a_quote_in_the_name_of_the_run(store, monkeypatch):
+    monkeypatch.setenv(tracking.RUN, "o'clock")
+    assert tracking.parent_run() == tracking.parent_run()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A server that goes away
+
+
+@pytest.fixture
+def server(directory, store, monkeypatch):
+    """A real MLflow server process on the shared store."""
+    store.search_experiments()
+    port = free_port()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{directory}/mlflow.db"]
+    command += ["--artifacts-destination", str(directory / "served")]
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", process)
+        monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{port}")
+        yield process
+    finally:
+        stop(process)
+
+
+def wait_for(url: str, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(f"{url} does not answer")
+
+
+def stop(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=20)
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_costs_points_but_not_the_training(server, store, caplog, monkeypatch):
+    monkeypatch.setattr(tracking, "_EXIT_S", 3.0)
+    caplog.set_level(logging.WARNING)
+    tracking.check()
+    with tracking.stage_run("distill", {"epochs": 2}) as tracker:
+        for step in range(50):
+            tracker.metrics(step, {"loss": 1.0 / (step + 1)})
+        deadline = time.monotonic() + 30
+        while len(store.get_metric_history(tracker.run_id, "loss")) < 50 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        stop(server)
+        start = time.perf_counter()
+        for step in range(50, 100):
+            tracker.metrics(step, {"loss": 0.5})
+            time.sleep(0.05)
+        assert time.perf_counter() - start < 5
+        end = time.monotonic()
+    assert time.monotonic() - end < 3 + 10 + 10, "the end waits for a server that is gone"
+    assert len(store.get_metric_history(tracker.run_id, "loss")) == 50
+    waits = [record for record in caplog.records if "the training goes on" in record.getMessage()]
+    assert len(waits) == 1, "one warning for one failure"
+    assert any("points were not sent" in record.getMessage() for record in caplog.records)
+    with pytest.raises(TrackingError, match="connection refused"), tracking.stage_run("evaluate", {}):
+        raise AssertionError("a stage does not start without its server")
