@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from trainer import summary
+from trainer.summary import Registered
+
+TEACHER = {
+    "architecture": "vit_base_patch16_224",
+    "parameters": 469_000,
+    "macs": 9_000_000,
+    "size_bytes": 1_900_000,
+    "latency_ms": {"p50": 2.5, "p95": 3.0},
+    "throughput": 800.0,
+    "test": {"top1": 0.985, "top5": 1.0, "ece": 0.01},
+}
+STUDENT = {
+    "architecture": "vit_tiny_patch16_224",
+    "parameters": 33_000,
+    "macs": 600_000,
+    "size_bytes": 140_000,
+    "latency_ms": {"p50": 1.0, "p95": 1.4},
+    "throughput": 4000.0,
+    "test": {"top1": 0.95, "top5": 0.999, "agreement": 0.96, "ece": 0.02},
+}
+
+
+def built(**changes):
+    arguments = {
+        "recipe": "digits",
+        "settings": {"distill": {"epochs": 4}},
+        "seconds": {"prepare": 1.23456, "distill": 40.0, "evaluate": 3.0, "register": 2.0},
+        "dataset": {
+            "train": 1437, "val": 180, "test": 180, "unlabeled": 0, "classes": 10, "quarantined": 2, "leakage": 0,
+        },
+        "evaluation": {"teacher": TEACHER, "student": STUDENT, "verdict": {"passed": True, "reasons": []}},
+        "registered": Registered(tracking_uri="sqlite:///x.db", run_id="abc", model_name="vit-student", model_version="3"),
+        "reports": {"data": "/runs/x/dataset/card.html", "evaluation": "/runs/x/evaluation/report.html"},
+    }  # fmt: skip
+    return summary.build(**{**arguments, **changes})
+
+
+def leaves(value, prefix=""):
+    if not isinstance(value, dict):
+        return {prefix}
+    return set().union(*(leaves(child, f"{prefix}.{name}" if prefix else name) for name, child in value.items()))
+
+
+def test_every_key_of_the_contract_is_there():
+    assert leaves(built()) == {
+        "recipe",
+        "settings.distill.epochs",
+        *(f"stages.{name}.seconds" for name in ("prepare", "distill", "evaluate", "register")),
+        *(f"dataset.{name}" for name in ("train", "val", "test", "unlabeled", "classes", "quarantined")),
+        *(
+            f"teacher.{name}"
+            for name in ("architecture", "parameters", "test.top1", "latency_ms.p50", "latency_ms.p95")
+        ),
+        *(f"student.test.{name}" for name in ("top1", "top5", "agreement", "ece")),
+        *(
+            f"student.{name}"
+            for name in ("architecture", "parameters", "latency_ms.p50", "latency_ms.p95", "size_bytes")
+        ),
+        "verdict.passed",
+        "verdict.reasons",
+        *(f"mlflow.{name}" for name in ("tracking_uri", "run_id", "model_name", "model_version")),
+        "reports.data",
+        "reports.evaluation",
+    }
+
+
+def test_values_come_from_where_they_were_measured():
+    content = built()
+    assert content["stages"]["prepare"]["seconds"] == 1.235
+    assert content["student"]["test"]["agreement"] == 0.96
+    assert content["teacher"]["test"] == {"top1": 0.985}
+    assert content["mlflow"]["model_version"] == "3"
+
+
+def test_a_missing_figure_is_no_silent_gap():
+    evaluation = {"teacher": TEACHER, "student": {}, "verdict": {"passed": True, "reasons": []}}
+    with pytest.raises(KeyError, match="architecture"):
+        built(evaluation=evaluation)
+
+
+def test_table_shows_what_a_reader_looks_for():
+    text = summary.table(built())
+    for expected in (
+        "1,437 train, 180 val, 180 test images of 10 classes",
+        "student 95.0% test top-1, agrees with the teacher on 96.0%",
+        "vit-student version 3, promoted",
+        "98.50%",
+        "-3.50 points",
+        "14.2x smaller",
+        "2.5x faster",
+        "passed every condition",
+        "/runs/x/evaluation/report.html",
+        "sqlite:///x.db (run abc)",
+    ):
+        assert expected in text, expected
+
+
+def test_table_is_aligned():
+    lines = summary.table(built()).splitlines()
+    figures = [line for line in lines if line.startswith(("stage ", "prepare", "distill", "register"))]
+    assert len({line.index(text) for line, text in zip(figures, ("main", "1,437", "student", "vit"), strict=True)}) == 1
+    models = [line for line in lines if line.startswith(("test top-1", "parameters", "latency"))]
+    ends = [line.index(text) + len(text) for line, text in zip(models, ("95.00%", "33,000", "1.00 ms"), strict=True)]
+    assert len(set(ends)) == 1
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_table_of_a_failed_gate_and_an_untracked_run():
+    evaluation = {
+        "teacher": TEACHER,
+        "student": STUDENT,
+        "verdict": {"passed": False, "reasons": ["latency: too long"]},
+    }
+    text = summary.table(built(evaluation=evaluation, registered=Registered()))
+    assert "gate not passed" in text
+    assert "  - latency: too long" in text
+    assert "nothing is tracked" in text
+    assert "None" not in text
+
+
+def test_a_student_that_is_larger_and_slower_is_called_so():
+    student = copy.deepcopy(STUDENT) | {"parameters": 938_000, "latency_ms": {"p50": 5.0, "p95": 6.0}}
+    text = summary.table(
+        built(evaluation={"teacher": TEACHER, "student": student, "verdict": {"passed": True, "reasons": []}})
+    )
+    assert "2.0x larger" in text
+    assert "2.0x slower" in text
