@@ -98,9 +98,9 @@ class LocalLauncher:
             monitor_interval=0.1,
             shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         )
-        threads = max(1, len(os.sched_getaffinity(0)) // count)
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // count))
         with tempfile.TemporaryDirectory(prefix="trainer-") as failures, quiet_agent():
-            environment = {"OMP_NUM_THREADS": str(threads), **spec.environment, FAILURES_VARIABLE: failures}
+            environment = {"OMP_NUM_THREADS": threads, **spec.environment, FAILURES_VARIABLE: failures}
             try:
                 with _environment(environment):
                     elastic_launch(config, sys.executable)(*spec.arguments())

@@ -23,10 +23,12 @@ def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: floa
     groups: list[dict[str, Any]]
     if isinstance(model, Classifier):  # all its weights are its network's, which knows its own layers
         model = model.network
+    exempt = tuple(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else ()
     if layer_decay < 1:
-        groups = param_groups_layer_decay(model, weight_decay=weight_decay, layer_decay=layer_decay)
+        groups = param_groups_layer_decay(
+            model, weight_decay=weight_decay, no_weight_decay_list=exempt, layer_decay=layer_decay
+        )
     else:
-        exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
         groups = param_groups_weight_decay(model, weight_decay=weight_decay, no_weight_decay_list=exempt)
     return [{"lr_scale": 1.0} | group for group in groups if group["params"]]
 

@@ -60,9 +60,6 @@ def join_processes() -> Iterator[Processes]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(local_rank)
-    if device.kind == "cpu":
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     if world_size == 1:
         yield Processes(rank=0, world_size=1, local_rank=local_rank, device=device)
         return

@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from trainer import models
+from trainer.config import ModelSettings, TrainingSettings
+from trainer.training.devices import choose_device
+from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
+from trainer.training.processes import Processes
+
+TINY = ModelSettings(
+    architecture="vit_tiny_patch16_224",
+    args={"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2},
+)
+
+
+@pytest.fixture
+def model():
+    return models.create(TINY, ["a", "b"])
+
+
+def names_of(model, group):
+    names = {id(parameter): name for name, parameter in model.network.named_parameters()}
+    return {names[id(parameter)] for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+def test_every_weight_is_in_one_group_and_only_matrices_decay(model, layer_decay):
+    groups = parameter_groups(model, weight_decay=0.1, layer_decay=layer_decay)
+    everything = [name for group in groups for name in names_of(model, group)]
+    assert sorted(everything) == sorted(name for name, _ in model.network.named_parameters())
+    for group in groups:
+        for name in names_of(model, group):
+            is_matrix = name.endswith("weight") and "norm" not in name
+            assert group["weight_decay"] == (0.1 if is_matrix else 0.0), name
+
+
+def test_layer_decay_halves_the_rate_from_block_to_block(model):
+    groups = parameter_groups(model, weight_decay=0.1, layer_decay=0.5)
+    scales = {name: group["lr_scale"] for group in groups for name in names_of(model, group)}
+    assert scales["head.weight"] == 1.0
+    assert [scales[f"blocks.{block}.mlp.fc1.weight"] for block in (2, 1, 0)] == [0.5, 0.25, 0.125]
+    assert scales["patch_embed.proj.weight"] == scales["pos_embed"] == 0.0625
+
+
+def test_the_learning_rate_reaches_every_group_with_its_scale(model):
+    processes = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
+    groups = parameter_groups(model, weight_decay=0.1, layer_decay=0.5)
+    optimizer = make_optimizer(groups, TrainingSettings(), processes)
+    set_learning_rate(optimizer, 0.8)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.8, 0.4, 0.2, 0.1, 0.05}
+
+
+def test_frozen_weights_are_in_no_group(model):
+    model.network.head.requires_grad_(False)
+    groups = parameter_groups(model, weight_decay=0.1)
+    assert not any("head" in name for group in groups for name in names_of(model, group))
+
+
+def test_steps_are_those_of_plain_adamw():
+    processes = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    theirs.load_state_dict(ours.state_dict())
+    settings = TrainingSettings(weight_decay=0.1, batch_size=256, base_learning_rate=0.01)
+    optimizer = make_optimizer(parameter_groups(ours, weight_decay=0.1), settings, processes)
+    plain = torch.optim.AdamW(
+        [{"params": [theirs.weight], "weight_decay": 0.1}, {"params": [theirs.bias], "weight_decay": 0.0}], lr=0.01
+    )
+    for _ in range(3):
+        inputs = torch.randn(8, 4)
+        for model, stepper in ((ours, optimizer), (theirs, plain)):
+            model.zero_grad()
+            model(inputs).square().mean().backward()
+            stepper.step()
+    assert torch.allclose(ours.weight, theirs.weight)
+    assert torch.allclose(ours.bias, theirs.bias)

@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from trainer.config import TrainingSettings
+from trainer.training.schedules import learning_rate, learning_rate_at, step_count
+
+
+def test_warm_up_and_cosine_are_those_of_torch():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.4)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / 10, total_iters=9)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=89, eta_min=0.004)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[10])
+    for step in range(100):
+        ours = learning_rate(step, peak=0.4, final=0.004, warmup_steps=10, total_steps=100)
+        assert ours == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6)
+        optimizer.step()
+        schedule.step()
+
+
+def test_the_last_step_has_the_final_rate():
+    assert learning_rate(99, peak=1.0, final=0.01, warmup_steps=0, total_steps=100) == pytest.approx(0.01)
+
+
+def test_the_peak_is_scaled_with_the_batch():
+    settings = TrainingSettings(epochs=10, batch_size=512, base_learning_rate=1e-3, warmup_epochs=1)
+    assert max(learning_rate_at(step, settings, samples=5120) for step in range(100)) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(("epochs", "samples", "batch", "steps"), [(1, 100, 10, 10), (3, 101, 10, 31), (0, 100, 10, 0)])
+def test_the_steps_see_every_sample_of_every_epoch(epochs, samples, batch, steps):
+    assert step_count(TrainingSettings(epochs=epochs, batch_size=batch), samples) == steps
+
+
+def test_a_short_training_warms_up_for_half_of_it_at_most():
+    settings = TrainingSettings(epochs=2, batch_size=10, warmup_epochs=50)
+    rates = [learning_rate_at(step, settings, samples=100) for step in range(20)]
+    assert rates.index(max(rates)) in {9, 10}
