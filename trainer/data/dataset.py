@@ -1,7 +1,7 @@
 """The prepared data set, as trainings and evaluations read it (`schema` says what is in it).
 
 A small split is decoded once into one tensor, so that a read is an index; a large one is memory-mapped and decoded at each read.
-Pillow decodes: on one core it is within a tenth of torchvision's decoder, which is deprecated.
+Pillow decodes, as it did in the preparation; torchvision's decoders are deprecated.
 
 Shapes: N images in a split, B images in a batch, S pixels along an edge.
 """

@@ -14,12 +14,23 @@ from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF")
 """What is read: Pillow's formats that have a signature and start no other program (as EPS would)."""
 
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""EXIF orientation -> what makes the picture upright."""
 
 
 class BadImageError(ValueError):
@@ -46,7 +57,7 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int) -> Image.Image:
         with _at_most(max_pixels), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
             _check_size(image, max_pixels, min_edge)
             image.load()
-            return _to_rgb(ImageOps.exif_transpose(image))
+            return _to_rgb(_upright(image))
     except (BadImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:
@@ -82,6 +93,12 @@ def _check_size(image: Image.Image, max_pixels: int, min_edge: int) -> None:
         raise BadImageError(f"too many pixels: {width} x {height}")
     if min(width, height) < min_edge:
         raise BadImageError(f"too small: {width} x {height} pixels")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Undo the EXIF orientation. (`ImageOps.exif_transpose` also writes the other tags anew, and fails where one of them is damaged.)"""
+    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    return image if turn is None else image.transpose(turn)
 
 
 def _reason(error: Exception) -> str:

@@ -104,8 +104,6 @@ def prepare(settings: DataSettings, directory: Path, *, processes: int | None = 
         splits = _split(kept, listing, settings)
         squares = _open_spool(spool)
         _write_splits(splits, squares, directory, processes)
-        counts: Figures = {split: len(members) for split, members in splits.items()}
-        Description(classes=listing.classes, image_size=settings.image_size, images=counts).write(directory)
         content = CardContent(
             settings=settings,
             classes=listing.classes,
@@ -116,9 +114,15 @@ def prepare(settings: DataSettings, directory: Path, *, processes: int | None = 
             read=partial(_square, squares.with_format("arrow")),
         )
         (directory / CARD).write_text(data_card(content), encoding="utf-8")
+    counts = {str(split): len(members) for split, members in splits.items()}
+    Description(classes=listing.classes, image_size=settings.image_size, images=counts).write(directory)
     leakage = sum(drop.is_leakage for drop in dropped)
-    others = {"quarantined": len(quarantined), "duplicates": len(dropped) - leakage, "leakage": leakage}
-    return {**counts, "classes": len(listing.classes), **others}
+    return counts | {
+        "classes": len(listing.classes),
+        "quarantined": len(quarantined),
+        "duplicates": len(dropped) - leakage,
+        "leakage": leakage,
+    }
 
 
 def _cores() -> int:
@@ -277,7 +281,7 @@ def _candidate(row: int, decoded: _Decoded) -> Candidate:
 
 
 def _check_quarantined(quarantined: Sequence[Quarantined], total: int, settings: DataSettings, file: Path) -> None:
-    if len(quarantined) <= settings.max_bad_fraction * total:
+    if len(quarantined) / total <= settings.max_bad_fraction:
         return
     kinds = Counter(one.reason.split(":")[0] for one in quarantined)
     examples = {one.reason.split(":")[0]: one.name for one in reversed(quarantined)}
@@ -330,8 +334,8 @@ def _write_splits(
             fingerprint = digest([[member.key, member.label] for member in members])[:16]
             chosen = squares.select([member.row for member in members], new_fingerprint=fingerprint)
             shards = max(1, math.ceil(len(chosen) * row_bytes / SHARD_BYTES))
-            workers = min(processes, shards) if shards > 1 else None
-            chosen.save_to_disk(str(directory / split), num_shards=shards, num_proc=workers)
+            workers = min(processes, shards)
+            chosen.save_to_disk(str(directory / split), num_shards=shards, num_proc=workers if workers > 1 else None)
 
 
 @contextmanager

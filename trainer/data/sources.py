@@ -201,8 +201,13 @@ def _walk(folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[_File]:
         for entry in entries:
             if entry.is_dir():
                 yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", above | {real})
-            elif entry.is_file() or not os.path.exists(entry.path):  # noqa: PTH110  # a dangling link is reported; a pipe would block
-                yield _File(prefix + entry.name, entry.path)
+            elif entry.is_file() or not Path(entry.path).exists():  # a dangling link is reported; a pipe would block
+                yield _File(_readable(prefix + entry.name), entry.path)
+
+
+def _readable(name: str) -> str:
+    """A file's name as text that can be stored: bytes that are no UTF-8 become a replacement character."""
+    return os.fsencode(name).decode("utf-8", "replace")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -398,7 +403,7 @@ def _list_hub(reference: str) -> Listing:
                 f"Split {name} ({len(table)} images) is none of train, val, test and unlabeled, and was not used."
             )
         else:
-            items += _hub_items(reference, name, split, table[label_column])
+            items += _hub_items(reference, name, split, table[label_column][:])
     raw = {name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in splits.items()}
     read = _HubReader({name: table.select_columns([image_column]) for name, table in raw.items()}, image_column)
     return Listing(items=items, classes=classes, read=read, notes=tuple(notes))

@@ -7,6 +7,7 @@ import hashlib
 import io
 import struct
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -57,10 +58,34 @@ def png(width: int, height: int, depth: int, color: int, rows: bytes) -> bytes:
         (8, lambda stored: np.rot90(stored, 1)),
     ],
 )
-def test_exif_orientation_is_applied(orientation: int, upright: object) -> None:
+def test_exif_orientation_is_applied(orientation: int, upright: Callable[[Pixels], Pixels]) -> None:
     stored, exif = noise(), Image.Exif()
     exif[0x0112] = orientation
-    np.testing.assert_array_equal(decoded(file(Image.fromarray(stored), exif=exif)), upright(stored))  # type: ignore[operator]
+    for kind in ("PNG", "TIFF"):
+        np.testing.assert_array_equal(decoded(file(Image.fromarray(stored), kind, exif=exif)), upright(stored))
+    smooth = np.array(Image.linear_gradient("L").resize((40, 24)).rotate(20).convert("RGB"))
+    photo = decoded(file(Image.fromarray(smooth), "JPEG", quality=100, exif=exif))
+    np.testing.assert_allclose(photo.astype(int), upright(smooth).astype(int), atol=12)
+
+
+def test_damage_in_other_tags_does_not_matter() -> None:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x0103] = 6, 8
+    content = bytearray(file(Image.fromarray(noise()), "PNG", exif=exif))
+    start = content.index(b"eXIf") - 4
+    (length,) = struct.unpack(">I", content[start : start + 4])
+    entry = content.index(struct.pack("<HH" if b"II*" in content else ">HH", 0x0103, 3), start)
+    content[entry + 2 : entry + 4] = b"\x02\x00" if b"II*" in content else b"\x00\x02"
+    end = start + 8 + length
+    content[end : end + 4] = struct.pack(">I", zlib.crc32(content[start + 4 : end]))
+    np.testing.assert_array_equal(decoded(bytes(content)), np.rot90(noise(), -1))
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 65535])
+def test_an_orientation_that_does_not_exist_is_upright(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    np.testing.assert_array_equal(decoded(file(Image.fromarray(noise()), exif=exif)), noise())
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])

@@ -203,15 +203,21 @@ def test_nothing_in_the_files_depends_on_where_the_source_is(tmp_path: Path) -> 
     assert files(tmp_path / "one") == files(tmp_path / "two")
 
 
-def test_several_shards_hold_what_one_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_shards_hold_what_one_holds_whoever_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = folder(tmp_path / "photos")
     run(settings(source), dataset=tmp_path / "one")
-    monkeypatch.setattr(preparation, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(preparation, "SHARD_BYTES", 8000)
     run(settings(source), dataset=tmp_path / "many")
-    assert len(list((tmp_path / "many" / "train").glob("*.arrow"))) > 1
+    assert len(list((tmp_path / "many" / "train").glob("*.arrow"))) == 2
     one, many = (open_dataset(tmp_path / name).split("train") for name in ("one", "many"))
     assert list(one.names) == list(many.names)
     np.testing.assert_array_equal(one.read(range(len(one))).numpy(), many.read(range(len(many))).numpy())
+    prepare(settings(source), made(tmp_path / "by two"), processes=2)
+    written = files(tmp_path / "many")
+    del written["manifest.json"]
+    assert files(tmp_path / "by two") == written
 
 
 def test_a_picture_stays_in_its_split_when_others_are_added(tmp_path: Path) -> None:

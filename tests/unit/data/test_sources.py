@@ -111,6 +111,15 @@ def test_spaces_and_unicode_in_names(tmp_path: Path) -> None:
     ]
 
 
+def test_a_name_that_is_no_utf8_becomes_readable_and_its_file_is_found(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.jpg", "b/1.jpg")
+    (tmp_path / "a/1.jpg").rename(tmp_path / "a" / os.fsdecode(b"caf\xe9.jpg"))
+    listing = list_source(f"imagefolder:{tmp_path}")
+    assert [item.name for item in listing.items] == ["a/caf\ufffd.jpg", "b/1.jpg"]
+    assert listing.read(listing.items[0].location) == b"a/1.jpg"
+    assert source_version(f"imagefolder:{tmp_path}")
+
+
 def test_links_are_followed_but_not_around_a_loop_and_pipes_are_passed_by(tmp_path: Path) -> None:
     touch(tmp_path / "elsewhere", "1.jpg")
     touch(tmp_path / "root", "dog/1.jpg")
