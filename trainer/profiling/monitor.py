@@ -255,8 +255,9 @@ class Monitor:
     def _halve(self) -> None:
         half = len(self._values) // 2
         pairs = self._values[: 2 * half].reshape(half, 2, -1)
-        self._values[:half] = pairs.mean(axis=1)
-        self._values[:half, 0] = pairs[:, 1, 0]
+        merged = pairs.mean(axis=1)
+        merged[:, 0] = pairs[:, 1, 0]
+        self._values[:half] = merged
         self._values[half:] = np.nan
         self._kept = half
         self.interval_s *= 2

@@ -31,7 +31,7 @@ _CATEGORIES: Mapping[Category, re.Pattern[str]] = {
     "convolution": re.compile(r"conv(olution|\d|_|$)|(fprop|dgrad|wgrad)", re.I),
     "normalisation": re.compile(r"(layer|batch|group|rms|instance)_?norm", re.I),
     "matrix product": re.compile(
-        r"^aten::((add|b|badd)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass", re.I
+        r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass", re.I
     ),
     "copy": re.compile(
         r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray", re.I
@@ -95,7 +95,7 @@ class OperatorWindow:
         try:
             self._profile = profile(activities=activities)
             self._profile.start()
-        except RuntimeError as error:  # another profiler is running, or the device's tracing is not permitted
+        except RuntimeError as error:  # the device's tracing is not permitted, say
             self._profile = None
             self.missing = f"torch.profiler did not start: {error}"
             return

@@ -84,7 +84,7 @@ def lead(summaries: Sequence[TrainingSummary]) -> str:
     largest, share = max(longest.recorded_shares.items(), key=lambda item: item[1])
     waiting = longest.phases["data"].share if "data" in longest.phases else 0.0
     return (
-        f"{part}; the largest share of that, {_percent(share)}, is {_label(largest)}. "
+        f"{part}; its largest part was “{_label(largest)}” with {_percent(share)}. "
         f"A step took {_ms(longest.step_ms.p50)} (median){_rate_text(longest)}; {_percent(waiting)} of it was waiting for data."
     )
 

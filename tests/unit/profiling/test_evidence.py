@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from trainer import artifacts
+from trainer.config import EvidenceSettings
+from trainer.errors import ArtifactError, OutputError
+from trainer.profiling.evidence import Recorder, read_evidence
+from trainer.profiling.timeline import PHASES
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def altered(source: Path, target: Path, name: str, change: Change) -> Path:
+    """A copy of an evidence artifact with one record changed and checksums that fit."""
+    with artifacts.create(target, "evidence", settings={}) as draft:
+        shutil.copytree(source, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+        record = json.loads((draft.path / name).read_text())
+        change(record)
+        (draft.path / name).write_text(json.dumps(record))
+    return target
+
+
+def test_what_was_recorded_is_read_back(evidence: Path) -> None:
+    read = read_evidence(evidence)
+    assert [training.name for training in read.trainings] == ["mae", "distill"]
+    mae, distill = read.trainings
+    assert [len(mae.ranks), len(distill.ranks)] == [1, 2]
+    first = distill.ranks[0]
+    assert first.record.steps.count == 40
+    assert first.record.steps.images == 40 * 32
+    assert first.steps["step"].tolist() == list(range(40))
+    assert np.flatnonzero(first.steps["profiled"]).tolist() == [4, 5]
+    assert set(PHASES) | {"other", "forward/attention"} == set(first.ranges)
+    total = np.sum([first.steps[name] for name in first.ranges], axis=0)
+    np.testing.assert_allclose(total, first.steps["seconds"], rtol=1e-4)
+    assert first.record.operators is not None
+    assert "aten::addmm" in {operator.name for operator in first.record.operators.operators}
+    assert first.spans.names.count("evaluate") == 10
+    assert (first.system["cpu0_percent"] <= 100).all()
+
+
+def test_steps_and_the_time_between_them_make_up_the_recording(evidence: Path) -> None:
+    for training in read_evidence(evidence).trainings:
+        for rank in training.ranks:
+            outside = sum(total.seconds for total in rank.record.outside.values())
+            assert rank.record.steps.seconds + outside == pytest.approx(rank.record.ended_s, rel=0.2, abs=0.1)
+
+
+def test_curves_are_kept_by_rank_0_only(evidence: Path) -> None:
+    curves = read_evidence(evidence).trainings[1].metrics
+    assert set(curves) == {"loss", "learning_rate", "val_top1"}
+    assert curves["loss"].steps.tolist() == list(range(40))
+    assert curves["val_top1"].steps.tolist() == list(range(3, 40, 4))
+    assert (np.diff(curves["loss"].seconds) > 0).all()
+
+
+def test_what_is_missing_has_its_reason(evidence: Path) -> None:
+    mae, distill = read_evidence(evidence).trainings
+    assert mae.ranks[0].record.operators is None
+    assert "the training took 3 steps" in mae.ranks[0].record.missing["operators"]
+    assert distill.ranks[1].record.missing["operators"] == "recorded by rank 0 only"
+    assert distill.ranks[0].record.missing["gpu_utilization"] == "the training runs on cpu"
+
+
+def test_the_machine_is_sampled_by_its_first_process_only(
+    record: Callable[..., Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with artifacts.create(tmp_path, "evidence", settings={}) as draft:
+        record(steps=2).write(draft.path)
+    rank = read_evidence(tmp_path).trainings[0].ranks[0]
+    assert "process_rss_bytes" in rank.system
+    assert "cpu0_percent" not in rank.system
+    assert rank.record.missing["machine"] == "recorded by the first process of the machine only"
+
+
+def test_start_up_is_split(evidence: Path) -> None:
+    record = read_evidence(evidence).trainings[0].ranks[0].record
+    assert record.process.started_unix < record.process.imported_unix < record.began_unix < time.time()
+    assert record.first_step_s is not None
+    assert 0 < record.first_step_s < record.ended_s
+
+
+def test_a_training_that_ran_no_step_is_recorded_as_such(record: Callable[..., Recorder], tmp_path: Path) -> None:
+    with artifacts.create(tmp_path, "evidence", settings={}) as draft:
+        record(steps=0).write(draft.path)
+    training = read_evidence(tmp_path).trainings[0]
+    assert training.ranks[0].record.steps.count == 0
+    assert training.ranks[0].record.first_step_s is None
+    assert training.metrics == {}
+
+
+def test_evidence_may_hold_no_training(tmp_path: Path) -> None:
+    with artifacts.create(tmp_path, "evidence", settings={}):
+        pass
+    assert read_evidence(tmp_path).trainings == []
+
+
+def test_an_exception_of_the_training_passes_and_the_monitor_ends() -> None:
+    settings = EvidenceSettings(operators_from_step=0, operators_steps=3)
+    recorder = Recorder(settings, name="mae", device=torch.device("cpu"), rank=0, world_size=1)
+    with pytest.raises(ZeroDivisionError), recorder, recorder.timeline.step(0):
+        raise ZeroDivisionError
+    assert "system-monitor" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_another_version_is_refused(evidence: Path, tmp_path: Path) -> None:
+    path = altered(evidence, tmp_path / "copy", "mae/rank0.json", lambda record: record.update(schema_version=99))
+    with pytest.raises(ArtifactError, match=r"rank0\.json: schema version 99, but this version .* reads 1"):
+        read_evidence(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: record.pop("steps"), "steps"),
+        (lambda record: record.update(surprise=1), "surprise"),
+        (lambda record: record["steps"].update(count=-1), "count"),
+        (lambda record: record["steps"]["ranges"].update(unheard=1.0), "lacks the columns unheard"),
+    ],
+)
+def test_a_record_that_does_not_fit_the_schema_is_refused(
+    evidence: Path, tmp_path: Path, change: Change, message: str
+) -> None:
+    path = altered(evidence, tmp_path / "copy", "mae/rank0.json", change)
+    with pytest.raises(ArtifactError, match=message):
+        read_evidence(path)
+
+
+def test_a_missing_rank_is_named(evidence: Path, tmp_path: Path) -> None:
+    path = tmp_path / "copy"
+    with artifacts.create(path, "evidence", settings={}) as draft:
+        ignored = shutil.ignore_patterns("manifest.json", "rank1*")
+        shutil.copytree(evidence, draft.path, dirs_exist_ok=True, ignore=ignored)
+    with pytest.raises(ArtifactError, match=r"holds the ranks \[0\], but the training had 2 processes"):
+        read_evidence(path)
+
+
+def test_a_damaged_table_is_refused(evidence: Path, tmp_path: Path) -> None:
+    path = tmp_path / "copy"
+    shutil.copytree(evidence, path)
+    table = path / "mae" / "rank0-steps.arrow"
+    table.write_bytes(table.read_bytes()[:-10])
+    with pytest.raises(ArtifactError, match=r"rank0-steps\.arrow has .* bytes instead of"):
+        read_evidence(path)
+
+
+def test_a_table_that_was_never_whole_is_refused(evidence: Path, tmp_path: Path) -> None:
+    path = tmp_path / "copy"
+    with artifacts.create(path, "evidence", settings={}) as draft:
+        shutil.copytree(evidence, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+        (draft.path / "mae" / "rank0-steps.arrow").write_bytes(b"ARROW1")
+    with pytest.raises(ArtifactError, match=r"rank0-steps\.arrow: can not be read"):
+        read_evidence(path)
+
+
+def test_an_unwritable_place_is_reported(record: Callable[..., Recorder], tmp_path: Path) -> None:
+    (tmp_path / "distill").write_text("a file in the way")
+    with pytest.raises(OutputError, match="choose another output"):
+        record(steps=1).write(tmp_path)
+
+
+def test_writing_before_recording_is_a_mistake(tmp_path: Path) -> None:
+    recorder = Recorder(EvidenceSettings(), name="mae", device=torch.device("cpu"), rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        recorder.write(tmp_path)
+
+
+def test_tables_are_plain_arrow_files(evidence: Path) -> None:
+    with pa.OSFile(str(evidence / "distill" / "rank0-steps.arrow")) as file, pa.ipc.open_file(file) as reader:
+        schema = reader.schema
+    assert schema.field("step").type == pa.int64()
+    assert schema.field("profiled").type == pa.bool_()
+    assert schema.field("start_s").type == pa.float64()
+    assert schema.field("forward/attention").type == pa.float32()

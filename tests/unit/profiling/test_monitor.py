@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from trainer.profiling.monitor import CpuSignal, MemorySignal, Monitor, ProcessSignal, Signal, signals
+
+CPU = torch.device("cpu")
+
+
+class Count:
+    """A signal that tells how often it was read, and fails at the reading `fails_at`."""
+
+    name = "count"
+    columns = ("count",)
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.readings = 0
+        self._fails_at = fails_at
+
+    def read(self) -> Sequence[float]:
+        self.readings += 1
+        if self.readings == self._fails_at:
+            raise OSError("the driver went away")
+        return (float(self.readings),)
+
+
+def monitor_of(*setups: tuple[str, Callable[[], Signal]], interval_s: float = 0.01, kept: int = 64) -> Monitor:
+    return Monitor(dict(setups), interval_s, origin_ns=time.perf_counter_ns(), samples_kept=kept)
+
+
+def sampled(monitor: Monitor, seconds: float) -> dict[str, np.ndarray]:
+    monitor.start()
+    time.sleep(seconds)
+    monitor.stop()
+    return dict(zip(monitor.columns, monitor.samples().T, strict=True))
+
+
+def busy_on_core(core: int, ready: object, stop: object) -> None:
+    os.sched_setaffinity(0, {core})
+    ready.set()  # type: ignore[attr-defined]
+    while not stop.is_set():  # type: ignore[attr-defined]
+        sum(range(10_000))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes can not be bound to a core here")
+def test_a_core_that_is_really_busy_is_seen() -> None:
+    core = max(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("spawn")
+    ready, stop = context.Event(), context.Event()
+    process = context.Process(target=busy_on_core, args=(core, ready, stop))
+    process.start()
+    try:
+        assert ready.wait(60)
+        signal = CpuSignal()
+        time.sleep(0.5)
+        values = dict(zip(signal.columns, signal.read(), strict=True))
+    finally:
+        stop.set()
+        process.join(30)
+    assert values[f"cpu{core}_percent"] > 80
+    assert 0 <= values["iowait_percent"] <= 100
+
+
+def test_own_cpu_time_and_memory_are_seen() -> None:
+    signal = ProcessSignal()
+    block = np.ones(30_000_000)
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        sum(range(10_000))
+    memory, cpu = signal.read()
+    assert memory > block.nbytes
+    assert cpu > 5
+
+
+def test_memory_in_use_is_below_what_the_machine_has() -> None:
+    (used,) = MemorySignal().read()
+    assert 0 < used < psutil.virtual_memory().total
+
+
+def test_signals_of_the_machine_are_sampled_by_one_process_only() -> None:
+    assert {"cpu", "memory", "disk", "network", "process"} <= signals(CPU, machine=True).keys()
+    assert not {"cpu", "memory", "disk", "network"} & signals(CPU, machine=False).keys()
+
+
+def test_samples_have_a_value_for_each_column_and_rising_times() -> None:
+    monitor = Monitor(signals(CPU, machine=True), 0.02, origin_ns=time.perf_counter_ns())
+    columns = sampled(monitor, 0.2)
+    assert len(columns["end_s"]) >= 3
+    assert (np.diff(columns["end_s"]) > 0).all()
+    cores = [name for name in columns if name.startswith("cpu")]
+    assert len(cores) == psutil.cpu_count()
+    for name in cores:
+        assert ((columns[name] >= 0) & (columns[name] <= 100)).all()
+
+
+def test_a_gpu_that_is_not_there_is_missing_with_the_reason() -> None:
+    monitor = Monitor(signals(CPU, machine=False), 0.02, origin_ns=0)
+    assert monitor.missing == {
+        "gpu_utilization": "the training runs on cpu",
+        "gpu_memory": "the training runs on cpu",
+    }
+    assert "gpu_percent" not in monitor.columns
+
+
+def test_a_signal_that_can_not_be_set_up_is_missing_and_the_others_go_on() -> None:
+    def broken() -> Signal:
+        raise PermissionError("not for you")
+
+    monitor = monitor_of(("broken", broken), ("count", Count))
+    assert monitor.missing == {"broken": "not for you"}
+    assert len(sampled(monitor, 0.05)["count"]) > 0
+
+
+def test_a_signal_that_fails_later_is_missing_from_there_and_not_asked_again() -> None:
+    count = Count(fails_at=3)
+    columns = sampled(monitor_of(("count", lambda: count)), 0.1)
+    assert np.isfinite(columns["count"][0])
+    assert np.isnan(columns["count"][1:]).all()
+    assert count.readings == 3
+
+
+def test_a_full_table_is_averaged_in_pairs_and_the_interval_doubles() -> None:
+    count = Count()
+    monitor = monitor_of(("count", lambda: count), interval_s=0.001, kept=8)
+    columns = sampled(monitor, 0.3)
+    rows: list[float] = []
+    doublings = 0
+    for reading in range(2, count.readings + 1):  # the first reading is taken at set-up
+        if len(rows) == 8:
+            rows = [(rows[index] + rows[index + 1]) / 2 for index in range(0, 8, 2)]
+            doublings += 1
+        rows.append(reading)
+    assert doublings > 0
+    assert columns["count"].tolist() == pytest.approx(rows)
+    assert monitor.interval_s == pytest.approx(0.001 * 2**doublings)
+    assert (np.diff(columns["end_s"]) > 0).all()

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer import artifacts
+from trainer.config import EvidenceSettings, ProfileSettings
+from trainer.errors import ArtifactError
+from trainer.profiling.evidence import Recorder
+from trainer.stages import profile
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Evidence of a pretraining with given weights, which is empty, and of a small distillation."""
+    torch.set_num_threads(1)
+    paths = {name: tmp_path_factory.mktemp(name) for name in ("pretrain_evidence", "distill_evidence")}
+    settings = EvidenceSettings(system_interval_s=0.05, operators_from_step=3, operators_steps=2)
+    recorder = Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1)
+    layer = torch.nn.Linear(32, 32)
+    with recorder:
+        for step in range(10):
+            with recorder.timeline.step(step, images=16):
+                with recorder.timeline.range("forward"):
+                    loss = layer(torch.rand(16, 32)).square().mean()
+                with recorder.timeline.range("backward"):
+                    loss.backward()
+    with artifacts.create(paths["pretrain_evidence"], "evidence", settings={}):
+        pass
+    with artifacts.create(paths["distill_evidence"], "evidence", settings={}) as draft:
+        recorder.write(draft.path)
+    return paths
+
+
+def test_the_report_holds_the_page_and_its_numbers(inputs: dict[str, Path], tmp_path: Path) -> None:
+    report = profile.run(ProfileSettings(top_operators=2), **inputs, report=tmp_path / "report")
+    page = (report.path / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "Distillation" in page
+    numbers = json.loads((report.path / "summary.json").read_text())
+    assert list(numbers) == ["distill"]
+    assert numbers["distill"]["steps"] == 10
+    assert len(numbers["distill"]["operators"]["top"]) == 2
+    figures = report.figures["distill"]
+    assert figures["step_ms"] == numbers["distill"]["step_ms"]["p50"] > 0
+    assert figures["images_per_second"] == numbers["distill"]["images_per_second"] > 0
+    assert sum(figures["phases"].values()) == pytest.approx(1, abs=1e-4)
+    for name, path in inputs.items():
+        assert report.parents[name] == artifacts.read(path, "evidence").fingerprint
+
+
+def test_no_training_at_all_still_makes_a_report(inputs: dict[str, Path], tmp_path: Path) -> None:
+    empty = inputs["pretrain_evidence"]
+    report = profile.run(ProfileSettings(), pretrain_evidence=empty, distill_evidence=empty, report=tmp_path / "report")
+    assert "Nothing was trained" in (report.path / "report.html").read_text()
+    assert report.figures == {}
+
+
+def test_damaged_evidence_is_refused_before_anything_is_written(inputs: dict[str, Path], tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(inputs["distill_evidence"], damaged)
+    (damaged / "distill" / "rank0.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"rank0\.json"):
+        profile.run(
+            ProfileSettings(),
+            pretrain_evidence=inputs["pretrain_evidence"],
+            distill_evidence=damaged,
+            report=tmp_path / "report",
+        )
+    assert not (tmp_path / "report").exists()
