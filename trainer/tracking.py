@@ -23,6 +23,7 @@ import os
 import sqlite3
 import threading
 import time
+import urllib.parse
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -79,11 +80,11 @@ def environment(settings: TrackingSettings, *, directory: Path, run: str) -> dic
         run: name of the pipeline run.
     """
     default_uri = f"sqlite:///{directory.resolve() / 'mlflow.db'}"
-    uri = settings.uri or os.environ.get(URI) or default_uri
+    tracking_uri = settings.uri or os.environ.get(URI) or default_uri
     default_experiment = TrackingSettings.model_fields["experiment"].default
     chosen = settings.experiment if settings.experiment != default_experiment else ""
     return {
-        URI: uri if settings.enabled else "",
+        URI: tracking_uri if settings.enabled else "",
         EXPERIMENT_NAME: chosen or os.environ.get(EXPERIMENT_NAME) or default_experiment,
         RUN: run,
     }
@@ -96,10 +97,10 @@ def uri() -> str | None:
 
 def shown(address: str) -> str:
     """A URI without the password that it may hold, for messages and files."""
-    scheme, separator, rest = address.partition("://")
-    credentials, at, host = rest.rpartition("@")
-    user = credentials.partition(":")[0]
-    return f"{scheme}{separator}{user}:***@{host}" if at and separator else address
+    parts = urllib.parse.urlsplit(address)
+    credentials, at, host = parts.netloc.rpartition("@")
+    user, colon, _ = credentials.partition(":")
+    return address.replace(f"{credentials}@", f"{user}:***@", 1) if at and colon and host else address
 
 
 def client() -> MlflowClient:
@@ -128,7 +129,7 @@ def client() -> MlflowClient:
 
 def _sqlite_file(tracking_uri: str) -> Path | None:
     name = tracking_uri.removeprefix("sqlite:///")
-    return Path(name) if name != tracking_uri else None
+    return Path(name.partition("?")[0]) if name != tracking_uri else None
 
 
 @contextmanager
@@ -163,7 +164,8 @@ _UNREACHABLE = {
 def _reason(error: Exception) -> str:
     status = getattr(error, "get_http_status_code", lambda: None)()
     code = getattr(error, "error_code", "")
-    first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+    text = str(error).replace(uri() or URI, shown(uri() or URI))
+    first_line = next(iter(text.strip().splitlines()), type(error).__name__)[:300]
     unreachable = next((meaning for sign, meaning in _UNREACHABLE.items() if sign in str(error)), None)
     if unreachable:
         return f"does not answer ({unreachable})"
@@ -179,8 +181,8 @@ def _reason(error: Exception) -> str:
 def _http_limits(limits: Mapping[str, str]) -> Iterator[None]:
     """Bound MLflow's HTTP requests, which it reads from the environment; what the user set there stays."""
     before = {name: os.environ.get(name) for name in limits}
-    ours = {None, *_CHECK_LIMITS.values(), *_STAGE_LIMITS.values(), *_UPLOAD_LIMITS.values()}
-    os.environ.update({name: value for name, value in limits.items() if before[name] in ours})
+    ours = {name: {None, *(group[name] for group in (_CHECK_LIMITS, _STAGE_LIMITS, _UPLOAD_LIMITS))} for name in limits}
+    os.environ.update({name: value for name, value in limits.items() if before[name] in ours[name]})
     try:
         yield
     finally:
@@ -483,7 +485,7 @@ class _Sender(threading.Thread):
         while not self._closing.is_set():
             self._sample_system()
             self._send()
-            self._closing.wait(min(_SEND_INTERVAL_S * 2**self._failures, _LONGEST_BACKOFF_S))
+            self._closing.wait(min(_SEND_INTERVAL_S * 2.0 ** min(self._failures, 10), _LONGEST_BACKOFF_S))
         while self._send() and time.monotonic() < self._give_up:
             if self._failures:
                 time.sleep(_SEND_INTERVAL_S)

@@ -89,8 +89,16 @@ def test_nothing_tracked_imports_no_mlflow():
 
 def test_passwords_are_not_shown():
     assert tracking.shown("https://me:secret@host:5000/x") == "https://me:***@host:5000/x"
-    assert tracking.shown("sqlite:////tmp/a@b/mlflow.db").endswith("b/mlflow.db")
-    assert tracking.shown("http://host:5000") == "http://host:5000"
+    assert tracking.shown("postgresql://me:s3cr:t@host/x") == "postgresql://me:***@host/x"
+    for plain in ("sqlite:////tmp/a:b@c/mlflow.db", "http://host:5000", "http://me@host", "databricks"):
+        assert tracking.shown(plain) == plain
+
+
+def test_passwords_are_not_shown_in_errors(monkeypatch):
+    monkeypatch.setenv(tracking.URI, f"https://me:secret@127.0.0.1:{free_port()}")
+    with pytest.raises(TrackingError, match=r"me:\*\*\*@127") as caught:
+        tracking.check()
+    assert "secret" not in str(caught.value)
 
 
 def free_port() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import platform
 import shlex
 import time
 import warnings
@@ -202,7 +203,7 @@ def _log_model(client: MlflowClient, run_id: str, inputs: Mapping[str, Artifact]
         data_path=str(student),
         signature=ModelSignature(Schema([any_image]), Schema([ColSpec("double", label) for label in card.labels])),
         input_example=example(inputs["dataset"].path),
-        pip_requirements=requirements(),
+        conda_env=conda_environment(),
         metadata={"labels": list(card.labels), "architecture": card.architecture},
     )
     return info
@@ -216,9 +217,13 @@ def example(dataset: Path) -> npt.NDArray[np.uint8]:
     return thinned
 
 
-def requirements() -> list[str]:
-    """What the registered model needs, at the versions of this process; a local version (+cu132) is not to be had elsewhere."""
-    return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in _REQUIREMENTS]
+def conda_environment() -> dict[str, Any]:
+    """What the registered model needs, at the versions of this process; MLflow derives requirements.txt from it."""
+    # A local version (2.15.0+cu132) is not to be had elsewhere.
+    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in _REQUIREMENTS}
+    pinned = [f"{name}=={version}" for name, version in versions.items()]
+    dependencies = [f"python={platform.python_version()}", "pip", {"pip": pinned}]
+    return {"name": "student", "channels": ["conda-forge"], "dependencies": dependencies}
 
 
 def _version_tags(inputs: Mapping[str, Artifact]) -> dict[str, str]:

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from trainer.evaluation import metrics, report
+from trainer.evaluation.latency import Latency, Machine
+from trainer.evaluation.metrics import Confusion
+from trainer.evaluation.report import Example, Measured
+
+
+def measured(name: str, classes: int, seed: int, **test) -> Measured:
+    generator = np.random.default_rng(seed)
+    labels = generator.integers(0, classes, 400)
+    logits = generator.normal(size=(400, classes)) + 3 * np.eye(classes)[labels]
+    figures = {
+        "architecture": name,
+        "parameters": 1000 * seed,
+        "macs": 5000 * seed,
+        "size_bytes": 4000 * seed,
+        "test": {"top1": metrics.top_k(logits, labels, 1), "top5": 1.0, "ece": 0.1, **test},
+    }
+    return Measured(
+        figures=figures,
+        matrix=metrics.confusion_matrix(logits.argmax(axis=1), labels, classes),
+        calibration=metrics.calibration(logits, labels, 15),
+        latencies=[Latency(batch_size=1, p50_ms=1.5, p95_ms=2.5, images_per_second=600.0)],
+    )
+
+
+def page(classes: list[str], reasons: list[str]) -> str:
+    images = np.zeros((5, 3, 256, 256), dtype=np.uint8)
+    return report.render(
+        classes=classes,
+        teacher=measured("vit_base", len(classes), seed=2),
+        student=measured("vit_tiny", len(classes), seed=1, agreement=0.5),
+        machine=Machine(processor="a processor", threads=2, torch="2.15"),
+        verdict={"passed": not reasons, "reasons": reasons},
+        examples=[Example(confusion=Confusion(truth=0, predicted=1, count=5), images=images)],
+    )
+
+
+@pytest.mark.parametrize("reasons", [[], ["latency: 3 ms is over 2"]])
+def test_the_verdict_comes_first(reasons):
+    text = page(["a", "b", "c"], reasons)
+    headings = re.findall("<h2>(.*?)</h2>", text)
+    assert headings[:2] == ["Verdict", "Teacher against student"]
+    assert ("did not pass" in text) == bool(reasons)
+    assert all(reason in text for reason in reasons)
+    assert "2.0x smaller" in text
+
+
+def test_names_of_classes_can_not_bring_in_markup():
+    text = page(["<script>alert(1)</script>", "b & c"], [])
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert "b &amp; c" in text
+
+
+def test_many_classes_stay_below_two_megabytes():
+    assert len(page([f"class {index}" for index in range(300)], [])) < 2_000_000
