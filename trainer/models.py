@@ -116,8 +116,8 @@ def _build(
         args=dict(args),
         labels=tuple(labels),
         image_size=int(args.get("img_size", data_config["input_size"][-1])),
-        mean=data_config["mean"],
-        std=data_config["std"],
+        mean=tuple(data_config["mean"]),
+        std=tuple(data_config["std"]),
     )
     return Classifier(network, card)
 
@@ -168,7 +168,7 @@ def load(uri: str | Path) -> Classifier:
     path = artifacts.read(uri, "model").path
     try:
         config = json.loads((path / CONFIG).read_text())
-        card = ModelCard(**{**config, "labels": tuple(config["labels"])})
+        card = ModelCard(**config | {name: tuple(config[name]) for name in ("labels", "mean", "std")})
         settings = ModelSettings(architecture=card.architecture, args=card.args)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"model {path}: {CONFIG} is not the description of a model ({error}); make it again") from error

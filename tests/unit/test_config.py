@@ -1,0 +1,126 @@
+import json
+
+import pytest
+
+from trainer import config
+from trainer.errors import SettingsError
+
+
+@pytest.mark.parametrize("recipe", sorted(config.recipes()))
+def test_every_recipe_loads_and_says_what_it_is(recipe):
+    settings = config.resolve(recipe)
+    assert config.validate(config.Settings, settings.model_dump()) == settings
+    assert len(config.recipes()[recipe]) > 20
+
+
+@pytest.mark.parametrize("recipe", sorted(config.recipes()))
+def test_a_recipe_states_only_what_differs_from_the_defaults(recipe):
+    defaults = {name: value for name, value, _, _ in config.walk(config.Settings())}
+
+    def stated(values, prefix=""):
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and not name.endswith(".args"):
+                yield from stated(value, f"{name}.")
+            else:
+                yield name, value
+
+    same = {name: value for name, value in stated(config.load_recipe(recipe)) if defaults[name] == value}
+    assert not {name for name in same if not name.endswith("architecture")}
+
+
+def test_overrides_change_the_recipe_and_keep_the_rest_of_a_group():
+    settings = config.resolve("digits", "pretrain.mae.views.min_scale=0.5 distill.student.args.depth=3")
+    assert settings.pretrain.mae.views == config.resolve("digits").pretrain.mae.views.model_copy(update={"min_scale": 0.5})
+    assert settings.distill.student.args == config.resolve("digits").distill.student.args | {"depth": 3}
+
+
+def test_defaults_of_a_part_survive_an_override_of_another():
+    assert config.resolve("", "pretrain.mae.views.flip=false").pretrain.mae.views.min_scale == 0.2
+
+
+def test_overrides_are_text_or_toml():
+    parsed = config.parse_overrides("a=1 b=0.5 c=true d=plain e=imagefolder:/a/b 'f=two words' g=[1,2] h=\"1\" i=1e-3 j=")
+    assert parsed == {
+        "a": 1, "b": 0.5, "c": True, "d": "plain", "e": "imagefolder:/a/b", "f": "two words", "g": [1, 2], "h": 1,
+        "i": 1e-3, "j": "",
+    }  # fmt: skip
+
+
+def test_seed_and_workers_are_inherited_unless_given():
+    settings = config.resolve("", "run.seed=7 data.workers=5 distill.seed=1 pretrain.workers=0")
+    assert (settings.pretrain.seed, settings.distill.seed) == (7, 1)
+    assert (settings.pretrain.workers, settings.distill.workers) == (0, 5)
+
+
+def test_a_stage_gets_its_own_section_only():
+    settings, changed = config.resolve("digits"), config.resolve("digits", "distill.temperature=9 data.workers=3")
+    assert settings.for_stage("prepare") == changed.for_stage("prepare")
+    assert settings.for_stage("evaluate") == changed.for_stage("evaluate")
+    assert settings.for_stage("distill") != changed.for_stage("distill")
+    for stage, section in config.SECTION_OF_STAGE.items():
+        values = json.loads(json.dumps(settings.for_stage(stage)))
+        assert config.validate(type(getattr(settings, section)), values) is not None
+
+
+WRONG = {
+    "distill.temprature=2": r"unknown setting distill.temprature; did you mean distill.temperature",
+    "temperature=2": r"unknown setting temperature; did you mean distill.temperature",
+    "distill.temperature=-1": r"distill.temperature must be > 0.*, got -1",
+    "distill.epochs=2.5": r"distill.epochs must be a whole number, got 2.5",
+    "distill.epochs=many": r"distill.epochs must be a whole number, got 'many'",
+    "data.fit=squeeze": r"data.fit must be 'crop' or 'stretch', got 'squeeze'",
+    "distill.zero=perhaps": r"distill.zero must be true or false, got 'perhaps'",
+    "distill=3": r"distill is a group of settings and can not be 3",
+    "distill.temperature.x=3": r"distill.temperature",
+    "distill.kl_weight=0 distill.label_weight=0": r"distill: kl_weight and label_weight are both 0",
+    "pretrain.mae.mask_ratio=1": r"pretrain.mae.mask_ratio must be < 1.*, got 1",
+    "distill.temperature=nan": r"distill.temperature must be a finite number",
+    "evaluate.latency_batch_sizes=[4,0]": r"evaluate.latency_batch_sizes.1 must be >= 1, got 0",
+    "epochs": r"override 'epochs': is not key=value",
+    "=3": r"override '=3': is not key=value",
+    "a='b": r"close the quotation",
+    "data.source.x=3": r"override data.source.x: source is a value|data.source must be text",
+}
+
+
+@pytest.mark.parametrize("overrides", WRONG)
+def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(overrides):
+    with pytest.raises(SettingsError, match=WRONG[overrides]):
+        config.resolve("digits", overrides)
+
+
+def test_all_wrong_settings_are_reported_at_once():
+    with pytest.raises(SettingsError) as caught:
+        config.resolve("digits", "distill.temperature=-1 data.image_size=2")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_wrong_section_of_a_stage_is_named_in_full():
+    with pytest.raises(SettingsError, match=r"^distill.temperature must be > 0"):
+        config.validate(config.DistillSettings, {"temperature": 0}, prefix="distill")
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest(tmp_path):
+    with pytest.raises(SettingsError, match=r"unknown recipe 'digit'; did you mean digits\?; known: digits, grocery"):
+        config.resolve("digit")
+    with pytest.raises(SettingsError, match=r"unknown recipe '.*mine.toml'"):
+        config.resolve(str(tmp_path / "mine.toml"))
+
+
+def test_a_recipe_of_ones_own_is_a_toml_file(tmp_path):
+    (tmp_path / "mine.toml").write_text("# Mine.\n[distill]\ntemperature = 7\n")
+    assert config.resolve(str(tmp_path / "mine.toml")).distill.temperature == 7
+    (tmp_path / "broken.toml").write_text("[distill")
+    with pytest.raises(SettingsError, match=r"broken.toml: can not be read"):
+        config.resolve(str(tmp_path / "broken.toml"))
+
+
+def test_every_setting_has_a_type_and_a_meaning():
+    for name, _, kind, meaning in config.walk(config.Settings):
+        assert kind, name
+        assert len(meaning) > 10, name
+
+
+def test_the_learning_rate_grows_with_the_batch():
+    assert config.TrainingSettings(base_learning_rate=1e-3, batch_size=1024).peak_learning_rate() == pytest.approx(4e-3)

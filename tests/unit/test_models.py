@@ -1,0 +1,123 @@
+import json
+
+import pytest
+import torch
+
+from trainer import artifacts, models
+from trainer.config import ModelSettings
+from trainer.errors import ArtifactError, ModelError
+
+TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+SETTINGS = ModelSettings(architecture="vit_tiny_patch16_224", args=TINY)
+IMAGES = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return models.create(SETTINGS, ["ä", "b"]).eval()
+
+
+def saved(model, path):
+    with artifacts.create(path, "model", settings={}) as draft:
+        models.save(model, draft.path)
+    return path
+
+
+def reseal(path):
+    """Write the manifest anew, as one would who passes on an altered directory."""
+    with artifacts.create(path, "model", settings={}):
+        pass
+
+
+def test_a_model_comes_back_from_its_directory(model, tmp_path):
+    loaded = models.load(saved(model, tmp_path / "model"))
+    assert loaded.card == model.card
+    assert not loaded.training
+    assert torch.equal(loaded(IMAGES), model(IMAGES))
+
+
+def test_images_are_normalised_as_the_network_wants_it(model):
+    mean, std = torch.tensor(model.card.mean), torch.tensor(model.card.std)
+    expected = (IMAGES.double() / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+    assert torch.allclose(model.preprocess(IMAGES).double(), expected, atol=1e-5)
+
+
+def test_images_of_another_size_are_resized(model):
+    large = torch.full((1, 3, 50, 50), 51, dtype=torch.uint8)
+    assert torch.allclose(model.preprocess(large), torch.full((1, 3, 16, 16), (0.2 - 0.5) / 0.5), atol=1e-5)
+    assert model(large).shape == (1, 2)
+
+
+def test_other_timm_models_work_alike(tmp_path):
+    torch.manual_seed(0)
+    model = models.create(ModelSettings(architecture="resnet10t"), ["a", "b", "c"]).eval()
+    loaded = models.load(saved(model, tmp_path / "model"))
+    images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    assert loaded(images).shape == (2, 3)
+    assert torch.equal(loaded(images), model(images))
+
+
+def test_new_labels_give_a_new_head_and_keep_the_rest(model):
+    other = models.with_labels(model, ["x", "y", "z"]).eval()
+    assert other.card.labels == ("x", "y", "z")
+    assert other(IMAGES).shape == (2, 3)
+    for name, value in model.network.state_dict().items():
+        if not name.startswith("head."):
+            assert torch.equal(value, other.network.state_dict()[name])
+
+
+def test_the_same_labels_keep_the_head(model):
+    assert torch.equal(models.with_labels(model, ["ä", "b"], drop_path=0.3).eval()(IMAGES), model(IMAGES))
+
+
+def test_an_unknown_architecture_is_answered_with_similar_ones():
+    with pytest.raises(ModelError, match=r"'vit_tinyy': timm has no such model"):
+        models.create(ModelSettings(architecture="vit_tinyy"), ["a", "b"])
+
+
+def test_a_wrong_argument_is_named():
+    with pytest.raises(ModelError, match=r"\{'heads': 3\} can not be built.*heads"):
+        models.create(ModelSettings(architecture="vit_tiny_patch16_224", args={"heads": 3}), ["a", "b"])
+
+
+def test_labels_that_do_not_fit_are_named(model):
+    with pytest.raises(ModelError, match="has 2 classes, but the data set has 3"):
+        models.check_labels(model, ["ä", "b", "c"], "teacher")
+    with pytest.raises(ModelError, match=r"its class 1 is 'b', but the data set's is 'c'"):
+        models.check_labels(model, ["ä", "c"], "teacher")
+    models.check_labels(model, ["ä", "b"], "teacher")
+
+
+DAMAGES = {
+    "no config": (lambda path: (path / "config.json").unlink(), "not the description of a model"),
+    "config without labels": (lambda path: (path / "config.json").write_text("{}"), "not the description of a model"),
+    "weights of nothing": (lambda path: (path / "model.safetensors").write_bytes(b"xx"), "does not fit"),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "does not fit"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_model_is_refused_by_its_checksums(model, tmp_path, damage):
+    DAMAGES[damage][0](saved(model, tmp_path / "model"))
+    with pytest.raises(ArtifactError, match=r"missing|bytes instead of"):
+        models.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_model_that_makes_no_sense_is_refused_even_with_right_checksums(model, tmp_path, damage):
+    act, message = DAMAGES[damage]
+    act(saved(model, tmp_path / "model"))
+    reseal(tmp_path / "model")
+    with pytest.raises(ModelError, match=message):
+        models.load(tmp_path / "model")
+
+
+def test_weights_of_another_network_are_refused(model, tmp_path):
+    path = saved(model, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    config["args"]["embed_dim"] = 32
+    (path / "config.json").write_text(json.dumps(config))
+    reseal(path)
+    with pytest.raises(ModelError, match="does not fit vit_tiny_patch16_224"):
+        models.load(path)
