@@ -17,7 +17,7 @@ from trainer.profiling.series import Series
 
 WIDTH = 1040
 BINS = 240
-_LEFT = 150
+_LEFT = 164
 _RIGHT = 16
 PLOT = WIDTH - _LEFT - _RIGHT
 """Width of the part with data in drawings that have labels on the left."""
@@ -378,13 +378,13 @@ def _runs(chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], y: int, heigh
 def stack_lane(title: str, unit: str, shares: Mapping[str, Series], *, height: float = 90) -> Lane:
     """Shares [bins] of each name, stacked to the full height."""
     bins = len(next(iter(shares.values())))
-    column = PLOT / bins
     lower = np.zeros(bins)
     content = [rectangle(0, 0, PLOT, height, "panel")]
+    scale = f'transform="scale({PLOT / bins:.4f} {height})"'
     for name, values in shares.items():
         upper = lower + values
         content.append(
-            f'<path class="{colour_class(name)}" shape-rendering="crispEdges" d="{_band(lower, upper, column, height)}"/>'
+            f'<path class="{colour_class(name)}" shape-rendering="crispEdges" {scale} d="{_band(lower, upper)}"/>'
         )
         lower = upper
     for percent in (0, 50, 100):
@@ -392,10 +392,10 @@ def stack_lane(title: str, unit: str, shares: Mapping[str, Series], *, height: f
     return Lane(title=title, unit=unit, height=height, content="".join(content))
 
 
-def _band(lower: Series, upper: Series, column: float, height: float) -> str:
-    """The area between two step functions, one piece for each run of bins with an area."""
+def _band(lower: Series, upper: Series) -> str:
+    """The area between two step functions, downwards from 1, a piece for each bin that has an area."""
     pieces = []
-    for index in np.flatnonzero(upper - lower > 1e-4).tolist():
-        top, depth = height * (1 - upper[index]), height * (upper[index] - lower[index])
-        pieces.append(f"M{index * column:.1f} {top:.1f}h{column:.1f}v{depth:.1f}h{-column:.1f}z")
+    for index in np.flatnonzero(upper - lower > 1e-3).tolist():
+        top, depth = 1 - upper[index], upper[index] - lower[index]
+        pieces.append(f"M{index} {top:.3f}h1v{depth:.3f}h-1z")
     return "".join(pieces)

@@ -297,7 +297,13 @@ def _operators(summary: TrainingSummary) -> str:
 def _operator_table(kind: str, rows: Sequence[Operator], summary: OperatorSummary, total: float) -> str:
     def cells(row: Operator) -> list[object]:
         spent = operator_ms(row, summary.clock) / summary.steps
-        return [_clip(row.name), row.category, round(row.calls / summary.steps, 1), _ms(spent), _percent(spent / total)]
+        return [
+            _clip(row.name),
+            row.category,
+            drawing.short(row.calls / summary.steps),
+            _ms(spent),
+            _percent(spent / total),
+        ]
 
     headers = [kind, "Kind of work", "Calls a step", "Own time a step", "Share"]
     return html.table(headers, [cells(row) for row in rows])
@@ -365,6 +371,8 @@ def _label(name: str) -> str:
 
 def _percent(share: float) -> str:
     value = 100 * share
+    if 0 < value < 0.05:
+        return "< 0.1 %"
     return f"{value:.1f} %" if 0 < value < 9.95 else f"{value:.0f} %"
 
 
