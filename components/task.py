@@ -11,12 +11,13 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from kfp import dsl
+from typing import TYPE_CHECKING, Any
 
 from trainer import artifacts, stages
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
+
+if TYPE_CHECKING:
+    from kfp import dsl
 
 DEBUG = "TRAINER_DEBUG"
 """Environment variable, set to show the traceback of an error that has a message."""

@@ -39,6 +39,7 @@ from trainer.errors import (
     writing_to,
 )
 
+CODE = tuple(Path(folder) for package in (trainer, components) for folder in package.__path__)
 CACHE = runs.RUNS / ".cache"
 """What earlier runs made, by what it was made from; the artifacts themselves lie in those runs' directories."""
 
@@ -148,7 +149,7 @@ def _run_pipeline(request: Request, directory: Path) -> dict[str, Any]:
     from pipelines import compile as compilation
     from pipelines import local_tasks
 
-    pipeline = compilation.with_image(compilation.compiled_text(), tagged(f"local-{code_version()}"))
+    pipeline = compilation.with_image(compilation.compiled_text(), tagged(f"local-{code_version(*CODE)}"))
     with writing_to(directory):
         (directory / "pipeline.yaml").write_text(pipeline)
         with (directory / "kfp.log").open("w") as log:
@@ -168,11 +169,10 @@ def _run_pipeline(request: Request, directory: Path) -> dict[str, Any]:
     return _write_summary(directory, tasks)
 
 
-def code_version() -> str:
-    """A text that changes with the code of the stages, as the image of a cluster's tasks does."""
+def code_version(*folders: Path) -> str:
+    """A text that changes with the code in these folders, as a cluster's image does: part of what a cached result depends on."""
     digest = hashlib.sha256()
-    for package in (trainer, components):
-        root = Path(package.__file__ or "").parent
+    for root in folders:
         for path in sorted(path for path in root.rglob("*") if path.suffix in {".py", ".toml"}):
             digest.update(f"{root.name}/{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]

@@ -1,0 +1,161 @@
+"""`python -m pipelines.local`, as a user runs it: in a directory of its own, on the real digits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelines import local
+from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
+from trainer.stages import STAGES
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = "pretrain.mae.epochs=1 pretrain.finetune.epochs=1 distill.epochs=1 evaluate.latency_runs=10"
+
+
+def environment(**variables):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "TRAINER_"))}
+    return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"} | variables
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "pipelines.local", "--processes", "1", *arguments]
+
+
+def start(folder, *arguments, **variables):
+    return subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        start_new_session=True,
+    )
+
+
+def happened(output, what):
+    """Which tasks `started`, are `done`, or came `cached`."""
+    return set(re.findall(rf"^\[ *[\d.]+ s\] (\w+): {what}", output, flags=re.MULTILINE))
+
+
+def assert_one_message(ended, pattern):
+    assert ended.returncode == EXIT_CODE
+    assert re.fullmatch(rf"error: {pattern}\n", ended.stderr), ended.stderr
+    assert "Traceback" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (["--recipe", "digts"], r"unknown recipe 'digts'; did you mean digits\?.*"),
+        (["--set", "distill.temprature=2"], r"unknown setting .*did you mean distill\.temperature.*"),
+        (["--set", "distill.temperature=-1"], r"distill\.temperature must be > 0(\.0)?, got -1"),
+        (["--set", "distill.temperature"], r"override 'distill.temperature': is not key=value.*"),
+        (["--processes", "0"], r"processes must be >= 1, got 0"),
+        (["--output", "file/below"], r"can not write to .*file.*"),
+    ],
+)
+def test_wrong_input_ends_in_one_message_before_anything_starts(tmp_path, arguments, pattern):
+    (tmp_path / "file").touch()
+    ended = start(tmp_path, *arguments)
+    assert_one_message(ended, pattern)
+    assert ended.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_debug_adds_the_traceback(tmp_path):
+    ended = start(tmp_path, "--recipe", "digts", "--debug")
+    assert ended.returncode == EXIT_CODE
+    assert ended.stderr.startswith("Traceback")
+    assert "\nerror: unknown recipe" in ended.stderr
+
+
+def test_missing_images_are_found_by_the_first_task(tmp_path):
+    ended = start(tmp_path, "--set", "data.source=imagefolder:/nowhere tracking.enabled=false")
+    assert_one_message(ended, "configure: .*/nowhere.*")
+    assert happened(ended.stdout, "started") == {"configure"}
+
+
+def test_a_tracking_server_that_is_down_stops_the_run_before_the_expensive_part(tmp_path):
+    ended = start(tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    assert ended.returncode == EXIT_CODE
+    assert "error: configure: MLflow at http://127.0.0.1:9: does not answer" in ended.stderr
+    assert happened(ended.stdout, "started") == {"configure"}
+
+
+def test_the_code_is_part_of_what_a_result_depends_on(tmp_path):
+    for name in ("stage.py", "recipe.toml", "notes.txt"):
+        (tmp_path / name).write_text("1")
+    versions = [local.code_version(tmp_path)]
+    for name in ("stage.py", "recipe.toml"):
+        (tmp_path / name).write_text("2")
+        versions.append(local.code_version(tmp_path))
+    assert len(set(versions)) == 3
+    (tmp_path / "notes.txt").write_text("2")
+    assert local.code_version(tmp_path) == versions[-1]
+
+
+def test_a_skipped_task_is_an_error():
+    pipeline = "root: {dag: {tasks: {configure: {}, prepare: {}, evaluate: {}}}}"
+    with pytest.raises(LaunchError, match="without running evaluate, prepare"):
+        local._check_all_ran(pipeline, {"configure": object()})
+
+
+@pytest.mark.slow
+def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
+    first = start(tmp_path, "--set", SMALL)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert happened(first.stdout, "done") == {"configure", *STAGES}
+    assert "KFP Executor" not in first.stdout
+    before = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
+    assert set(before["stages"]) == set(STAGES)
+    assert not any("cached" in stage for stage in before["stages"].values())
+    assert all(Path(path).is_file() for path in before["reports"].values())
+
+    second = start(tmp_path, "--set", f"{SMALL} distill.temperature=3", "--output", "other")
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert happened(second.stdout, "cached") == {"prepare", "pretrain"}
+    assert happened(second.stdout, "done") == {"configure", *STAGES} - {"prepare", "pretrain"}
+    after = json.loads((tmp_path / "other" / "summary.json").read_text())
+    assert {name for name, stage in after["stages"].items() if stage.get("cached")} == {"prepare", "pretrain"}
+    for name in ("prepare", "pretrain"):
+        assert after["stages"][name]["seconds"] == before["stages"][name]["seconds"]
+    assert after["settings"]["distill"]["temperature"] == 3
+
+
+@pytest.mark.slow
+def test_an_interruption_ends_all_processes_and_keeps_what_was_made(tmp_path):
+    arguments = command("--set", f"{SMALL} pretrain.mae.epochs=100000")
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        seen = []
+        while not seen or "mae  step" not in seen[-1]:
+            seen.append(process.stdout.readline())
+            assert seen[-1], "".join(seen)
+        family = psutil.Process(process.pid).children(recursive=True)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED_EXIT_CODE
+    assert time.monotonic() - begin < 25
+    assert rest.splitlines()[-1].startswith("interrupted; ")
+    assert "Traceback" not in rest
+    assert len(family) >= 3
+    assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+
+    again = start(tmp_path, "--set", f"{SMALL} pretrain.weights=/nowhere")
+    assert happened(again.stdout, "cached") == {"prepare"}
+    assert again.returncode == EXIT_CODE
+    assert re.search(r"^error: pretrain: .*/nowhere", again.stderr, flags=re.MULTILINE)
