@@ -67,7 +67,7 @@ def reliability(calibrations: Mapping[str, Calibration]) -> bytes:
         edges = np.linspace(0, 1, len(calibration.counts) + 1)
         lower.stairs(calibration.counts, edges, color=color, linewidth=1.5)
     upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
-    upper.legend(loc="upper left", frameon=False)
+    upper.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)  # above, clear of any curve
     lower.set(xlabel="confidence", ylabel="images")
     return _png(figure)
 
