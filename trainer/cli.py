@@ -43,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not worker:
             raise
-        traceback.print_exc()
-        launch.record_failure(f"{type(error).__name__}: {error} (its traceback stands above)")
+        launch.record_failure(f"{type(error).__name__}: {error} (its traceback stands above)", traceback.format_exc())
         return 1
     return 0
 
@@ -54,11 +53,11 @@ def _interrupt(_number: int, _frame: object) -> NoReturn:
 
 
 def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool) -> int:
-    if options.debug:
-        traceback.print_exc()
     if worker:
-        launch.record_failure(str(error))
+        launch.record_failure(str(error), traceback.format_exc() if options.debug else "")
     else:
+        if options.debug:
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
     return EXIT_CODE
 

@@ -107,8 +107,8 @@ class LocalLauncher:
             except SignalException as error:
                 raise KeyboardInterrupt from error
             except ChildFailedError as error:
-                _, failure = error.get_first_failure()
-                raise _explain(spec, Path(failures), failure.local_rank, failure.exitcode) from error
+                exit_codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
+                raise _explain(spec, Path(failures), exit_codes) from error
 
 
 @contextmanager
@@ -140,27 +140,42 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def record_failure(message: str) -> None:
-    """Leave this process's message where its launcher finds it; without a launcher do nothing."""
+def record_failure(message: str, trace: str = "") -> None:
+    """Leave this process's message and traceback where its launcher finds them; without a launcher print the traceback."""
     folder = os.environ.get(FAILURES_VARIABLE)
     if folder:
-        (Path(folder) / f"{os.environ.get('LOCAL_RANK', '0')}.txt").write_text(message)
+        content = json.dumps({"message": message, "trace": trace})
+        (Path(folder) / f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(content)
+    elif trace:
+        print(trace, file=sys.stderr)
 
 
-def _explain(spec: JobSpec, failures: Path, first: int, exit_code: int) -> LaunchError:
-    """The message for a failed job: the earliest process that left one, or else how the first one ended."""
-    written = sorted(failures.glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    if written:
-        first, message = int(written[0].stem), written[0].read_text()
-    elif exit_code < 0:
-        name = signal.Signals(-exit_code).name
+def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int]) -> LaunchError:
+    """The message for a failed job, after the traceback of the process that is to blame.
+
+    A process that was killed is to blame first, because the others then fail when they miss it; else the earliest that left a message.
+
+    Args:
+        spec: the job.
+        failures: where processes left their messages.
+        exit_codes: rank -> exit code, of the failed processes.
+    """
+    killed = [rank for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM]
+    written = sorted(failures.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    if killed:
+        rank, name = killed[0], signal.Signals(-exit_codes[killed[0]]).name
         advice = "; the machine may be out of memory: lower batch_size or raise accumulation" if name == "SIGKILL" else ""
         message = f"was ended by {name}{advice}"
+    elif written:
+        rank, failure = int(written[0].stem), json.loads(written[0].read_text())
+        message = failure["message"]
+        print(failure["trace"], end="", file=sys.stderr)
     else:
-        message = f"ended with exit code {exit_code}; its last lines of output stand above"
+        rank, code = next(iter(exit_codes.items()))
+        message = f"ended with exit code {code}; its last lines of output stand above"
     if spec.processes_per_node == 1:
         return LaunchError(f"{spec.stage}: {message}")
-    return LaunchError(f"{spec.stage}: process {first} of {spec.processes_per_node}: {message}")
+    return LaunchError(f"{spec.stage}: process {rank} of {spec.processes_per_node}: {message}")
 
 
 def run_stage(

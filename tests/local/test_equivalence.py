@@ -1,0 +1,37 @@
+"""Several processes, sharded optimizer state and accumulation change how a step is computed, and not what it computes."""
+
+import pytest
+import torch
+
+WAYS = {
+    "two processes": (2, {}),
+    "two processes, sharded optimizer state": (2, {"zero": True}),
+    "four micro-batches": (1, {"accumulation": 4}),
+    "two processes, two micro-batches": (2, {"accumulation": 2}),
+    "loader processes": (1, {"workers": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(digits, teacher, tmp_path_factory):
+    from tests.local.conftest import Distillation
+
+    return Distillation(digits, teacher, tmp_path_factory.mktemp("reference")).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_and_weights_are_those_of_one_process(distillation, reference, way):
+    processes, settings = WAYS[way]
+    other = distillation("other", **settings).run(processes)
+    assert len(reference.losses()) == 10
+    assert torch.allclose(other.losses(), reference.losses(), rtol=1e-4)
+    for name, value in reference.weights().items():
+        assert torch.allclose(other.weights()[name], value, atol=2e-4), name
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not(distillation, reference):
+    again, other = distillation("again").run().weights(), distillation("other", seed=4).run().weights()
+    assert all(torch.equal(again[name], value) for name, value in reference.weights().items())
+    assert any(not torch.equal(other[name], value) for name, value in reference.weights().items())
