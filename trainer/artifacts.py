@@ -89,7 +89,9 @@ def local_path(uri: str | Path) -> Path:
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
     if "://" in text:
-        raise ArtifactError(f"artifact {text}: only local paths and file:// are supported; copy it to this machine first")
+        raise ArtifactError(
+            f"artifact {text}: only local paths and file:// are supported; copy it to this machine first"
+        )
     return Path(text)
 
 
@@ -148,7 +150,9 @@ def _write_manifest(
         "seconds": round(seconds, 3),
         "figures": draft.figures,
     }
-    write_atomically(draft.path / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False).encode())
+    write_atomically(
+        draft.path / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False).encode()
+    )
 
 
 def exists(uri: str | Path) -> bool:
@@ -217,5 +221,3 @@ def _check_file(path: Path, kind: Kind, name: str, expected: Mapping[str, Any]) 
         )
     if file_digest(file) != expected["sha256"]:
         raise ArtifactError(f"{kind} {path}: the file {name} is damaged (checksum); make it again or copy it whole")
-
-

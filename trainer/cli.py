@@ -64,7 +64,10 @@ def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool) -> 
 
 def _set_up_logging(*, quiet: bool) -> None:
     logging.basicConfig(
-        level=logging.WARNING if quiet else logging.INFO, format="%(asctime)s  %(message)s", datefmt="%H:%M:%S", force=True
+        level=logging.WARNING if quiet else logging.INFO,
+        format="%(asctime)s  %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
     )
     for name in ("httpx", "urllib3", "alembic", "mlflow", "matplotlib", "fsspec", "datasets"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -98,7 +101,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change settings, such as distill.temperature=2 (`python -m trainer config RECIPE` lists them)",
     )
-    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +134,9 @@ def _add_run(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_stage(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("stage", help="run one stage on given inputs", description="Run one stage on given inputs.")
+    parser = commands.add_parser(
+        "stage", help="run one stage on given inputs", description="Run one stage on given inputs."
+    )
     names = parser.add_subparsers(title="stages", required=True, metavar="NAME")
     for stage in stages.STAGES.values():
         _add_one_stage(names, stage)
@@ -139,13 +146,21 @@ def _add_one_stage(names: _Commands[argparse.ArgumentParser], stage: stages.Stag
     text = f"{stage.summary[0].upper()}{stage.summary[1:]}."
     parser = names.add_parser(stage.name, help=stage.summary, description=text)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--recipe", default="", help="take the stage's settings from this recipe (default: the defaults)")
-    source.add_argument("--settings", metavar="JSON", help="the stage's settings as a JSON object, as another stage's manifest shows them")
+    source.add_argument(
+        "--recipe", default="", help="take the stage's settings from this recipe (default: the defaults)"
+    )
+    source.add_argument(
+        "--settings",
+        metavar="JSON",
+        help="the stage's settings as a JSON object, as another stage's manifest shows them",
+    )
     _add_settings(parser)
     for name, kind in stage.inputs.items():
         parser.add_argument(f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"input: a {kind} directory")
     for name, kind in stage.outputs.items():
-        parser.add_argument(f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"output: the {kind} directory to write")
+        parser.add_argument(
+            f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"output: the {kind} directory to write"
+        )
     if stage.launched:
         _add_processes(parser)
         parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -181,13 +196,17 @@ def _stage(options: argparse.Namespace) -> None:
         config.validate(stage.settings, json.loads(section), prefix=config.SECTION_OF_STAGE[stage.name])
         launch.run_stage(stage.name, section, inputs=inputs, outputs=outputs, processes_per_node=options.processes)
         return
-    further = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.name == "register" else {}
+    further = (
+        {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.name == "register" else {}
+    )
     stages.call(stage.name, section, {**inputs, **outputs}, **further)
 
 
 def _checked_json(options: argparse.Namespace) -> str:
     if options.overrides:
-        raise SettingsError("--settings gives all settings of the stage, so --set can not change them; use --recipe with --set")
+        raise SettingsError(
+            "--settings gives all settings of the stage, so --set can not change them; use --recipe with --set"
+        )
     try:
         values = json.loads(options.settings)
     except ValueError as error:
@@ -209,4 +228,6 @@ def _config(options: argparse.Namespace) -> None:
 def _recipes(_options: argparse.Namespace) -> None:
     for name, text in config.recipes().items():
         print(f"{name:<12}{text}")
-    print(f"\nThey stand in {Path(config.RECIPES)}; a recipe is also any TOML file that states what differs from the defaults.")
+    print(
+        f"\nThey stand in {Path(config.RECIPES)}; a recipe is also any TOML file that states what differs from the defaults."
+    )

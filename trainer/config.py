@@ -237,7 +237,9 @@ class DistillSettings(TrainingSettings):
     @model_validator(mode="after")
     def _has_a_loss(self) -> Self:
         if self.kl_weight == 0 and self.label_weight == 0:
-            raise ValueError("kl_weight and label_weight are both 0, so there is nothing to learn; give one of them a weight")
+            raise ValueError(
+                "kl_weight and label_weight are both 0, so there is nothing to learn; give one of them a weight"
+            )
         return self
 
 
@@ -253,6 +255,8 @@ class GateSettings(Section):
 
     max_accuracy_drop: Fraction = 0.05
     """Largest drop of test top-1 from teacher to student, as a fraction."""
+    min_accuracy: Fraction = 0.0
+    """Smallest test top-1 of the student, as a fraction; 0 sets no limit."""
     min_compression: NonNegativeFloat = 2.0
     """Smallest ratio of the teacher's parameters to the student's."""
     max_latency_ms: NonNegativeFloat = 0.0
@@ -498,7 +502,9 @@ def _explain(section: type[Section], details: ErrorDetails, prefix: str) -> str:
     if kind in _TYPE_NAMES:
         return f"{name} must be {_TYPE_NAMES[kind]}, got {value!r}"
     if kind == "model_type":
-        return f"{name} is a group of settings and can not be {value!r}; set one of its members, such as {name}.NAME=VALUE"
+        return (
+            f"{name} is a group of settings and can not be {value!r}; set one of its members, such as {name}.NAME=VALUE"
+        )
     if kind == "value_error":
         return f"{name}: {context['error']}"
     return f"{name}: {details['msg']}, got {value!r}"
@@ -536,7 +542,13 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
         return " or ".join(text for option in schema["anyOf"] if (text := _schema_text(option)) != "null")
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
-    names = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "true or false",
+        "array": "list",
+    }
     text = names.get(schema.get("type", ""), "group" if schema.get("type") == "object" else schema.get("type", ""))
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]

@@ -48,7 +48,9 @@ class JobSpec:
 
     def arguments(self) -> list[str]:
         """What follows `python` in every process."""
-        directories = [text for name, uri in {**self.inputs, **self.outputs}.items() for text in (f"--{flag(name)}", uri)]
+        directories = [
+            text for name, uri in {**self.inputs, **self.outputs}.items() for text in (f"--{flag(name)}", uri)
+        ]
         return ["-m", "trainer", "stage", self.stage, "--worker", "--settings", json.dumps(self.settings), *directories]
 
 
@@ -84,7 +86,9 @@ class LocalLauncher:
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         if spec.nodes != 1:
-            raise LaunchError(f"{spec.stage}: {spec.nodes} nodes were asked for, but this machine is one; use a cluster's launcher")
+            raise LaunchError(
+                f"{spec.stage}: {spec.nodes} nodes were asked for, but this machine is one; use a cluster's launcher"
+            )
         count = spec.processes_per_node
         config = LaunchConfig(
             min_nodes=1,
@@ -164,7 +168,9 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int]) -> La
     written = sorted(failures.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     if killed:
         rank, name = killed[0], signal.Signals(-exit_codes[killed[0]]).name
-        advice = "; the machine may be out of memory: lower batch_size or raise accumulation" if name == "SIGKILL" else ""
+        advice = (
+            "; the machine may be out of memory: lower batch_size or raise accumulation" if name == "SIGKILL" else ""
+        )
         message = f"was ended by {name}{advice}"
     elif written:
         rank, failure = int(written[0].stem), json.loads(written[0].read_text())

@@ -104,9 +104,11 @@ def _build(
         close = timm.list_models(f"*{architecture.split('.')[0].split('_')[0]}*")[:5]
         advice = f"; similar: {', '.join(close)}" if close else ""
         raise ModelError(f"architecture {architecture!r}: timm has no such model{advice}")
-    dropped = {"drop_path_rate": drop_path} if drop_path else {}
+    further: dict[str, Any] = {**args, "num_classes": len(labels)} | (
+        {"drop_path_rate": drop_path} if drop_path else {}
+    )
     try:
-        network = timm.create_model(architecture, pretrained=pretrained, num_classes=len(labels), **dict(args), **dropped)
+        network = timm.create_model(architecture, pretrained=pretrained, **further)
     except Exception as error:  # timm passes any argument on to any model, and the hub client raises its own kinds
         origin = "with timm's pretrained weights" if pretrained else f"with the arguments {dict(args)}"
         raise ModelError(f"architecture {architecture!r} {origin} can not be built: {error}") from error
@@ -129,14 +131,17 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
     weights = model.network.state_dict()
     if tuple(labels) != model.card.labels:
         new = adapted.network.state_dict()
-        head = {f"{name}." for name in _names(model.network.default_cfg["classifier"])}
-        weights = {name: new[name] if name.startswith(tuple(head)) else value for name, value in weights.items()}
+        head = _head(model.network)
+        weights = {name: new[name] if name.startswith(head) else value for name, value in weights.items()}
     adapted.network.load_state_dict(weights)
     return adapted
 
 
-def _names(value: str | Sequence[str]) -> Sequence[str]:
-    return [value] if isinstance(value, str) else value
+def _head(network: nn.Module) -> tuple[str, ...]:
+    """What the names of the head's weights begin with; timm's models say it, some have several heads."""
+    default_config: Any = network.default_cfg
+    names = default_config["classifier"]
+    return tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -171,12 +176,16 @@ def load(uri: str | Path) -> Classifier:
         card = ModelCard(**config | {name: tuple(config[name]) for name in ("labels", "mean", "std")})
         settings = ModelSettings(architecture=card.architecture, args=card.args)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"model {path}: {CONFIG} is not the description of a model ({error}); make it again") from error
+        raise ModelError(
+            f"model {path}: {CONFIG} is not the description of a model ({error}); make it again"
+        ) from error
     network = create(settings, card.labels).network
     try:
         network.load_state_dict(safetensors.torch.load_file(path / WEIGHTS))
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        raise ModelError(f"model {path}: {WEIGHTS} does not fit {card.architecture} ({error}); make it again") from error
+        raise ModelError(
+            f"model {path}: {WEIGHTS} does not fit {card.architecture} ({error}); make it again"
+        ) from error
     return Classifier(network, card).eval()
 
 

@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from trainer import artifacts, config, launch, stages, tracking
-from trainer.errors import OutputError, writing_to
+from trainer.errors import OutputError, TrackingError, writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +82,27 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     resolved = settings.model_dump(mode="json")
     tracking.check()
     tracking.start_parent(resolved, {"recipe": recipe})
-    for name, places in PLAN.items():
-        directories = {keyword: str(directory / place) for keyword, place in places.items()}
-        _run_stage(name, settings, directories, processes=processes, recipe=recipe, resolved=resolved)
+    with _closed_if_it_fails():
+        for name, places in PLAN.items():
+            directories = {keyword: str(directory / place) for keyword, place in places.items()}
+            _run_stage(name, settings, directories, processes=processes, recipe=recipe, resolved=resolved)
     summary = (directory / "registration" / SUMMARY).read_bytes()
     artifacts.write_atomically(directory / SUMMARY, summary)
     content: dict[str, Any] = json.loads(summary)
     return content
+
+
+@contextmanager
+def _closed_if_it_fails() -> Iterator[None]:
+    """End the parent run in MLflow when the block ends with an exception; register ends it otherwise."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            tracking.finish_parent("FAILED" if isinstance(error, Exception) else "KILLED")
+        except TrackingError as closing:
+            logger.warning("the run stays open in MLflow: %s", closing)
+        raise
 
 
 def environment(settings: config.Settings, directory: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -40,9 +41,13 @@ def test_the_fingerprint_covers_content_settings_and_parents_but_not_figures(tmp
 
 
 def test_what_was_not_completed_does_not_exist(tmp_path):
-    with pytest.raises(ZeroDivisionError), artifacts.create(tmp_path / "a", "model", settings={}) as draft:
-        (draft.path / "weights").write_bytes(b"half")
-        raise ZeroDivisionError
+    def break_off():
+        with artifacts.create(tmp_path / "a", "model", settings={}) as draft:
+            (draft.path / "weights").write_bytes(b"half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_off()
     assert not artifacts.exists(tmp_path / "a")
     with pytest.raises(ArtifactError, match="never completed"):
         artifacts.read(tmp_path / "a", "model")
@@ -122,7 +127,11 @@ def test_the_systems_refusal_to_write_becomes_a_message(number, advice):
 
 
 def test_a_really_full_disk_is_reported():
-    with pytest.raises(OutputError, match=r"/dev/full: the disk is full"), writing_to("/dev/full"), open("/dev/full", "wb") as file:
+    with (
+        pytest.raises(OutputError, match=r"/dev/full: the disk is full"),
+        writing_to("/dev/full"),
+        Path("/dev/full").open("wb") as file,
+    ):
         file.write(b"x" * 100_000)
 
 

@@ -31,7 +31,9 @@ def test_a_recipe_states_only_what_differs_from_the_defaults(recipe):
 
 def test_overrides_change_the_recipe_and_keep_the_rest_of_a_group():
     settings = config.resolve("digits", "pretrain.mae.views.min_scale=0.5 distill.student.args.depth=3")
-    assert settings.pretrain.mae.views == config.resolve("digits").pretrain.mae.views.model_copy(update={"min_scale": 0.5})
+    assert settings.pretrain.mae.views == config.resolve("digits").pretrain.mae.views.model_copy(
+        update={"min_scale": 0.5}
+    )
     assert settings.distill.student.args == config.resolve("digits").distill.student.args | {"depth": 3}
 
 
@@ -40,7 +42,9 @@ def test_defaults_of_a_part_survive_an_override_of_another():
 
 
 def test_overrides_are_text_or_toml():
-    parsed = config.parse_overrides("a=1 b=0.5 c=true d=plain e=imagefolder:/a/b 'f=two words' g=[1,2] h=\"1\" i=1e-3 j=")
+    parsed = config.parse_overrides(
+        "a=1 b=0.5 c=true d=plain e=imagefolder:/a/b 'f=two words' g=[1,2] h=\"1\" i=1e-3 j="
+    )
     assert parsed == {
         "a": 1, "b": 0.5, "c": True, "d": "plain", "e": "imagefolder:/a/b", "f": "two words", "g": [1, 2], "h": 1,
         "i": 1e-3, "j": "",

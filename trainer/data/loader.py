@@ -1,7 +1,7 @@
 """Micro-batches for one training process, in the global order.
 
-Step s takes the positions s x G .. (s + 1) x G - 1 of the order (G: `batch_size`). They are dealt in runs: micro-batch a of process r is run
-a x W + r of the step (W processes), so that the union over processes does not depend on how many there are.
+Step s takes the positions s x G .. (s + 1) x G - 1 of the order (G: `batch_size`). They are dealt in runs: micro-batch a of process r
+is run a x W + r of the step (W processes), so that the union over processes does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Samples:
         """
         self._splits = [split for split in splits if len(split)]
         if not self._splits:
-            raise DataError("there are no images to train on; look at the data set's card, and prepare it with more images")
+            raise DataError(
+                "there are no images to train on; look at the data set's card, and prepare it with more images"
+            )
         self._ends = np.cumsum([len(split) for split in self._splits])
         self.labels = np.concatenate([split.labels for split in self._splits])
         self.keys = np.concatenate([split.keys for split in self._splits])
@@ -77,14 +79,19 @@ class Samples:
         """Key and source of each sample, for messages."""
         which = np.searchsorted(self._ends, indices, side="right")
         starts = self._ends - [len(split) for split in self._splits]
-        sources = [self._splits[number].sources[int(index - starts[number])] for number, index in zip(which, indices, strict=True)]
+        sources = [
+            self._splits[number].sources[int(index - starts[number])]
+            for number, index in zip(which, indices, strict=True)
+        ]
         return [f"{int(self.keys[index]):016x} {source}" for index, source in zip(indices, sources, strict=True)]
 
 
 class MicroBatches(TorchDataset[Batch]):
     """Item p is the micro-batch that begins at position p of the order."""
 
-    def __init__(self, samples: Samples, order: SampleOrder, *, size: int, seed: int, settings: TrainingSettings, count: int) -> None:
+    def __init__(
+        self, samples: Samples, order: SampleOrder, *, size: int, seed: int, settings: TrainingSettings, count: int
+    ) -> None:
         """`count` samples a micro-batch, as views of `size` x `size` pixels."""
         self._samples, self._order, self._size, self._seed = samples, order, size, seed
         self._views, self._count = settings.views, count
@@ -126,7 +133,9 @@ def micro_batch_size(settings: TrainingSettings, world_size: int) -> int:
     return count
 
 
-def positions(settings: TrainingSettings, *, first_step: int, last_step: int, rank: int, world_size: int) -> Iterator[int]:
+def positions(
+    settings: TrainingSettings, *, first_step: int, last_step: int, rank: int, world_size: int
+) -> Iterator[int]:
     """Where each micro-batch of this process begins, step by step."""
     count = micro_batch_size(settings, world_size)
     for step in range(first_step, last_step):
@@ -134,9 +143,7 @@ def positions(settings: TrainingSettings, *, first_step: int, last_step: int, ra
             yield step * settings.batch_size + (micro * world_size + rank) * count
 
 
-def make_loader(
-    batches: MicroBatches, starts: Iterable[int], *, workers: int, pin_memory: bool
-) -> DataLoader[Batch]:
+def make_loader(batches: MicroBatches, starts: Iterable[int], *, workers: int, pin_memory: bool) -> DataLoader[Batch]:
     """A loader that gives the micro-batches at `starts`, in this order, prefetched by `workers` processes."""
     return DataLoader(
         batches,
@@ -150,4 +157,3 @@ def make_loader(
 
 def _use_one_thread(_worker: int) -> None:
     torch.set_num_threads(1)
-

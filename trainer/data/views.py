@@ -78,7 +78,9 @@ def make_views(
 def _crop_and_flip(draw: _Draw, settings: ViewSettings) -> Tensor:
     """Affine maps from view to image coordinates [B, 2, 3], for `affine_grid`."""
     area = settings.min_scale + (1 - settings.min_scale) * draw(_AREA)
-    aspect = np.exp((2 * draw(_ASPECT) - 1) * np.log(settings.max_aspect)) if settings.min_scale < 1 else np.ones_like(area)
+    aspect = (
+        np.exp((2 * draw(_ASPECT) - 1) * np.log(settings.max_aspect)) if settings.min_scale < 1 else np.ones_like(area)
+    )
     width, height = np.minimum(np.sqrt(area * aspect), 1), np.minimum(np.sqrt(area / aspect), 1)
     left, top = draw(_LEFT) * (1 - width), draw(_TOP) * (1 - height)
     mirror = np.where(draw(_FLIP) < 0.5, -1.0, 1.0) if settings.flip else np.ones_like(area)
@@ -91,7 +93,9 @@ def _crop_and_flip(draw: _Draw, settings: ViewSettings) -> Tensor:
 def _sample(images: Tensor, maps: Tensor, size: int) -> Tensor:
     """Bilinear sampling: uint8 [B, 3, S, S] to float32 [B, 3, V, V]."""
     if images.shape[-1] > 2 * size:  # a bilinear sample reads 2 x 2 pixels: shrink first, so that none is passed over
-        images = F.interpolate(images.float(), size=(2 * size, 2 * size), mode="bilinear", antialias=True, align_corners=False)
+        images = F.interpolate(
+            images.float(), size=(2 * size, 2 * size), mode="bilinear", antialias=True, align_corners=False
+        )
     grid = F.affine_grid(maps, [len(images), 3, size, size], align_corners=False)
     return F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
 

@@ -32,18 +32,28 @@ class Verdict:
 
 def judge(settings: GateSettings, figures: GateFigures) -> Verdict:
     """Check every condition of the gate."""
-    conditions = (_accuracy(settings, figures), _compression(settings, figures), _latency(settings, figures))
+    checks = (_drop, _floor, _compression, _latency)
+    conditions = [check(settings, figures) for check in checks]
     reasons = [reason for reason in conditions if reason]
     return Verdict(passed=not reasons, reasons=reasons)
 
 
-def _accuracy(settings: GateSettings, figures: GateFigures) -> str:
+def _drop(settings: GateSettings, figures: GateFigures) -> str:
     drop = figures.teacher_top1 - figures.student_top1
     if drop <= settings.max_accuracy_drop + _ROUNDING:
         return ""
     return (
         f"accuracy: the student's test top-1 of {figures.student_top1:.2%} is {100 * drop:.2f} points below the teacher's "
         f"{figures.teacher_top1:.2%}; evaluate.gate.max_accuracy_drop allows {100 * settings.max_accuracy_drop:.2f}"
+    )
+
+
+def _floor(settings: GateSettings, figures: GateFigures) -> str:
+    if figures.student_top1 >= settings.min_accuracy - _ROUNDING:
+        return ""
+    return (
+        f"accuracy: the student's test top-1 of {figures.student_top1:.2%} is below "
+        f"evaluate.gate.min_accuracy = {settings.min_accuracy:.2%}"
     )
 
 

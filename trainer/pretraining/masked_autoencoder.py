@@ -47,7 +47,9 @@ class MaskedAutoencoder(nn.Module):
         self.patch_size = int(network.patch_embed.patch_size[0])
         self.visible = max(1, round(network.patch_embed.num_patches * (1 - settings.mask_ratio)))
         self._normalize_targets = settings.normalize_targets
-        self.decoder_norm_in = nn.LayerNorm(network.embed_dim) if isinstance(network.norm, nn.Identity) else nn.Identity()
+        self.decoder_norm_in = (
+            nn.LayerNorm(network.embed_dim) if isinstance(network.norm, nn.Identity) else nn.Identity()
+        )
         self.decoder_embed = nn.Linear(network.embed_dim, settings.decoder_dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, settings.decoder_dim))
         self.decoder_blocks = nn.Sequential(

@@ -39,7 +39,11 @@ def draw_reconstructions(model: MaskedAutoencoder, images: Tensor, keys: Tensor,
     hidden = mask.unsqueeze(2)
     variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
     predicted = predicted * variance.sqrt() + mean
-    rows = [patches, torch.where(hidden > 0, torch.full_like(patches, _GREY), patches), torch.lerp(patches, predicted, hidden)]
+    rows = [
+        patches,
+        torch.where(hidden > 0, torch.full_like(patches, _GREY), patches),
+        torch.lerp(patches, predicted, hidden),
+    ]
     return _png([unpatchify(row, model.patch_size) for row in rows])
 
 
@@ -52,7 +56,10 @@ def _png(rows: list[Tensor]) -> bytes:
     for y, row in enumerate(rows):
         for x, image in enumerate(row):
             array = (image.clamp(0, 1) * 255).byte().permute(1, 2, 0).cpu().numpy()
-            canvas.paste(Image.fromarray(array).resize((edge * scale, edge * scale), Image.Resampling.NEAREST), (x * step, y * step))
+            canvas.paste(
+                Image.fromarray(array).resize((edge * scale, edge * scale), Image.Resampling.NEAREST),
+                (x * step, y * step),
+            )
     file = io.BytesIO()
     canvas.save(file, "PNG")
     return file.getvalue()

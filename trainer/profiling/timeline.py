@@ -107,13 +107,13 @@ class CudaClock:
 
     def mark(self) -> torch.cuda.Event:
         """Record an event on the current stream."""
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def passed(self, mark: torch.cuda.Event) -> bool:
         """Whether the stream has come to the event."""
-        return bool(mark.query())  # type: ignore[no-untyped-call]
+        return bool(mark.query())
 
     def wait(self, mark: torch.cuda.Event) -> None:
         """Wait for the event."""

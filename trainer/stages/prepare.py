@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer import artifacts
+from trainer import artifacts, tracking
 from trainer.artifacts import Artifact
 from trainer.config import DataSettings
 from trainer.data.preparation import prepare
@@ -17,10 +17,13 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
         SettingsError: `settings.source` is no source.
         DataError: the images, labels or splits are not usable.
         OutputError: the directory can not be written.
+        TrackingError: MLflow does not answer or refuses.
     """
-    kept = settings.model_dump(
-        mode="json", exclude={"workers"}
-    )  # loader processes of trainings: no matter of the data set
-    with artifacts.create(dataset, "dataset", settings=kept) as draft:
+    kept = settings.model_dump(mode="json", exclude={"workers"})  # loader processes: no matter of the data set
+    with (
+        tracking.stage_run("prepare", kept) as tracker,
+        artifacts.create(dataset, "dataset", settings=kept) as draft,
+    ):
         draft.figures |= prepare(settings, draft.path)
+        tracker.metrics(0, tracking.numbers(draft.figures))
     return artifacts.read(dataset, "dataset")

@@ -73,9 +73,7 @@ def _pretrain(model: Classifier, settings: PretrainSettings, session: Session) -
     autoencoder = MaskedAutoencoder(model, settings.mae)
     samples = Samples([session.data.split("train"), session.data.split("unlabeled")])
     objective = MaeObjective(autoencoder, session.seed)
-    trained = session.train(
-        "mae", objective, samples, settings.mae, view_size=model.card.image_size, labelled=False
-    )
+    trained = session.train("mae", objective, samples, settings.mae, view_size=model.card.image_size, labelled=False)
     assert isinstance(trained, MaskedAutoencoder), "the objective's model is a MaskedAutoencoder"
     model.network.load_state_dict(trained.encoder.state_dict())
     objective.release()

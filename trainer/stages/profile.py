@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts
+from trainer import artifacts, tracking
 from trainer.artifacts import Artifact
 from trainer.config import ProfileSettings
 from trainer.profiling import report as page
@@ -29,6 +29,7 @@ def run(
     Raises:
         ArtifactError: evidence is missing, damaged, or of another version.
         OutputError: the report can not be written.
+        TrackingError: MLflow does not answer or refuses.
     """
     sources = {
         "pretrain_evidence": read_evidence(pretrain_evidence),
@@ -36,12 +37,17 @@ def run(
     }
     trainings = [pair for evidence in sources.values() for pair in _summaries(evidence, settings)]
     parents = {name: evidence.fingerprint for name, evidence in sources.items()}
-    with artifacts.create(report, "report", settings=settings.model_dump(mode="json"), parents=parents) as draft:
+    values = settings.model_dump(mode="json")
+    with (
+        tracking.stage_run("profile", values) as tracker,
+        artifacts.create(report, "report", settings=values, parents=parents) as draft,
+    ):
         numbers = {summary.name: asdict(summary) for _, summary in trainings}
         text = json.dumps(numbers, indent=2, ensure_ascii=False, allow_nan=False)
         (draft.path / "summary.json").write_text(text + "\n")
         (draft.path / "report.html").write_text(page.build(trainings))
         draft.figures.update({summary.name: _figures(summary) for _, summary in trainings})
+        tracker.metrics(0, tracking.numbers(draft.figures))
     return artifacts.read(report, "report")
 
 

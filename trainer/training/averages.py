@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class AveragedModel:
@@ -18,8 +18,8 @@ class AveragedModel:
         """Start from the model's present weights."""
         self.decay = decay
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
-        self._averages = list(self.model.parameters())
-        self._sources = list(model.parameters())
+        self._averages: list[Tensor] = list(self.model.parameters())
+        self._sources: list[Tensor] = list(model.parameters())
         self._buffers = list(zip(self.model.buffers(), model.buffers(), strict=True))
 
     @torch.no_grad()

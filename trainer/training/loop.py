@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from trainer.config import TrainingSettings
 from trainer.data.loader import Batch, MicroBatches, Samples, make_loader, micro_batch_size, positions
 from trainer.data.order import SampleOrder
 from trainer.data.randomness import random_bits
+from trainer.data.views import Mixing
 from trainer.errors import TrainingError
 from trainer.profiling.evidence import Recorder
 from trainer.profiling.timeline import Timeline
@@ -119,9 +120,7 @@ class _Loop:
         micro_batch_size(settings, processes.world_size)
         self._model = training.objective.model.to(processes.device.torch_device).train()
         self._wrapped = _wrap(self._model, settings, processes)
-        groups = parameter_groups(
-            self._model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay
-        )
+        groups = parameter_groups(self._model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         self._optimizer = make_optimizer(groups, settings, processes)
         self._average = AveragedModel(self._model, settings.ema_decay) if settings.ema_decay else None
@@ -211,7 +210,9 @@ class _Loop:
         if self._processes.is_first:
             average = self._average.model.state_dict() if self._average else None
             self._training.checkpoints.save(
-                State(step=step, model=self._model.state_dict(), optimizer=self._optimizer.state_dict(), average=average)
+                State(
+                    step=step, model=self._model.state_dict(), optimizer=self._optimizer.state_dict(), average=average
+                )
             )
         self._processes.barrier()
 
@@ -271,7 +272,9 @@ class _Report:
         self._recorder.metrics(step, values)
         self._tracker.metrics(step, {f"{self._training.name}/{name}": value for name, value in values.items()})
         if "val_top1" in values and self._training.processes.is_first:
-            logger.info("%s  step %d  validation top-1 %.2f %%", self._training.name, step + 1, 100 * values["val_top1"])
+            logger.info(
+                "%s  step %d  validation top-1 %.2f %%", self._training.name, step + 1, 100 * values["val_top1"]
+            )
 
 
 def _check_finite(table: Tensor, steps: list[int], training: Training) -> None:
@@ -310,10 +313,10 @@ def _check_finite(table: Tensor, steps: list[int], training: Training) -> None:
 def _wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> nn.Module:
     """Compile the model where asked, and let several processes share its gradients."""
     compiles = settings.compile == "on" or (settings.compile == "auto" and processes.device.compiles)
-    wrapped: nn.Module = torch.compile(model) if compiles else model
-    if processes.world_size > 1:
-        wrapped = DistributedDataParallel(wrapped, gradient_as_bucket_view=True, forward_sync_buffers=False)
-    return wrapped
+    compiled: Any = torch.compile(model) if compiles else model
+    if processes.world_size == 1:
+        return cast("nn.Module", compiled)
+    return DistributedDataParallel(compiled, gradient_as_bucket_view=True, forward_sync_buffers=False)
 
 
 def _move(batch: Batch, processes: Processes) -> Batch:
@@ -322,5 +325,5 @@ def _move(batch: Batch, processes: Processes) -> Batch:
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(processes.device.torch_device, non_blocking=True)
 
-    mixing = batch.mixing._make(map(move, batch.mixing)) if batch.mixing else None
+    mixing = Mixing(*map(move, batch.mixing)) if batch.mixing else None
     return Batch(move(batch.images), move(batch.labels), move(batch.keys), move(batch.numbers), mixing)

@@ -23,7 +23,8 @@ def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: floa
     groups: list[dict[str, Any]]
     if isinstance(model, Classifier):  # all its weights are its network's, which knows its own layers
         model = model.network
-    exempt = tuple(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else ()
+    named: Any = getattr(model, "no_weight_decay", tuple)  # timm's models and ours have it, torch's own have not
+    exempt = tuple(named())
     if layer_decay < 1:
         groups = param_groups_layer_decay(
             model, weight_decay=weight_decay, no_weight_decay_list=exempt, layer_decay=layer_decay

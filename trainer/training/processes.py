@@ -66,7 +66,9 @@ def join_processes() -> Iterator[Processes]:
     device_id = device.torch_device if device.kind == "cuda" else None
     dist.init_process_group(device.backend, timeout=TIMEOUT, device_id=device_id)
     try:
-        processes = Processes(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=local_rank, device=device)
+        processes = Processes(
+            rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=local_rank, device=device
+        )
         prove_one_group(processes, expected=world_size)
         yield processes
     finally:

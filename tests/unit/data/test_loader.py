@@ -81,7 +81,13 @@ def test_several_splits_are_read_as_one():
     indices = np.array([14, 0, 9, 10, 3])
     assert samples.read(indices)[:, 0, 0, 0].tolist() == [104, 0, 9, 100, 3]
     assert samples.labels[indices].tolist() == [104 % 7, 0, 2, 100 % 7, 3]
-    assert [name.split()[1] for name in samples.names(indices)] == ["image-104", "image-0", "image-9", "image-100", "image-3"]
+    assert [name.split()[1] for name in samples.names(indices)] == [
+        "image-104",
+        "image-0",
+        "image-9",
+        "image-100",
+        "image-3",
+    ]
 
 
 def test_labels_and_keys_stay_with_their_images():

@@ -27,7 +27,9 @@ def test_the_stream_does_not_depend_on_the_batch_size(size):
 
 
 def test_going_on_needs_the_position_alone():
-    assert SampleOrder(101, seed=3).take(333, 400)[0].tolist() == SampleOrder(101, seed=3).take(0, 400)[0][333:].tolist()
+    assert (
+        SampleOrder(101, seed=3).take(333, 400)[0].tolist() == SampleOrder(101, seed=3).take(0, 400)[0][333:].tolist()
+    )
 
 
 def test_places_are_spread_evenly_over_epochs():

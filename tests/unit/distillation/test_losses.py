@@ -44,7 +44,10 @@ def test_the_gradient_is_that_of_the_paper():
 def test_at_a_high_temperature_logits_are_matched():
     """Hinton et al. 2015, equation 4: with zero-mean logits the gradient tends to (z - v) / K."""
     student, teacher = logits(0), logits(1)
-    student, teacher = (student - student.mean(1, keepdim=True)).requires_grad_(), teacher - teacher.mean(1, keepdim=True)
+    student, teacher = (
+        (student - student.mean(1, keepdim=True)).requires_grad_(),
+        teacher - teacher.mean(1, keepdim=True),
+    )
     distillation_kl(student, teacher, 1000.0).backward()
     assert torch.allclose(student.grad, (student - teacher).detach() / 5 / len(student), atol=2e-3)
 

@@ -53,3 +53,12 @@ def test_compression_and_latency_at_the_limit_pass():
 
 def test_latency_limit_zero_is_no_limit():
     assert judge(GATE.model_copy(update={"max_latency_ms": 0.0}), replace(GOOD, student_p95_ms=1e6)).passed
+
+
+def test_the_floor_of_accuracy_holds_whatever_the_teacher_does():
+    gate = GATE.model_copy(update={"min_accuracy": 0.8})
+    assert judge(gate, replace(GOOD, teacher_top1=0.8, student_top1=0.8)).passed
+    verdict = judge(gate, replace(GOOD, teacher_top1=0.1, student_top1=0.1))
+    assert verdict.reasons == [
+        "accuracy: the student's test top-1 of 10.00% is below evaluate.gate.min_accuracy = 80.00%"
+    ]

@@ -93,7 +93,9 @@ def test_the_mask_is_a_function_of_key_and_view_number():
 
 def test_every_patch_is_hidden_three_times_out_of_four():
     keys = torch.arange(4000)
-    _, _, mask = autoencoder()(IMAGES[:1].expand(4000, -1, -1, -1), draw_noise(keys, torch.zeros_like(keys), 16, seed=0))
+    _, _, mask = autoencoder()(
+        IMAGES[:1].expand(4000, -1, -1, -1), draw_noise(keys, torch.zeros_like(keys), 16, seed=0)
+    )
     assert torch.equal(mask.sum(1), torch.full((4000,), 12.0))
     assert ((mask.mean(0) - 0.75).abs() < 0.03).all()
 
