@@ -42,6 +42,8 @@ from trainer.errors import (
 CODE = tuple(Path(folder) for package in (trainer, components) for folder in package.__path__)
 CACHE = runs.RUNS / ".cache"
 """What earlier runs made, by what it was made from; the artifacts themselves lie in those runs' directories."""
+CHECKPOINTS = runs.RUNS / ".checkpoints"
+"""Where an interrupted training is found by the next run with the same settings and inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,7 @@ def _environment(settings: config.Settings, directory: Path, *, debug: bool) -> 
     packages = [str(Path(trainer.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **runs.environment(settings, directory),
+        config.CHECKPOINTS_VARIABLE: str(CHECKPOINTS.resolve()),
         "PYTHONPATH": os.pathsep.join(packages),
         "PYTHONSAFEPATH": "1",  # a folder `trainer` where the user stands is not ours
         "PYTHONUNBUFFERED": "1",

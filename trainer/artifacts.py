@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.errors import ArtifactError, writing_to
+from trainer.errors import ArtifactError, make_directory, writing_to
 
 Kind = Literal["dataset", "model", "evidence", "report", "evaluation", "registration", "checkpoint"]
 
@@ -120,8 +120,8 @@ def create(
         OutputError: the directory can not be written.
     """
     path = local_path(uri)
+    make_directory(path)
     with writing_to(path):
-        path.mkdir(parents=True, exist_ok=True)
         (path / MANIFEST).unlink(missing_ok=True)
         start = time.monotonic()
         draft = Draft(path=path)

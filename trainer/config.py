@@ -21,6 +21,9 @@ from pydantic_core import ErrorDetails
 from trainer.errors import SettingsError
 
 RECIPES = Path(__file__).parent / "recipes"
+CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
+"""Environment variable that names the folder of all checkpoints; without it they stand beside the output."""
+
 DEVICE_VARIABLE = "TRAINER_DEVICE"
 """Environment variable that says where to train: auto, cpu or cuda."""
 

@@ -72,6 +72,21 @@ _OUTPUT_ADVICE = {
 }
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, where missing.
+
+    Raises:
+        OutputError: the operating system refuses.
+    """
+    with writing_to(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # such as below /proc
+            raise OutputError(
+                f"can not write to {path}: no directory can be made there; choose another output"
+            ) from error
+
+
 @contextmanager
 def writing_to(path: Path | str) -> Iterator[None]:
     """Turn the operating system's refusal to write below `path` into an `OutputError`.

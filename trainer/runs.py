@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import artifacts, config, launch, stages, tracking
-from trainer.errors import OutputError, TrackingError, writing_to
+from trainer.errors import OutputError, TrackingError, make_directory, writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ def new_directory(recipe: str, output: str | None) -> Path:
     """
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(recipe).stem}"
     directory = Path(output) if output else RUNS / name
+    make_directory(directory)
     with writing_to(directory):
-        directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK):
             raise OutputError(f"can not write to {directory}: no permission to write; choose another output")
         if not output:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from trainer import artifacts
+from trainer.config import CHECKPOINTS_VARIABLE
 from trainer.errors import ArtifactError
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,9 @@ KEPT = 2
 STATE = "state.pt"
 
 
-ROOT_VARIABLE = "TRAINER_CHECKPOINTS"
-"""Environment variable that names the folder of all checkpoints."""
-
-
 def checkpoint_root(output: str | Path) -> Path:
     """Where the checkpoints of a training stand: below `TRAINER_CHECKPOINTS`, or else beside its output."""
-    return Path(os.environ.get(ROOT_VARIABLE) or artifacts.local_path(output).parent / "checkpoints")
+    return Path(os.environ.get(CHECKPOINTS_VARIABLE) or artifacts.local_path(output).parent / "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)

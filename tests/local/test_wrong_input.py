@@ -1,0 +1,240 @@
+"""Every wrong input ends in one message that names the thing and the next move, without a traceback."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+from trainer import artifacts, cli, config, models, stages
+from trainer.errors import EXIT_CODE, TrainerError
+
+
+def say(capsys, *arguments):
+    """Exit code and what a command says."""
+    code = cli.main([str(argument) for argument in arguments])
+    return code, capsys.readouterr().err
+
+
+def stage(name, places):
+    """A stage's command on directories that are not there."""
+    return ["stage", name, *(f"--{place}=nowhere" for place in places.split())]
+
+
+def assert_message(capsys, pattern, *arguments):
+    code, said = say(capsys, *arguments)
+    assert code == EXIT_CODE
+    assert "Traceback" not in said
+    assert re.search(rf"^error: (.*: )?{pattern}", said, flags=re.MULTILINE), said
+
+
+def write_photos(folder, classes, count=4):
+    generator = torch.Generator().manual_seed(0)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = torch.randint(0, 256, (20, 20, 3), dtype=torch.uint8, generator=generator)
+            Image.fromarray(pixels.numpy()).save(folder / name / f"{number}.png")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (["run", "digit"], r"unknown recipe 'digit'; did you mean digits\?; known: digits, grocery"),
+        (
+            ["run", "digits", "--set", "distill.temprature=2"],
+            r"unknown setting distill.temprature; did you mean distill.temp",
+        ),
+        (["run", "digits", "--set", "distill.temperature=0"], r"distill.temperature must be > 0\.0, got 0"),
+        (["run", "digits", "--set", "distill"], r"override 'distill': is not key=value"),
+        (["config", "nothing"], r"unknown recipe 'nothing'"),
+        ([*stage("evaluate", "dataset teacher student evaluation"), "--settings", "{"], r"--settings '\{' is not JSON"),
+        (
+            [*stage("profile", "pretrain-evidence distill-evidence report"), "--settings", "[]"],
+            r"--settings '\[\]' is not a",
+        ),
+        (
+            [*stage("distill", "dataset teacher student evidence"), "--settings", '{"temperature": -1}'],
+            r"distill.temperature must be > 0",
+        ),
+    ],
+)
+def test_settings(capsys, arguments, pattern):
+    assert_message(capsys, pattern, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("classes", "source", "pattern"),
+    [
+        ((), "imagefolder:{}/nowhere", r".*nowhere.*"),
+        ((), "imagefolder:{}", r".*no images.*"),
+        (("apple",), "imagefolder:{}", r".*(one|only|single).*class.*"),
+        ((), "folder:{}", r".*folder.*"),
+        ((), "manifest:{}/list.csv", r".*list.csv.*"),
+    ],
+)
+def test_images(capsys, tmp_path, classes, source, pattern):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    write_photos(folder, classes)
+    assert_message(
+        capsys,
+        pattern,
+        "stage",
+        "prepare",
+        "--set",
+        f"data.source={source.format(folder)}",
+        "--dataset",
+        tmp_path / "data",
+    )
+    assert not artifacts.exists(tmp_path / "data")
+
+
+def evaluate(dataset, teacher, student, output):
+    return [
+        "stage",
+        "evaluate",
+        "--dataset",
+        dataset,
+        "--teacher",
+        teacher,
+        "--student",
+        student,
+        "--evaluation",
+        output,
+    ]
+
+
+def test_a_corrupt_model_directory(capsys, digits, teacher, tmp_path):
+    corrupt = shutil.copytree(teacher, tmp_path / "corrupt")
+    weights = corrupt / models.WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    pattern = rf"model {corrupt}: the file model.safetensors is damaged \(checksum\)"
+    assert_message(capsys, pattern, *evaluate(digits, corrupt, teacher, tmp_path / "out"))
+
+
+def test_a_data_set_of_another_schema(capsys, digits, teacher, tmp_path):
+    other = shutil.copytree(digits, tmp_path / "other")
+    manifest = json.loads((other / artifacts.MANIFEST).read_text()) | {"schema_version": 0}
+    (other / artifacts.MANIFEST).write_text(json.dumps(manifest))
+    pattern = rf"dataset {other}: schema version 0, but this version of the project reads 1"
+    assert_message(capsys, pattern, *evaluate(other, teacher, teacher, tmp_path / "out"))
+
+
+def test_a_directory_of_another_kind(capsys, digits, teacher, tmp_path):
+    assert_message(
+        capsys, "is a model, but a dataset is needed", *evaluate(teacher, teacher, teacher, tmp_path / "out")
+    )
+
+
+@pytest.mark.slow
+def test_labels_of_teacher_and_data_set_that_do_not_match(capsys, teacher, tmp_path):
+    photos = write_photos(tmp_path / "photos", ["apple", "pear"], count=9)
+    settings = [f"data.source=imagefolder:{photos}", "data.image_size=16"]
+    assert say(capsys, "stage", "prepare", "--set", *settings, "--dataset", tmp_path / "data")[0] == 0
+    places = [
+        "--dataset",
+        tmp_path / "data",
+        "--teacher",
+        teacher,
+        "--student",
+        tmp_path / "s",
+        "--evidence",
+        tmp_path / "e",
+    ]
+    assert_message(capsys, rf"teacher {teacher}: has 10 classes, but the data set has 2", "stage", "distill", *places)
+
+
+def test_a_teacher_that_would_never_see_a_label(capsys, digits, tmp_path, monkeypatch):
+    settings = config.resolve("digits", "pretrain.finetune.epochs=0").pretrain
+    with pytest.raises(TrainerError, match=r"finetune.epochs is 0 and pretrain.weights is empty"):
+        stages.call(
+            "pretrain",
+            json.dumps(settings.model_dump(mode="json")),
+            {"dataset": digits, "teacher": str(tmp_path / "t"), "evidence": str(tmp_path / "e")},
+        )
+
+
+@pytest.mark.parametrize("place", ["/proc/nothing/out", "{}/file/out"])
+def test_an_output_that_can_not_be_written(capsys, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    output = place.format(tmp_path)
+    assert_message(capsys, "can not write to", "run", "digits", "--output", output)
+    assert_message(capsys, "can not write to", "stage", "prepare", "--recipe", "digits", "--dataset", output)
+
+
+def test_a_full_disk(capsys, digits, teacher, tmp_path):
+    """The device file /dev/full refuses every write as a full disk does."""
+    output = tmp_path / "evaluation"
+    output.mkdir()
+    (output / "metrics.json").symlink_to("/dev/full")
+    assert_message(capsys, "can not write to .*: the disk is full", *evaluate(digits, teacher, teacher, output))
+    assert not artifacts.exists(output)
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_training(distillation):
+    training = distillation("full")
+    folder = artifacts.local_path(training.outputs["student"])
+    folder.mkdir(parents=True)
+    (folder / models.WEIGHTS).symlink_to("/dev/full")
+    with pytest.raises(TrainerError, match=r"process 0 of 2: can not write to .*: the disk is full"):
+        training.run(processes=2)
+
+
+def test_a_tracking_server_that_is_down(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert_message(capsys, ".*http://127.0.0.1:9", "run", "digits", "--output", tmp_path / "run")
+    assert not (tmp_path / "run" / "dataset").exists()
+
+
+def test_debug_adds_the_traceback(capsys):
+    code, said = say(capsys, "--debug", "run", "digit")
+    assert code == EXIT_CODE
+    assert "Traceback" in said
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["stage"], *(["stage", name] for name in stages.STAGES), ["config"], ["recipes"]]
+)
+def test_every_command_explains_itself(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "usage: python -m trainer" in said
+    assert "==SUPPRESS==" not in said
+
+
+def test_the_resolved_settings_are_shown_with_their_meaning(capsys):
+    assert cli.main(["config", "digits", "--set", "distill.temperature=7"]) == 0
+    shown = capsys.readouterr().out
+    assert "distill.temperature = 7.0\n    Temperature T that softens" in shown
+    assert all(f"{name} = " in shown for name, *_ in config.walk(config.Settings))
+    assert cli.main(["config", "digits", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == config.resolve("digits").model_dump(mode="json")
+
+
+def test_the_recipes_are_listed(capsys):
+    assert cli.main(["recipes"]) == 0
+    assert re.match(r"digits +Handwritten digits", capsys.readouterr().out)
+
+
+def test_a_reader_that_leaves_early_is_no_error(monkeypatch):
+    class Gone:
+        def write(self, _text):
+            raise BrokenPipeError
+
+        def flush(self):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return spare.fileno()
+
+    with open("/dev/null", "w") as spare:  # noqa: PTH123  # a file to close in the place of the terminal
+        monkeypatch.setattr(sys, "stdout", Gone())
+        assert cli.main(["recipes"]) == 0
