@@ -28,15 +28,21 @@ class DistillObjective:
         self._settings, self._classes = settings, len(student.card.labels)
 
     def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
-        """Named losses of a batch: `loss`, `kl`, `label`, and the share of samples on which both agree."""
+        """Named losses of a batch: `loss`, `label`, and with a `kl_weight` `kl` and the share of samples on which both agree.
+
+        Without a `kl_weight` the teacher is not asked: the student learns from the labels alone.
+        """
         settings = self._settings
         targets = soft_targets(batch.labels, self._classes, settings.label_smoothing)
         images, targets = mix(batch.images, targets, batch.mixing)
-        with timeline.range("teacher_forward"), torch.inference_mode():
-            teacher = self._teacher(images).float()
+        if settings.kl_weight:
+            with timeline.range("teacher_forward"), torch.inference_mode():
+                teacher = self._teacher(images).float()
         with timeline.range("forward"):
             student = model(images)
-            kl = distillation_kl(student, teacher, settings.temperature)
             label = cross_entropy(student, targets)
+            if not settings.kl_weight:
+                return {"loss": settings.label_weight * label, "label": label}
+            kl = distillation_kl(student, teacher, settings.temperature)
             loss = settings.kl_weight * kl + settings.label_weight * label
         return {"loss": loss, "kl": kl, "label": label, "agreement": agreement(student.detach(), teacher)}

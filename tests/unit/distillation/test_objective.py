@@ -41,6 +41,14 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(losses):
     assert float(result["loss"].detach()) == pytest.approx(0.7 * float(kl) + 0.2 * float(label), rel=1e-5)
 
 
+def test_without_a_weight_the_teacher_is_not_asked(losses):
+    teacher, student = classifier(32, 1), classifier(32, 2)
+    teacher.register_forward_pre_hook(lambda *_: pytest.fail("the teacher was asked"))
+    result = losses(DistillObjective(student, teacher, DistillSettings(kl_weight=0, label_weight=0.5)))
+    assert set(result) == {"loss", "label"}
+    assert float(result["loss"].detach()) == pytest.approx(0.5 * float(result["label"].detach()))
+
+
 def test_only_the_student_learns(losses):
     teacher, student = classifier(32, 1, drop_path=0.5).train(), classifier(32, 2)
     objective = DistillObjective(student, teacher, DistillSettings())
