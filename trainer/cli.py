@@ -189,6 +189,7 @@ def _run(options: argparse.Namespace) -> None:
 def _stage(options: argparse.Namespace) -> None:
     stage: stages.Stage = options.stage
     settings = config.resolve(options.recipe, options.overrides)
+    os.environ.setdefault(config.DEVICE_VARIABLE, settings.run.device)
     section = json.dumps(settings.for_stage(stage.name)) if options.settings is None else _checked_json(options)
     inputs = {name: getattr(options, name) for name in stage.inputs}
     outputs = {name: getattr(options, name) for name in stage.outputs}

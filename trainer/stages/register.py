@@ -87,7 +87,7 @@ def run(
     values = settings.model_dump(mode="json")
     parents = {name: artifact.fingerprint for name, artifact in inputs.items()}
     with artifacts.create(registration, "registration", settings=values, parents=parents) as draft:
-        with _retold(inputs, registration):
+        with _retold(settings, inputs, recipe, registration):
             registered = _register(settings, inputs, recipe, resolved)
         content = summary.build(
             recipe=recipe,
@@ -104,16 +104,23 @@ def run(
 
 
 @contextmanager
-def _retold(inputs: Mapping[str, Artifact], registration: str | Path) -> Iterator[None]:
+def _retold(
+    settings: RegisterSettings, inputs: Mapping[str, Artifact], recipe: str, registration: str | Path
+) -> Iterator[None]:
     """Add to MLflow's failure that nothing is lost, and the command that goes on from here."""
     try:
         yield
     except TrackingError as error:
         places = {**{name: artifact.path for name, artifact in inputs.items()}, "registration": registration}
-        flags = " ".join(f"--{flag(name)} {shlex.quote(str(place))}" for name, place in places.items())
+        words = [
+            f"{tracking.URI}={tracking.shown(tracking.uri() or '')}",
+            *("python", "-m", "trainer", "stage", "register"),
+            *(("--recipe", recipe) if recipe else ()),
+            *("--set", f"register.model_name={settings.model_name}", f"register.alias={settings.alias}"),
+            *(word for name, place in places.items() for word in (f"--{flag(name)}", str(place))),
+        ]
         raise TrackingError(
-            f"{error}. The student is safe in {inputs['student'].path}; register it later with "
-            f"`python -m trainer stage register {flags}`"
+            f"{error}. The student is safe in {inputs['student'].path}; register it later with `{shlex.join(words)}`"
         ) from error
 
 
@@ -130,12 +137,14 @@ def _seconds(inputs: Mapping[str, Artifact]) -> dict[str, float]:
 
 
 def _reports(inputs: Mapping[str, Artifact]) -> dict[str, Path]:
-    """Name of each page -> where it is."""
-    return {
+    """Name of each page and picture -> where it is."""
+    pages = {
         "data": inputs["dataset"].path / CARD,
         "profile": inputs["report"].path / PROFILE_PAGE,
         "evaluation": inputs["evaluation"].path / evaluate.REPORT,
     }
+    pictures = sorted(inputs["pretrain_evidence"].path.glob(_PICTURES))
+    return pages | {picture.stem: picture for picture in pictures}
 
 
 def _register(
@@ -168,8 +177,6 @@ def _log_results(client: MlflowClient, run_id: str, inputs: Mapping[str, Artifac
 
     for name, page in _reports(inputs).items():
         client.log_artifact(run_id, str(page), f"reports/{name}")
-    for picture in sorted(inputs["pretrain_evidence"].path.glob(_PICTURES)):
-        client.log_artifact(run_id, str(picture), "reports/pretrain")
     client.log_dict(run_id, dict(inputs["evaluation"].figures), "evaluation.json")
     now_ms = int(time.time() * 1000)
     figures = tracking.numbers(inputs["evaluation"].figures)

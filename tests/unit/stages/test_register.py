@@ -195,6 +195,7 @@ def test_mlflow_down_says_where_the_student_is_and_how_to_go_on(inputs, evaluati
     message = str(caught.value)
     assert "http://127.0.0.1:9: does not answer" in message
     assert f"The student is safe in {inputs['student']}" in message
-    assert "python -m trainer stage register --dataset" in message
+    assert "MLFLOW_TRACKING_URI=http://127.0.0.1:9 python -m trainer stage register" in message
+    assert "--set register.model_name=" in message
     assert f"--registration {tmp_path / 'registration'}" in message
     assert not artifacts.exists(tmp_path / "registration")

@@ -1,0 +1,68 @@
+"""The bundled recipe as it is, without kfp: what it reaches and what it leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    "recipe": None,
+    "settings": None,
+    "stages": {
+        name: {"seconds": None} for name in ("prepare", "pretrain", "distill", "profile", "evaluate", "register")
+    },
+    "dataset": dict.fromkeys(("train", "val", "test", "unlabeled", "classes", "quarantined")),
+    "teacher": {"architecture": None, "parameters": None, "test": {"top1": None}},
+    "student": {
+        "architecture": None,
+        "parameters": None,
+        "test": dict.fromkeys(("top1", "top5", "agreement", "ece")),
+        "latency_ms": {"p50": None, "p95": None},
+        "size_bytes": None,
+    },
+    "verdict": {"passed": None, "reasons": None},
+    "mlflow": dict.fromkeys(("tracking_uri", "run_id", "model_name", "model_version")),
+    "reports": dict.fromkeys(("data", "profile", "evaluation", "reconstructions")),
+}
+"""The contract of summary.json; more keys may be there."""
+
+
+def missing(keys, values, path=""):
+    """Names of the keys that are not among the values."""
+    for key, below in keys.items():
+        if key not in values:
+            yield f"{path}{key}"
+        elif below:
+            yield from missing(below, values[key], f"{path}{key}.")
+
+
+@pytest.mark.slow
+def test_the_whole_run(tmp_path):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "TRAINER_"))}
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer", "run", "digits", "--processes", "2"],
+        cwd=tmp_path,
+        env=kept | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
+    assert list(missing(KEYS, summary)) == []
+    assert summary["dataset"]["train"] + summary["dataset"]["val"] + summary["dataset"]["test"] == 1797
+    assert summary["teacher"]["test"]["top1"] >= 0.95  # 97 % is the mean of three seeds: docs/experiments.md
+    assert summary["student"]["test"]["top1"] >= 0.93
+    assert summary["teacher"]["parameters"] >= 10 * summary["student"]["parameters"]
+    assert summary["verdict"] == {"passed": True, "reasons": []}
+    assert summary["mlflow"]["model_version"] == "1"
+    for place in summary["reports"].values():
+        assert (tmp_path / place).stat().st_size > 1000
+    for line in ("teacher", "student", "Where to look:"):
+        assert line in ended.stdout
