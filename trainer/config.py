@@ -62,6 +62,8 @@ class DataSettings(Section):
     """Share of each class taken from train for validation, where the source has no such split."""
     test_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
     """Share of each class taken from train for the test, where the source has no such split."""
+    test_from: Literal["train", "val"] = "train"
+    """Where the test comes from in a source without one: a share of train, or the source's val, for which a new val is taken from train."""
     split_seed: NonNegative = 0
     """Seed of the content-keyed split; not changed by `run.seed`, so that runs with several seeds share their splits."""
     min_images_per_class: Annotated[int, Field(ge=3)] = 3

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -92,7 +92,7 @@ def prepare(settings: DataSettings, directory: Path, *, processes: int | None = 
         SettingsError: `settings.source` is no source.
         DataError: the source can not be read, or its images, labels or splits are not usable.
     """
-    listing = list_source(settings.source)
+    listing = _with_test(list_source(settings.source), settings)
     processes = processes or min(_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
     with _spool(directory) as spool:
         outcomes = _decode_all(listing, settings, spool, processes)
@@ -123,6 +123,21 @@ def prepare(settings: DataSettings, directory: Path, *, processes: int | None = 
         "duplicates": len(dropped) - leakage,
         "leakage": leakage,
     }
+
+
+def _with_test(listing: Listing, settings: DataSettings) -> Listing:
+    """The listing with its val as test where the settings want that and the source has no test of its own."""
+    splits = {item.split for item in listing.items}
+    if settings.test_from == "train" or "test" in splits:
+        return listing
+    if "val" not in splits:
+        raise DataError(
+            f"data.source={settings.source}: data.test_from is val, but the source has neither val nor test; "
+            "set data.test_from=train"
+        )
+    items = [replace(item, split="test") if item.split == "val" else item for item in listing.items]
+    note = "The source's val is the test here (data.test_from), and val is taken from train."
+    return replace(listing, items=items, notes=(*listing.notes, note))
 
 
 def _cores() -> int:

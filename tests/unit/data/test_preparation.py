@@ -233,8 +233,33 @@ def test_a_picture_stays_in_its_split_when_others_are_added(tmp_path: Path) -> N
     assert {key: after[key] for key in before} == before
 
 
+def test_the_val_of_a_source_without_test_may_be_the_test(tmp_path: Path) -> None:
+    source = folder(folder(tmp_path / "photos", images=40, split="train"), images=5, split="val")
+    run(settings(source), dataset=tmp_path / "from train")
+    run(settings(source, test_from="val"), dataset=tmp_path / "from val")
+    before, after = open_dataset(tmp_path / "from train"), open_dataset(tmp_path / "from val")
+    assert list(after.split("test").names) == list(before.split("val").names)
+    assert len(after.split("test")) == 10
+    assert 0 < len(after.split("val")) < 40
+    assert "The source&#x27;s val is the test here" in (tmp_path / "from val" / "card.html").read_text()
+
+
+def test_a_source_with_a_test_keeps_it(tmp_path: Path) -> None:
+    source = folder(folder(tmp_path / "photos", images=40, split="train"), images=5, split="val")
+    folder(source, images=3, split="test")
+    run(settings(source, test_from="val"), dataset=tmp_path / "out")
+    assert [len(open_dataset(tmp_path / "out").split(name)) for name in ("val", "test")] == [10, 6]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What ends the preparation
+
+
+def test_a_val_that_is_to_be_the_test_but_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"data.test_from is val, but the source has neither val nor test; set data.test_from=train"
+    ):
+        prepare(settings(folder(tmp_path / "photos"), test_from="val"), made(tmp_path / "out"))
 
 
 def test_too_many_bad_images(tmp_path: Path) -> None:
