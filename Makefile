@@ -11,11 +11,11 @@ COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3
 	--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run ui test check lint compile docs lock clean
+.PHONY: help setup run ui test test-gpu bench check lint compile docs lock clean
 export SET OUT RECIPE
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make the environment in .venv alone
 
@@ -29,6 +29,12 @@ ui: $(READY)  ## open MLflow on what was tracked [OUT=dir of a run that had one]
 
 test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]; all of them with the coverage floor
 	$(VENV)/python -m pytest $(or $(ARGS),--cov --cov-report=term)
+
+test-gpu: $(READY)  ## run the tests that need a CUDA device
+	$(VENV)/python -m pytest -m gpu
+
+bench: $(READY)  ## print the tables of tests/benchmarks
+	@for file in tests/benchmarks/bench_*.py; do $(VENV)/python "$$file" || exit 1; done
 
 check: $(READY)  ## lint, types, layers, generated files; writes nothing
 	$(VENV)/ruff check .

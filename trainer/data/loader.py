@@ -31,9 +31,9 @@ class Batch(NamedTuple):
     labels: Tensor
     """int64 [b]; -1 for a sample without label."""
     keys: Tensor
-    """Sample keys, the bits of a uint64 as int64 [b]."""
+    """Sample keys, the bits of a uint64 as int64 [b]; on the CPU, where random numbers are drawn."""
     numbers: Tensor
-    """View numbers (epochs), int64 [b]."""
+    """View numbers (epochs), int64 [b]; on the CPU."""
     mixing: Mixing | None
     """How to mix the images, or None."""
 
@@ -52,6 +52,8 @@ class Samples:
             raise DataError(
                 "there are no images to train on; look at the data set's card, and prepare it with more images"
             )
+        for split in self._splits:
+            split.load()  # once, before loader processes are forked, which then share the decoded images
         self._ends = np.cumsum([len(split) for split in self._splits])
         self.labels = np.concatenate([split.labels for split in self._splits])
         self.keys = np.concatenate([split.keys for split in self._splits])

@@ -136,15 +136,15 @@ def draw_noise(keys: Tensor, numbers: Tensor, patches: int, *, seed: int) -> Ten
     """The random numbers whose order is the mask: a function of (seed, key, view number).
 
     Args:
-        keys: int64 [B].
-        numbers: int64 [B].
+        keys: int64 [B], on the CPU.
+        numbers: int64 [B], on the CPU.
         patches: N.
         seed: the training's seed.
 
     Returns:
         float32 [B, N], on the CPU.
     """
-    words = keys.cpu().numpy().view(np.uint64)[:, None], numbers.cpu().numpy()[:, None]
+    words = keys.numpy().view(np.uint64)[:, None], numbers.numpy()[:, None]
     return torch.from_numpy(uniform(_MASK, seed, *words, np.arange(patches, dtype=np.uint64)[None])).float()
 
 

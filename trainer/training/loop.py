@@ -326,4 +326,4 @@ def _move(batch: Batch, processes: Processes) -> Batch:
         return tensor.to(processes.device.torch_device, non_blocking=True)
 
     mixing = Mixing(*map(move, batch.mixing)) if batch.mixing else None
-    return Batch(move(batch.images), move(batch.labels), move(batch.keys), move(batch.numbers), mixing)
+    return batch._replace(images=move(batch.images), labels=move(batch.labels), mixing=mixing)

@@ -1,0 +1,85 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.errors import SettingsError, TrainingError
+from trainer.training.devices import choose_device
+from trainer.training.processes import Processes, join_processes, prove_one_group
+
+ROOT = Path(__file__).parents[3]
+
+
+def alone(rank=0):
+    return Processes(rank=rank, world_size=1, local_rank=rank, device=choose_device())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_isolated_copies_are_refused(rank):
+    with pytest.raises(
+        TrainingError, match=r"2 processes were started, but the sum over their ranks is \d instead of 3"
+    ):
+        prove_one_group(alone(rank), expected=2)
+
+
+def test_without_torchrun_there_is_one_process(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with join_processes() as processes:
+        assert (processes.rank, processes.world_size, processes.is_first) == (0, 1, True)
+        assert processes.mean(torch.tensor([3.0])).tolist() == [3.0]
+        processes.barrier()
+
+
+def test_sums_and_means_are_over_all_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, torch\n"
+        "from trainer.training.processes import join_processes\n"
+        "with join_processes() as processes:\n"
+        "    values = torch.tensor([float(processes.rank), 10.0])\n"
+        "    result = {'total': processes.total(values).tolist(), 'mean': processes.mean(values).tolist(),\n"
+        "              'own': values.tolist()}\n"
+        "    print(json.dumps(result))\n"
+    )
+    environment = os.environ | {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29511",
+        "PYTHONPATH": str(ROOT),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    results = [json.loads(process.communicate(timeout=60)[0]) for process in started]
+    assert [result["total"] for result in results] == [[1.0, 20.0]] * 2
+    assert [result["mean"] for result in results] == [[0.5, 10.0]] * 2
+    assert [result["own"] for result in results] == [[0.0, 10.0], [1.0, 10.0]]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"), [("tpu", "must be auto, cpu or cuda, got 'tpu'"), ("cuda", "finds no GPU on this machine")]
+)
+def test_a_device_that_is_not_there_is_named(monkeypatch, device, message):
+    monkeypatch.setenv("TRAINER_DEVICE", device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingsError, match=message):
+        choose_device()
+
+
+def test_autocast_follows_the_precision(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    matrix = torch.ones(2, 2)
+    for precision, kind in (("fp32", torch.float32), ("auto", torch.float32), ("bf16", torch.bfloat16)):
+        with choose_device().autocast(precision):
+            assert (matrix @ matrix).dtype == kind
