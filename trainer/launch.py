@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainer.environment import variables
 from trainer.errors import LaunchError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class LocalLauncher:
         with tempfile.TemporaryDirectory(prefix="trainer-") as failures, quiet_agent():
             environment = {"OMP_NUM_THREADS": threads, **spec.environment, FAILURES_VARIABLE: failures}
             try:
-                with _environment(environment):
+                with variables(environment):
                     elastic_launch(config, sys.executable)(*spec.arguments())
             except SignalException as error:
                 raise KeyboardInterrupt from error
@@ -127,21 +128,6 @@ def quiet_agent() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes started in the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def record_failure(message: str, trace: str = "") -> None:

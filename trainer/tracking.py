@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.config import TrackingSettings
+from trainer.environment import variables
 from trainer.errors import TrackingError
 
 if TYPE_CHECKING:
@@ -180,17 +181,9 @@ def _reason(error: Exception) -> str:
 @contextmanager
 def _http_limits(limits: Mapping[str, str]) -> Iterator[None]:
     """Bound MLflow's HTTP requests, which it reads from the environment; what the user set there stays."""
-    before = {name: os.environ.get(name) for name in limits}
     ours = {name: {None, *(group[name] for group in (_CHECK_LIMITS, _STAGE_LIMITS, _UPLOAD_LIMITS))} for name in limits}
-    os.environ.update({name: value for name, value in limits.items() if before[name] in ours[name]})
-    try:
+    with variables({name: value for name, value in limits.items() if os.environ.get(name) in ours[name]}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def uploading() -> AbstractContextManager[None]:

@@ -71,15 +71,6 @@ def test_a_silent_end_is_told_by_its_exit_code(tmp_path):
     assert str(error) == "distill: ended with exit code 7; its last lines of output stand above"
 
 
-def test_variables_are_set_for_the_job_alone(monkeypatch):
-    monkeypatch.setenv("KEPT", "before")
-    monkeypatch.delenv("NEW", raising=False)
-    with launch._environment({"KEPT": "inside", "NEW": "inside"}):
-        assert (os.environ["KEPT"], os.environ["NEW"]) == ("inside", "inside")
-    assert os.environ["KEPT"] == "before"
-    assert "NEW" not in os.environ
-
-
 def test_a_process_without_launcher_prints_its_traceback(monkeypatch, capsys):
     monkeypatch.delenv(launch.FAILURES_VARIABLE, raising=False)
     launch.record_failure("message", "the trace")
