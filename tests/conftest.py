@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 import torch
 
@@ -9,3 +11,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+
+
+@pytest.fixture(autouse=True)
+def put_logging_back():
+    """Commands and tasks set up logging for their process; here many of them share one, and their streams are closed."""
+    loggers = [logging.getLogger(), logging.getLogger("trainer")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
