@@ -40,18 +40,22 @@ def missing(keys, values, path=""):
             yield from missing(below, values[key], f"{path}{key}.")
 
 
-@pytest.mark.slow
-def test_the_whole_run(tmp_path):
+def run(folder, *arguments):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "TRAINER_"))}
-    ended = subprocess.run(
-        [sys.executable, "-m", "trainer", "run", "digits", "--processes", "2"],
-        cwd=tmp_path,
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", "run", "digits", "--processes", "2", *arguments],
+        cwd=folder,
         env=kept | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=550,
         check=False,
     )
+
+
+@pytest.mark.slow
+def test_the_whole_run_and_the_same_again(tmp_path):
+    ended = run(tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
@@ -66,3 +70,11 @@ def test_the_whole_run(tmp_path):
         assert (tmp_path / place).stat().st_size > 1000
     for line in ("teacher", "student", "Where to look:"):
         assert line in ended.stdout
+
+    again = run(tmp_path, "--output", str((tmp_path / "runs" / "latest").resolve()))
+    assert again.returncode == 0, again.stderr
+    for stage in ("pretrain", "distill", "profile", "evaluate"):
+        assert f"{stage}  kept from an earlier run in the same output" in again.stderr
+    repeated = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
+    assert repeated["student"] == summary["student"]
+    assert repeated["mlflow"]["run_id"] == summary["mlflow"]["run_id"]
