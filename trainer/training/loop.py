@@ -271,10 +271,8 @@ class _Report:
         """Pass metrics on to the evidence and to MLflow."""
         self._recorder.metrics(step, values)
         self._tracker.metrics(step, {f"{self._training.name}/{name}": value for name, value in values.items()})
-        if "val_top1" in values and self._training.processes.is_first:
-            logger.info(
-                "%s  step %d  validation top-1 %.2f %%", self._training.name, step + 1, 100 * values["val_top1"]
-            )
+        if "val_top1" in values:
+            self.progress.say(f"{self._training.name}  step {step + 1}  validation top-1 {values['val_top1']:.2%}")
 
 
 def _check_finite(table: Tensor, steps: list[int], training: Training) -> None:

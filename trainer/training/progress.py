@@ -39,6 +39,13 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        elif self._active:
+            logger.info("%s", text)
+
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """After step `step`: its numbers, the speed and the time left."""
         if not self._active:
