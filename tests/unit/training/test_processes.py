@@ -1,5 +1,6 @@
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,12 @@ def test_without_torchrun_there_is_one_process(monkeypatch):
         processes.barrier()
 
 
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return str(listener.getsockname()[1])
+
+
 def test_sums_and_means_are_over_all_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -50,7 +57,7 @@ def test_sums_and_means_are_over_all_processes(tmp_path):
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29511",
+        "MASTER_PORT": free_port(),
         "PYTHONPATH": str(ROOT),
     }
     started = [
