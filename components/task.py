@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer import artifacts, stages
+from trainer import artifacts, stages, tracking
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def show_metrics(source: dsl.Artifact, metrics: dsl.Metrics) -> None:
     They are written to the artifact's file too: KFP's local cache takes an artifact without a file for lost.
     """
     kind = source.metadata["kind"]
-    numbers = _numbers(artifacts.read(source.path, kind).figures)
+    figures = tracking.numbers(artifacts.read(source.path, kind).figures)
+    numbers = {name.replace("/", "."): value for name, value in figures.items()}
     for name, value in numbers.items():
         metrics.log_metric(name, value)
     Path(metrics.path).write_text(json.dumps(numbers, indent=2))
@@ -122,13 +123,3 @@ def show_confusion(evaluation: dsl.Artifact, confusion: dsl.ClassificationMetric
     matrix = json.loads(content)
     confusion.log_confusion_matrix(matrix["labels"], matrix["matrix"])
     Path(confusion.path).write_text(content)
-
-
-def _numbers(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    numbers: dict[str, float] = {}
-    for name, value in figures.items():
-        if isinstance(value, Mapping):
-            numbers |= _numbers(value, f"{prefix}{name}.")
-        elif isinstance(value, int | float):
-            numbers[prefix + name] = float(value)
-    return numbers
