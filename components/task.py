@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer import artifacts, stages, tracking
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
