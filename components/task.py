@@ -49,7 +49,7 @@ def _tell(message: str) -> None:
     if file:
         Path(file).write_text(message)
     else:
-        print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201  # the message is what the task says last
 
 
 def _show_log() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets  # type: ignore[import-untyped]
+import datasets  # type: ignore[import-untyped]  # the package ships no types
 import numpy as np
 import numpy.typing as npt
 import torch

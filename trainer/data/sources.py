@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec  # type: ignore[import-untyped]  # the package ships no types
 
 from trainer.artifacts import digest
 from trainer.data.schema import UNLABELED, SplitName

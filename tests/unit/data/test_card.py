@@ -55,7 +55,7 @@ def content(**changes: object) -> CardContent:
         ],
         "read": square,
     }
-    return CardContent(**{**values, **changes})  # type: ignore[arg-type]
+    return CardContent(**{**values, **changes})
 
 
 def rows(page: str) -> list[list[str]]:

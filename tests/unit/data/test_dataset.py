@@ -33,7 +33,7 @@ def encoded(number: int) -> bytes:
 
 
 def rows(split: str, count: int) -> dict[str, list[object]]:
-    files = [encoded(1000 * SPLITS.index(split) + number) for number in range(count)]  # type: ignore[arg-type]
+    files = [encoded(1000 * SPLITS.index(split) + number) for number in range(count)]
     return {
         "image": [{"bytes": file, "path": None} for file in files],
         "label": [number % 3 - 1 for number in range(count)],
@@ -64,7 +64,7 @@ def test_reads_the_pixels_that_were_written_in_the_order_asked_for(
     monkeypatch.setattr(reading, "IN_MEMORY_BYTES", limit)
     split = open_dataset(prepared).split("train")
     assert split.in_memory == (limit > 0)
-    files = [image["bytes"] for image in rows("train", 7)["image"]]  # type: ignore[index]
+    files = [image["bytes"] for image in rows("train", 7)["image"]]
     indices = [5, 0, 5, 3]
     images = split.read(indices)
     assert images.dtype == torch.uint8

@@ -105,7 +105,7 @@ def test_images_of_all_kinds_are_stored_as_squares_in_rgb(tmp_path: Path) -> Non
     save(picture(3, 60).convert("CMYK"), source / "class 1" / "cmyk.jpg")
     run(settings(source, encoding="jpeg", image_size=24), dataset=tmp_path / "out")
     for name in ("train", "val", "test"):
-        split = open_dataset(tmp_path / "out").split(name)  # type: ignore[arg-type]
+        split = open_dataset(tmp_path / "out").split(name)
         assert split.read(range(len(split))).shape == (len(split), 3, 24, 24)
 
 
@@ -318,7 +318,7 @@ def test_storage_that_fails_is_not_the_image_s_fault(tmp_path: Path) -> None:
 
 def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
     item = Item(name="x.png", location=9, label=0, split="train")  # type: ignore[arg-type]  # the exit code
-    listing = Listing(items=[item], classes=("a",), read=os._exit)  # type: ignore[arg-type]
+    listing = Listing(items=[item], classes=("a",), read=os._exit)
     with pytest.raises(DataError, match="a process that decodes images died"):
         preparation._decode_all(listing, settings(tmp_path), made(tmp_path / "spool"), 2)
 

@@ -45,8 +45,8 @@ def sampled(monitor: Monitor, seconds: float) -> dict[str, np.ndarray]:
 
 def busy_on_core(core: int, ready: object, stop: object) -> None:
     os.sched_setaffinity(0, {core})
-    ready.set()  # type: ignore[attr-defined]
-    while not stop.is_set():  # type: ignore[attr-defined]
+    ready.set()
+    while not stop.is_set():
         sum(range(10_000))
 
 
