@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     worker = getattr(options, "worker", False)
     _set_up_logging(quiet=worker and os.environ.get("RANK", "0") != "0")
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         options.command(options)
     except TrainerError as error:
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         launch.record_failure(f"{type(error).__name__}: {error} (its traceback stands above)", traceback.format_exc())
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)  # the interpreter's own end is not to be interrupted with a traceback
     return 0
 
 
