@@ -86,8 +86,10 @@ def test_a_bug_in_one_process_shows_its_traceback_once_and_is_named(distillation
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_weights(distillation):
-    interrupted = distillation("interrupted", **LONG | {"epochs": 30})
+@pytest.mark.parametrize("zero", [False, True], ids=["whole optimizer", "sharded optimizer"])
+def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_weights(distillation, zero):
+    settings = LONG | {"epochs": 30, "zero": zero}
+    interrupted = distillation("interrupted", **settings)
     process = start(interrupted)
     wait_for_checkpoint(interrupted, process)
     os.killpg(process.pid, signal.SIGINT)
@@ -100,7 +102,7 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_weig
     code, errors = finish(start(interrupted), seconds=120)
     assert code == 0, errors
     assert "going on after step" in errors
-    whole = distillation("whole", **LONG | {"epochs": 30}).run(processes=2)
+    whole = distillation("whole", **settings).run(processes=2)
     for name, value in whole.weights().items():
         assert torch.equal(interrupted.weights()[name], value), name
     assert not list(Path(interrupted.outputs["student"]).parent.glob("checkpoints/*"))
