@@ -1,0 +1,95 @@
+"""Trying again while the API server is away."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from components.launch.refusals import AwayError
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+
+Result = TypeVar("Result")
+
+
+class Stopped(Exception):  # noqa: N818  # no error: whoever waits was asked to end
+    """Waiting was ended by `Patience.stop`."""
+
+
+class Patience:
+    """Does something, again and again while the API server is away.
+
+    All threads that follow a job share one, so loss and return are told once, and the limit counts from the loss.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._stop, self._lock = limit_s, threading.Event(), threading.Lock()
+        self._failures, self._lost_at = 0, 0.0
+
+    def stop(self) -> None:
+        """End all waiting."""
+        self._stop.set()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def pause(self, seconds: float) -> None:
+        """Wait.
+
+        Raises:
+            Stopped: `stop` was called.
+        """
+        if self._stop.wait(seconds):
+            raise Stopped
+
+    def __call__(self, action: Callable[[], Result]) -> Result:
+        """Do it until the API server answers.
+
+        Raises:
+            AwayError: it was away for longer than the limit.
+            Stopped: `stop` was called.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            self.pause(0)
+            try:
+                result = action()
+            except AwayError as error:
+                self._failed(error)
+                self.pause(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                self._answered()
+                return result
+
+    def _failed(self, error: AwayError) -> None:
+        with self._lock:
+            self._failures += 1
+            if (
+                self._failures == 1
+            ):  # often a kept connection that the server has closed; the next request opens another
+                self._lost_at = time.monotonic()
+            elif self._failures == 2:
+                logger.warning("%s; waiting for it, %s at most", error, duration(self._limit_s))
+            if time.monotonic() - self._lost_at > self._limit_s:
+                raise error
+
+    def _answered(self) -> None:
+        with self._lock:
+            if self._failures > 1:
+                logger.warning("the API server answers again after %s", duration(time.monotonic() - self._lost_at))
+            self._failures = 0
+
+
+def duration(seconds: float) -> str:
+    """A time for people: `5 s`, `3 min`, `2.5 h`."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{round(seconds / size, 1):g} {unit}"
+    return f"{seconds:.3g} s"
