@@ -57,6 +57,7 @@ docs: $(READY)  ## write docs/configuration.md
 lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1 takes newer versions]
 	$(COMPILE_REQUIREMENTS) pyproject.toml --group dev --output-file requirements/development.txt
 	$(COMPILE_REQUIREMENTS) pyproject.toml --constraint requirements/development.txt --output-file requirements/runtime.txt
+	$(COMPILE_REQUIREMENTS) pyproject.toml --override requirements/neuron-overrides.txt --output-file requirements/neuron.txt
 	echo uv | $(COMPILE_REQUIREMENTS) - --output-file requirements/uv.txt
 
 clean:  ## remove what was made here, except for runs
