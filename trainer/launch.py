@@ -49,10 +49,17 @@ class JobSpec:
 
     def arguments(self) -> list[str]:
         """What follows `python` in every process."""
+        return self._arguments("--worker")
+
+    def node_arguments(self) -> list[str]:
+        """What follows `python` on every node of a cluster's job, where `join_node` starts the processes."""
+        return self._arguments("--node")
+
+    def _arguments(self, role: str) -> list[str]:
         directories = [
             text for name, uri in {**self.inputs, **self.outputs}.items() for text in (f"--{flag(name)}", uri)
         ]
-        return ["-m", "trainer", "stage", self.stage, "--worker", "--settings", json.dumps(self.settings), *directories]
+        return ["-m", "trainer", "stage", self.stage, role, "--settings", json.dumps(self.settings), *directories]
 
 
 def flag(name: str) -> str:

@@ -1,0 +1,129 @@
+"""What the launcher for clusters can show and do by hand: `python -m components.launch render | pools`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import yaml
+
+from components.launch import identity, pools
+from components.launch.backends import BACKENDS
+from trainer import config, stages
+from trainer.errors import EXIT_CODE, TrainerError
+from trainer.launch import JobSpec, flag
+
+_DESCRIPTION = """Show what the launcher for clusters works with.
+
+  python -m components.launch pools                                   the node pools
+  python -m components.launch render --pool gpu-a100 --nodes 4        the job that a training there would be"""
+
+LAUNCHED: Mapping[str, stages.Stage] = {name: stage for name, stage in stages.STAGES.items() if stage.launched}
+DIRECTORIES = sorted({name for stage in LAUNCHED.values() for name in (*stage.inputs, *stage.outputs)})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; gives the exit code. A user's error ends in one message."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CODE
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+_Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m components.launch",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_render(commands)
+    text = "List the node pools: what a node is, how many processes train on it, and its price."
+    listing = commands.add_parser("pools", help="list the node pools", description=text)
+    listing.set_defaults(command=_pools)
+    return parser
+
+
+def _add_render(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "render",
+        help="print the job that would be sent",
+        description="Print the manifest of a training as it would be sent from here: image and environment are this shell's, where it "
+        "names them. Nothing is sent.",
+    )
+    parser.add_argument("--pool", required=True, help="a node pool (`python -m components.launch pools`)")
+    parser.add_argument("--nodes", type=_positive, default=1, metavar="N", help="how many nodes (default: %(default)s)")
+    parser.add_argument(
+        "--processes",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="training processes a node (default: the pool's own)",
+    )
+    parser.add_argument("--backend", choices=list(BACKENDS), help="kind of job (default: the pool's own)")
+    parser.add_argument("--stage", choices=list(LAUNCHED), default="distill", help="default: %(default)s")
+    parser.add_argument("--recipe", default="digits", help="a name or the path of a TOML file (default: %(default)s)")
+    parser.add_argument(
+        "--set", dest="overrides", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="change settings"
+    )
+    parser.add_argument("--run", default="example", metavar="NAME", help="name of the run (default: %(default)s)")
+    parser.add_argument("--namespace", default=identity.DEFAULT_NAMESPACE, help="default: %(default)s")
+    for name in DIRECTORIES:
+        parser.add_argument(f"--{flag(name)}", metavar="URI", help=f"default: s3://bucket/RUN/{name}")
+    parser.set_defaults(command=_render)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
+    return value
+
+
+def _render(options: argparse.Namespace) -> None:
+    pool, stage = pools.get(options.pool), LAUNCHED[options.stage]
+    uris = {name: getattr(options, name) or f"s3://bucket/{options.run}/{name}" for name in DIRECTORIES}
+    spec = JobSpec(
+        stage=stage.name,
+        settings=config.resolve(options.recipe, options.overrides).for_stage(stage.name),
+        inputs={name: uris[name] for name in stage.inputs},
+        outputs={name: uris[name] for name in stage.outputs},
+        nodes=options.nodes,
+        processes_per_node=options.processes,
+    )
+    job = identity.Identity(run=options.run, task=stage.name, namespace=options.namespace)
+    manifest = BACKENDS[options.backend or pool.backend].render(spec, pool, job)
+    plain = json.loads(
+        json.dumps(manifest)
+    )  # the body that is sent; YAML would refer to objects that stand in it twice
+    print(yaml.safe_dump(plain, sort_keys=False, width=140), end="")
+
+
+def _pools(_options: argparse.Namespace) -> None:
+    rows = [("pool", "instance", "devices", "processes", "$/h", "price of"), *map(_row, pools.load().values())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _row(pool: pools.Pool) -> tuple[str, ...]:
+    devices = f"{pool.accelerators} {pool.device}" if pool.accelerators else f"{pool.resources['cpu']} cores"
+    price = (f"{pool.price.dollars_an_hour:.2f}", f"{pool.price.date}, {pool.price.region}") if pool.price else ("", "")
+    if pool.spot:
+        price = ("varies", "")
+    return (pool.name, pool.instance or "any", devices, str(pool.processes_per_node), *price)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""Node pools: where a job can run, what it gets there, and what that costs.
+
+They stand in a TOML file, whose head explains every field: `TRAINER_POOLS`, or else the file that a cluster mounts, or else the
+bundled one. `load` checks all of it before anything is launched.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from trainer.errors import SettingsError
+
+POOLS_VARIABLE = "TRAINER_POOLS"
+"""Environment variable that names the file of pools."""
+MOUNTED = Path("/etc/vit-distillation/pools.toml")
+"""Where a cluster mounts its own pools from a ConfigMap."""
+BUNDLED = Path(__file__).with_name("pools.toml")
+
+ACCELERATORS: Mapping[str, str] = {"cuda": "nvidia.com/gpu", "xla": "aws.amazon.com/neuron"}
+"""Device -> the resource by which Kubernetes counts it."""
+PROCESSES_PER_ACCELERATOR: Mapping[str, int] = {"cuda": 1, "xla": 2}
+"""How many processes one of them takes: a Neuron device has two cores."""
+RESERVED = re.compile(r"PET_\w+|MASTER_(ADDR|PORT)|WORLD_SIZE|RANK|TRAINER_(DEVICE|CACHE|FAILURES)")
+"""Environment variables that the operator or the launcher sets."""
+SECRET = re.compile(r"(_|\b)(KEY|KEY_ID|SECRET\w*|TOKEN|PASSWORD|USERNAME)$")
+"""Environment variables whose values belong into a Secret."""
+
+_SUFFIXES = {
+    "m": 1e-3,
+    "": 1,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m|k|[MGT]|[KMGT]i)?")
+
+
+def quantity(text: str) -> float:
+    """The number that a quantity of Kubernetes stands for: `500m` -> 0.5, `2Gi` -> 2147483648.
+
+    Raises:
+        ValueError: it is none, or not above 0.
+    """
+    match = _QUANTITY.fullmatch(text)
+    number = float(match[1]) * _SUFFIXES[match[2] or ""] if match else 0.0
+    if number <= 0:
+        raise ValueError("must be a quantity above 0, such as 8, 500m or 64Gi")
+    return number
+
+
+def _checked_quantity(value: object) -> object:
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(text, str):
+        quantity(text)
+    return text
+
+
+Quantity = Annotated[str, BeforeValidator(_checked_quantity)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Minutes = Annotated[int, Field(ge=1)]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Toleration(_Group):
+    """A taint that the pods do not mind."""
+
+    key: str = ""
+    operator: Literal["Exists", "Equal"] = "Equal"
+    value: str = ""
+    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if self.operator == "Exists" and self.value:
+            raise ValueError('operator = "Exists" takes no value')
+        if self.operator == "Equal" and not self.key:
+            raise ValueError('a key is needed, or operator = "Exists" to tolerate every taint')
+        return self
+
+    def manifest(self) -> dict[str, str]:
+        """As a pod's specification has it."""
+        return {name: value for name, value in self.model_dump().items() if value}
+
+
+class SecretKey(_Group):
+    """Where the value of a secret variable stands."""
+
+    name: Name
+    """The Secret."""
+    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$")]
+    """Its key."""
+    optional: bool = False
+    """Whether pods start without it."""
+
+
+class Price(_Group):
+    """What a node costs."""
+
+    dollars_an_hour: Annotated[float, Field(gt=0)]
+    date: Annotated[str, Field(min_length=4)]
+    region: Annotated[str, Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1)]
+
+
+class Pool(_Group):
+    """A node pool. The head of pools.toml says what each field means."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+    instance: str = ""
+    device: Literal["cpu", "cuda", "xla"]
+    image: str = ""
+    processes_per_node: Annotated[int, Field(ge=1)]
+    resources: dict[Name | Annotated[str, Field(pattern=r"^[-a-z0-9.]+/[-a-z0-9.]+$")], Quantity]
+    shared_memory: Quantity = "1Gi"
+    cache: Quantity = "20Gi"
+    node_selector: dict[str, str] = {}
+    tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] = ()
+    environment: dict[Variable, str] = {}
+    secrets: dict[Variable, SecretKey] = {}
+    price: Price | None = None
+    spot: bool = False
+    backend: Literal["pytorchjob", "trainjob"] = "pytorchjob"
+    runtime: Name = "torch-distributed"
+    queue: str = ""
+    service_account: str = ""
+    queued_minutes: Minutes = 60
+    running_minutes: Minutes = 2880
+    silent_minutes: Minutes = 30
+    retries: Annotated[int, Field(ge=0, le=100)] = 0
+    keep_minutes: Annotated[int, Field(ge=0)] = 1440
+    elastic_min_nodes: Annotated[int, Field(ge=0)] = 0
+
+    @field_validator("environment")
+    @classmethod
+    def _is_plain(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name in environment:
+            if RESERVED.fullmatch(name):
+                raise ValueError(f"{name} is set by the launcher or the operator; leave it out")
+            if SECRET.search(name):
+                raise ValueError(f"{name} looks like a secret; name a Secret and its key under secrets.{name} instead")
+        return environment
+
+    @model_validator(mode="after")
+    def _fits_the_node(self) -> Self:
+        missing = [name for name in ("cpu", "memory") if name not in self.resources]
+        if missing:
+            raise ValueError(f"resources must name {' and '.join(missing)}")
+        if quantity(self.shared_memory) > quantity(self.resources["memory"]):
+            raise ValueError(
+                f"shared_memory = {self.shared_memory} must be within resources.memory = {self.resources['memory']}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_device(self) -> Self:
+        for device, resource in ACCELERATORS.items():
+            if device == self.device and self.accelerators < 1:
+                raise ValueError(f'device = "{device}" needs resources."{resource}" = 1 or more')
+            if device != self.device and resource in self.resources:
+                raise ValueError(
+                    f'device = "{self.device}" can not use resources."{resource}"; set device = "{device}"'
+                )
+        most = self.most_processes
+        if most and self.processes_per_node > most:
+            raise ValueError(
+                f"processes_per_node must be 1 to {most}, got {self.processes_per_node}: {self._devices_text()}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _suits_its_backend(self) -> Self:
+        if self.elastic_min_nodes and not self.retries:
+            raise ValueError("elastic_min_nodes needs retries >= 1: a node that leaves restarts the others")
+        return self
+
+    @property
+    def accelerators(self) -> int:
+        """GPUs or Neuron devices a node; 0 on processors."""
+        count = self.resources.get(ACCELERATORS.get(self.device, ""))
+        return int(quantity(count)) if count else 0
+
+    @property
+    def cpus(self) -> float:
+        """Processor cores that a job gets on a node."""
+        return quantity(self.resources["cpu"])
+
+    @property
+    def most_processes(self) -> int:
+        """How many processes the devices of a node take; 0 where nothing limits them."""
+        return self.accelerators * PROCESSES_PER_ACCELERATOR.get(self.device, 0)
+
+    def processes(self, asked: int = 0) -> int:
+        """Training processes on a node: what was asked for, or else the pool's own number.
+
+        Raises:
+            SettingsError: the node has not devices enough.
+        """
+        if self.most_processes and asked > self.most_processes:
+            raise SettingsError(
+                f"processes_per_node must be 0 (the pool's own number) to {self.most_processes} on pool {self.name}, got {asked}: "
+                + self._devices_text()
+            )
+        return asked or self.processes_per_node
+
+    def _devices_text(self) -> str:
+        return f'resources."{ACCELERATORS[self.device]}" = {self.accelerators}'
+
+
+def load() -> dict[str, Pool]:
+    """Every pool by its name.
+
+    Raises:
+        SettingsError: the file can not be read, or naming the pool, the field, its value and what is allowed.
+    """
+    path = _path()
+    tables = _read(path)
+    return {name: _pool(path, name, tables) for name in tables["pools"]}
+
+
+def get(name: str) -> Pool:
+    """A pool.
+
+    Raises:
+        SettingsError: there is none of this name (with the nearest and all known), or the file is wrong.
+    """
+    pools = load()
+    if name not in pools:
+        raise SettingsError(f"unknown pool {name!r}{_nearest(name, pools)}; {_path()} has {', '.join(pools)}")
+    return pools[name]
+
+
+def _path() -> Path:
+    named = os.environ.get(POOLS_VARIABLE)
+    return Path(named) if named else MOUNTED if MOUNTED.is_file() else BUNDLED
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(
+            f"pools {path}: can not be read ({error.strerror}); {POOLS_VARIABLE} names the file"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"pools {path}: is not TOML: {error}") from error
+    tables = {"defaults": {}, "spot": {}, "pools": {}} | content
+    for name, table in [*tables.items(), *_items(tables["pools"])]:
+        if not isinstance(table, dict):
+            raise SettingsError(f"pools {path}: {name} must be a table, got {table!r}")
+    unknown = [name for name in tables if name not in ("defaults", "spot", "pools")]
+    if unknown or not tables["pools"]:
+        raise SettingsError(
+            f"pools {path}: must have [pools.NAME] and may have [defaults] and [spot], got {', '.join(content) or 'nothing'}"
+        )
+    return tables
+
+
+def _items(table: object) -> Iterable[tuple[str, Any]]:
+    return table.items() if isinstance(table, dict) else ()
+
+
+def _pool(path: Path, name: str, tables: Mapping[str, dict[str, Any]]) -> Pool:
+    own, base = tables["pools"][name], {}
+    if based_on := own.get("based_on"):
+        base = tables["pools"].get(based_on)
+        if base is None or "based_on" in base:
+            plain = [known for known, table in tables["pools"].items() if "based_on" not in table]
+            raise SettingsError(
+                f"pools {path}: pool {name}: based_on must be a pool that stands for itself ({', '.join(plain)}), got {based_on!r}"
+            )
+    layers = [tables["defaults"], base, own]
+    if own.get("spot"):  # its price is another one, and changes
+        layers = [tables["defaults"], _without(base, "price"), tables["spot"], own]
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values = _merge(values, layer)
+    try:
+        return Pool.model_validate(_without(values, "based_on") | {"name": name})
+    except ValidationError as error:
+        messages = [f"pools {path}: pool {name}: {_explain(details)}" for details in error.errors()]
+        raise SettingsError("\n".join(messages)) from error
+
+
+def _without(table: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != key}
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Two layers of a pool as one: tables key by key, lists one after the other, and for anything else the upper one."""
+    merged = dict(below)
+    for key, value in above.items():
+        lower = below.get(key)
+        if isinstance(lower, dict) and isinstance(value, dict):
+            merged[key] = _merge(lower, value)
+        elif isinstance(lower, list) and isinstance(value, list):
+            merged[key] = lower + value
+        else:
+            merged[key] = value
+    return merged
+
+
+def _explain(details: ErrorDetails) -> str:
+    field = ".".join(str(part) for part in details["loc"])
+    if details["type"] == "extra_forbidden":
+        fields = [known for known in Pool.model_fields if known != "name"]
+        return f"unknown field {field}{_nearest(field, fields)}; known: {', '.join([*fields, 'based_on'])}"
+    if details["type"] == "missing":
+        return f"{field} is missing; give it here or under [defaults]"
+    what = str(details["ctx"]["error"]) if details["type"] == "value_error" else details["msg"]
+    value = details["input"]
+    shown = "" if isinstance(value, dict) else f" = {value!r}"
+    return f"{field}{shown}: {what}" if field else what
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
