@@ -1,8 +1,9 @@
 """The directories that stages hand to one another.
 
-An artifact is a directory with a `manifest.json`: its kind and schema version, the settings that made it, the fingerprints
-of its parents, and size and SHA-256 of every file. The manifest is written last, so a directory without one does not
-exist. Reading checks kind, schema version and checksums, and names what is wrong.
+An artifact is a directory, here or in an object store, with a `manifest.json`: its kind and schema version, the settings that made it,
+the fingerprints of its parents, and size and SHA-256 of every file. The manifest is written last, so a directory without one does not
+exist. Reading checks kind, schema version and checksums, and names what is wrong. One in a store is written into a folder here and sent
+when it is complete; reading fetches it, once for all processes of this machine.
 
 The fingerprint covers kind, schema version, settings, parents and file checksums; it does not cover the time, the duration or
 the figures, so the same input and settings give the same fingerprint.
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from trainer.errors import ArtifactError, make_directory, writing_to
+from trainer import storage
+from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
+from trainer.storage import FileRecord, cache
 
 Kind = Literal["dataset", "model", "evidence", "report", "evaluation", "registration", "checkpoint"]
 
@@ -38,21 +41,34 @@ SCHEMA_VERSIONS: Mapping[Kind, int] = {
 
 MANIFEST = "manifest.json"
 
+_COVERED = ("kind", "schema_version", "settings", "parents", "files")
+"""What the fingerprint covers."""
+_TOLD = ("fingerprint", "seconds", "figures")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Artifact:
-    """A complete, checked artifact."""
+class Manifest:
+    """What an artifact says of itself."""
 
-    path: Path
     kind: Kind
     settings: Mapping[str, Any]
     parents: Mapping[str, str]
     """Name of each parent -> its fingerprint."""
+    files: Mapping[str, FileRecord]
+    """Name of each file, relative to the artifact, with / -> its size and checksum."""
     fingerprint: str
     seconds: float
     """How long the stage took to make it."""
     figures: Mapping[str, Any]
     """The main numbers of the stage, as `summary.json` shows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact(Manifest):
+    """A complete, checked artifact."""
+
+    path: Path
+    """Its directory on this machine; that of a remote one is the cache's and must not be written to."""
 
 
 @dataclass(kw_only=True)
@@ -61,6 +77,8 @@ class Draft:
 
     path: Path
     figures: dict[str, Any] = field(default_factory=dict)
+    contributed: dict[str, FileRecord] = field(default_factory=dict)
+    """Files that `contribute` has sent from other machines."""
 
 
 def canonical_json(value: object) -> str:
@@ -73,39 +91,8 @@ def digest(value: object) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hexadecimal text."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def local_path(uri: str | Path) -> Path:
-    """The local directory that a URI names: a plain path or `file://...`.
-
-    Raises:
-        ArtifactError: the URI has another scheme.
-    """
-    text = str(uri)
-    if text.startswith("file://"):
-        return Path(text.removeprefix("file://"))
-    if "://" in text:
-        raise ArtifactError(
-            f"artifact {text}: only local paths and file:// are supported; copy it to this machine first"
-        )
-    return Path(text)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all, and on the disk when this returns."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
 
 
 @contextmanager
@@ -118,94 +105,196 @@ def create(
 
     Raises:
         OutputError: the directory can not be written.
+        StorageError: the store does not answer or refuses.
     """
-    path = local_path(uri)
-    make_directory(path)
-    with writing_to(path):
-        (path / MANIFEST).unlink(missing_ok=True)
+    with folder_for(uri) as path:
+        storage.remove(storage.join(uri, MANIFEST))
         start = time.monotonic()
         draft = Draft(path=path)
         yield draft
-        _write_manifest(draft, kind, settings, parents or {}, time.monotonic() - start)
+        files = contribute(uri, path) | draft.contributed
+        content: dict[str, Any] = {
+            "kind": kind,
+            "schema_version": SCHEMA_VERSIONS[kind],
+            "settings": settings,
+            "parents": parents or {},
+            "files": dict(sorted(files.items())),
+        }
+        manifest = content | {
+            "fingerprint": digest(content),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - start, 3),
+            "figures": draft.figures,
+        }
+        text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)
+        storage.write_bytes(storage.join(uri, MANIFEST), text.encode())
+        if storage.is_remote(uri) and kind != "checkpoint" and not draft.contributed:
+            cache.adopt(path, manifest["fingerprint"])  # so that who goes on with it here need not fetch it
 
 
-def _write_manifest(
-    draft: Draft, kind: Kind, settings: Mapping[str, Any], parents: Mapping[str, str], seconds: float
-) -> None:
-    files = {
-        file.relative_to(draft.path).as_posix(): {"size": file.stat().st_size, "sha256": file_digest(file)}
-        for file in sorted(draft.path.rglob("*"))
-        if file.is_file() and not file.name.endswith(".partial")
+write_atomically = storage.write_bytes
+
+
+@contextmanager
+def folder_for(uri: str | Path) -> Iterator[Path]:
+    """The folder on this machine into which the files of an artifact are written: its own directory, or a draft of a remote one."""
+    if storage.is_remote(uri):
+        with cache.draft() as path:
+            yield path
+    else:
+        path = storage.local_path(uri)
+        make_directory(path)
+        with writing_to(path):
+            yield path
+
+
+def contribute(uri: str | Path, folder: Path) -> dict[str, FileRecord]:
+    """Bring the files of a folder from `folder_for(uri)` into the artifact, which `create` completes; gives their records.
+
+    Raises:
+        StorageError: the store does not answer or refuses.
+    """
+    records: dict[str, FileRecord] = {
+        file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": storage.file_digest(file)}
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and not file.name.endswith(".partial") and file != folder / MANIFEST
     }
-    content: dict[str, Any] = {
-        "kind": kind,
-        "schema_version": SCHEMA_VERSIONS[kind],
-        "settings": settings,
-        "parents": parents,
-        "files": files,
-    }
-    manifest = content | {
-        "fingerprint": digest(content),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(seconds, 3),
-        "figures": draft.figures,
-    }
-    write_atomically(
-        draft.path / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False).encode()
-    )
+    if storage.is_remote(uri):
+        storage.upload_directory(folder, str(uri), records)
+    return records
+
+
+def remove(uri: str | Path) -> None:
+    """Remove an artifact, its manifest first, so that it does not exist from then on.
+
+    Raises:
+        StorageError: the store does not answer or refuses.
+    """
+    storage.remove(storage.join(uri, MANIFEST))
+    storage.remove(uri)
+
+
+def copy(source: str | Path, target: str | Path, kind: Kind) -> Manifest:
+    """Copy a whole artifact between this machine and a store, its manifest last; nothing is sent where the same one is already.
+
+    Raises:
+        ArtifactError: the source is not a complete artifact.
+        StorageError: a store does not answer or refuses.
+        OutputError: the target can not be written.
+    """
+    content = manifest(source, kind)
+    if _fingerprint(target, kind) == content.fingerprint:
+        return content
+    path = read(source, kind).path
+    storage.remove(storage.join(target, MANIFEST))
+    if storage.is_remote(target):
+        storage.upload_directory(path, str(target), content.files)
+    else:
+        _copy_files(path, storage.local_path(target), content.files)
+    storage.write_bytes(storage.join(target, MANIFEST), storage.read_bytes(storage.join(source, MANIFEST)))
+    return content
+
+
+def _fingerprint(uri: str | Path, kind: Kind) -> str:
+    """Of the complete artifact that is there; empty where there is none."""
+    try:
+        return manifest(uri, kind).fingerprint
+    except ArtifactError:
+        return ""
+
+
+def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    with writing_to(target):
+        for name in names:
+            make_directory((target / name).parent)
+            shutil.copyfile(source / name, target / name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
 
 
 def exists(uri: str | Path) -> bool:
-    """Whether a complete artifact is there (its content is not checked)."""
-    return (local_path(uri) / MANIFEST).is_file()
+    """Whether a complete artifact is there (its content is not checked).
+
+    Raises:
+        StorageError: the store does not answer or refuses.
+    """
+    return storage.exists(storage.join(uri, MANIFEST))
 
 
 def read(uri: str | Path, kind: Kind) -> Artifact:
     """Open an artifact and check it: kind, schema version, and size and checksum of every file.
 
+    A remote one is fetched, unless its content is in this machine's cache, where it was checked when it came.
+
     Raises:
         ArtifactError: naming the artifact, what is wrong with it, and the next move.
+        StorageError: the store does not answer or refuses.
     """
-    path = local_path(uri)
-    manifest = _read_manifest(path, kind)
-    for name, expected in manifest["files"].items():
-        _check_file(path, kind, name, expected)
-    return Artifact(
-        path=path,
-        kind=kind,
-        settings=manifest["settings"],
-        parents=manifest["parents"],
-        fingerprint=manifest["fingerprint"],
-        seconds=manifest["seconds"],
-        figures=manifest["figures"],
-    )
+    content = manifest(uri, kind)
+    path = _fetch(str(uri), content) if storage.is_remote(uri) else storage.local_path(uri)
+    if not storage.is_remote(uri):
+        for name, expected in content.files.items():
+            _check_file(path, kind, name, expected)
+    return Artifact(path=path, **vars(content))
 
 
-def _read_manifest(path: Path, kind: Kind) -> dict[str, Any]:
-    if not path.is_dir():
-        raise ArtifactError(f"{kind} {path}: no such directory; run the stage that makes it, or give another path")
+def _fetch(uri: str, content: Manifest) -> Path:
+    def download(directory: Path) -> None:
+        storage.download_directory(uri, directory, content.files)
+
+    def is_whole(directory: Path) -> bool:
+        sizes = storage.files(directory)
+        return all(sizes.get(name) == record["size"] for name, record in content.files.items())
+
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-    except FileNotFoundError as error:
+        return cache.keep(content.fingerprint, download, is_whole=is_whole)
+    except (ObjectDamagedError, ObjectNotFoundError) as error:
+        raise ArtifactError(f"{content.kind} {uri}: {error}") from error
+
+
+def manifest(uri: str | Path, kind: Kind) -> Manifest:
+    """What an artifact says of itself; its files are neither fetched nor checked.
+
+    Raises:
+        ArtifactError: there is no complete artifact, or it is of another kind or schema version, or its manifest is damaged.
+        StorageError: the store does not answer or refuses.
+    """
+    content = _load_manifest(uri, kind)
+    _check_manifest(uri, kind, content)
+    return Manifest(**{one.name: content[one.name] for one in fields(Manifest)})
+
+
+def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
+    if not storage.is_remote(uri) and not storage.local_path(uri).is_dir():
+        raise ArtifactError(f"{kind} {uri}: no such directory; run the stage that makes it, or give another path")
+    try:
+        content = json.loads(storage.read_bytes(storage.join(uri, MANIFEST)))
+    except ObjectNotFoundError as error:
         raise ArtifactError(
-            f"{kind} {path}: no {MANIFEST}, so it was never completed; run the stage that makes it again"
+            f"{kind} {uri}: no {MANIFEST}, so it was never completed; run the stage that makes it again"
         ) from error
     except ValueError as error:
-        raise ArtifactError(f"{kind} {path}: {MANIFEST} is not readable ({error}); make it again") from error
-    required = {"kind", "schema_version", "settings", "parents", "files", "fingerprint", "seconds", "figures"}
-    if not isinstance(manifest, dict) or not required <= manifest.keys():
-        raise ArtifactError(f"{kind} {path}: {MANIFEST} is not the manifest of an artifact; make it again")
-    if manifest["kind"] != kind:
-        raise ArtifactError(f"{path}: is a {manifest['kind']}, but a {kind} is needed here; give the right directory")
-    if manifest["schema_version"] != SCHEMA_VERSIONS[kind]:
+        raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error
+    if not isinstance(content, dict) or not {*_COVERED, *_TOLD} <= content.keys():
+        raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not the manifest of an artifact; make it again")
+    return content
+
+
+def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> None:
+    if content["kind"] != kind:
+        raise ArtifactError(f"{uri}: is a {content['kind']}, but a {kind} is needed here; give the right directory")
+    if content["schema_version"] != SCHEMA_VERSIONS[kind]:
         raise ArtifactError(
-            f"{kind} {path}: schema version {manifest['schema_version']}, but this version of the project reads "
+            f"{kind} {uri}: schema version {content['schema_version']}, but this version of the project reads "
             f"{SCHEMA_VERSIONS[kind]}; make it again with the stage that made it"
         )
-    content = {key: manifest[key] for key in ("kind", "schema_version", "settings", "parents", "files")}
-    if digest(content) != manifest["fingerprint"]:
-        raise ArtifactError(f"{kind} {path}: {MANIFEST} was altered (its fingerprint does not fit); make it again")
-    return manifest
+    if digest({key: content[key] for key in _COVERED}) != content["fingerprint"]:
+        raise ArtifactError(f"{kind} {uri}: {MANIFEST} was altered (its fingerprint does not fit); make it again")
+    for name in content["files"]:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ArtifactError(f"{kind} {uri}: its manifest names the file {name!r} outside of it; do not use it")
 
 
 def _check_file(path: Path, kind: Kind, name: str, expected: Mapping[str, Any]) -> None:
@@ -219,5 +308,5 @@ def _check_file(path: Path, kind: Kind, name: str, expected: Mapping[str, Any]) 
         raise ArtifactError(
             f"{kind} {path}: the file {name} has {size} bytes instead of {expected['size']}; make it again or copy it whole"
         )
-    if file_digest(file) != expected["sha256"]:
+    if storage.file_digest(file) != expected["sha256"]:
         raise ArtifactError(f"{kind} {path}: the file {name} is damaged (checksum); make it again or copy it whole")

@@ -7,7 +7,11 @@
     ├── ModelError              a model can not be built, or does not fit the data set
     ├── TrainingError           a training stopped: loss not finite, processes that do not form one group
     ├── LaunchError             a launched process or job failed
+    ├── DeployError             Kubeflow Pipelines is not found or refuses, or a run there did not succeed
     ├── TrackingError           MLflow does not answer or refuses
+    ├── StorageError            the object store does not answer, refuses, or has lost something
+    │   ├── ObjectNotFoundError there is no object, or file, of that name
+    │   └── ObjectDamagedError  an object is not what its checksum says
     └── OutputError             an output can not be written: disk full, read-only
 
 A message names the thing, the value and the next move. `python -m trainer` prints it without a
@@ -53,8 +57,24 @@ class LaunchError(TrainerError):
     """A launched process or job failed."""
 
 
+class DeployError(TrainerError):
+    """Kubeflow Pipelines is not found or refuses, or a run there did not succeed."""
+
+
 class TrackingError(TrainerError):
     """MLflow does not answer or refuses."""
+
+
+class StorageError(TrainerError):
+    """The object store does not answer, refuses, or has lost something."""
+
+
+class ObjectNotFoundError(StorageError):
+    """There is no object, or file, of that name."""
+
+
+class ObjectDamagedError(StorageError):
+    """An object is not what its checksum says."""
 
 
 class OutputError(TrainerError):

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts, config, launch, stages, tracking
+from trainer import artifacts, config, launch, stages, storage, tracking
 from trainer.errors import OutputError, TrackingError, make_directory, writing_to
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
             directories = {keyword: str(directory / place) for keyword, place in places.items()}
             _run_stage(name, settings, directories, processes=processes, recipe=recipe, resolved=resolved)
     summary = (directory / "registration" / SUMMARY).read_bytes()
-    artifacts.write_atomically(directory / SUMMARY, summary)
+    storage.write_bytes(directory / SUMMARY, summary)
     content: dict[str, Any] = json.loads(summary)
     return content
 

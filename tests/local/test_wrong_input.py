@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from trainer import artifacts, cli, config, models, stages
+from trainer import artifacts, cli, config, models, stages, storage
 from trainer.errors import EXIT_CODE, TrainerError
 
 
@@ -179,7 +179,7 @@ def test_a_full_disk(capsys, digits, teacher, tmp_path):
 @pytest.mark.slow
 def test_a_full_disk_in_training(distillation):
     training = distillation("full")
-    folder = artifacts.local_path(training.outputs["student"])
+    folder = storage.local_path(training.outputs["student"])
     folder.mkdir(parents=True)
     (folder / models.WEIGHTS).symlink_to("/dev/full")
     with pytest.raises(TrainerError, match=r"process 0 of 2: can not write to .*: the disk is full"):

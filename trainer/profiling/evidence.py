@@ -18,7 +18,7 @@ import psutil
 import pyarrow as pa
 import torch
 
-from trainer import artifacts
+from trainer import artifacts, storage
 from trainer.config import EvidenceSettings
 from trainer.errors import ArtifactError, writing_to
 from trainer.profiling.monitor import Monitor, signals
@@ -132,7 +132,7 @@ class Recorder:
             if self._rank == 0:
                 _write_arrow(path / "metrics.arrow", self._metric_table())
             record = self._record(self._monitor).model_dump_json(indent=2)
-            artifacts.write_atomically(prefix.with_suffix(".json"), record.encode())
+            storage.write_bytes(prefix.with_suffix(".json"), record.encode())
 
     def _step_table(self) -> pa.Table:
         steps = self.timeline.steps
@@ -222,7 +222,7 @@ def _write_arrow(path: Path, table: pa.Table) -> None:
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_file(buffer, table.schema, options=options) as writer:
         writer.write_table(table)
-    artifacts.write_atomically(path, buffer.getvalue())
+    storage.write_bytes(path, buffer.getvalue())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainer import artifacts
+from trainer import artifacts, storage
 from trainer.config import CHECKPOINTS_VARIABLE
 from trainer.errors import ArtifactError
 
@@ -29,9 +28,9 @@ KEPT = 2
 STATE = "state.pt"
 
 
-def checkpoint_root(output: str | Path) -> Path:
-    """Where the checkpoints of a training stand: below `TRAINER_CHECKPOINTS`, or else beside its output."""
-    return Path(os.environ.get(CHECKPOINTS_VARIABLE) or artifacts.local_path(output).parent / "checkpoints")
+def checkpoint_root(output: str | Path) -> str:
+    """Where the checkpoints of a training stand, a URI: `TRAINER_CHECKPOINTS`, or else beside its output."""
+    return os.environ.get(CHECKPOINTS_VARIABLE) or storage.join(storage.parent(output), "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +51,23 @@ class Checkpoints:
         """Below `root`, for the training `name` with these settings and inputs (name -> fingerprint)."""
         self._settings, self._parents = settings, parents
         key = artifacts.digest({"settings": settings, "parents": parents})[:16]
-        self.directory = artifacts.local_path(root) / f"{name}-{key}"
+        self.uri = storage.join(root, f"{name}-{key}")
 
     def save(self, state: State) -> None:
         """Write a checkpoint, then drop all but the newest ones."""
-        with artifacts.create(
-            self._path(state.step), "checkpoint", settings=self._settings, parents=self._parents
-        ) as draft:
+        uri = self._uri(state.step)
+        with artifacts.create(uri, "checkpoint", settings=self._settings, parents=self._parents) as draft:
             content = io.BytesIO()  # torch.save into a file hides the reason when the disk is full
             torch.save(vars(state), content)
             (draft.path / STATE).write_bytes(content.getbuffer())
         for step in self._steps()[KEPT:]:
-            shutil.rmtree(self._path(step))
+            artifacts.remove(self._uri(step))
 
     def latest(self) -> State | None:
         """The newest valid checkpoint; a damaged one is named in the log and passed over."""
         for step in self._steps():
             try:
-                path = artifacts.read(self._path(step), "checkpoint").path
+                path = artifacts.read(self._uri(step), "checkpoint").path
             except ArtifactError as error:
                 logger.warning("passing over a checkpoint: %s", error)
                 continue
@@ -79,11 +77,12 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Drop all checkpoints: the training has ended and its result is kept."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        storage.remove(self.uri)
 
-    def _path(self, step: int) -> Path:
-        return self.directory / f"step-{step:08d}"
+    def _uri(self, step: int) -> str:
+        return storage.join(self.uri, f"step-{step:08d}")
 
     def _steps(self) -> list[int]:
         """Steps of all checkpoints, newest first."""
-        return sorted((int(path.name.removeprefix("step-")) for path in self.directory.glob("step-*")), reverse=True)
+        steps = (name.removeprefix("step-") for name in storage.children(self.uri))
+        return sorted((int(step) for step in steps if step.isdecimal()), reverse=True)

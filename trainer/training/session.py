@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer import artifacts, models, tracking
+from trainer import artifacts, models, storage, tracking
 from trainer.artifacts import Draft, Kind
 from trainer.config import DistillSettings, PretrainSettings, TrainingSettings
 from trainer.data.dataset import PreparedDataset
@@ -41,7 +41,7 @@ class Session:
     """The model directory in the making."""
     evidence: Draft
     """The evidence in the making."""
-    checkpoint_root: Path
+    checkpoint_root: str
     _trainings: list[Checkpoints] = field(default_factory=list)
 
     def train(
@@ -177,5 +177,5 @@ def _shared_artifact(
             processes.barrier()
     else:
         processes.barrier()
-        yield Draft(path=artifacts.local_path(uri))
+        yield Draft(path=storage.local_path(uri))
         processes.barrier()

@@ -1,4 +1,5 @@
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from trainer.training.checkpoints import KEPT, STATE, Checkpoints, State, checkp
 
 def checkpoints(root, *, settings=None, parents=None):
     return Checkpoints(root, "distill", settings=settings or {"epochs": 3}, parents=parents or {"dataset": "abc"})
+
+
+def directory(root):
+    return Path(checkpoints(root).uri)
 
 
 def state(step):
@@ -32,7 +37,7 @@ def test_the_newest_comes_back_whole(tmp_path):
 def test_only_the_newest_are_kept(tmp_path):
     for step in range(10, 60, 10):
         checkpoints(tmp_path).save(state(step))
-    kept = sorted(path.name for path in checkpoints(tmp_path).directory.iterdir())
+    kept = sorted(path.name for path in directory(tmp_path).iterdir())
     assert kept == ["step-00000040", "step-00000050"]
     assert len(kept) == KEPT
 
@@ -41,7 +46,7 @@ def test_only_the_newest_are_kept(tmp_path):
 def test_a_damaged_one_is_named_and_passed_over(tmp_path, caplog, damage):
     for step in (10, 20):
         checkpoints(tmp_path).save(state(step))
-    newest = checkpoints(tmp_path).directory / "step-00000020"
+    newest = directory(tmp_path) / "step-00000020"
     content = (newest / STATE).read_bytes()
     if damage == "truncate":
         (newest / STATE).write_bytes(content[:-7])
@@ -64,7 +69,7 @@ def test_they_are_removed_when_the_training_is_done(tmp_path):
     checkpoints(tmp_path).save(state(10))
     checkpoints(tmp_path).remove()
     assert checkpoints(tmp_path).latest() is None
-    assert not checkpoints(tmp_path).directory.exists()
+    assert not directory(tmp_path).exists()
 
 
 def test_a_file_in_the_way_is_reported(tmp_path):
@@ -75,6 +80,6 @@ def test_a_file_in_the_way_is_reported(tmp_path):
 
 def test_the_root_is_beside_the_output_unless_the_environment_names_one(tmp_path, monkeypatch):
     monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
-    assert checkpoint_root(tmp_path / "student") == tmp_path / "checkpoints"
+    assert checkpoint_root(tmp_path / "student") == str(tmp_path / "checkpoints")
     monkeypatch.setenv("TRAINER_CHECKPOINTS", str(tmp_path / "elsewhere"))
-    assert checkpoint_root(tmp_path / "student") == tmp_path / "elsewhere"
+    assert checkpoint_root(tmp_path / "student") == str(tmp_path / "elsewhere")

@@ -1,0 +1,168 @@
+"""What was fetched from the store, kept on this node: each content once, for all processes.
+
+Below `TRAINER_CACHE` every content has a folder, named by its key. It is filled beside its place and moved there when it is whole and
+checked, so what is in place needs no check. The locks are flocks, which the system drops with the process that held them:
+
+    KEY.lock    held by the process that fills the folder; the others wait for it and find the folder in place
+    KEY/        held, shared, by every process that uses the folder, until it ends
+
+What nobody holds may be evicted; `rm -r` of the whole cache is safe while no training runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.errors import StorageError, make_directory, writing_to
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "TRAINER_CACHE"
+LIMIT_VARIABLE = "TRAINER_CACHE_GIB"
+LIMIT_GIB = 100.0
+"""When the cache holds more, what was not used for longest goes, unless a process is using it."""
+
+_used: dict[Path, int] = {}
+"""Folders that this process uses -> descriptor that holds the lock."""
+
+
+def root() -> Path:
+    """The folder of the cache: `TRAINER_CACHE`, or one in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(base) / "vit-distillation")
+
+
+def keep(key: str, fetch: Callable[[Path], None], *, is_whole: Callable[[Path], bool]) -> Path:
+    """The folder of a content; it is fetched unless it is there. Of several processes one fetches, and the others wait for it.
+
+    Args:
+        key: names the content; equal keys mean equal content.
+        fetch: fills a folder, in which an earlier attempt may have left something, and raises unless it is whole and checked.
+        is_whole: a quick look whether somebody has tampered with the folder since.
+    """
+    place = root() / key
+    fetched = False
+    with _exclusively(key):
+        if place.is_dir() and not is_whole(place):
+            logger.warning("%s: is not whole any more; fetching it again", place)
+            shutil.rmtree(place)
+        if not place.is_dir():
+            partial = place.with_name(f"{key}.partial")
+            make_directory(partial)
+            fetch(partial)
+            partial.rename(place)
+            fetched = True
+        _use(place)
+    if fetched:
+        evict()
+    return place
+
+
+@contextmanager
+def draft() -> Iterator[Path]:
+    """A new folder to write into, gone when the block ends unless `adopt` has taken it."""
+    name = f"draft-{uuid.uuid4().hex}"
+    place = root() / name
+    with _exclusively(name):
+        make_directory(place)
+        try:
+            yield place
+        finally:
+            if place.is_dir():
+                shutil.rmtree(place)
+            place.with_name(f"{name}.lock").unlink()
+
+
+def adopt(folder: Path, key: str) -> None:
+    """Take a draft, which is whole and checked, as the folder of a content."""
+    with _exclusively(key):
+        if not (root() / key).is_dir():
+            folder.rename(root() / key)
+    evict()
+
+
+def evict() -> None:
+    """Remove what was not used for longest until the cache is within its limit; what is in use stays."""
+    limit, folders = _limit_bytes(), sorted(_folders())
+    total = sum(size for _, size, _ in folders)
+    for _, size, folder in folders:
+        if total <= limit:
+            return
+        if _remove_unused(folder):
+            logger.info("cache: removed %s (%.1f GiB)", folder, size / 2**30)
+            total -= size
+
+
+def _folders() -> Iterator[tuple[int, int, Path]]:
+    """Time of last use, bytes and path of every folder."""
+    for folder in root().iterdir():
+        try:
+            if folder.is_dir():
+                used = folder.stat().st_mtime_ns
+                yield used, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), folder
+        except FileNotFoundError:  # another process has just moved, filled or removed it
+            continue
+
+
+def _remove_unused(folder: Path) -> bool:
+    lock = _open(folder.with_name(f"{folder.name.removesuffix('.partial')}.lock"))
+    user = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for descriptor in (lock, user):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+        os.close(user)
+    return True
+
+
+@contextmanager
+def _exclusively(key: str) -> Iterator[None]:
+    """Hold the lock of a key; waits for the process that holds it, whose own waits have limits."""
+    make_directory(root())
+    with writing_to(root()):
+        descriptor = _open(root() / f"{key}.lock")
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process of this machine, which fetches %s", root() / key)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough where a forked process has a copy
+        os.close(descriptor)
+
+
+def _open(lock: Path) -> int:
+    return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _use(folder: Path) -> None:
+    """Hold a folder for as long as this process lives, and note the time of use."""
+    held = _used.get(folder)
+    if held is None or os.fstat(held).st_ino != folder.stat().st_ino:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        _used[folder] = descriptor
+        if held is not None:
+            os.close(held)
+    os.utime(folder)
+
+
+def _limit_bytes() -> float:
+    text = os.environ.get(LIMIT_VARIABLE) or str(LIMIT_GIB)
+    try:
+        return float(text) * 2**30
+    except ValueError as error:
+        raise StorageError(f"{LIMIT_VARIABLE}={text}: must be a number of GiB; correct it or unset it") from error

@@ -1,0 +1,137 @@
+"""A call of the object store: tried again where that can help, and explained where it can not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from trainer.errors import ObjectNotFoundError, StorageError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ATTEMPTS_VARIABLE = "AWS_MAX_ATTEMPTS"
+ATTEMPTS = 9
+"""How often a call is tried unless `AWS_MAX_ATTEMPTS` says otherwise; with the waits below, a store may be away for about 40 s."""
+FIRST_WAIT_S = 0.25
+LONGEST_WAIT_S = 15.0
+
+_PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+
+def endpoint() -> str:
+    """The address of the object store that the environment names; empty for Amazon's own."""
+    return next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
+
+
+def call(uri: str, request: Callable[[], T]) -> T:
+    """The result of a request to the store; what passes (5xx, no answer, cut off) is waited for, twice as long each time, with jitter.
+
+    Args:
+        uri: what it is about, for messages.
+        request: has no effect that a repetition would spoil, and touches no local file.
+
+    Raises:
+        ObjectNotFoundError: there is no such object.
+        StorageError: the store refuses, or went on failing.
+    """
+    attempts = _attempts()
+    start = time.monotonic()
+    for attempt in range(1, attempts + 1):
+        try:
+            return request()
+        except Exception as error:  # aiobotocore, aiohttp and s3fs raise many kinds; none is passed over
+            if not _passes(error):
+                raise _refusal(uri, error) from error
+            if attempt == attempts:
+                raise _exhaustion(uri, error, attempts, time.monotonic() - start) from error
+            wait = min(FIRST_WAIT_S * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(0.5, 1)
+            logger.warning(
+                "%s: %s; trying again in %.1f s (attempt %d of %d)", uri, _told(error), wait, attempt + 1, attempts
+            )
+            time.sleep(wait)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _attempts() -> int:
+    text = os.environ.get(ATTEMPTS_VARIABLE) or str(ATTEMPTS)
+    if not text.isdecimal() or int(text) < 1:
+        raise StorageError(f"{ATTEMPTS_VARIABLE}={text}: must be a number >= 1; correct it or unset it")
+    return int(text)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    from botocore import exceptions  # type: ignore[import-untyped]  # the package ships no types
+
+    status = _status(error)
+    if status:
+        return status in _PASSING_STATUS
+    if isinstance(error, exceptions.BotoCoreError):
+        return isinstance(
+            error, (exceptions.ConnectionError, exceptions.HTTPClientError, exceptions.IncompleteReadError)
+        )
+    return isinstance(error, OSError) and not isinstance(
+        error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+    )
+
+
+def _response(error: BaseException) -> dict[str, Any]:
+    """The store's answer behind an error; s3fs keeps it in the cause of a builtin exception."""
+    for one in (error, error.__cause__):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):
+            return response
+    return {}
+
+
+def _status(error: Exception) -> int:
+    return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _told(error: Exception) -> str:
+    """What happened, in a few words."""
+    response = _response(error)
+    if not response:
+        return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    answer = response.get("Error", {})
+    code, message = str(answer.get("Code", "")), str(answer.get("Message", ""))
+    status = str(_status(error))
+    return "the store answered " + " ".join(dict.fromkeys(text for text in (status, code, message) if text))
+
+
+def _store() -> str:
+    return f"the store at {endpoint()}" if endpoint() else "Amazon S3"
+
+
+def _refusal(uri: str, error: Exception) -> StorageError:
+    from botocore import exceptions
+
+    code = str(_response(error).get("Error", {}).get("Code", ""))
+    if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
+        return StorageError(
+            f"{uri}: no credentials for {_store()} ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod a role"
+        )
+    if isinstance(error, PermissionError) or _status(error) in (401, 403):
+        return StorageError(
+            f"{uri}: {_store()} refuses ({_told(error)}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that they give the "
+            "right to read, write and list there"
+        )
+    if code == "NoSuchBucket":
+        return StorageError(f"{uri}: {_store()} has no such bucket; make it, or correct the URI or AWS_ENDPOINT_URL_S3")
+    if isinstance(error, FileNotFoundError):
+        return ObjectNotFoundError(f"{uri}: there is no such object at {_store()}; check the URI")
+    return StorageError(f"{uri}: {_store()} can not do that ({_told(error)}); check the URI and AWS_ENDPOINT_URL_S3")
+
+
+def _exhaustion(uri: str, error: Exception, attempts: int, seconds: float) -> StorageError:
+    return StorageError(
+        f"{uri}: gave up after {attempts} attempts in {seconds:.0f} s; the last time: {_told(error)}. See to {_store()} and the way "
+        f"there, then start again: what was transferred is kept (more attempts: {ATTEMPTS_VARIABLE})"
+    )

@@ -1,0 +1,222 @@
+"""Many files at once, from here to the store and back, in parts that are under way at the same time."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
+
+from trainer.errors import ObjectDamagedError, ObjectNotFoundError, StorageError, make_directory, writing_to
+from trainer.storage.objects import CONNECTIONS, is_s3, join, locate, read_bytes
+from trainer.storage.retries import call
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+PART_BYTES = 8 * 2**20
+"""Larger files travel in parts of this size; S3 wants at least 5 MiB."""
+_MOST_PARTS = 10_000
+"""S3 takes no more for one object."""
+_DIGEST = "sha256"
+"""Key of the checksum in an object's metadata."""
+
+
+class FileRecord(TypedDict):
+    """What a manifest says about a file."""
+
+    size: int
+    """In bytes."""
+    sha256: str
+    """As hexadecimal text."""
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, as hexadecimal text."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results in the items' order; after a failure nothing more is begun."""
+    with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="transfer") as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _part_bytes(size: int) -> int:
+    return max(PART_BYTES, math.ceil(size / _MOST_PARTS))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the store
+
+
+def download_directory(uri: str, directory: Path, records: Mapping[str, FileRecord]) -> None:
+    """Fetch these files from below a URI into a directory, and check them.
+
+    What an earlier attempt has fetched into the same directory is not fetched again, part by part: beside a file that is not whole and
+    checked stands a journal, NAME.partial, with a byte for each part that is there.
+
+    Raises:
+        ObjectNotFoundError: the store lacks a file.
+        ObjectDamagedError: a file is not what its record says, twice.
+        StorageError: the store does not answer or refuses.
+        OutputError: the directory can not be written.
+    """
+    for last in (False, True):
+        parts = [part for name, record in records.items() for part in _missing_parts(uri, directory, name, record)]
+        _in_parallel(_Part.fetch, parts)
+        whole = _in_parallel(lambda item: _settle(directory / item[0], item[1]), records.items())
+        damaged = [name for name, is_whole in zip(records, whole, strict=True) if not is_whole]
+        if damaged and last:
+            raise ObjectDamagedError(f"the file {damaged[0]} is damaged (checksum); make it again or copy it whole")
+        if damaged:
+            logger.warning("%s: %s did not arrive as sent; fetching again", uri, ", ".join(damaged))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A range of a file that is to be fetched."""
+
+    uri: str
+    file: Path
+    number: int
+    start: int
+    end: int
+
+    def fetch(self) -> None:
+        try:
+            content = read_bytes(self.uri, self.start, self.end)
+        except ObjectNotFoundError as error:
+            raise ObjectNotFoundError(f"the file {self.uri} is missing; make it again or copy it whole") from error
+        if len(content) != self.end - self.start:
+            raise ObjectDamagedError(f"the file {self.uri} is shorter than it was; make it again or copy it whole")
+        with writing_to(self.file):
+            _write_at(self.file, self.start, content)
+            _write_at(_journal(self.file), self.number, b"\1")
+
+
+def _journal(file: Path) -> Path:
+    return file.with_name(f"{file.name}.partial")
+
+
+def _write_at(file: Path, offset: int, content: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        opened.write(content)
+
+
+def _missing_parts(uri: str, directory: Path, name: str, record: FileRecord) -> Iterator[_Part]:
+    """The parts of a file that are not there yet; the file and its journal are made."""
+    file, size = directory / name, record["size"]
+    journal, step = _journal(file), _part_bytes(size)
+    count = math.ceil(size / step)
+    make_directory(file.parent)
+    with writing_to(file):
+        if not file.exists():
+            journal.write_bytes(bytes(count))
+            file.touch()
+            os.truncate(file, size)
+        if not journal.exists():
+            return  # an earlier attempt has fetched and checked it
+        fetched = journal.read_bytes().ljust(count, b"\0")
+    for number in range(count):
+        if not fetched[number]:
+            start = number * step
+            yield _Part(uri=join(uri, name), file=file, number=number, start=start, end=min(start + step, size))
+
+
+def _settle(file: Path, record: FileRecord) -> bool:
+    """Check a file that has all its parts and drop its journal; a damaged one is removed. Gives whether it is whole."""
+    if not _journal(file).exists():
+        return True
+    if file_digest(file) != record["sha256"]:
+        file.unlink()
+        _journal(file).unlink()
+        return False
+    with writing_to(file), file.open("rb") as opened:
+        os.fsync(opened.fileno())
+    _journal(file).unlink()
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# To the store
+
+
+def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord]) -> None:
+    """Send these files of a directory to the store, below a URI; one that is there with the same checksum is not sent again.
+
+    Raises:
+        StorageError: the store does not answer or refuses.
+    """
+    small = [name for name, record in records.items() if record["size"] <= PART_BYTES]
+    large = [name for name in records if name not in set(small)]
+    _in_parallel(lambda name: _upload(directory / name, join(uri, name), records[name]), small)
+    for name in large:  # one after the other: the parts of each are under way at the same time
+        _upload(directory / name, join(uri, name), records[name])
+
+
+def _upload(file: Path, uri: str, record: FileRecord) -> None:
+    if not is_s3(uri):
+        system, path = locate(uri)
+        call(uri, lambda: system.put_file(str(file), path))
+    elif not _is_there(uri, record):
+        send = _upload_whole if record["size"] <= PART_BYTES else _upload_in_parts
+        send(file, uri, record)
+
+
+def _is_there(uri: str, record: FileRecord) -> bool:
+    """Whether the store has an object of this name with this checksum."""
+    try:
+        head = _s3_call("head_object", uri)
+    except ObjectNotFoundError:
+        return False
+    return bool(head["ContentLength"] == record["size"] and head["Metadata"].get(_DIGEST) == record["sha256"])
+
+
+def _s3_call(method: str, uri: str, **arguments: Any) -> Mapping[str, Any]:
+    system, path = locate(uri)
+    bucket, _, key = path.partition("/")
+    answer: Mapping[str, Any] = call(uri, lambda: system.call_s3(method, Bucket=bucket, Key=key, **arguments))
+    return answer
+
+
+def _upload_whole(file: Path, uri: str, record: FileRecord) -> None:
+    _s3_call("put_object", uri, Body=file.read_bytes(), Metadata={_DIGEST: record["sha256"]})
+
+
+def _upload_in_parts(file: Path, uri: str, record: FileRecord) -> None:
+    identity = _s3_call("create_multipart_upload", uri, Metadata={_DIGEST: record["sha256"]})["UploadId"]
+    count = math.ceil(record["size"] / _part_bytes(record["size"]))
+    try:
+        parts = _in_parallel(partial(_upload_part, file, uri, record, identity), range(1, count + 1))
+        _s3_call("complete_multipart_upload", uri, UploadId=identity, MultipartUpload={"Parts": parts})
+    except BaseException:
+        try:
+            _s3_call("abort_multipart_upload", uri, UploadId=identity)
+        except StorageError as error:
+            logger.warning("the parts sent so far stay in the store until its own rules remove them: %s", error)
+        raise
+
+
+def _upload_part(file: Path, uri: str, record: FileRecord, identity: str, number: int) -> dict[str, Any]:
+    step = _part_bytes(record["size"])
+    with file.open("rb") as opened:
+        opened.seek((number - 1) * step)
+        content = opened.read(step)
+    answer = _s3_call("upload_part", uri, UploadId=identity, PartNumber=number, Body=content)
+    return {"PartNumber": number, "ETag": answer["ETag"]}
