@@ -2,7 +2,6 @@
 
 PYTHON ?= python3
 RECIPE ?= digits
-PROCESSES ?= 2
 
 VENV := .venv/bin
 UV := .uv/bin/uv
@@ -12,16 +11,17 @@ COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run ui test test-gpu bench check lint compile docs lock clean
-export SET OUT RECIPE
+export SET OUT RECIPE POOL
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make the environment in .venv alone
 
-run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=dir PROCESSES=2 FRESH=1 DEBUG=1]
+run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=dir PROCESSES=2 POOL=name NODES=1 FRESH=1 DEBUG=1]
 	@$(VENV)/python -m pipelines.local --recipe "$$RECIPE" --set "$$SET" --output "$$OUT" \
-		--processes $(PROCESSES) $(if $(FRESH),--fresh) $(if $(DEBUG),--debug)
+		$(if $(PROCESSES),--processes $(PROCESSES)) $(if $(POOL),--pool "$$POOL") $(if $(NODES),--nodes $(NODES)) \
+		$(if $(FRESH),--fresh) $(if $(DEBUG),--debug)
 
 ui: $(READY)  ## open MLflow on what was tracked [OUT=dir of a run that had one]
 	@$(VENV)/mlflow ui --host 127.0.0.1 --backend-store-uri \

@@ -8,7 +8,16 @@ from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def configure(recipe: str, overrides: str, dataset: str, teacher: str, experiment: str) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
+def configure(
+    recipe: str,
+    overrides: str,
+    dataset: str,
+    teacher: str,
+    experiment: str,
+    pool: str,
+    nodes: int,
+    processes_per_node: int,
+) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
     "Sections",
     [
         ("prepare", str),
@@ -18,10 +27,11 @@ def configure(recipe: str, overrides: str, dataset: str, teacher: str, experimen
         ("evaluate", str),
         ("register", str),
         ("source_version", str),
+        ("weights_version", str),
         ("resolved", str),
     ],
 ):
-    """Resolve the settings, and make sure that the images are there and that tracking answers.
+    """Resolve the settings, and make sure that the images and the node pool are there and that tracking answers.
 
     Args:
         recipe: Name of a recipe.
@@ -29,8 +39,13 @@ def configure(recipe: str, overrides: str, dataset: str, teacher: str, experimen
         dataset: Source of the images, instead of the recipe's.
         teacher: Weights of the teacher, instead of the recipe's.
         experiment: MLflow experiment, instead of the recipe's.
+        pool: Node pool that the trainings run on.
+        nodes: How many machines of the pool.
+        processes_per_node: Training processes on each machine.
     """
     from components import sections, task
+    from components.launching import Place
 
     with task.reporting("configure"):
+        Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node).check()
         return sections.configure(sections.resolve(recipe, overrides, dataset, teacher, experiment))

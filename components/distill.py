@@ -8,28 +8,36 @@ from components.image import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def distill(
     settings: str,
+    pool: str,
+    nodes: int,
     processes_per_node: int,
     dataset: dsl.Input[dsl.Dataset],
     teacher: dsl.Input[dsl.Model],
     student: dsl.Output[dsl.Model],
     evidence: dsl.Output[dsl.Artifact],
+    job: dsl.Output[dsl.Artifact],
 ) -> None:
     """Train the student on the teacher's logits and the labels.
 
     Args:
         settings: The section `distill`, as JSON.
-        processes_per_node: Training processes on each machine.
+        pool: Node pool to train on; empty: this task's own machine.
+        nodes: How many machines of the pool.
+        processes_per_node: Training processes on each machine; 0: one for each of its devices.
         dataset: The prepared data set.
         teacher: The teacher's model directory.
         student: The student's model directory.
         evidence: What the training recorded of itself.
+        job: What was launched where, how it ended, and its logs.
     """
     from components import task
+    from components.launching import Place
 
-    task.run_stage(
+    task.train(
         "distill",
         settings,
         inputs={"dataset": dataset, "teacher": teacher},
         outputs={"student": student, "evidence": evidence},
-        processes_per_node=processes_per_node,
+        place=Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
+        job=job,
     )

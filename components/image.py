@@ -6,6 +6,8 @@ from trainer import __version__
 
 NAME = "vit-distillation"
 IMAGE = f"{NAME}:{__version__}"
+IMAGE_VARIABLE = "TRAINER_IMAGE"
+"""Environment variable of a task: the image that it runs on, and its jobs too."""
 
 
 def tagged(tag: str) -> str:

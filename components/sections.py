@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from trainer import config, tracking
+from trainer import artifacts, config, tracking
 from trainer.artifacts import canonical_json
 from trainer.data import sources
+from trainer.environment import variables
+from trainer.errors import TrackingError
 
 
 class Sections(NamedTuple):
-    """Each stage's own section, as JSON; and what the images are now."""
+    """Each stage's own section, as JSON; and what the images and the teacher's given weights are now."""
 
     prepare: str
     pretrain: str
@@ -22,6 +25,7 @@ class Sections(NamedTuple):
     evaluate: str
     register: str
     source_version: str
+    weights_version: str
     resolved: str
     """All settings, for the record."""
 
@@ -51,8 +55,38 @@ def configure(settings: config.Settings) -> Sections:
         TrackingError: MLflow does not answer or refuses.
     """
     source_version = sources.source_version(settings.data.source)
-    tracking.check()
     resolved = settings.model_dump(mode="json")
-    tracking.start_parent(resolved, {"trainer.source_version": source_version})
+    with variables(_experiment(settings.tracking)):
+        tracking.check()
+        tracking.start_parent(resolved, {"trainer.source_version": source_version})
     own = {stage: canonical_json(settings.for_stage(stage)) for stage in config.SECTION_OF_STAGE}
-    return Sections(**own, source_version=source_version, resolved=canonical_json(resolved))
+    return Sections(
+        **own,
+        source_version=source_version,
+        weights_version=weights_version(settings.pretrain.weights),
+        resolved=canonical_json(resolved),
+    )
+
+
+def weights_version(weights: str) -> str:
+    """What a given model directory holds now; empty for any other weights, which their name says in full."""
+    given = bool(weights) and not weights.startswith("timm:") and artifacts.exists(weights)
+    return artifacts.read(weights, "model").fingerprint if given else ""
+
+
+def _experiment(settings: config.TrackingSettings) -> dict[str, str]:
+    """The variable that names the run's experiment, where whoever started the run did not set it: on a cluster.
+
+    Raises:
+        TrackingError: the settings ask for other tracking than the cluster's, which all tasks read from their environment.
+    """
+    if tracking.EXPERIMENT_NAME in os.environ or tracking.EXPERIMENT_ID in os.environ:
+        return {}
+    here = tracking.uri() or ""
+    if here and (not settings.enabled or settings.uri not in ("", here)):
+        asked = f"tracking.uri={settings.uri}" if settings.enabled else "tracking.enabled=false"
+        raise TrackingError(
+            f"{asked}: this cluster tracks at {tracking.shown(here)}, and every task reads that from its environment; leave the setting "
+            f"out, or change {tracking.URI} in the cluster's ConfigMap"
+        )
+    return {tracking.EXPERIMENT_NAME: settings.experiment}

@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from components import launching
+from components.launching import Place
 from trainer import artifacts, stages, tracking
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
+from trainer.signals import ended_by_sigterm
 
 if TYPE_CHECKING:
     from kfp import dsl
@@ -34,7 +37,8 @@ def reporting(name: str) -> Iterator[None]:
     """
     _show_log()
     try:
-        yield
+        with ended_by_sigterm():
+            yield
     except TrainerError as error:
         _tell(str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}")
         if os.environ.get(DEBUG):
@@ -54,11 +58,12 @@ def _tell(message: str) -> None:
 
 def _show_log() -> None:
     """KFP's executor has put its own prefix on every line of the root logger."""
-    logger = logging.getLogger("trainer")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)
+    for name in ("trainer", "components"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
 
 
 def run_stage(
@@ -67,36 +72,59 @@ def run_stage(
     *,
     inputs: Mapping[str, dsl.Artifact],
     outputs: Mapping[str, dsl.Artifact],
-    processes_per_node: int = 1,
     **further: object,
 ) -> None:
-    """Run a stage, in this process or as a group of training processes, as `trainer.stages.STAGES` says.
-
-    Each output gets its kind and fingerprint as metadata.
+    """Run a stage in this process. Each output gets its kind and fingerprint as metadata.
 
     Args:
         stage: a key of `STAGES`.
         settings: its section of the settings, as a JSON object.
         inputs: keyword of each input -> KFP's artifact.
         outputs: keyword of each output -> KFP's artifact.
-        processes_per_node: training processes; only for stages that are launched.
         further: what only this stage takes.
 
     Raises:
         SystemExit: the stage failed with a message, which was told.
     """
-    read = {name: artifact.path for name, artifact in inputs.items()}
-    written = {name: artifact.path for name, artifact in outputs.items()}
     with reporting(stage):
-        if stages.STAGES[stage].launched:
-            from trainer import launch
-
-            launch.run_stage(stage, settings, inputs=read, outputs=written, processes_per_node=processes_per_node)
-        else:
-            stages.call(stage, settings, {**read, **written}, **further)
+        directories = {name: artifact.path for name, artifact in {**inputs, **outputs}.items()}
+        stages.call(stage, settings, directories, **further)
         for name, artifact in outputs.items():
-            kind = stages.STAGES[stage].outputs[name]
-            artifact.metadata.update(kind=kind, fingerprint=artifacts.read(artifact.path, kind).fingerprint)
+            _describe(artifact, stages.STAGES[stage].outputs[name], artifact.path)
+
+
+def train(
+    stage: str,
+    settings: str,
+    *,
+    inputs: Mapping[str, dsl.Artifact],
+    outputs: Mapping[str, dsl.Artifact],
+    place: Place,
+    job: dsl.Artifact,
+) -> None:
+    """Run a training stage as a group of processes, here or on a node pool. Each output gets its kind and fingerprint as metadata.
+
+    Args:
+        stage: a key of `STAGES`.
+        settings: its section of the settings, as a JSON object.
+        inputs: keyword of each input -> KFP's artifact.
+        outputs: keyword of each output -> KFP's artifact.
+        place: where it runs.
+        job: takes the record of the launch.
+
+    Raises:
+        SystemExit: the stage failed with a message, which was told.
+    """
+    with reporting(stage):
+        launching.launch(stage, settings, inputs=inputs, outputs=outputs, place=place, job=job)
+        for name, artifact in outputs.items():
+            # A job on a cluster writes to the artifact's URI, and nothing is on this machine.
+            written = artifact.path if artifacts.exists(artifact.path) else artifact.uri
+            _describe(artifact, stages.STAGES[stage].outputs[name], written)
+
+
+def _describe(artifact: dsl.Artifact, kind: artifacts.Kind, written: str) -> None:
+    artifact.metadata.update(kind=kind, fingerprint=artifacts.manifest(written, kind).fingerprint)
 
 
 def show_page(source: dsl.Artifact, file: str, page: dsl.HTML) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from kfp import compiler
 
+from components.image import IMAGE_VARIABLE
 from pipelines.distillation import NAME, distillation
 
 COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"
@@ -25,11 +26,29 @@ def compiled_text() -> str:
 
 
 def with_image(text: str, image: str) -> str:
-    """A compiled pipeline with every task on another image."""
-    specification: dict[str, Any] = yaml.safe_load(text)
+    """A compiled pipeline with every task on another image, which the tasks find in `TRAINER_IMAGE` for their jobs."""
+    specification, *platforms = yaml.safe_load_all(text)
     for executor in specification["deploymentSpec"]["executors"].values():
-        executor["container"]["image"] = image
-    return yaml.safe_dump(specification, sort_keys=False)
+        container: dict[str, Any] = executor["container"]
+        container["image"] = image
+        variables = [variable for variable in container.get("env", []) if variable["name"] != IMAGE_VARIABLE]
+        container["env"] = [*variables, {"name": IMAGE_VARIABLE, "value": image}]
+    return yaml.safe_dump_all([specification, *platforms], sort_keys=False)
+
+
+def task_names(text: str) -> set[str]:
+    """Names of a compiled pipeline's tasks, those of groups among them, without the groups themselves."""
+    specification = next(iter(yaml.safe_load_all(text)))
+    components: dict[str, Any] = specification["components"]
+
+    def names(dag: dict[str, Any]) -> set[str]:
+        found: set[str] = set()
+        for name, task in dag["tasks"].items():
+            inner = components[task["componentRef"]["name"]].get("dag")
+            found |= names(inner) if inner else {name}
+        return found
+
+    return names(specification["root"]["dag"])
 
 
 def main(arguments: list[str] | None = None) -> int:

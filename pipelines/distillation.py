@@ -1,4 +1,4 @@
-"""The pipeline: configure -> prepare -> pretrain -> distill -> profile -> evaluate -> register.
+"""The pipeline: configure -> prepare -> pretrain -> distill -> profile -> evaluate -> register, and finish in any case.
 
 One definition for a cluster and for one machine. A task's name is the stage's name; the tasks hand artifacts to one another, and
 each gets its own section of the settings only, so that a changed distillation setting leaves the cached teacher valid.
@@ -9,22 +9,34 @@ from kfp import dsl
 from components.configure import configure
 from components.distill import distill
 from components.evaluate import evaluate
+from components.finish import finish
 from components.prepare import prepare
 from components.pretrain import pretrain
 from components.profile import profile
 from components.register import register
+from pipelines.pods import SMALL, WORK, on_cluster
 
 NAME = "distillation"
+RETRIES = 2
+"""A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""
+KEPT_S = 7 * 24 * 3600
+"""How long the pods of a run and their logs stay on the cluster after its end."""
 
 
-@dsl.pipeline(name=NAME, display_name="Distil a vision transformer")
+@dsl.pipeline(
+    name=NAME,
+    display_name="Distil a vision transformer",
+    pipeline_config=dsl.PipelineConfig(ttl_seconds_after_finished=KEPT_S),
+)
 def distillation(
     recipe: str = "digits",
     overrides: str = "",
     dataset: str = "",
     teacher: str = "",
     experiment: str = "",
-    processes_per_node: int = 2,
+    pool: str = "",
+    nodes: int = 1,
+    processes_per_node: int = 0,
 ) -> None:
     """Train or take a teacher, distil a student from it, and prove what was done.
 
@@ -34,43 +46,68 @@ def distillation(
         dataset: Images: digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME. Empty: the recipe's.
         teacher: Weights of the teacher: a model directory (path or URI) or timm:NAME. Empty: the recipe's.
         experiment: MLflow experiment. Empty: the recipe's.
-        processes_per_node: Training processes on a machine, as many as it has GPUs.
+        pool: Node pool that the trainings run on, such as cpu or gpu-a100. Empty: on this machine, not on a cluster.
+        nodes: Machines of the pool for each training.
+        processes_per_node: Training processes on each machine. 0: one for each of its devices.
     """
-    settings = configure(
-        recipe=recipe, overrides=overrides, dataset=dataset, teacher=teacher, experiment=experiment
-    ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
-    prepared = prepare(settings=settings.outputs["prepare"], source_version=settings.outputs["source_version"]).outputs[
-        "dataset"
-    ]
-    pretrained = pretrain(
-        settings=settings.outputs["pretrain"], processes_per_node=processes_per_node, dataset=prepared
-    ).outputs
-    distilled = distill(
-        settings=settings.outputs["distill"],
-        processes_per_node=processes_per_node,
-        dataset=prepared,
-        teacher=pretrained["teacher"],
-    ).outputs
-    profiled = profile(
-        settings=settings.outputs["profile"],
-        pretrain_evidence=pretrained["evidence"],
-        distill_evidence=distilled["evidence"],
-    ).outputs
-    evaluated = evaluate(
-        settings=settings.outputs["evaluate"],
-        dataset=prepared,
-        teacher=pretrained["teacher"],
-        student=distilled["student"],
-    ).set_caching_options(False)  # latency is the machine's of this run
-    register(
-        settings=settings.outputs["register"],
-        recipe=recipe,
-        resolved=settings.outputs["resolved"],
-        dataset=prepared,
-        teacher=pretrained["teacher"],
-        student=distilled["student"],
-        pretrain_evidence=pretrained["evidence"],
-        distill_evidence=distilled["evidence"],
-        report=profiled["report"],
-        evaluation=evaluated.outputs["evaluation"],
-    ).set_caching_options(False)  # every run has its version in the registry
+    finished = on_cluster(finish(pool=pool), SMALL)
+    with dsl.ExitHandler(finished, name="stages"):
+        settings = on_cluster(
+            configure(
+                recipe=recipe,
+                overrides=overrides,
+                dataset=dataset,
+                teacher=teacher,
+                experiment=experiment,
+                pool=pool,
+                nodes=nodes,
+                processes_per_node=processes_per_node,
+            ),
+            SMALL,
+        ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
+        preparing = prepare(settings=settings.outputs["prepare"], source_version=settings.outputs["source_version"])
+        prepared = on_cluster(preparing, WORK, retries=RETRIES).outputs["dataset"]
+        pretraining = pretrain(
+            settings=settings.outputs["pretrain"],
+            weights_version=settings.outputs["weights_version"],
+            pool=pool,
+            nodes=nodes,
+            processes_per_node=processes_per_node,
+            dataset=prepared,
+        )
+        pretrained = on_cluster(pretraining, SMALL, retries=RETRIES).outputs
+        distilling = distill(
+            settings=settings.outputs["distill"],
+            pool=pool,
+            nodes=nodes,
+            processes_per_node=processes_per_node,
+            dataset=prepared,
+            teacher=pretrained["teacher"],
+        )
+        distilled = on_cluster(distilling, SMALL, retries=RETRIES).outputs
+        profiling = profile(
+            settings=settings.outputs["profile"],
+            pretrain_evidence=pretrained["evidence"],
+            distill_evidence=distilled["evidence"],
+        )
+        profiled = on_cluster(profiling, WORK, retries=RETRIES).outputs
+        evaluating = evaluate(
+            settings=settings.outputs["evaluate"],
+            dataset=prepared,
+            teacher=pretrained["teacher"],
+            student=distilled["student"],
+        ).set_caching_options(False)  # latency is the machine's of this run
+        evaluated = on_cluster(evaluating, WORK, retries=RETRIES).outputs
+        registering = register(
+            settings=settings.outputs["register"],
+            recipe=recipe,
+            resolved=settings.outputs["resolved"],
+            dataset=prepared,
+            teacher=pretrained["teacher"],
+            student=distilled["student"],
+            pretrain_evidence=pretrained["evidence"],
+            distill_evidence=distilled["evidence"],
+            report=profiled["report"],
+            evaluation=evaluated["evaluation"],
+        ).set_caching_options(False)  # every run has its version in the registry
+        on_cluster(registering, WORK)

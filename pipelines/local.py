@@ -13,31 +13,30 @@ import argparse
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
-
-import yaml
+from typing import Any, TextIO
 
 import components
 import trainer
 from components import sections, task
 from components.image import tagged
+from components.launching import Place
+from pipelines import compile as compilation
 from trainer import artifacts, config, runs, tracking
 from trainer.errors import (
     EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     LaunchError,
-    SettingsError,
     TrackingError,
     TrainerError,
     writing_to,
 )
+from trainer.signals import ended_by_sigterm
 
 CODE = tuple(Path(folder) for package in (trainer, components) for folder in package.__path__)
 CACHE = runs.RUNS / ".cache"
@@ -50,8 +49,10 @@ CHECKPOINTS = runs.RUNS / ".checkpoints"
 class Request:
     """What is to be run."""
 
-    parameters: Mapping[str, str | int]
-    """The pipeline's parameters."""
+    parameters: Mapping[str, str]
+    """The pipeline's parameters, but for the place."""
+    place: Place
+    """Where the trainings run."""
     output: str | None
     """The run's directory; None for a new one below `runs/`."""
     fresh: bool
@@ -63,9 +64,9 @@ class Request:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code. An error that the user can mend ends in one message."""
     request = _request(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        run(request)
+        with ended_by_sigterm():
+            run(request)
     except TrainerError as error:
         if request.debug:
             traceback.print_exc()
@@ -75,10 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted; what was written is kept, and finished stages are not repeated", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
     return 0
-
-
-def _interrupt(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _request(arguments: Sequence[str] | None) -> Request:
@@ -98,14 +95,27 @@ def _request(arguments: Sequence[str] | None) -> Request:
         "--teacher", default="", help="weights of the teacher, instead of the recipe's pretrain.weights"
     )
     parser.add_argument("--experiment", default="", help="MLflow experiment, instead of the recipe's")
-    parser.add_argument("--processes", type=int, default=2, help="training processes (default: %(default)s)")
+    parser.add_argument("--pool", default="", help="train on this node pool of a cluster (default: on this machine)")
+    parser.add_argument("--nodes", type=int, default=1, help="machines of the pool (default: %(default)s)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=None,
+        help="training processes on each machine (default: 2 here, one for each device on a pool)",
+    )
     parser.add_argument("--output", default=None, metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
     parser.add_argument("--fresh", action="store_true", help="take nothing from earlier runs")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(arguments)
     named = ("recipe", "overrides", "dataset", "teacher", "experiment")
-    parameters = {name: getattr(options, name) for name in named} | {"processes_per_node": options.processes}
-    return Request(parameters=parameters, output=options.output or None, fresh=options.fresh, debug=options.debug)
+    processes = (0 if options.pool else 2) if options.processes is None else options.processes
+    return Request(
+        parameters={name: getattr(options, name) for name in named},
+        place=Place(pool=options.pool, nodes=options.nodes, processes_per_node=processes),
+        output=options.output or None,
+        fresh=options.fresh,
+        debug=options.debug,
+    )
 
 
 def run(request: Request) -> dict[str, Any]:
@@ -117,14 +127,11 @@ def run(request: Request) -> dict[str, Any]:
     Raises:
         TrainerError: a setting is wrong, before anything starts; or a stage failed, which has printed its own message.
     """
-    parameters = dict(request.parameters)
-    processes = parameters.pop("processes_per_node")
-    settings = sections.resolve(**parameters)  # type: ignore[arg-type]  # the others are text
-    if int(processes) < 1:
-        raise SettingsError(f"processes must be >= 1, got {processes}")
-    directory = runs.new_directory(str(parameters["recipe"]), request.output)
+    settings = sections.resolve(**request.parameters)
+    request.place.check()
+    directory = runs.new_directory(request.parameters["recipe"], request.output)
     (directory / runs.SUMMARY).unlink(missing_ok=True)
-    os.environ.update(_environment(settings, directory, debug=request.debug))
+    os.environ.update(_environment(settings, directory, request))
     try:
         summary = _run_pipeline(request, directory)
     except BaseException as error:
@@ -135,21 +142,28 @@ def run(request: Request) -> dict[str, Any]:
     return summary
 
 
-def _environment(settings: config.Settings, directory: Path, *, debug: bool) -> dict[str, str]:
-    """What the tasks read from the environment, for as parameters they would spoil the cache."""
+def _environment(settings: config.Settings, directory: Path, request: Request) -> dict[str, str]:
+    """What the tasks read from the environment, for as parameters they would spoil the cache.
+
+    Raises:
+        TrackingError: jobs on another machine could not reach where it is tracked.
+    """
     packages = [str(Path(trainer.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = runs.environment(settings, directory)
+    if request.place.pool:
+        tracking.check_reachable(environment[tracking.URI])
+    else:
+        environment[config.CHECKPOINTS_VARIABLE] = str(CHECKPOINTS.resolve())
     return {
-        **runs.environment(settings, directory),
-        config.CHECKPOINTS_VARIABLE: str(CHECKPOINTS.resolve()),
+        **environment,
         "PYTHONPATH": os.pathsep.join(packages),
         "PYTHONSAFEPATH": "1",  # a folder `trainer` where the user stands is not ours
         "PYTHONUNBUFFERED": "1",
-        task.DEBUG: "1" if debug else "",
+        task.DEBUG: "1" if request.debug else "",
     }
 
 
 def _run_pipeline(request: Request, directory: Path) -> dict[str, Any]:
-    from pipelines import compile as compilation
     from pipelines import local_tasks
 
     pipeline = compilation.with_image(compilation.compiled_text(), tagged(f"local-{code_version(*CODE)}"))
@@ -159,7 +173,7 @@ def _run_pipeline(request: Request, directory: Path) -> dict[str, Any]:
             try:
                 tasks = local_tasks.run(
                     pipeline,
-                    request.parameters,
+                    {**request.parameters, **asdict(request.place)},
                     directory=directory / "pipeline",
                     cache_root=CACHE,
                     fresh=request.fresh,
@@ -183,7 +197,7 @@ def code_version(*folders: Path) -> str:
 
 def _check_all_ran(pipeline: str, tasks: Mapping[str, Any]) -> None:
     """`kfp.local` succeeds when it could not resolve a condition and skipped a branch; we do not."""
-    skipped = sorted(set(yaml.safe_load(pipeline)["root"]["dag"]["tasks"]) - set(tasks))
+    skipped = sorted(compilation.task_names(pipeline) - set(tasks))
     if skipped:
         raise LaunchError(f"the pipeline ended without running {', '.join(skipped)}; look into kfp.log of the run")
 

@@ -100,6 +100,8 @@ def run(
     tasks = _Tasks(CheckedCache(cache_root, fresh=fresh), reporter, log, directory / "error.txt")
     with _in_place_of_kfp(tasks), contextlib.redirect_stdout(log), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*custom or non-Python base image", category=RuntimeWarning)
+        # What a pod on a cluster gets means nothing here.
+        warnings.filterwarnings("ignore", message=".* have no effect in the current local runner", category=UserWarning)
         components.load_component_from_text(pipeline)(**parameters)
     return tasks.done
 

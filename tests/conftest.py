@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def put_logging_back():
     """Commands and tasks set up logging for their process; here many of them share one, and their streams are closed."""
-    loggers = [logging.getLogger(), logging.getLogger("trainer")]
+    loggers = [logging.getLogger(name) for name in (None, "trainer", "components")]
     before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     yield
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):

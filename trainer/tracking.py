@@ -104,6 +104,19 @@ def shown(address: str) -> str:
     return address.replace(f"{credentials}@", f"{user}:***@", 1) if at and colon and host else address
 
 
+def check_reachable(address: str) -> None:
+    """Make sure that other machines can track there too.
+
+    Raises:
+        TrackingError: it is a file of this machine.
+    """
+    if address and not address.startswith(("http://", "https://", "postgresql", "mysql", "mssql", "databricks")):
+        raise TrackingError(
+            f"MLflow at {shown(address)}: lies on this machine, where a cluster's jobs can not reach it; start a server that they "
+            f"reach and give it as tracking.uri or {URI}, or go on without tracking (tracking.enabled=false)"
+        )
+
+
 def client() -> MlflowClient:
     """A client for `uri()`.
 
@@ -263,8 +276,12 @@ def parent_run() -> str | None:
     return start_parent({}, {})
 
 
-def finish_parent(status: str = "FINISHED") -> None:
+def finish_parent(status: str = "FINISHED", error: str = "") -> None:
     """End the parent run as FINISHED, FAILED or KILLED; one that was injected is left to who made it.
+
+    Args:
+        status: how it ended.
+        error: why it failed, for a tag.
 
     Raises:
         TrackingError: MLflow does not answer or refuses.
@@ -275,6 +292,8 @@ def finish_parent(status: str = "FINISHED") -> None:
         mlflow = client()
         run_id = _parent(mlflow)
         if run_id is not None:
+            if error:
+                mlflow.set_tag(run_id, ERROR_TAG, error[:_PARAM_LENGTH])
             mlflow.set_terminated(run_id, status)
 
 
@@ -285,14 +304,21 @@ def _parent(mlflow: MlflowClient) -> str | None:
     name = os.environ.get(RUN)
     if not name:
         return None
-    experiment = _experiment(mlflow)
+    experiments = _where_the_parent_may_be(mlflow)
     quote = '"' if "'" in name else "'"
-    found = mlflow.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = {quote}{name}{quote}", max_results=1)
+    found = mlflow.search_runs(experiments, filter_string=f"tags.`{RUN_TAG}` = {quote}{name}{quote}", max_results=1)
     if found:
         if found[0].info.status != "RUNNING":  # a run that was interrupted or failed goes on
             mlflow.update_run(found[0].info.run_id, status="RUNNING")
         return str(found[0].info.run_id)
-    return str(mlflow.create_run(experiment, run_name=name, tags={RUN_TAG: name}).info.run_id)
+    return str(mlflow.create_run(_experiment(mlflow), run_name=name, tags={RUN_TAG: name}).info.run_id)
+
+
+def _where_the_parent_may_be(mlflow: MlflowClient) -> list[str]:
+    """The run's experiment; on a cluster only the task that makes the parent run knows it, so there all experiments."""
+    if os.environ.get(EXPERIMENT_ID) or os.environ.get(EXPERIMENT_NAME):
+        return [_experiment(mlflow)]
+    return [str(experiment.experiment_id) for experiment in mlflow.search_experiments()]
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

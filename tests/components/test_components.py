@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 
 import components
 from components import image
+from components.launching import Place
 from trainer.stages import STAGES
 
 FOLDER = Path(components.__file__).parent
-NAMES = ["configure", *STAGES]
+NAMES = ["configure", *STAGES, "finish"]
+TRAININGS = [name for name, stage in STAGES.items() if stage.launched]
 KFP_TYPES = {"dataset": "system.Dataset", "model": "system.Model"}
 
 
@@ -27,7 +30,7 @@ def definition(name: str) -> ast.FunctionDef:
     return next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
-def test_there_is_one_component_a_stage_and_configure():
+def test_there_is_one_component_a_stage_and_one_at_each_end():
     defined = {path.stem for path in FOLDER.glob("*.py") if "@dsl.component" in path.read_text()}
     assert defined == set(NAMES)
 
@@ -73,11 +76,16 @@ def test_artifacts_are_those_of_the_stage(name):
     outputs = {key: spec.type.split("@")[0] for key, spec in specification.outputs.items()}
     wanted = {key: KFP_TYPES.get(kind, "system.Artifact") for key, kind in stage.outputs.items()}
     assert wanted.items() <= outputs.items()
-    assert {outputs[key] for key in outputs.keys() - wanted.keys()} <= {
-        "system.HTML",
-        "system.Metrics",
-        "system.ClassificationMetrics",
-    }
+    further = {key: outputs[key] for key in outputs.keys() - wanted.keys()}
+    assert (further.pop("job", None) == "system.Artifact") == (name in TRAININGS)
+    assert set(further.values()) <= {"system.HTML", "system.Metrics", "system.ClassificationMetrics"}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_takes_its_place(name):
+    inputs = component(name).component_spec.inputs
+    fields = {field.name: field.type for field in dataclasses.fields(Place)}
+    assert {key: {"String": "str", "Integer": "int"}[inputs[key].type] for key in fields} == fields
 
 
 @pytest.mark.parametrize("name", STAGES)

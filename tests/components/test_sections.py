@@ -8,8 +8,8 @@ import pytest
 
 from components import sections
 from components.configure import configure
-from trainer import config
-from trainer.errors import DataError, SettingsError
+from trainer import artifacts, config, tracking
+from trainer.errors import DataError, SettingsError, TrackingError
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +76,37 @@ def test_changed_images_change_the_version(tmp_path):
     assert first.prepare == second.prepare
 
 
+def test_given_weights_that_change_change_their_version_alone(tmp_path):
+    versions = []
+    for content in ("one", "another"):
+        with artifacts.create(tmp_path / "teacher", "model", settings={}) as draft:
+            (draft.path / "weights").write_text(content)
+        versions.append(sections.configure(sections.resolve("digits", teacher=str(tmp_path / "teacher"))))
+    changed = {name for name, value in versions[0]._asdict().items() if getattr(versions[1], name) != value}
+    assert changed == {"weights_version"}
+    assert all(version.weights_version for version in versions)
+
+
+@pytest.mark.parametrize("weights", ["", "timm:vit_base_patch16_224.mae", "/nowhere"])
+def test_other_weights_have_no_version_but_their_name(weights):
+    assert sections.weights_version(weights) == ""
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
+    here = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", here)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    monkeypatch.setenv("TRAINER_RUN", "run-1")
+    sections.configure(sections.resolve("digits", experiment="fruit"))
+    with tracking.stage_run("prepare", {}) as tracker:  # a later task, which was not told the experiment
+        made = tracking.client().get_run(tracker.run_id)
+    assert tracking.client().get_experiment(made.info.experiment_id).name == "fruit"
+    for override in ("tracking.enabled=false", "tracking.uri=http://elsewhere:5000"):
+        with pytest.raises(TrackingError, match=rf"{override}: this cluster tracks at {here}"):
+            sections.configure(sections.resolve("digits", override))
+
+
 def test_the_component_gives_what_the_function_gives():
     assert list(configure.component_spec.outputs) == list(sections.Sections._fields)
-    assert configure.python_func("digits", "", "", "", "") == sections.configure(sections.resolve("digits"))
+    assert configure.python_func("digits", "", "", "", "", "", 1, 0) == sections.configure(sections.resolve("digits"))

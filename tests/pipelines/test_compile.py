@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,15 +10,28 @@ import sys
 import pytest
 import yaml
 
-from components.image import IMAGE
+from components.image import IMAGE, IMAGE_VARIABLE
+from components.launching import Place
 from pipelines import compile as compilation
+from pipelines.pods import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
 from trainer.config import SECTION_OF_STAGE
 from trainer.stages import STAGES
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    return yaml.safe_load(compilation.compiled_text())
+    return next(iter(yaml.safe_load_all(compilation.compiled_text())))
+
+
+@pytest.fixture(scope="module")
+def pods():
+    _, platforms = yaml.safe_load_all(compilation.compiled_text())
+    return platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+
+
+def stages_of(compiled):
+    """The tasks in the group that `finish` waits for."""
+    return compiled["components"]["comp-exit-handler-1"]["dag"]["tasks"]
 
 
 def test_the_committed_file_is_fresh():
@@ -45,20 +59,26 @@ def test_compiling_imports_nothing_heavy():
 
 
 def test_every_stage_is_a_task_of_its_name(compiled):
-    assert set(compiled["root"]["dag"]["tasks"]) == {"configure", *STAGES}
+    assert set(stages_of(compiled)) == {"configure", *STAGES}
+    assert compilation.task_names(compilation.compiled_text()) == {"configure", *STAGES, "finish"}
+
+
+def test_finish_runs_however_the_stages_end(compiled):
+    last = compiled["root"]["dag"]["tasks"]["finish"]
+    assert last["dependentTasks"] == ["exit-handler-1"]
+    assert last["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
 
 
 def test_nothing_is_conditional(compiled):
     """kfp.local skips a branch whose condition it can not resolve, and succeeds."""
-    assert all(
-        "triggerPolicy" not in task and "iterator" not in task for task in compiled["root"]["dag"]["tasks"].values()
-    )
-    assert all("dag" not in component for component in compiled["components"].values())
+    tasks = stages_of(compiled).values()
+    assert all("triggerPolicy" not in task and "iterator" not in task for task in tasks)
+    assert [name for name, component in compiled["components"].items() if "dag" in component] == ["comp-exit-handler-1"]
 
 
 def test_artifacts_come_from_the_stage_that_makes_them(compiled):
     for name, stage in STAGES.items():
-        given = compiled["root"]["dag"]["tasks"][name]["inputs"].get("artifacts", {})
+        given = stages_of(compiled)[name]["inputs"].get("artifacts", {})
         assert set(given) == set(stage.inputs)
         for keyword, source in given.items():
             producer, output = (source["taskOutputArtifact"][key] for key in ("producerTask", "outputArtifactKey"))
@@ -68,25 +88,57 @@ def test_artifacts_come_from_the_stage_that_makes_them(compiled):
 
 def test_every_stage_gets_its_own_section(compiled):
     for name in SECTION_OF_STAGE:
-        settings = compiled["root"]["dag"]["tasks"][name]["inputs"]["parameters"]["settings"]["taskOutputParameter"]
+        settings = stages_of(compiled)[name]["inputs"]["parameters"]["settings"]["taskOutputParameter"]
         assert settings == {"producerTask": "configure", "outputParameterKey": name}
 
 
 def test_caching(compiled):
-    tasks = compiled["root"]["dag"]["tasks"]
+    tasks = stages_of(compiled)
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
     assert cached == {"prepare", "pretrain", "distill", "profile"}
 
 
 def test_every_parameter_has_a_default_and_a_description(compiled):
     parameters = compiled["root"]["inputDefinitions"]["parameters"]
-    assert set(parameters) == {"recipe", "overrides", "dataset", "teacher", "experiment", "processes_per_node"}
+    named = {"recipe", "overrides", "dataset", "teacher", "experiment"}
+    assert set(parameters) == named | {field.name for field in dataclasses.fields(Place)}
     assert all(parameter["description"] and "defaultValue" in parameter for parameter in parameters.values())
 
 
 def test_another_image_replaces_the_image_everywhere_and_nothing_else(compiled):
-    other = yaml.safe_load(compilation.with_image(compilation.compiled_text(), "elsewhere:1"))
-    images = [executor["container"].pop("image") for executor in other["deploymentSpec"]["executors"].values()]
-    assert images == ["elsewhere:1"] * len(compiled["components"])
-    originals = [executor["container"]["image"] for executor in compiled["deploymentSpec"]["executors"].values()]
+    other, platforms = yaml.safe_load_all(compilation.with_image(compilation.compiled_text(), "elsewhere:1"))
+    containers = [executor["container"] for executor in other["deploymentSpec"]["executors"].values()]
+    assert [container.pop("image") for container in containers] == ["elsewhere:1"] * len(
+        other["deploymentSpec"]["executors"]
+    )
+    assert all(container.pop("env") == [{"name": IMAGE_VARIABLE, "value": "elsewhere:1"}] for container in containers)
+    original, original_platforms = yaml.safe_load_all(compilation.compiled_text())
+    originals = [executor["container"].pop("image") for executor in original["deploymentSpec"]["executors"].values()]
     assert set(originals) == {IMAGE}
+    assert (other, platforms) == (original, original_platforms)
+
+
+def test_every_pod_finds_store_and_tracking_by_name_and_runs_as_nobody_special(pods, compiled):
+    assert set(pods) == set(compiled["deploymentSpec"]["executors"])
+    for pod in pods.values():
+        assert {source["configMapName"] for source in pod["configMapAsEnv"]} == {CONFIG_MAP}
+        assert {source["secretName"] for source in pod["secretAsEnv"]} == {STORE_SECRET, TRACKING_SECRET}
+        assert all(source["optional"] for kind in ("configMapAsEnv", "secretAsEnv") for source in pod[kind])
+        assert {field["name"] for field in pod["fieldPathAsEnv"]} >= {"KFP_RUN_ID", "TRAINER_RUN"}
+        assert pod["securityContext"]["runAsNonRoot"]
+
+
+def test_a_task_that_only_launches_asks_for_little_and_all_have_limits(compiled):
+    memory = {}
+    for name, executor in compiled["deploymentSpec"]["executors"].items():
+        resources = executor["container"]["resources"]
+        assert {"resourceCpuLimit", "resourceMemoryLimit", "resourceCpuRequest", "resourceMemoryRequest"} <= set(
+            resources
+        )
+        memory[name.removeprefix("exec-")] = float(resources["resourceMemoryLimit"].removesuffix("Gi"))
+    assert {name for name, limit in memory.items() if limit <= 2} == {"configure", "pretrain", "distill", "finish"}
+
+
+def test_only_what_is_safe_is_repeated(compiled):
+    repeated = {name for name, task in stages_of(compiled).items() if "retryPolicy" in task}
+    assert repeated == {"prepare", "pretrain", "distill", "profile", "evaluate"}

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from pipelines import local
+from pipelines.compile import compiled_text
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
 from trainer.stages import STAGES
 
@@ -62,7 +63,10 @@ def assert_one_message(ended, pattern):
         (["--set", "distill.temprature=2"], r"unknown setting .*did you mean distill\.temperature.*"),
         (["--set", "distill.temperature=-1"], r"distill\.temperature must be > 0(\.0)?, got -1"),
         (["--set", "distill.temperature"], r"override 'distill.temperature': is not key=value.*"),
-        (["--processes", "0"], r"processes must be >= 1, got 0"),
+        (["--processes", "-1"], r"processes_per_node must be >= 0 .*, got -1"),
+        (["--nodes", "0"], r"nodes must be >= 1, got 0"),
+        (["--nodes", "2"], r"nodes = 2, but this machine is one; name a node pool with pool"),
+        (["--pool", "gpu-a10"], r".*gpu-a10.*did you mean gpu-a10g.*"),
         (["--output", "file/below"], r"can not write to .*file.*"),
     ],
 )
@@ -107,16 +111,16 @@ def test_the_code_is_part_of_what_a_result_depends_on(tmp_path):
 
 
 def test_a_skipped_task_is_an_error():
-    pipeline = "root: {dag: {tasks: {configure: {}, prepare: {}, evaluate: {}}}}"
-    with pytest.raises(LaunchError, match="without running evaluate, prepare"):
-        local._check_all_ran(pipeline, {"configure": object()})
+    some = {"configure": object(), "finish": object()}
+    with pytest.raises(LaunchError, match="without running distill, evaluate, prepare, pretrain, profile, register;"):
+        local._check_all_ran(compiled_text(), some)
 
 
 @pytest.mark.slow
 def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     first = start(tmp_path, "--set", SMALL)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert happened(first.stdout, "done") == {"configure", *STAGES}
+    assert happened(first.stdout, "done") == {"configure", *STAGES, "finish"}
     assert "KFP Executor" not in first.stdout
     before = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
     assert set(before["stages"]) == set(STAGES)
@@ -126,7 +130,7 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     second = start(tmp_path, "--set", f"{SMALL} distill.temperature=3", "--output", "other")
     assert second.returncode == 0, second.stdout + second.stderr
     assert happened(second.stdout, "cached") == {"prepare", "pretrain"}
-    assert happened(second.stdout, "done") == {"configure", *STAGES} - {"prepare", "pretrain"}
+    assert happened(second.stdout, "done") == {"configure", *STAGES, "finish"} - {"prepare", "pretrain"}
     after = json.loads((tmp_path / "other" / "summary.json").read_text())
     assert {name for name, stage in after["stages"].items() if stage.get("cached")} == {"prepare", "pretrain"}
     for name in ("prepare", "pretrain"):

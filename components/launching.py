@@ -1,0 +1,176 @@
+"""Where a training stage runs: on this machine, or as a job on a node pool of a cluster.
+
+A job reads and writes an object store. On a cluster KFP's artifacts lie there already. Where a laptop drives the pipeline
+they lie on its disk, are copied below `TRAINER_ARTIFACTS` for the job, and the job's results are copied back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer import artifacts, stages, storage
+from trainer.errors import LaunchError, SettingsError
+from trainer.launch import JobSpec, LocalLauncher
+
+if TYPE_CHECKING:
+    from kfp import dsl
+
+ARTIFACTS = "TRAINER_ARTIFACTS"
+"""Environment variable: the folder of an object store through which jobs exchange artifacts with this machine."""
+JOB = "job.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a training runs, as the pipeline's parameters say."""
+
+    pool: str = ""
+    """Name of a node pool; empty: this machine."""
+    nodes: int = 1
+    processes_per_node: int = 0
+    """0: one for each device of a machine."""
+
+    def check(self) -> None:
+        """Find what is wrong before anything starts.
+
+        Raises:
+            SettingsError: there is no such pool, or a number makes no sense.
+        """
+        if self.nodes < 1:
+            raise SettingsError(f"nodes must be >= 1, got {self.nodes}")
+        if self.processes_per_node < 0:
+            raise SettingsError(
+                f"processes_per_node must be >= 0 (0: one for each device), got {self.processes_per_node}"
+            )
+        if self.pool:
+            from components.launch import pools
+
+            pools.get(self.pool)
+        elif os.environ.get("KFP_POD_NAME"):
+            raise SettingsError(
+                "pool is empty, but the tasks' own pods on this cluster are too small to train in; name a node pool, such as cpu"
+            )
+        elif self.nodes > 1:
+            raise SettingsError(f"nodes = {self.nodes}, but this machine is one; name a node pool with pool")
+
+
+def launch(
+    stage: str,
+    settings: str,
+    *,
+    inputs: Mapping[str, dsl.Artifact],
+    outputs: Mapping[str, dsl.Artifact],
+    place: Place,
+    job: dsl.Artifact,
+) -> None:
+    """Run a training stage to its end, and keep a record of the launch.
+
+    Args:
+        stage: its name.
+        settings: its section, as JSON text.
+        inputs: keyword of each input -> KFP's artifact.
+        outputs: keyword of each output -> KFP's artifact.
+        place: where.
+        job: takes the record: what was launched; of a cluster's job also how it ended, its events and its logs.
+
+    Raises:
+        LaunchError: naming what failed, why, and the next move.
+        SettingsError: there is no such pool.
+    """
+    if place.pool:
+        _launch_on_a_pool(stage, settings, inputs=inputs, outputs=outputs, place=place, job=job)
+    else:
+        _launch_here(stage, settings, inputs=inputs, outputs=outputs, place=place, job=job)
+
+
+def _launch_here(
+    stage: str,
+    settings: str,
+    *,
+    inputs: Mapping[str, dsl.Artifact],
+    outputs: Mapping[str, dsl.Artifact],
+    place: Place,
+    job: dsl.Artifact,
+) -> None:
+    spec = JobSpec(
+        stage=stage,
+        settings=json.loads(settings),
+        inputs={name: artifact.path for name, artifact in inputs.items()},
+        outputs={name: artifact.path for name, artifact in outputs.items()},
+        nodes=place.nodes,
+        processes_per_node=place.processes_per_node or _devices(),
+    )
+    record = Path(job.path)
+    record.mkdir(parents=True, exist_ok=True)
+    (record / JOB).write_text(json.dumps(asdict(spec), indent=2))
+    LocalLauncher().run(spec)
+
+
+def _devices() -> int:
+    """One process for each GPU of this machine; one on its processor if it has none."""
+    import torch
+
+    return torch.cuda.device_count() or 1
+
+
+def _launch_on_a_pool(
+    stage: str,
+    settings: str,
+    *,
+    inputs: Mapping[str, dsl.Artifact],
+    outputs: Mapping[str, dsl.Artifact],
+    place: Place,
+    job: dsl.Artifact,
+) -> None:
+    from components.launch import identity, pools
+    from components.launch.launcher import ClusterLauncher
+
+    kinds, pool, task = stages.STAGES[stage], pools.get(place.pool), identity.from_environment(stage)
+    written = {name: _output_uri(artifact, task.run, stage, name) for name, artifact in outputs.items()}
+    spec = JobSpec(
+        stage=stage,
+        settings=json.loads(settings),
+        inputs={name: _input_uri(artifact, kinds.inputs[name]) for name, artifact in inputs.items()},
+        outputs=written,
+        nodes=place.nodes,
+        processes_per_node=place.processes_per_node or pool.processes_per_node,
+    )
+    ClusterLauncher(pool, task, record=job.uri).run(spec)
+    for name, artifact in outputs.items():
+        if written[name] != artifact.uri:
+            artifacts.copy(written[name], artifact.path, kinds.outputs[name])
+
+
+def _input_uri(artifact: dsl.Artifact, kind: artifacts.Kind) -> str:
+    """Where a job reads an input; one that lies on this machine is copied there first, once for each content."""
+    if storage.is_remote(artifact.uri):
+        return str(artifact.uri)
+    uri = storage.join(_exchange(artifact), "inputs", artifacts.manifest(artifact.path, kind).fingerprint)
+    artifacts.copy(artifact.path, uri, kind)
+    return uri
+
+
+def _output_uri(artifact: dsl.Artifact, run: str, stage: str, name: str) -> str:
+    if storage.is_remote(artifact.uri):
+        return str(artifact.uri)
+    return storage.join(_exchange(artifact), "runs", run, stage, name)
+
+
+def _exchange(artifact: dsl.Artifact) -> str:
+    """The folder of `TRAINER_ARTIFACTS`.
+
+    Raises:
+        LaunchError: it is not set, or no object store's.
+    """
+    folder = os.environ.get(ARTIFACTS, "")
+    if not storage.is_remote(folder):
+        raise LaunchError(
+            f"{ARTIFACTS}={folder!r}: a cluster's job can not read {artifact.uri} on this machine; set it to a folder of an object "
+            "store that both reach, such as s3://bucket/vit-distillation"
+        )
+    return folder
