@@ -43,6 +43,9 @@ check: $(READY)  ## lint, types, layers, generated files; writes nothing
 	$(VENV)/lint-imports --no-cache
 	$(VENV)/python -m pipelines.compile --check
 	$(VENV)/python docs/generate.py --check
+	$(VENV)/yamllint --strict .
+	$(VENV)/shellcheck --external-sources --source-path=SCRIPTDIR .ci/run manifests/*.sh manifests/*/*.sh
+	$(VENV)/hadolint manifests/images/Dockerfile manifests/images/Dockerfile.neuron
 
 lint: $(READY)  ## mend what can be mended: order of imports, format
 	$(VENV)/ruff check --fix .
@@ -59,6 +62,28 @@ lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1
 	$(COMPILE_REQUIREMENTS) pyproject.toml --constraint requirements/development.txt --output-file requirements/runtime.txt
 	$(COMPILE_REQUIREMENTS) pyproject.toml --override requirements/neuron-overrides.txt --output-file requirements/neuron.txt
 	echo uv | $(COMPILE_REQUIREMENTS) - --output-file requirements/uv.txt
+
+.PHONY: image manifests kind-up kind-load test-kind kind-down
+IMAGE_NAME = $(or $(IMAGE),$(shell $(VENV)/python -c 'from components.image import IMAGE; print(IMAGE)'))
+
+image: $(READY)  ## build and check the image of tasks and jobs [TARGET=cpu|gpu|neuron IMAGE=name:tag]
+	@manifests/images/build.sh "$(or $(TARGET),cpu)" "$(IMAGE_NAME)"
+
+manifests: $(READY)  ## print what an overlay would apply [OVERLAY=kind|eks]
+	@$(VENV)/kubectl kustomize manifests/overlays/$(or $(OVERLAY),kind)
+
+kind-up: $(READY)  ## make a cluster on this machine: kind, KFP, training operator, MLflow
+	@manifests/kind/up.sh
+
+kind-load: $(READY)  ## put the image into that cluster [IMAGE=name:tag]
+	@manifests/kind/load.sh "$(IMAGE_NAME)"
+
+test-kind: $(READY)  ## run the tests that need a cluster; where one fails, all logs go to runs/.cluster-logs
+	@TRAINER_TEST_CLUSTER=1 TRAINER_IMAGE="$(IMAGE_NAME)" $(VENV)/python -m pytest -m cluster tests/cluster \
+		|| { manifests/logs.sh runs/.cluster-logs; exit 1; }
+
+kind-down:  ## remove that cluster
+	@manifests/kind/down.sh
 
 clean:  ## remove what was made here, except for runs
 	rm -rf .venv .uv .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Builds an image and has it prove that it works: `make image [TARGET=cpu|gpu|neuron] [IMAGE=name:tag]`. Not run yet.
+#   manifests/images/build.sh TARGET IMAGE
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../require.sh"
+TARGET="$1" IMAGE="$2"
+
+case "$TARGET" in
+cpu | gpu) dockerfile=Dockerfile ;; # one image: torch carries CUDA
+neuron) dockerfile=Dockerfile.neuron ;;
+*) fail "TARGET=$TARGET is not known; choose cpu, gpu or neuron" ;;
+esac
+require_docker
+DOCKER_BUILDKIT=1 docker build --file "$MANIFESTS/images/$dockerfile" --tag "$IMAGE" "$MANIFESTS/.."
+
+# As a pod runs it: no right to write but to /tmp, no network, no root.
+run() {
+    docker run --rm --read-only --tmpfs /tmp --network none --cap-drop ALL --security-opt no-new-privileges "$IMAGE" "$@"
+}
+run python -m trainer --version
+run python -m trainer config digits >/dev/null
+run python -c 'import torch, timm, mlflow, kfp, kubernetes, s3fs, components.launch'
+[[ "$(run id --user)" == 1000 ]] || fail "$IMAGE does not run as user 1000"
+printf '%s works\n' "$IMAGE"

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Installs KFP, the training operator and our own manifests into the cluster of the current context. Can be repeated.
+#   manifests/install.sh OVERLAY        kind or eks
+# Not run yet against a cluster; the order is that of KFP's own end-to-end tests.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/require.sh"
+
+OVERLAY="${1:-}"
+[[ -n "$OVERLAY" && -d "$MANIFESTS/overlays/$OVERLAY" ]] ||
+    fail "overlay '$OVERLAY' is not known; name one: $(cd "$MANIFESTS/overlays" && echo *)"
+require_kubectl
+require git "kubectl reads KFP's manifests with it"
+kubectl version >/dev/null 2>&1 || fail "no cluster answers at context '$(kubectl config current-context 2>/dev/null || true)'; see kubectl config"
+printf 'Installing into %s\n' "$(kubectl config current-context)"
+
+KFP="github.com/kubeflow/pipelines/manifests/kustomize"
+kubectl apply -k "$KFP/cluster-scoped-resources?ref=$KFP_VERSION"
+kubectl wait crd/applications.app.k8s.io --for condition=established --timeout=60s
+kubectl apply -k "$KFP/env/platform-agnostic?ref=$KFP_VERSION"
+
+# The CRD of PyTorchJob is too large for the annotation that a client-side apply writes.
+kubectl apply --server-side --force-conflicts \
+    -k "github.com/kubeflow/training-operator/manifests/overlays/standalone?ref=$TRAINING_OPERATOR_VERSION"
+kubectl wait crd/pytorchjobs.kubeflow.org --for condition=established --timeout=60s
+
+# What our pods may not do is said at once, KFP's are left alone.
+kubectl label namespace "$NAMESPACE" --overwrite pod-security.kubernetes.io/warn=restricted
+
+has_secret() { kubectl --namespace "$NAMESPACE" get secret "$1" >/dev/null 2>&1; }
+
+if ! has_secret mlflow-database; then
+    # A value of its own in each cluster, through standard input so that no process list shows it.
+    od -An -N24 -tx1 /dev/urandom | tr -d ' \n' |
+        kubectl --namespace "$NAMESPACE" create secret generic mlflow-database --from-file=password=/dev/stdin
+fi
+if [[ "$OVERLAY" == kind ]] && ! has_secret vit-distillation-store; then
+    # The key to KFP's own object store, under the names that S3 clients read.
+    key() { kubectl --namespace "$NAMESPACE" get secret mlpipeline-minio-artifact --output "jsonpath={.data.$1}" | base64 --decode; }
+    kubectl --namespace "$NAMESPACE" create secret generic vit-distillation-store \
+        --from-file=AWS_ACCESS_KEY_ID=<(key accesskey) --from-file=AWS_SECRET_ACCESS_KEY=<(key secretkey)
+fi
+
+kubectl apply -k "$MANIFESTS/overlays/$OVERLAY"
+
+echo "Waiting for everything to be ready, 10 minutes at most"
+kubectl --namespace "$NAMESPACE" wait deployment --all --for=condition=Available --timeout=10m
+kubectl --namespace "$NAMESPACE" rollout status statefulset/mlflow-database --timeout=5m

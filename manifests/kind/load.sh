@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Puts the image of tasks and jobs onto the node of the kind cluster that runs them: `make kind-load` (after `make image`). Not run yet.
+#   manifests/kind/load.sh IMAGE
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../require.sh"
+IMAGE="${1:?name the image}"
+require_docker
+require_kind
+require_kubectl
+
+cluster_exists || fail "there is no kind cluster $CLUSTER; run 'make kind-up'"
+docker image inspect "$IMAGE" >/dev/null 2>&1 || fail "the image $IMAGE is not on this machine; run 'make image'"
+# Only there: it is several gigabytes, and the other nodes are tainted.
+node="$(kubectl --context "kind-$CLUSTER" get nodes --selector vit-distillation/node=cpu --output 'jsonpath={.items[*].metadata.name}')"
+kind load docker-image "$IMAGE" --name "$CLUSTER" --nodes "$node"
