@@ -68,18 +68,21 @@ def _attempts() -> int:
 
 def _passes(error: Exception) -> bool:
     """Whether the same request may succeed later."""
+    from aiohttp import ClientError
     from botocore import exceptions  # type: ignore[import-untyped]  # the package ships no types
 
-    status = _status(error)
-    if status:
-        return status in _PASSING_STATUS
-    if isinstance(error, exceptions.BotoCoreError):
-        return isinstance(
-            error, (exceptions.ConnectionError, exceptions.HTTPClientError, exceptions.IncompleteReadError)
-        )
-    return isinstance(error, OSError) and not isinstance(
-        error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+    if _status(error):
+        return _status(error) in _PASSING_STATUS
+    if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
+        return False
+    ways = (
+        exceptions.ConnectionError,
+        exceptions.HTTPClientError,
+        exceptions.IncompleteReadError,
+        ClientError,
+        OSError,
     )
+    return isinstance(error, ways)
 
 
 def _response(error: BaseException) -> dict[str, Any]:
