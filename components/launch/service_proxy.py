@@ -1,0 +1,45 @@
+"""The way to a service of the cluster through its API server, for who has a kubeconfig and no other way in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kubernetes import config
+
+
+class NoKubeconfigError(Exception):
+    """There is no kubeconfig that can be used; the text says why."""
+
+
+def pass_through(configuration: Any, *, kubeconfig: str | None, namespace: str, service: str, port: str) -> str:
+    """Let a generated client's requests reach a service, as kubeconfig's user.
+
+    Args:
+        configuration: the client's, with the fields of `kubernetes.client.Configuration`; changed.
+        kubeconfig: its file, or several as in KUBECONFIG; None for the usual place.
+        namespace: where the service is.
+        service: its name.
+        port: name of its port.
+
+    Returns:
+        The name of kubeconfig's context.
+
+    Raises:
+        NoKubeconfigError: none was found, or it can not be read.
+    """
+    try:
+        _, context = config.list_kube_config_contexts(kubeconfig)
+        config.load_kube_config(kubeconfig, client_configuration=configuration)
+    except config.ConfigException as error:
+        raise NoKubeconfigError(f"kubeconfig can not be used ({error})") from error
+    address = f"{configuration.host}/api/v1/namespaces/{namespace}/services/{service}:{port}/proxy"
+    refresh = configuration.refresh_api_key_hook
+
+    def refresh_token(changed: Any) -> None:
+        """Renewing the user's token also puts the API server's own address back."""
+        if refresh:
+            refresh(changed)
+        changed.host = address
+
+    configuration.host, configuration.refresh_api_key_hook = address, refresh_token
+    return str(context["name"])

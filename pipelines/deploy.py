@@ -1,0 +1,140 @@
+"""Upload the pipeline to Kubeflow Pipelines, and run it there now or on a schedule.
+
+  python -m pipelines.deploy                                            upload a version; one of the same content is not repeated
+  python -m pipelines.deploy --run --wait                               and run it; the exit code tells how the run ended
+  python -m pipelines.deploy --run --recipe grocery --pool gpu-a100 --nodes 4 --set "distill.epochs=20"
+  python -m pipelines.deploy --cron "0 3 * * *"                         and run it every night at three, UTC
+
+`python -m pipelines.undeploy` removes it, `python -m pipelines.runs` follows or stops a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from components import sections
+from components.image import IMAGE
+from pipelines import commands, connection, runs, schedules, versions
+from pipelines import compile as compilation
+from trainer.errors import DeployError, SettingsError
+
+SERVICE_ACCOUNT = "vit-distillation"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; gives the exit code. An error that the user can mend ends in one message."""
+    options = _parser().parse_args(arguments)
+    return commands.exit_code(lambda: deploy(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.deploy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--image", default="", help=f"image of every task (default: {IMAGE})")
+    start = parser.add_argument_group("running it")
+    start.add_argument("--run", action="store_true", help="start a run now")
+    start.add_argument("--wait", action="store_true", help="follow that run to its end")
+    runs.add_wait(start)
+    start.add_argument(
+        "--cron", default="", metavar="TEXT", help='a run at these times, "minute hour day month weekday" in UTC'
+    )
+    start.add_argument("--service-account", default=SERVICE_ACCOUNT, metavar="NAME", help="default: %(default)s")
+    _add_parameters(parser.add_argument_group("the pipeline's parameters"))
+    connection.add_arguments(parser)
+    return parser
+
+
+def _add_parameters(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--recipe", default="digits", help="name of a recipe (default: %(default)s)")
+    group.add_argument(
+        "--set", dest="overrides", default="", metavar="TEXT", help="settings that differ from it, key=value key=value"
+    )
+    group.add_argument("--dataset", default="", help="images, instead of the recipe's data.source")
+    group.add_argument("--teacher", default="", help="weights of the teacher, instead of the recipe's pretrain.weights")
+    group.add_argument(
+        "--experiment", default="", help="in MLflow and in KFP, instead of the recipe's tracking.experiment"
+    )
+    group.add_argument("--pool", default="", help="node pool of the trainings (default: the tasks' own pods)")
+    group.add_argument("--nodes", type=int, default=1, help="machines of the pool (default: %(default)s)")
+    group.add_argument("--processes", type=int, default=0, help="training processes on each (default: the pool's own)")
+
+
+def deploy(options: argparse.Namespace) -> None:
+    """Check everything that can be checked here, then upload, schedule, run, wait.
+
+    Raises:
+        TrainerError: a setting is wrong, before anything is sent; the API is not there or refuses; the run did not succeed.
+    """
+    parameters = _parameters(options)
+    experiment = sections.resolve(
+        options.recipe, options.overrides, options.dataset, options.teacher, options.experiment
+    ).tracking.experiment
+    cron = schedules.cron_of(options.cron) if options.cron else ""
+    text = specification(options.image or IMAGE)
+    with connection.connect(options) as api:
+        version = versions.upload(api, text)
+        if not (options.run or cron):
+            return
+        job = runs.Job(
+            version=version,
+            experiment_id=runs.experiment(api, experiment),
+            parameters=parameters,
+            service_account=options.service_account,
+        )
+        if cron:
+            schedules.put(api, schedules.name_of(options.recipe), cron, job)
+        if options.run:
+            run = runs.start(api, runs.name_of(options.recipe), job)
+            if options.wait:
+                runs.follow(api, run.run_id, compilation.task_names(text), hours=options.hours)
+
+
+def specification(image: str) -> str:
+    """The compiled pipeline on an image.
+
+    Raises:
+        DeployError: the compiled file is not what the definition says now.
+    """
+    file = compilation.COMPILED
+    text = compilation.compiled_text()
+    if not file.is_file() or file.read_text() != text:
+        raise DeployError(
+            f"{file} is not what pipelines/distillation.py compiles to; run `make compile` and commit it"
+        )
+    return compilation.with_image(text, image)
+
+
+def _parameters(options: argparse.Namespace) -> dict[str, str | int]:
+    """The pipeline's parameters.
+
+    Raises:
+        TrainerError: one of them can not work on a cluster.
+    """
+    if options.wait and not options.run:
+        raise SettingsError("WAIT=1 follows a run; add RUN=1")
+    if Path(options.recipe).suffix:
+        raise SettingsError(
+            f"recipe {options.recipe} is a file of this machine, which a cluster's tasks can not read; "
+            "put it into trainer/recipes and build an image with it, or give its settings with SET"
+        )
+    for name, value, least in (("nodes", options.nodes, 1), ("processes", options.processes, 0)):
+        if value < least:
+            raise SettingsError(f"{name} must be >= {least}, got {value}")
+    if options.pool:
+        from components.launch import pools
+
+        pools.get(options.pool).processes(options.processes)
+    elif options.nodes > 1:
+        raise SettingsError(f"{options.nodes} nodes need a node pool; name one: POOL=...")
+    texts = {
+        name: getattr(options, name) for name in ("recipe", "overrides", "dataset", "teacher", "experiment", "pool")
+    }
+    return {**texts, "nodes": options.nodes, "processes_per_node": options.processes}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

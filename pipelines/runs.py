@@ -1,0 +1,248 @@
+"""Runs on Kubeflow Pipelines: start one, follow it to its end, stop it.
+
+  python -m pipelines.runs follow RUN_ID        its tasks' states as they change; the exit code tells how it ended
+  python -m pipelines.runs stop RUN_ID          end it; its training jobs are deleted by its exit task
+
+RUN_ID stands in the link to the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import kfp_server_api
+
+from pipelines import commands, connection
+from pipelines.compile import COMPILED, task_names
+from pipelines.connection import Api, every, named
+from pipelines.refusals import NOT_FOUND, RefusedError, UnansweredError
+from trainer.errors import DeployError
+
+ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
+INTERVALS_S = (0.2, 5.0)
+"""Between two looks at a run: at first, and after a while."""
+AWAY_S = 300.0
+"""How long the API may be away before we stop to follow a run."""
+DEFAULT_HOURS = 168.0
+
+
+def experiment(api: Api, name: str) -> str:
+    """The id of an experiment, which is made where it is missing."""
+    listed = every(
+        api.experiments.experiment_service_list_experiments, "experiments", filter=named(name), **api.in_namespace
+    )
+    found = next(listed, None) or api.experiments.experiment_service_create_experiment(
+        kfp_server_api.V2beta1Experiment(display_name=name, **api.in_namespace)
+    )
+    return str(found.experiment_id)
+
+
+def name_of(recipe: str) -> str:
+    """A run's name, by which it is found again: `digits 2026-01-31 12:00:00 UTC`."""
+    return f"{recipe} {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a run or a schedule starts."""
+
+    version: Any
+    """Of the pipeline."""
+    experiment_id: str
+    parameters: Mapping[str, str | int]
+    service_account: str
+
+    def fields(self) -> dict[str, Any]:
+        """As a run and a schedule name them."""
+        return {
+            "experiment_id": self.experiment_id,
+            "pipeline_version_reference": kfp_server_api.V2beta1PipelineVersionReference(
+                pipeline_id=self.version.pipeline_id, pipeline_version_id=self.version.pipeline_version_id
+            ),
+            "runtime_config": kfp_server_api.V2beta1RuntimeConfig(parameters=dict(self.parameters)),
+            "service_account": self.service_account,
+        }
+
+
+def start(api: Api, name: str, job: Job) -> Any:
+    """Start a run and say where it is seen.
+
+    Raises:
+        DeployError: the API refuses; or its answer was lost and no run of this name is there.
+    """
+    try:
+        run = api.runs.run_service_create_run(kfp_server_api.V2beta1Run(display_name=name, **job.fields()))
+    except UnansweredError as error:
+        run = _started_all_the_same(api, name, job.experiment_id, error)
+    print(f"run {name}: {api.link(f'runs/details/{run.run_id}')}", flush=True)
+    return run
+
+
+def _started_all_the_same(api: Api, name: str, experiment_id: str, error: UnansweredError) -> Any:
+    try:
+        listed = list(every(api.runs.run_service_list_runs, "runs", experiment_id=experiment_id, filter=named(name)))
+    except UnansweredError:
+        raise DeployError(
+            f"{error}; whether run {name!r} was started is not known: look before you start another"
+        ) from error
+    if not listed:
+        raise DeployError(f"{error}; run {name!r} was not started") from error
+    print(f"note: the answer to the start was lost, but the run is there ({error})")
+    return listed[0]
+
+
+def follow(api: Api, run_id: str, tasks: Collection[str], *, hours: float = DEFAULT_HOURS) -> None:
+    """Wait for a run's end and print its tasks' states as they change.
+
+    Args:
+        api: the API.
+        run_id: the run.
+        tasks: names of the tasks to show; KFP has others of its own.
+        hours: how long to wait at most.
+
+    Raises:
+        DeployError: the run did not succeed, with what KFP says of each failed task; or the wait became too long.
+        KeyboardInterrupt: the wait was broken off, and how to stop the run was said.
+    """
+    follower = _Follower(api, run_id, tasks)
+    try:
+        run = follower.wait(hours)
+    except KeyboardInterrupt:
+        print(
+            f"\nthe run goes on. Stop it: python -m pipelines.runs stop {run_id}    "
+            f"follow it again: python -m pipelines.runs follow {run_id}",
+            file=sys.stderr,
+        )
+        raise
+    if run.state != "SUCCEEDED":
+        raise DeployError(_failure(api, run, tasks))
+
+
+class _Follower:
+    def __init__(self, api: Api, run_id: str, tasks: Collection[str]) -> None:
+        self._api, self._run_id, self._tasks = api, run_id, tasks
+        self._states: dict[str, str] = {}
+        self._start = self._answered = time.monotonic()
+
+    def wait(self, hours: float) -> Any:
+        interval, longest = INTERVALS_S
+        while True:
+            run = self._look()
+            if run is not None:
+                self._show(run)
+                if run.state in ENDED:
+                    return run
+            if time.monotonic() - self._start > hours * 3600:
+                raise DeployError(
+                    f"run {self._run_id} has not ended within {hours:g} hours and goes on; "
+                    f"follow it again: python -m pipelines.runs follow {self._run_id}"
+                )
+            time.sleep(interval)
+            interval = min(1.3 * interval, longest)
+
+    def _look(self) -> Any | None:
+        """The run, or None while the API is away."""
+        try:
+            run = self._api.runs.run_service_get_run(self._run_id)
+        except UnansweredError as error:
+            if time.monotonic() - self._answered > AWAY_S:
+                raise DeployError(
+                    f"{error}; away for {AWAY_S:.0f} s, the run goes on; "
+                    f"follow it again: python -m pipelines.runs follow {self._run_id}"
+                ) from error
+            self._tell("Kubeflow Pipelines", "does not answer; asking again")
+            return None
+        self._answered = time.monotonic()
+        self._states.pop("Kubeflow Pipelines", None)
+        return run
+
+    def _show(self, run: Any) -> None:
+        for name, task in _details(run, self._tasks).items():
+            self._tell(name, (task.state or "PENDING").lower())
+        self._tell("run", (run.state or "PENDING").lower())
+
+    def _tell(self, name: str, state: str) -> None:
+        if self._states.get(name) != state:
+            self._states[name] = state
+            elapsed = datetime.timedelta(seconds=int(time.monotonic() - self._start))
+            print(f"[{elapsed}] {name}: {state}", flush=True)
+
+
+def _details(run: Any, tasks: Collection[str]) -> dict[str, Any]:
+    """Task -> what KFP knows of it."""
+    listed = (run.run_details and run.run_details.task_details) or []
+    return {task.display_name: task for task in listed if task.display_name in tasks}
+
+
+def _failure(api: Api, run: Any, tasks: Collection[str]) -> str:
+    failed = {name: task for name, task in _details(run, tasks).items() if task.state in ("FAILED", "CANCELED")}
+    reasons = [f"{name} {task.state.lower()}{_message(task)}" for name, task in failed.items()]
+    return (
+        f"run {run.display_name} ended as {run.state}{_message(run)}"
+        + "".join(f"\n  {reason}" for reason in reasons)
+        + f"\n  look at {api.link(f'runs/details/{run.run_id}')}"
+        + f"\n  or read: kubectl logs --namespace {api.pods_namespace} --selector pipeline/runid={run.run_id} --container main "
+        "--prefix --tail 30"
+    )
+
+
+def _message(of: Any) -> str:
+    """The message of a run or task, `: text`; KFP puts it beside the state or into its history, or leaves it to the log."""
+    errors = [of.error, *(status.error for status in reversed(of.state_history or []))]
+    text = next((error.message for error in errors if error and error.message), "")
+    return f": {' '.join(text.split())}" if text else ""
+
+
+def stop(api: Api, run_id: str) -> None:
+    """Ask for a run's end.
+
+    Raises:
+        DeployError: there is no such run, or the API refuses.
+    """
+    api.runs.run_service_terminate_run(run_id)
+    print(f"run {run_id} was asked to end; its exit task deletes its jobs")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Follow or stop a run; gives the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=["follow", "stop"])
+    parser.add_argument("run_id", metavar="RUN_ID", help="as in the link to the run")
+    add_wait(parser)
+    connection.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    return commands.exit_code(lambda: _act(options))
+
+
+def add_wait(parser: argparse._ActionsContainer) -> None:
+    """The option that limits a wait."""
+    parser.add_argument(
+        "--hours", type=float, default=DEFAULT_HOURS, help="how long to wait for the run's end (default: %(default)g)"
+    )
+
+
+def _act(options: argparse.Namespace) -> None:
+    with connection.connect(options) as api:
+        try:
+            if options.action == "stop":
+                stop(api, options.run_id)
+            else:
+                follow(api, options.run_id, task_names(COMPILED.read_text()), hours=options.hours)
+        except RefusedError as error:
+            if error.status != NOT_FOUND:
+                raise
+            raise DeployError(
+                f"there is no run {options.run_id} at {api.place.address}; its id stands in the link to it"
+            ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Remove from Kubeflow Pipelines what `python -m pipelines.deploy` put there; runs and what they made stay.
+
+  python -m pipelines.undeploy                          the version of this content and its schedules
+  python -m pipelines.undeploy --version 0.1.0-0123456789ab
+  python -m pipelines.undeploy --all                    the pipeline with all its versions and schedules
+
+What is not there needs no removing, and is no error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from components.image import IMAGE
+from pipelines import commands, connection, schedules, versions
+from pipelines.connection import Api
+from pipelines.deploy import specification
+from pipelines.distillation import NAME
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; gives the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.undeploy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--version", default="", metavar="NAME", help="a version by its name")
+    what.add_argument("--all", action="store_true", help="the pipeline with all its versions")
+    parser.add_argument("--image", default="", help=f"image that this content was deployed with (default: {IMAGE})")
+    connection.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    return commands.exit_code(lambda: undeploy(options))
+
+
+def undeploy(options: argparse.Namespace) -> None:
+    """Remove a version, or all, and say what was removed; what is not there needs no removing.
+
+    Raises:
+        TrainerError: the API is not there or refuses.
+    """
+    name = "" if options.all else options.version or versions.name_of(specification(options.image or IMAGE))
+    with connection.connect(options) as api:
+        pipeline = versions.pipeline(api)
+        if pipeline is None:
+            print(f"pipeline {NAME} is not there; nothing to remove")
+        elif options.all:
+            for schedule in schedules.of_pipeline(api, pipeline.pipeline_id):  # also of versions that are gone
+                schedules.remove(api, schedule)
+            _remove(api, pipeline.pipeline_id, versions.versions(api, pipeline.pipeline_id))
+            api.pipelines.pipeline_service_delete_pipeline(pipeline.pipeline_id)
+            print(f"removed: pipeline {NAME}")
+        else:
+            _remove_version(api, pipeline.pipeline_id, name)
+
+
+def _remove_version(api: Api, pipeline_id: str, name: str) -> None:
+    there = versions.versions(api, pipeline_id)
+    if name in there:
+        _remove(api, pipeline_id, {name: there[name]})
+    else:
+        print(f"version {name} is not there; nothing to remove; there: {', '.join(there) or 'no version'}")
+
+
+def _remove(api: Api, pipeline_id: str, doomed: Mapping[str, Any]) -> None:
+    """Remove these versions, and before them the schedules that start them."""
+    ids = {version.pipeline_version_id for version in doomed.values()}
+    for schedule in schedules.of_pipeline(api, pipeline_id):
+        if schedule.pipeline_version_reference.pipeline_version_id in ids:
+            schedules.remove(api, schedule)
+    for name, version in doomed.items():
+        api.pipelines.pipeline_service_delete_pipeline_version(pipeline_id, version.pipeline_version_id)
+        print(f"removed: version {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
