@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer import __version__, config, launch, stages
-from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, SettingsError, TrainerError
+from trainer.errors import (
+    CRASH_EXIT_CODE,
+    EXIT_CODE,
+    INTERRUPTED_EXIT_CODE,
+    CrashError,
+    SettingsError,
+    TrainerError,
+)
 
 _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.
 
@@ -27,13 +34,13 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code. A user's error ends in one message, and `--debug` adds the traceback."""
     options = _parser().parse_args(arguments)
-    worker = getattr(options, "worker", False)
+    worker, node = getattr(options, "worker", False), getattr(options, "node", False)
     _set_up_logging(quiet=worker and os.environ.get("RANK", "0") != "0")
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         options.command(options)
     except TrainerError as error:
-        return _fail(error, options, worker=worker)
+        return _fail(error, options, worker=worker, node=node)
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
@@ -41,10 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("interrupted; what was written is kept, and the same command goes on from there", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
     except Exception as error:
-        if not worker:
+        if not worker and not node:
             raise
-        launch.record_failure(f"{type(error).__name__}: {error} (its traceback stands above)", traceback.format_exc())
-        return 1
+        return _crash(f"{type(error).__name__}: {error} (its traceback stands above)", worker=worker)
     finally:
         signal.signal(signal.SIGTERM, before)  # the interpreter's own end is not to be interrupted with a traceback
     return 0
@@ -54,14 +60,27 @@ def _interrupt(_number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool) -> int:
+def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool, node: bool) -> int:
     if worker:
         launch.record_failure(str(error), traceback.format_exc() if options.debug else "")
+        return EXIT_CODE
+    if options.debug:
+        traceback.print_exc()
+    if node:
+        launch.leave_last_words(str(error))
+    print(f"error: {error}", file=sys.stderr)
+    return CRASH_EXIT_CODE if node and isinstance(error, CrashError) else EXIT_CODE
+
+
+def _crash(message: str, *, worker: bool) -> int:
+    """An exception that nobody expected, in a process whose message somebody waits for."""
+    if worker:
+        launch.record_failure(message, traceback.format_exc())
     else:
-        if options.debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-    return EXIT_CODE
+        traceback.print_exc()
+        launch.leave_last_words(message)
+        print(f"error: {message}", file=sys.stderr)
+    return CRASH_EXIT_CODE
 
 
 def _set_up_logging(*, quiet: bool) -> None:
@@ -165,7 +184,9 @@ def _add_one_stage(names: _Commands[argparse.ArgumentParser], stage: stages.Stag
         )
     if stage.launched:
         _add_processes(parser)
+        # How a launcher calls this: one training process; one node of a cluster's job, which starts such processes.
         parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+        parser.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(command=_stage, stage=stage)
 
 
@@ -197,7 +218,17 @@ def _stage(options: argparse.Namespace) -> None:
     outputs = {name: getattr(options, name) for name in stage.outputs}
     if stage.launched and not options.worker:
         config.validate(stage.settings, json.loads(section), prefix=config.SECTION_OF_STAGE[stage.name])
-        launch.run_stage(stage.name, section, inputs=inputs, outputs=outputs, processes_per_node=options.processes)
+        spec = launch.JobSpec(
+            stage=stage.name,
+            settings=json.loads(section),
+            inputs=inputs,
+            outputs=outputs,
+            processes_per_node=options.processes,
+        )
+        if options.node:
+            launch.join_node(spec)
+        else:
+            launch.LocalLauncher().run(spec)
         return
     further = (
         {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.name == "register" else {}

@@ -7,6 +7,7 @@
     ├── ModelError              a model can not be built, or does not fit the data set
     ├── TrainingError           a training stopped: loss not finite, processes that do not form one group
     ├── LaunchError             a launched process or job failed
+    │   └── CrashError          a launched process crashed or was killed, and had no message of its own
     ├── DeployError             Kubeflow Pipelines is not found or refuses, or a run there did not succeed
     ├── TrackingError           MLflow does not answer or refuses
     ├── StorageError            the object store does not answer, refuses, or has lost something
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EXIT_CODE = 2
+CRASH_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 
 
@@ -55,6 +57,10 @@ class TrainingError(TrainerError):
 
 class LaunchError(TrainerError):
     """A launched process or job failed."""
+
+
+class CrashError(LaunchError):
+    """A launched process crashed or was killed, and had no message of its own."""
 
 
 class DeployError(TrainerError):

@@ -1,8 +1,8 @@
 """Launching: a stage as a group of training processes.
 
 `JobSpec` says what is to run; a `Launcher` runs it. The one here starts torch's elastic agent (what torchrun is made of) on this machine;
-the one for clusters stands in `components/launch`. Both end in the same command in each process:
-`python -m trainer stage NAME --worker ...`.
+the one for clusters stands in `components/launch`, and its pods start the agent with `join_node`. Both end in the same command in each
+process: `python -m trainer stage NAME --worker ...`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,39 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.environment import variables
-from trainer.errors import LaunchError
+from trainer.errors import EXIT_CODE, CrashError, LaunchError
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 logger = logging.getLogger(__name__)
 
 FAILURES_VARIABLE = "TRAINER_FAILURES"
 """Environment variable that names the folder in which a failing process leaves its message."""
+TERMINATION_LOG_VARIABLE = "TRAINER_TERMINATION_LOG"
+"""Environment variable that names the file for a failing node's message; without it Kubernetes' own, where there is one."""
+TERMINATION_LOG = "/dev/termination-log"
+TERMINATION_LOG_BYTES = 4096
+"""More of it Kubernetes does not keep."""
 SHUTDOWN_TIMEOUT_S = 15
 """How long the other processes have to end after one has failed."""
+
+_LOST_CONNECTION = re.compile(
+    r"[Cc]onnection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError|Dist(Backend|Network|Store)Error"
+)
+"""What torch says in a process that misses another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,44 +103,118 @@ class LocalLauncher:
             LaunchError: the job wants several nodes; or naming the process that failed and why.
             KeyboardInterrupt: Ctrl-C or SIGTERM; all processes have ended.
         """
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+        from torch.distributed.launcher.api import LaunchConfig
 
         if spec.nodes != 1:
             raise LaunchError(
                 f"{spec.stage}: {spec.nodes} nodes were asked for, but this machine is one; use a cluster's launcher"
             )
-        count = spec.processes_per_node
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=count,
+            nproc_per_node=spec.processes_per_node,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=0.1,
-            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         )
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // count))
-        with tempfile.TemporaryDirectory(prefix="trainer-") as failures, quiet_agent():
-            environment = {"OMP_NUM_THREADS": threads, **spec.environment, FAILURES_VARIABLE: failures}
-            try:
-                with variables(environment):
-                    elastic_launch(config, sys.executable)(*spec.arguments())
-            except SignalException as error:
-                raise KeyboardInterrupt from error
-            except ChildFailedError as error:
-                exit_codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
-                raise _explain(spec, Path(failures), exit_codes) from error
+        _run_agent(config, spec)
+
+
+def join_node(spec: JobSpec) -> None:
+    """Run this node's part of the job that `PET_*` describe, torchrun's own variables, which a cluster's operator sets.
+
+    Args:
+        spec: the job; its numbers of nodes and processes are the operator's.
+
+    Raises:
+        LaunchError: the variables describe no node, the nodes did not meet, or naming the node and process that failed and why.
+        KeyboardInterrupt: SIGTERM or Ctrl-C; all processes of this node have ended.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    with quiet_agent(), variables(_master()):
+        config = _config_of_node(spec)
+        rank = int(os.environ.get("PET_NODE_RANK", "0"))
+        part = replace(spec, nodes=config.max_nodes, processes_per_node=config.nproc_per_node)
+        try:
+            _run_agent(config, part, node=f"node {rank} of {part.nodes}" if part.nodes > 1 else "")
+        except (DistError, RendezvousError) as error:
+            raise CrashError(
+                f"{spec.stage}: node {rank} of {part.nodes}: lost or never met the other nodes at {config.rdzv_endpoint}: "
+                f"{str(error).splitlines()[0]}; look whether all of them run, and why the first one that ended did"
+            ) from error
+
+
+def _master() -> dict[str, str]:
+    """Where the first node is, under torchrun's own names, from the general ones where those alone are set."""
+    names = {f"PET_{name}": os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+    return {name: value for name, value in names.items() if name not in os.environ}
+
+
+def _config_of_node(spec: JobSpec) -> LaunchConfig:
+    """What torchrun would make of the environment.
+
+    Raises:
+        LaunchError: it describes no node.
+    """
+    from torch.distributed.run import config_from_args, parse_args
+
+    if "PET_NNODES" not in os.environ:
+        raise LaunchError(
+            f"{spec.stage}: --node is for the pods of a cluster's job, but PET_NNODES is not set; leave it out to train on this machine"
+        )
+    try:
+        config, *_ = config_from_args(parse_args([sys.executable]))
+    except (SystemExit, ValueError, RuntimeError, AssertionError) as error:
+        given = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("PET_"))
+        raise LaunchError(
+            f"{spec.stage}: {given}: do not describe a node of a job ({error}); the operator sets them"
+        ) from error
+    return config
+
+
+def _run_agent(config: LaunchConfig, spec: JobSpec, *, node: str = "") -> None:
+    """Start this machine's processes, wait for them, and end them all if one fails.
+
+    Args:
+        config: the agent's.
+        spec: the job.
+        node: names this machine in messages, where there are others.
+
+    Raises:
+        LaunchError: naming the process that failed and why.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; all processes have ended.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    config.shutdown_timeout = SHUTDOWN_TIMEOUT_S
+    with tempfile.TemporaryDirectory(prefix="trainer-") as failures, quiet_agent():
+        given = {"OMP_NUM_THREADS": _threads(spec.processes_per_node), **spec.environment}
+        try:
+            with variables({**given, FAILURES_VARIABLE: failures}):
+                elastic_launch(config, sys.executable)(*spec.arguments())
+        except SignalException as error:
+            raise KeyboardInterrupt from error
+        except ChildFailedError as error:
+            exit_codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
+            raise _explain(spec, Path(failures), exit_codes, node=node) from error
+
+
+def _threads(processes: int) -> str:
+    """Threads of each process: its share of the cores, unless the user has said."""
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
 @contextmanager
 def quiet_agent() -> Iterator[None]:
     """Let torch's agent log errors only in its own words where we have none."""
-    names = ("torch.distributed.elastic", "torch.distributed.launcher")
+    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -141,40 +229,67 @@ def record_failure(message: str, trace: str = "") -> None:
     """Leave this process's message and traceback where its launcher finds them; without a launcher print the traceback."""
     folder = os.environ.get(FAILURES_VARIABLE)
     if folder:
-        content = json.dumps({"message": message, "trace": trace})
+        start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        content = json.dumps({"message": message, "trace": trace, "start": start})
         (Path(folder) / f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(content)
     elif trace:
         print(trace, file=sys.stderr)
 
 
-def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int]) -> LaunchError:
-    """The message for a failed job, after the traceback of the process that is to blame.
+def leave_last_words(message: str) -> None:
+    """Write a failing node's message where Kubernetes looks for it, so that it is known when the pod is gone."""
+    named = os.environ.get(TERMINATION_LOG_VARIABLE)
+    path = Path(named or TERMINATION_LOG)
+    if not named and not path.exists():
+        return
+    try:
+        path.write_bytes(message.encode()[:TERMINATION_LOG_BYTES])
+    except OSError as error:
+        logger.warning("the message could not be written to %s: %s", path, error)
 
-    A process that was killed is to blame first, because the others then fail when they miss it; else the earliest that left a message.
+
+def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, node: str = "") -> LaunchError:
+    """The message for a failed job, after the traceback of the process that is to blame.
 
     Args:
         spec: the job.
         failures: where processes left their messages.
-        exit_codes: rank -> exit code, of the failed processes.
+        exit_codes: rank on this node -> exit code, of the failed processes.
+        node: names this machine, where there are others.
+    """
+    rank, message, trace = _culprit(failures, exit_codes)
+    print(trace, end="", file=sys.stderr)
+    if node and _LOST_CONNECTION.search(message):
+        message += (
+            "; the connection to another process was lost, so another node may have failed first: its log tells why"
+        )
+    process = f"process {rank} of {spec.processes_per_node}" if spec.processes_per_node > 1 else ""
+    where = ", ".join(filter(None, [node, process]))
+    kind = LaunchError if exit_codes.get(rank) == EXIT_CODE else CrashError
+    return kind(": ".join(filter(None, [spec.stage, where, message])))
+
+
+def _culprit(failures: Path, exit_codes: Mapping[int, int]) -> tuple[int, str, str]:
+    """The process that is to blame: its rank on this node, its message, its traceback.
+
+    A process that was killed is to blame first, because the others then fail when they miss it; else the earliest that left a message
+    since the processes were last started.
     """
     killed = [rank for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM]
-    written = sorted(failures.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     if killed:
-        rank, name = killed[0], signal.Signals(-exit_codes[killed[0]]).name
+        name = signal.Signals(-exit_codes[killed[0]]).name
         advice = (
             "; the machine may be out of memory: lower batch_size or raise accumulation" if name == "SIGKILL" else ""
         )
-        message = f"was ended by {name}{advice}"
-    elif written:
-        rank, failure = int(written[0].stem), json.loads(written[0].read_text())
-        message = failure["message"]
-        print(failure["trace"], end="", file=sys.stderr)
-    else:
-        rank, code = next(iter(exit_codes.items()))
-        message = f"ended with exit code {code}; its last lines of output stand above"
-    if spec.processes_per_node == 1:
-        return LaunchError(f"{spec.stage}: {message}")
-    return LaunchError(f"{spec.stage}: process {rank} of {spec.processes_per_node}: {message}")
+        return killed[0], f"was ended by {name}{advice}", ""
+    paths = sorted(failures.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    written = [(int(path.stem), json.loads(path.read_text())) for path in paths]
+    if written:
+        last_start = max(failure["start"] for _, failure in written)
+        rank, failure = next(entry for entry in written if entry[1]["start"] == last_start)
+        return rank, failure["message"], failure["trace"]
+    rank, code = next(iter(exit_codes.items()))
+    return rank, f"ended with exit code {code}; its last lines of output stand above", ""
 
 
 def run_stage(

@@ -46,8 +46,9 @@ def test_several_nodes_are_refused_here():
         launch.LocalLauncher().run(spec(nodes=2))
 
 
-def leave(folder, rank, message, when):
-    (folder / f"{rank}.json").write_text(json.dumps({"message": message, "trace": f"trace of {rank}\n"}))
+def leave(folder, rank, message, when, start=0):
+    content = {"message": message, "trace": f"trace of {rank}\n", "start": start}
+    (folder / f"{rank}.json").write_text(json.dumps(content))
     os.utime(folder / f"{rank}.json", (when, when))
 
 
