@@ -10,11 +10,11 @@ COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3
 	--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run ui test test-gpu bench check lint compile docs lock clean
+.PHONY: help setup run ui test test-gpu bench check lint compile deploy-pipeline undeploy-pipeline docs lock clean
 export SET OUT RECIPE POOL
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make the environment in .venv alone
 
@@ -53,6 +53,14 @@ lint: $(READY)  ## mend what can be mended: order of imports, format
 
 compile: $(READY)  ## write pipelines/compiled/distillation.yaml
 	$(VENV)/python -m pipelines.compile
+
+deploy-pipeline: $(READY)  ## upload the pipeline to Kubeflow and run it [KFP_HOST=url NAMESPACE=name IMAGE=name RUN=1 WAIT=1 CRON="0 3 * * *" RECIPE= SET= POOL= NODES= PROCESSES= EXPERIMENT=]
+	@$(VENV)/python -m pipelines.deploy --image "$$IMAGE" --cron "$$CRON" $(if $(RUN),--run) $(if $(WAIT),--wait) \
+		--recipe "$$RECIPE" --set "$$SET" --experiment "$$EXPERIMENT" --pool "$$POOL" \
+		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES))
+
+undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put there [KFP_HOST=url NAMESPACE=name VERSION=name ALL=1]
+	@$(VENV)/python -m pipelines.undeploy --image "$$IMAGE" $(if $(VERSION),--version "$$VERSION") $(if $(ALL),--all)
 
 docs: $(READY)  ## write docs/configuration.md
 	$(VENV)/python docs/generate.py
