@@ -1,0 +1,199 @@
+"""What `kubectl apply -k` would send: valid, complete in itself, pinned, limited, without secrets."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+
+from components.launch import pools
+from pipelines import pods
+from tests.manifests.pod_security import violations
+
+OVERLAYS = ("overlays/kind", "overlays/eks")
+OWN = (*OVERLAYS, "base", "mlflow", "components/kueue", "components/network-policy")
+MANIFESTS = Path(__file__).parents[2] / "manifests"
+WORKLOADS = {"Deployment", "StatefulSet"}
+SECRETS = {
+    "mlflow-database": {"password"},
+    pods.STORE_SECRET: set(pods.STORE_KEYS),
+    pods.TRACKING_SECRET: set(pods.TRACKING_KEYS),
+}
+"""Secrets that are made by whoever installs it; manifests/README.md says how."""
+
+
+def workloads(objects):
+    return [one for one in objects if one["kind"] in WORKLOADS]
+
+
+def containers(workload):
+    pod = workload["spec"]["template"]["spec"]
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def named(objects, kind):
+    return {one["metadata"]["name"]: one for one in objects if one["kind"] == kind}
+
+
+def test_every_kustomization_is_looked_at():
+    """Those left out read the network."""
+    found = {str(path.parent.relative_to(MANIFESTS)) for path in MANIFESTS.rglob("kustomization.yaml")}
+    assert found == {*OWN, "components/gpu", "components/neuron"}
+
+
+@pytest.mark.parametrize("folder", OWN)
+def test_objects_are_valid(render, versions, folder):
+    release = re.search(r":v(\d+\.\d+)\.", versions["KIND_NODE_IMAGE"])[1]
+    objects = render(folder)
+    assert objects
+    for one in objects:
+        if "kueue.x-k8s.io" not in one["apiVersion"]:
+            kubernetes_validate.validate(one, release, strict=True)
+    names = [(one["kind"], one["metadata"]["name"]) for one in objects]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_pods_are_restricted_limited_and_probed(render, folder):
+    found = workloads(render(folder))
+    assert {one["metadata"]["name"] for one in found} == {"mlflow", "mlflow-database"}
+    for one in found:
+        pod = one["spec"]["template"]["spec"]
+        assert violations(pod) == []
+        assert pod["automountServiceAccountToken"] is False
+        for container in containers(one):
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
+            for part in ("requests", "limits"):
+                assert {"cpu", "memory"} <= set(container["resources"][part])
+
+
+def assert_pinned(image):
+    """A version with at least two numbers, or a digest."""
+    assert re.search(r":v?\d+\.\d+[\w.-]*$|@sha256:[0-9a-f]{64}$", image), f"{image} is not pinned"
+
+
+@pytest.mark.parametrize("image", ["postgres", "postgres:latest", "postgres:17", "registry:5000/postgres", "a@sha256:12"])
+def test_an_image_that_is_not_pinned_is_found(image):
+    with pytest.raises(AssertionError, match="not pinned"):
+        assert_pinned(image)
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_images_are_pinned(render, folder):
+    images = [container["image"] for one in workloads(render(folder)) for container in containers(one)]
+    assert len(images) == 2
+    for image in images:
+        assert_pinned(image)
+
+
+@pytest.mark.parametrize("folder", ["components/gpu", "components/neuron"])
+def test_what_others_wrote_is_pinned(folder):
+    """What the network gives to these is a release's file, not a branch's."""
+    resources = re.findall(r"^  - (https://\S+)$", (MANIFESTS / folder / "kustomization.yaml").read_text(), re.MULTILINE)
+    assert resources
+    for resource in resources:
+        assert re.search(r"/v\d+\.\d+\.\d+/", resource), resource
+
+
+def references(value) -> Iterator[tuple[str, str, str]]:
+    """Every (kind, name, key) of a ConfigMap or Secret that a pod reads; key "" for the whole."""
+    if isinstance(value, dict):
+        for kind, whole in (("ConfigMap", "configMap"), ("Secret", "secret")):
+            if f"{whole}KeyRef" in value:
+                yield kind, value[f"{whole}KeyRef"]["name"], value[f"{whole}KeyRef"]["key"]
+            if f"{whole}Ref" in value:
+                yield kind, value[f"{whole}Ref"]["name"], ""
+        for part in value.values():
+            yield from references(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from references(part)
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_everything_that_is_named_is_there(render, folder):
+    objects = render(folder)
+    maps, accounts = named(objects, "ConfigMap"), named(objects, "ServiceAccount")
+    for one in workloads(objects):
+        pod = one["spec"]["template"]["spec"]
+        assert pod.get("serviceAccountName", "default") in {"default", *accounts}
+        read = list(references(pod))
+        assert read
+        for kind, name, key in read:
+            keys = SECRETS[name] if kind == "Secret" else set(maps[name]["data"])
+            assert not key or key in keys, f"{kind} {name} has no key {key}"
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_services_find_their_pods(render, folder):
+    objects = render(folder)
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one in workloads(objects)]
+    services = named(objects, "Service")
+    for service in services.values():
+        selector = service["spec"]["selector"].items()
+        assert sum(selector <= pod.items() for pod in labels) == 1
+    for one in named(objects, "StatefulSet").values():
+        assert one["spec"]["serviceName"] in services
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_all_of_it_is_in_one_namespace(render, folder):
+    """Roles and their like stay below the cluster's level."""
+    objects = render(folder)
+    assert {one["metadata"]["namespace"] for one in objects} == {"kubeflow"}
+    (binding,) = named(objects, "RoleBinding").values()
+    (subject,) = binding["subjects"]
+    assert (subject["kind"], subject["name"], subject["namespace"]) == ("ServiceAccount", "vit-distillation", "kubeflow")
+
+
+@pytest.mark.parametrize("folder", OWN)
+def test_there_are_no_secrets(render, folder):
+    """No Secret, and no variable or setting named like one that holds a value."""
+    for one in render(folder):
+        assert one["kind"] != "Secret"
+        for name, value in plain_values(one):
+            assert not pools.SECRET.search(name), f"{name}={value}"
+            assert not re.search(r"://[^/\s:]+:(?!\$\()[^/\s@]+@", value), f"{name} holds a password"
+
+
+def plain_values(one) -> Iterator[tuple[str, str]]:
+    if one["kind"] == "ConfigMap":
+        yield from one["data"].items()
+    elif one["kind"] in WORKLOADS:
+        for container in containers(one):
+            yield from ((variable["name"], variable["value"]) for variable in container.get("env", []) if "value" in variable)
+            yield from (("", text) for text in [*container.get("command", []), *container.get("args", [])])
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_tasks_find_their_environment(render, folder):
+    """The pipeline names ConfigMap and keys; what is missing would be passed over, for they are optional there."""
+    environment = named(render(folder), "ConfigMap")[pods.CONFIG_MAP]["data"]
+    assert set(environment) == set(pods.ENVIRONMENT)
+    assert all(environment.values())
+    for name in ("TRAINER_ARTIFACTS", "TRAINER_CHECKPOINTS"):
+        assert environment[name].startswith("s3://")
+    assert ("s3." not in environment["AWS_ENDPOINT_URL_S3"]) or (
+        environment["AWS_DEFAULT_REGION"] in environment["AWS_ENDPOINT_URL_S3"]
+    )
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_mlflow_is_where_tasks_look_for_it(render, folder):
+    objects = render(folder)
+    address = named(objects, "ConfigMap")[pods.CONFIG_MAP]["data"]["MLFLOW_TRACKING_URI"]
+    service = named(objects, "Service")["mlflow"]
+    assert address == f"http://mlflow:{service['spec']['ports'][0]['port']}"
+    (container,) = containers(named(objects, "Deployment")["mlflow"])
+    allowed = next(text for text in container["command"] if text.startswith("--allowed-hosts="))
+    assert address.removeprefix("http://") in allowed.removeprefix("--allowed-hosts=").split(",")
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_the_pools_are_the_bundled_ones(render, folder):
+    (text,) = named(render(folder), "ConfigMap")[pods.POOLS_CONFIG_MAP]["data"].values()
+    assert text == pools.BUNDLED.read_text()
+    assert tomllib.loads(text)["pools"]
