@@ -108,7 +108,7 @@ def create(
         StorageError: the store does not answer or refuses.
     """
     with folder_for(uri) as path:
-        storage.remove(storage.join(uri, MANIFEST))
+        storage.remove_file(storage.join(uri, MANIFEST))
         start = time.monotonic()
         draft = Draft(path=path)
         yield draft
@@ -170,7 +170,7 @@ def remove(uri: str | Path) -> None:
     Raises:
         StorageError: the store does not answer or refuses.
     """
-    storage.remove(storage.join(uri, MANIFEST))
+    storage.remove_file(storage.join(uri, MANIFEST))
     storage.remove(uri)
 
 
@@ -186,7 +186,7 @@ def copy(source: str | Path, target: str | Path, kind: Kind) -> Manifest:
     if _fingerprint(target, kind) == content.fingerprint:
         return content
     path = read(source, kind).path
-    storage.remove(storage.join(target, MANIFEST))
+    storage.remove_file(storage.join(target, MANIFEST))
     if storage.is_remote(target):
         storage.upload_directory(path, str(target), content.files)
     else:

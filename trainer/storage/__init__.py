@@ -24,6 +24,7 @@ from trainer.storage.objects import (
     parent,
     read_bytes,
     remove,
+    remove_file,
     write_bytes,
 )
 from trainer.storage.transfers import FileRecord, download_directory, file_digest, upload_directory
@@ -41,6 +42,7 @@ __all__ = [
     "parent",
     "read_bytes",
     "remove",
+    "remove_file",
     "upload_directory",
     "write_bytes",
 ]

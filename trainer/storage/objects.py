@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,20 @@ def files(uri: str | Path) -> dict[str, int]:
         root = local_path(uri)
         found = sorted(path for path in root.rglob("*") if path.is_file())
         return {path.relative_to(root).as_posix(): path.stat().st_size for path in found}
-    system, root_path = locate(uri)
-    prefix = f"{root_path.rstrip('/')}/"
+    return {name: int(info["size"]) for name, info in _below(uri, "find").items()}
+
+
+def _below(uri: str | Path, listing: str) -> dict[str, Mapping[str, Any]]:
+    """What `find` or `ls` of fsspec lists below a remote URI, with names relative to it, sorted."""
+    system, path = locate(uri)
+    prefix = f"{path.rstrip('/')}/"
     try:
-        listed: Mapping[str, Any] = call(str(uri), lambda: system.find(prefix, detail=True))
+        found = call(str(uri), lambda: getattr(system, listing)(prefix, detail=True))
     except ObjectNotFoundError:
         return {}
-    return {name.removeprefix(prefix): int(info["size"]) for name, info in sorted(listed.items())}
+    infos = found.values() if isinstance(found, dict) else found
+    named = {str(info["name"]).rstrip("/"): info for info in infos}
+    return {name.removeprefix(prefix): named[name] for name in sorted(named) if name.startswith(prefix)}
 
 
 def children(uri: str | Path) -> list[str]:
@@ -144,7 +152,7 @@ def children(uri: str | Path) -> list[str]:
     if not is_remote(uri):
         root = local_path(uri)
         return sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    return sorted({name.split("/")[0] for name in files(uri)})
+    return list(_below(uri, "ls"))
 
 
 def remove(uri: str | Path) -> None:
@@ -155,23 +163,30 @@ def remove(uri: str | Path) -> None:
     """
     if not is_remote(uri):
         path = local_path(uri)
+        if not path.is_dir():
+            remove_file(path)
+            return
         with writing_to(path):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            shutil.rmtree(path)
         return
     for name in files(uri):
-        _remove_object(join(uri, name))
-    _remove_object(str(uri))
+        remove_file(join(uri, name))
+    remove_file(uri)
 
 
-def _remove_object(uri: str) -> None:
+def remove_file(uri: str | Path) -> None:
+    """Remove one file or object, if it is there.
+
+    Raises:
+        StorageError: the store does not answer or refuses.
+    """
+    if not is_remote(uri):
+        with writing_to(local_path(uri)):
+            local_path(uri).unlink(missing_ok=True)
+        return
     system, path = locate(uri)
-    try:
-        call(uri, lambda: system.rm_file(path))
-    except ObjectNotFoundError:
-        return  # S3 does not say so; others do
+    with suppress(ObjectNotFoundError):  # S3 does not say so, other stores do
+        call(str(uri), lambda: system.rm_file(path))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, StorageError, make_directory, writing_to
-from trainer.storage.objects import CONNECTIONS, is_s3, join, locate, read_bytes
+from trainer.storage.objects import CONNECTIONS, files, is_s3, join, locate, read_bytes
 from trainer.storage.retries import call
 
 logger = logging.getLogger(__name__)
@@ -163,29 +163,32 @@ def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord
     Raises:
         StorageError: the store does not answer or refuses.
     """
+    present = files(uri)
     small = [name for name, record in records.items() if record["size"] <= PART_BYTES]
-    large = [name for name in records if name not in set(small)]
-    _in_parallel(lambda name: _upload(directory / name, join(uri, name), records[name]), small)
+    large = [name for name, record in records.items() if record["size"] > PART_BYTES]
+
+    def upload(name: str) -> None:
+        if present.get(name) != records[name]["size"] or not _is_there(join(uri, name), records[name]):
+            _upload(directory / name, join(uri, name), records[name])
+
+    _in_parallel(upload, small)
     for name in large:  # one after the other: the parts of each are under way at the same time
-        _upload(directory / name, join(uri, name), records[name])
+        upload(name)
 
 
 def _upload(file: Path, uri: str, record: FileRecord) -> None:
     if not is_s3(uri):
         system, path = locate(uri)
-        call(uri, lambda: system.put_file(str(file), path))
-    elif not _is_there(uri, record):
-        send = _upload_whole if record["size"] <= PART_BYTES else _upload_in_parts
-        send(file, uri, record)
+        call(uri, lambda: system.pipe_file(path, file.read_bytes()))
+    elif record["size"] <= PART_BYTES:
+        _s3_call("put_object", uri, Body=file.read_bytes(), Metadata={_DIGEST: record["sha256"]})
+    else:
+        _upload_in_parts(file, uri, record)
 
 
 def _is_there(uri: str, record: FileRecord) -> bool:
-    """Whether the store has an object of this name with this checksum."""
-    try:
-        head = _s3_call("head_object", uri)
-    except ObjectNotFoundError:
-        return False
-    return bool(head["ContentLength"] == record["size"] and head["Metadata"].get(_DIGEST) == record["sha256"])
+    """Whether the object of this name was sent with this checksum."""
+    return is_s3(uri) and bool(_s3_call("head_object", uri)["Metadata"].get(_DIGEST) == record["sha256"])
 
 
 def _s3_call(method: str, uri: str, **arguments: Any) -> Mapping[str, Any]:
@@ -193,10 +196,6 @@ def _s3_call(method: str, uri: str, **arguments: Any) -> Mapping[str, Any]:
     bucket, _, key = path.partition("/")
     answer: Mapping[str, Any] = call(uri, lambda: system.call_s3(method, Bucket=bucket, Key=key, **arguments))
     return answer
-
-
-def _upload_whole(file: Path, uri: str, record: FileRecord) -> None:
-    _s3_call("put_object", uri, Body=file.read_bytes(), Metadata={_DIGEST: record["sha256"]})
 
 
 def _upload_in_parts(file: Path, uri: str, record: FileRecord) -> None:

@@ -219,6 +219,12 @@ class _Loop:
     def resume(self) -> int:
         """Take over the newest checkpoint; gives the number of steps that it has done."""
         state = self._training.checkpoints.latest()
+        steps = set(self._processes.gather(state.step if state else 0))
+        if len(steps) > 1:
+            raise TrainingError(
+                f"{self._training.name}: the processes find different checkpoints (steps {sorted(steps)}) at "
+                f"{self._training.checkpoints.uri}; let TRAINER_CHECKPOINTS name a place that all machines reach, such as s3://BUCKET/NAME"
+            )
         if state is None:
             return 0
         self._model.load_state_dict(state.model)

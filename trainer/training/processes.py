@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trainer.errors import TrainingError
 from trainer.training.devices import Device, choose_device
+
+T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 """How long a process waits for the others before it gives up."""
@@ -32,10 +35,23 @@ class Processes:
         """Whether this is the process that writes and reports."""
         return self.rank == 0
 
+    @property
+    def first_of_node(self) -> int:
+        """Rank of the first process of this machine; torchrun numbers the processes machine by machine."""
+        return self.rank - self.local_rank
+
     def barrier(self) -> None:
         """Wait for all processes."""
         if self.world_size > 1:
             dist.barrier()
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every process, in the order of the ranks; the same list on every process."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean over the processes, element by element; the same on every process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from trainer.artifacts import Draft, Kind
 from trainer.config import DistillSettings, PretrainSettings, TrainingSettings
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import Samples
+from trainer.errors import OutputError
 from trainer.models import Classifier
 from trainer.profiling.evidence import Recorder
 from trainer.tracking import Tracker
@@ -169,13 +170,27 @@ def open_session(
 def _shared_artifact(
     processes: Processes, uri: str | Path, kind: Kind, *, settings: Mapping[str, Any], parents: Mapping[str, str]
 ) -> Iterator[Draft]:
-    """Like `artifacts.create`, on every process: the first one makes the directory and, when all have written, its manifest."""
-    if processes.is_first:
-        with artifacts.create(uri, kind, settings=settings, parents=parents) as draft:
-            processes.barrier()
-            yield draft
-            processes.barrier()
-    else:
+    """Like `artifacts.create`, on every process of every machine.
+
+    The first process makes the artifact; all write into one directory. In a store there is no such directory: the processes of a machine
+    write into a folder of theirs, which the first of them sends when all have written. Then the first process of all writes the manifest.
+    """
+    leader = processes.first_of_node if storage.is_remote(uri) else 0
+    with ExitStack() as stack:
+        own: Draft | None = None
+        if processes.is_first:
+            own = stack.enter_context(artifacts.create(uri, kind, settings=settings, parents=parents))
+        elif processes.rank == leader:
+            own = Draft(path=stack.enter_context(artifacts.folder_for(uri)))
+        paths = processes.gather(own.path if own else Path())
+        draft = own or Draft(path=paths[leader])
+        if not draft.path.is_dir():
+            raise OutputError(
+                f"{kind} {uri}: lies on the disk of the first machine, which this one does not see; give an output that all machines "
+                "reach, such as s3://BUCKET/NAME"
+            )
+        yield draft
         processes.barrier()
-        yield Draft(path=storage.local_path(uri))
-        processes.barrier()
+        sent = artifacts.contribute(uri, draft.path) if own and not processes.is_first else {}
+        for records in processes.gather(sent):
+            draft.contributed.update(records)
