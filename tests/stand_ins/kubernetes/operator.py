@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from tests.stand_ins.kubernetes import schemas
@@ -18,7 +17,7 @@ from tests.stand_ins.kubernetes.conditions import finished, holds, set_condition
 from tests.stand_ins.kubernetes.pod_templates import OPERATOR_NAME, defaulted, index_of, render, replica_labels
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS
 from tests.stand_ins.kubernetes.statuses import ApiError
-from tests.stand_ins.kubernetes.store import Object, Store, now
+from tests.stand_ins.kubernetes.store import Object, Store, age_s, now
 
 _OURS = {None, "kubeflow.org/training-operator"}
 _NO_EXIT_CODE = 0xBEEF
@@ -90,7 +89,7 @@ class _Reconciliation:
             if not finished(self.status) or clean == "All" or (clean == "Running" and unended):
                 self._delete(pod)
         keep_s, completed = self.policy.get("ttlSecondsAfterFinished"), self.status.get("completionTime")
-        if finished(self.status) and keep_s is not None and completed and _age_s(completed) > keep_s:
+        if finished(self.status) and keep_s is not None and completed and age_s(completed) > keep_s:
             self.store.delete(PYTORCHJOBS, self.namespace, self.name)
 
     def _suspend(self) -> None:
@@ -117,7 +116,7 @@ class _Reconciliation:
         if limit is not None and (self._new_failure_is_too_many(limit) or self._restarts_are_too_many(limit)):
             return f"Job {self.name} has failed because it has reached the specified backoff limit"
         started = self.status.get("startTime")
-        if deadline_s is not None and started and _age_s(started) >= deadline_s:
+        if deadline_s is not None and started and age_s(started) >= deadline_s:
             return f"Job {self.name} has failed because it was active longer than specified deadline"
         return ""
 
@@ -281,7 +280,3 @@ def _counted(pod: Mapping[str, Any]) -> str:
     if pod["status"]["phase"] == "Running":
         return "failed" if "deletionTimestamp" in pod["metadata"] else "active"
     return {"Succeeded": "succeeded", "Failed": "failed"}.get(pod["status"]["phase"], "")
-
-
-def _age_s(time: str) -> float:
-    return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()

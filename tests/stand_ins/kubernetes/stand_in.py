@@ -44,6 +44,7 @@ from tests.stand_ins.kubernetes.operator import TrainingOperator
 from tests.stand_ins.kubernetes.resources import EVENTS, PODS, PYTORCHJOBS, TRAINJOBS, Resource
 from tests.stand_ins.kubernetes.scheduling import Node
 from tests.stand_ins.kubernetes.store import Object, Store
+from tests.stand_ins.kubernetes.trainer_operator import TrainerOperator
 
 __all__ = ["KubernetesStandIn", "Node", "Script"]
 
@@ -77,8 +78,11 @@ class KubernetesStandIn:
         self.kubelet = Kubelet(self.store, folder / "pods", nodes)
         self.kubeconfig = folder / "kubeconfig"
         self._api = Api(self.store, self.kubelet, self.faults)
-        controllers = [(operator, TrainingOperator(self.store)), (kubelet, self.kubelet)]
-        self._syncs = [self.store.collect_garbage, *(one.sync for wanted, one in controllers if wanted)]
+        self._syncs = [self.store.collect_garbage]
+        if operator:
+            self._syncs += [TrainingOperator(self.store).sync, TrainerOperator(self.store).sync]
+        if kubelet:
+            self._syncs.append(self.kubelet.sync)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._control, name="controllers")
         self._server: ApiServer | None = None

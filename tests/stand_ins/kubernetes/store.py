@@ -40,6 +40,11 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def age_s(time: str) -> float:
+    """How long ago a time was that an object carries."""
+    return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
+
+
 def merge(target: Object, patch: Mapping[str, Any]) -> Object:
     """JSON merge patch (RFC 7386)."""
     merged = dict(target)
