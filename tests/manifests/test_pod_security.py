@@ -21,7 +21,10 @@ GOOD = {
             },
         }
     ],
-    "volumes": [{"name": "temporary", "emptyDir": {}}, {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+    "volumes": [
+        {"name": "temporary", "emptyDir": {}},
+        {"name": "data", "persistentVolumeClaim": {"claimName": "data"}},
+    ],
 }
 
 

@@ -75,7 +75,9 @@ def assert_pinned(image):
     assert re.search(r":v?\d+\.\d+[\w.-]*$|@sha256:[0-9a-f]{64}$", image), f"{image} is not pinned"
 
 
-@pytest.mark.parametrize("image", ["postgres", "postgres:latest", "postgres:17", "registry:5000/postgres", "a@sha256:12"])
+@pytest.mark.parametrize(
+    "image", ["postgres", "postgres:latest", "postgres:17", "registry:5000/postgres", "a@sha256:12"]
+)
 def test_an_image_that_is_not_pinned_is_found(image):
     with pytest.raises(AssertionError, match="not pinned"):
         assert_pinned(image)
@@ -92,7 +94,9 @@ def test_images_are_pinned(render, folder):
 @pytest.mark.parametrize("folder", ["components/gpu", "components/neuron"])
 def test_what_others_wrote_is_pinned(folder):
     """What the network gives to these is a release's file, not a branch's."""
-    resources = re.findall(r"^  - (https://\S+)$", (MANIFESTS / folder / "kustomization.yaml").read_text(), re.MULTILINE)
+    resources = re.findall(
+        r"^  - (https://\S+)$", (MANIFESTS / folder / "kustomization.yaml").read_text(), re.MULTILINE
+    )
     assert resources
     for resource in resources:
         assert re.search(r"/v\d+\.\d+\.\d+/", resource), resource
@@ -146,7 +150,11 @@ def test_all_of_it_is_in_one_namespace(render, folder):
     assert {one["metadata"]["namespace"] for one in objects} == {"kubeflow"}
     (binding,) = named(objects, "RoleBinding").values()
     (subject,) = binding["subjects"]
-    assert (subject["kind"], subject["name"], subject["namespace"]) == ("ServiceAccount", "vit-distillation", "kubeflow")
+    assert (subject["kind"], subject["name"], subject["namespace"]) == (
+        "ServiceAccount",
+        "vit-distillation",
+        "kubeflow",
+    )
 
 
 @pytest.mark.parametrize("folder", OWN)
@@ -164,7 +172,9 @@ def plain_values(one) -> Iterator[tuple[str, str]]:
         yield from one["data"].items()
     elif one["kind"] in WORKLOADS:
         for container in containers(one):
-            yield from ((variable["name"], variable["value"]) for variable in container.get("env", []) if "value" in variable)
+            yield from (
+                (variable["name"], variable["value"]) for variable in container.get("env", []) if "value" in variable
+            )
             yield from (("", text) for text in [*container.get("command", []), *container.get("args", [])])
 
 

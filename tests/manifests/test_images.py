@@ -1,0 +1,135 @@
+"""The Dockerfiles, as far as they can be checked without a Docker engine; hadolint, in `make check`, knows the instructions."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ("Dockerfile", "Dockerfile.neuron")
+
+
+def instructions(name):
+    """(instruction, rest) of each, continued lines joined, comments left out."""
+    text = (ROOT / "manifests" / "images" / name).read_text()
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [tuple(line.split(None, 1)) for line in joined.splitlines() if line.strip()]
+
+
+def sources(name):
+    """What the build takes from its context: by COPY, and by mounts of RUN."""
+    found = []
+    for instruction, rest in instructions(name):
+        if instruction == "COPY":
+            found += rest.split()[:-1]
+        found += re.findall(r"--mount=type=bind,source=([^,\s]+)", rest)
+    return found
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_base_is_pinned(name):
+    (argument,) = [rest for instruction, rest in instructions(name) if instruction == "ARG"]
+    assert re.fullmatch(r"BASE=\S+:[\w.-]*\d+\.\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?", argument)
+    assert [rest for instruction, rest in instructions(name) if instruction == "FROM"] == ["${BASE}"]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_it_does_not_run_as_root(name):
+    """The last user is a number, for Kubernetes can not know who a name is; it is the user of the jobs' pods."""
+    from components.launch import pod
+
+    users = [rest for instruction, rest in instructions(name) if instruction == "USER"]
+    assert users[-1] == f"{pod.USER}:{pod.USER}"
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_packages_are_hashed_wheels_and_leave_nothing(name):
+    (installing,) = [rest for instruction, rest in instructions(name) if "pip install" in rest]
+    for flag in ("--require-hashes", "--only-binary :all:", "--no-cache-dir"):
+        assert flag in installing
+    (requirements,) = [source for source in sources(name) if source.endswith(".txt")]
+    text = (ROOT / requirements).read_text()
+    packages = re.findall(
+        r"^[a-z0-9][\w.-]*==\S+ .*\\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", text, re.MULTILINE
+    )
+    assert len(packages) == len(re.findall(r"^[a-z0-9]", text, re.MULTILINE)) > 50
+    assert "://" not in text
+
+
+def test_the_neuron_image_keeps_its_torch():
+    text = (ROOT / "requirements/neuron.txt").read_text()
+    packages = dict(re.findall(r"^([a-z0-9][\w.-]*)==\S+ (.*)\\$", text, re.MULTILINE))
+    assert packages["torch"] == "; sys_platform == 'never' "
+    assert not [name for name in packages if name.startswith(("nvidia-cu", "nvidia-nccl", "triton"))]
+    assert {"timm", "torchvision", "mlflow", "kubernetes"} <= set(packages)
+
+
+def context():
+    """Files that Docker would be sent, by our .dockerignore: `*` and exceptions, and names to leave out everywhere."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "*"
+    kept = [line[1:] for line in lines if line.startswith("!")]
+    dropped = {line.removeprefix("**/") for line in lines[1:] if line.startswith("**/")}
+    assert len(lines) == 1 + len(kept) + len(dropped)
+    return kept, dropped
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_build_finds_what_it_takes(name):
+    kept, _ = context()
+    taken = [source.rstrip("/") for source in sources(name)]
+    assert len(taken) == 3
+    for source in taken:
+        assert (ROOT / source).exists()
+        assert source in kept
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder that PYTHONPATH names in the image, filled as the build would."""
+    folder, (_, dropped) = tmp_path_factory.mktemp("image"), context()
+    for instruction, rest in instructions("Dockerfile"):
+        if instruction == "COPY":
+            source, target = rest.split()
+            destination = folder / Path(target).relative_to("/opt/vit-distillation")
+            shutil.copytree(ROOT / source, destination, ignore=shutil.ignore_patterns(*dropped))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "trainer", "--version"],
+        ["-m", "trainer", "config", "digits"],
+        ["-m", "components.launch", "pools"],
+        ["-c", "import components.task, components.pretrain, components.launching"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_copied_suffices(installed, tmp_path, command):
+    """Recipes, pools and packages are all there; nothing else of the working tree is in reach."""
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(installed),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": str(tmp_path),
+    }
+    # -S and an explicit path leave out the .pth file that makes the working tree importable.
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    environment["PYTHONPATH"] += os.pathsep + packages
+    result = subprocess.run(
+        [sys.executable, "-S", *command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,78 @@
+"""Network policies select the pods that they are about, and let through what the pods need."""
+
+import pytest
+
+from components.launch import pools
+from tests.manifests.jobs import job, templates
+from tests.manifests.pod_security import violations
+
+
+def selects(selector, labels):
+    wanted = selector.get("matchLabels", {})
+    exist = [rule["key"] for rule in selector.get("matchExpressions", [])]
+    assert all(rule["operator"] == "Exists" for rule in selector.get("matchExpressions", []))
+    return wanted.items() <= labels.items() and all(key in labels for key in exist)
+
+
+@pytest.fixture(scope="module")
+def policies(render):
+    found = [one for one in render("overlays/kind") if one["kind"] == "NetworkPolicy"]
+    return {one["metadata"]["name"]: one["spec"] for one in found}
+
+
+@pytest.fixture(scope="module")
+def pods(render):
+    """Name -> labels of every kind of pod that the policies are about, and KFP's object store, as its manifests label it."""
+    own = {
+        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]
+        for one in render("overlays/kind")
+        if one["kind"] in {"Deployment", "StatefulSet"}
+    }
+    return {"job": templates(job("cpu"))[0]["metadata"]["labels"], "seaweedfs": {"app": "seaweedfs"}, **own}
+
+
+def test_each_policy_is_about_its_pods(policies, pods):
+    about = {
+        name: [pod for pod, labels in pods.items() if selects(spec["podSelector"], labels)]
+        for name, spec in policies.items()
+    }
+    assert about == {"vit-distillation-jobs": ["job"], "mlflow": ["mlflow"], "mlflow-database": ["mlflow-database"]}
+
+
+def ingress(policies, pods, source, target):
+    """Ports on which a pod of the namespace reaches another; None: all."""
+    found = set()
+    for spec in policies.values():
+        if "Ingress" in spec["policyTypes"] and selects(spec["podSelector"], pods[target]):
+            for rule in spec.get("ingress", []):
+                if any(selects(peer["podSelector"], pods[source]) for peer in rule["from"]):
+                    found |= {port["port"] for port in rule["ports"]} if "ports" in rule else {None}
+    return found
+
+
+def test_who_may_come_in(policies, pods):
+    assert ingress(policies, pods, "job", "job") == {None}
+    assert ingress(policies, pods, "mlflow", "job") == set()
+    assert ingress(policies, pods, "job", "mlflow") == {5000}
+    assert ingress(policies, pods, "mlflow", "mlflow-database") == {5432}
+    assert ingress(policies, pods, "job", "mlflow-database") == set()
+
+
+def test_where_a_training_may_go(policies, pods):
+    """To names, its peers, MLflow, and an object store inside or outside."""
+    reached, outside = {}, set()
+    for rule in policies["vit-distillation-jobs"]["egress"]:
+        ports = frozenset(port["port"] for port in rule.get("ports", []))
+        if "to" not in rule:
+            outside |= ports
+        for peer in rule.get("to", []):
+            for pod in [pod for pod in pods if "podSelector" in peer and selects(peer["podSelector"], pods[pod])]:
+                reached[pod] = ports
+    assert reached == {"job": frozenset(), "mlflow": {5000}, "seaweedfs": {8333}}
+    assert outside == {53, 443}
+
+
+@pytest.mark.parametrize("name", list(pools.load()))
+def test_jobs_meet_pod_security(name):
+    for template in templates(job(name)):
+        assert violations(template["spec"]) == []

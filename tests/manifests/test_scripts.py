@@ -1,0 +1,256 @@
+"""The scripts say what is missing, and can be repeated.
+
+Docker, kind and kubectl are played: each call is written down and answered as the test says. What the real ones would do is not
+tested here, and was not tried.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from components.launch import pools
+
+MANIFESTS = Path(__file__).parents[2] / "manifests"
+COREUTILS = ("bash", "base64", "cat", "cut", "dirname", "env", "grep", "mkdir", "od", "rm", "tr", "sh")
+
+
+class Machine:
+    """A machine that has the tools of `PATH` below, and those that `play` adds."""
+
+    def __init__(self, folder):
+        self.tools, self.calls = folder / "bin", folder / "calls"
+        self.tools.mkdir()
+        self.calls.touch()
+        for name in COREUTILS:
+            (self.tools / name).symlink_to(shutil.which(name))
+
+    def play(self, name, answers=""):
+        """Add a tool. `answers` are the branches of a shell `case` over its arguments; else it succeeds without a word."""
+        path = self.tools / name
+        path.write_text(
+            "#!/usr/bin/env bash\n"
+            f'printf "%s\\n" "{name}${{*:+ }}$*" >>{shlex.quote(str(self.calls))}\n'
+            f'case "$*" in */dev/stdin*) cat >{shlex.quote(str(self.tools.parent / "stdin"))};; esac\n'
+            f'case "$*" in\n{answers}\n*) ;;\nesac\n'
+        )
+        path.chmod(0o755)
+        return self
+
+    def run(self, script, *arguments):
+        # The environment's kubectl, which the scripts fall back on, must not be found either.
+        manifests = self.tools.parent / "manifests"
+        if not manifests.exists():
+            shutil.copytree(MANIFESTS, manifests)
+        environment = {"PATH": str(self.tools), "HOME": str(self.tools.parent)}
+        return subprocess.run(
+            [manifests / script, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    def called(self, beginning=""):
+        return [line for line in self.calls.read_text().splitlines() if line.startswith(beginning)]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def complete(machine, versions):
+    """With everything, and an empty cluster that has just been made."""
+    machine.play("docker").play("git")
+    machine.play("kind", f'version) echo "kind {versions["KIND_VERSION"]} go1.24 linux/amd64";;')
+    nodes = '"get nodes"*) echo node/played;;'
+    return machine.play(
+        "kubectl", f'{nodes}\n*"get secret mlpipeline-minio-artifact"*) echo c2VjcmV0;;\n*"get secret"*) exit 1;;'
+    )
+
+
+SCRIPTS = {
+    "kind/up.sh": [],
+    "kind/load.sh": ["image:1"],
+    "kind/down.sh": [],
+    "kind/pretend.sh": [],
+    "install.sh": ["kind"],
+    "logs.sh": ["logs"],
+    "images/build.sh": ["cpu", "image:1"],
+}
+
+
+def test_every_script_is_tested():
+    found = {str(path.relative_to(MANIFESTS)) for path in MANIFESTS.rglob("*.sh")}
+    assert found == {*SCRIPTS, "require.sh"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_missing_tool_is_named_with_what_to_do(machine, script):
+    result = machine.run(script, *SCRIPTS[script])
+    assert result.returncode == 2
+    assert re.fullmatch(r"error: (docker|kubectl) is not installed; \S.+\n", result.stderr)
+
+
+def test_a_daemon_that_does_not_answer(machine):
+    machine.play("docker", "info) exit 1;;")
+    assert "error: the Docker daemon does not answer; start it" in machine.run("kind/up.sh").stderr
+
+
+def test_another_version_of_kind_is_refused(machine, versions):
+    machine.play("docker").play("kind", 'version) echo "kind v0.20.0 go1.20 linux/amd64";;')
+    result = machine.run("kind/up.sh")
+    assert result.returncode == 2
+    assert (
+        f"error: kind v0.20.0 is installed; the cluster is pinned to kind {versions['KIND_VERSION']}" in result.stderr
+    )
+    assert machine.called("kind create") == []
+
+
+def test_installing_without_a_cluster(machine):
+    machine.play("git").play("kubectl", 'version) exit 1;;\n"config current-context") echo nowhere;;')
+    result = machine.run("install.sh", "kind")
+    assert (result.returncode, machine.called("kubectl apply")) == (2, [])
+    assert "error: no cluster answers at context 'nowhere'" in result.stderr
+
+
+def test_an_unknown_overlay(machine):
+    assert machine.run("install.sh", "gke").stderr == "error: overlay 'gke' is not known; name one: eks kind\n"
+    assert machine.run("install.sh").returncode == 2
+
+
+def test_up_makes_a_cluster_and_installs_in_order(complete, versions):
+    result = complete.run("kind/up.sh")
+    assert result.returncode == 0, result.stderr
+    (created,) = complete.called("kind create cluster")
+    assert f"--image {versions['KIND_NODE_IMAGE']}" in created
+    applied = [re.sub(r" /\S*/manifests/", " ", call) for call in complete.called("kubectl apply")]
+    kfp = "github.com/kubeflow/pipelines/manifests/kustomize"
+    operator = "github.com/kubeflow/training-operator/manifests/overlays/standalone"
+    assert applied == [
+        f"kubectl apply -k {kfp}/cluster-scoped-resources?ref={versions['KFP_VERSION']}",
+        f"kubectl apply -k {kfp}/env/platform-agnostic?ref={versions['KFP_VERSION']}",
+        f"kubectl apply --server-side --force-conflicts -k {operator}?ref={versions['TRAINING_OPERATOR_VERSION']}",
+        "kubectl apply -k overlays/kind",
+    ]
+    calls = complete.called("kubectl")
+    first_wait = next(index for index, call in enumerate(calls) if "wait crd/applications" in call)
+    assert (
+        calls.index(complete.called("kubectl apply")[0]) < first_wait < calls.index(complete.called("kubectl apply")[1])
+    )
+    made = [call for call in calls if "create secret" in call]
+    assert [call.split()[6] for call in made] == ["mlflow-database", "vit-distillation-store"]
+    password = (complete.tools.parent / "stdin").read_text()
+    assert re.fullmatch("[0-9a-f]{48}", password), "it becomes part of a URL"
+    assert not any(password in call or "c2VjcmV0" in call or "=secret" in call for call in calls), (
+        "no value stands in a command"
+    )
+
+
+def test_up_leaves_what_is_there(complete, versions):
+    version = f'version) echo "kind {versions["KIND_VERSION"]} go1.24 linux/amd64";;'
+    complete.play("kind", f'{version}\n"get clusters") echo vit-distillation;;')
+    complete.play("kubectl", '"get nodes"*) echo node/played;;')  # every Secret is there, too
+    result = complete.run("kind/up.sh")
+    assert result.returncode == 0, result.stderr
+    assert complete.called("kind create") == []
+    assert complete.called("kind export kubeconfig --name vit-distillation")
+    assert not any("create secret" in call for call in complete.called())
+
+
+def test_on_eks_no_key_is_made(complete):
+    """Pods have an identity there."""
+    assert complete.run("install.sh", "eks").returncode == 0
+    assert [call.split()[6] for call in complete.called() if "create secret" in call] == ["mlflow-database"]
+
+
+def test_a_step_that_fails_ends_it(complete):
+    complete.play("kubectl", '"get nodes"*) echo node/played;;\n"apply -k"*) echo "no such host" >&2; exit 1;;')
+    result = complete.run("kind/up.sh")
+    assert result.returncode != 0
+    assert "no such host" in result.stderr
+    assert len(complete.called("kubectl apply")) == 1
+
+
+def test_pretended_nodes_suit_their_pools(complete):
+    assert complete.run("kind/pretend.sh").returncode == 0
+    taints = [call.split()[4] for call in complete.called("kubectl taint")]
+    machines = [call.split("instance-type=")[1] for call in complete.called("kubectl label")]
+    patches = [json.loads(call.split("--patch ")[1]) for call in complete.called("kubectl patch")]
+    assert all("--subresource=status --type=json" in call for call in complete.called("kubectl patch"))
+    assert taints == ["nvidia.com/gpu=true:NoSchedule", "aws.amazon.com/neuron=true:NoSchedule"]
+    for name, machine, patch in zip(("gpu-a100", "neuron-trn1-16"), machines, patches, strict=True):
+        pool = pools.get(name)
+        assert pool.node_selector == {"node.kubernetes.io/instance-type": machine}
+        capacity = {one["path"].removeprefix("/status/capacity/").replace("~1", "/"): one["value"] for one in patch}
+        assert capacity == {name: count for name, count in pool.resources.items() if "/" in name}
+
+
+def test_pretending_in_another_cluster_stops(machine):
+    machine.play("kubectl")
+    result = machine.run("kind/pretend.sh")
+    assert result.returncode == 2
+    assert "error: no node has the label vit-distillation/node=gpu" in result.stderr
+    assert machine.called("kubectl patch") == []
+
+
+def test_load_wants_cluster_and_image(complete, versions):
+    assert (
+        "error: there is no kind cluster vit-distillation; run 'make kind-up'"
+        in complete.run("kind/load.sh", "image:1").stderr
+    )
+    version = f'version) echo "kind {versions["KIND_VERSION"]} go1.24 linux/amd64";;'
+    complete.play("kind", f'{version}\n"get clusters") echo vit-distillation;;')
+    complete.play("kubectl", '*"get nodes"*) echo played-worker;;')
+    assert complete.run("kind/load.sh", "image:1").returncode == 0
+    assert complete.called("kind load") == [
+        "kind load docker-image image:1 --name vit-distillation --nodes played-worker"
+    ]
+    complete.play("docker", '"image inspect"*) exit 1;;')
+    assert (
+        "error: the image image:1 is not on this machine; run 'make image'"
+        in complete.run("kind/load.sh", "image:1").stderr
+    )
+
+
+def test_down_can_be_repeated(complete, versions):
+    assert complete.run("kind/down.sh").stdout == "There is no kind cluster vit-distillation\n"
+    version = f'version) echo "kind {versions["KIND_VERSION"]} go1.24 linux/amd64";;'
+    complete.play("kind", f'{version}\n"get clusters") echo vit-distillation;;')
+    assert complete.run("kind/down.sh").returncode == 0
+    assert complete.called("kind delete") == ["kind delete cluster --name vit-distillation"]
+
+
+def test_an_image_is_built_and_has_to_work(machine):
+    machine.play("docker", '*"id --user") echo 1000;;')
+    for target, dockerfile in {"cpu": "Dockerfile", "gpu": "Dockerfile", "neuron": "Dockerfile.neuron"}.items():
+        result = machine.run("images/build.sh", target, "image:1")
+        assert (result.returncode, result.stdout) == (0, "image:1 works\n")
+        assert f"/images/{dockerfile} --tag image:1" in machine.called("docker build")[-1]
+    assert "image:1 works" not in machine.run("images/build.sh", "tpu", "image:1").stdout
+
+
+@pytest.mark.parametrize("answers", ['*"trainer --version") exit 1;;', '*"id --user") echo 0;;'])
+def test_an_image_that_does_not_work_is_none(machine, answers):
+    machine.play("docker", answers)
+    result = machine.run("images/build.sh", "cpu", "image:1")
+    assert result.returncode != 0
+    assert "works" not in result.stdout
+
+
+def test_logs_are_collected_as_far_as_they_can_be_had(machine, tmp_path):
+    machine.play(
+        "kubectl",
+        '*"get pods --output name") echo pod/one; echo pod/two;;\n*"get workflows"*) echo "no such kind" >&2; exit 1;;\n'
+        '*"logs pod/one"*--previous) exit 1;;\n*"logs"*) echo "a line";;',
+    )
+    folder = tmp_path / "logs"
+    assert machine.run("logs.sh", str(folder)).returncode == 0
+    assert {path.name for path in (folder / "pods").iterdir()} == {
+        "one.log", "one.describe.txt", "two.log", "two.previous.log", "two.describe.txt",
+    }  # fmt: skip
+    assert (folder / "pods" / "two.log").read_text() == "a line\n"
+    assert "no such kind" in (folder / "workflows.yaml").read_text()
+    assert not any("secret" in call for call in machine.called())
