@@ -1,0 +1,231 @@
+"""Following a job: threads read what the API server tells of it, and one thread, the caller's, makes sense of it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Self
+
+from components.launch import replicas
+from components.launch.cluster import Cluster
+from components.launch.logs import Line, LogReader
+from components.launch.patience import Patience
+from components.launch.progress import Ending, Progress
+from components.launch.readers import Ended, Readers
+from components.launch.record import Record
+from components.launch.refusals import ClusterError, DeniedError, NotInstalledError
+from components.launch.replicas import Replica
+from components.launch.resources import EVENTS, PODS
+from components.launch.submitting import Job
+from components.launch.watching import Change, Watcher
+
+logger = logging.getLogger(__name__)
+
+ENDED_LOGS_S = 10.0
+"""How long the last lines of replicas that have ended are waited for, and"""
+RUNNING_LOGS_S = 0.5
+"""those of replicas that run on, such as workers after the master's end."""
+GONE_POLL_S = 0.5
+
+
+class Follower:
+    """Follows one job. A context manager: after it no thread runs and no connection is read."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: Job,
+        progress: Progress,
+        patience: Patience,
+        *,
+        record: Record,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Prepare; nothing is read before `follow`.
+
+        Args:
+            cluster: where the job is.
+            job: itself.
+            progress: takes what is seen of it.
+            patience: with the API server.
+            record: takes log lines, status and events.
+            tell: takes lines about the job.
+        """
+        self._cluster, self._job, self._progress, self._record, self._tell = cluster, job, progress, record, tell
+        self._inbox: queue.SimpleQueue[Change | Line | Ended] = queue.SimpleQueue()
+        self._readers = Readers(patience, self._inbox.put)
+        self._logs: dict[str, LogReader] = {}
+        self._unread: set[str] = set()
+        """Replicas whose log is being read."""
+        self._seen: dict[str, Any] = {}
+        """The job, as it was seen last."""
+
+    def __enter__(self) -> Self:
+        self._readers.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._readers.__exit__(*error)
+        self._record.events = [*self._progress.events.values()]
+        self._record.status = {
+            "state": asdict(self._progress.state),
+            "replicas": {name: asdict(replica) for name, replica in self._progress.replicas.items()},
+            "job": self._seen,
+        }
+
+    def _start(self) -> None:
+        watches = {
+            "job": (self._job.kind, {"fields": f"metadata.name={self._job.name}"}),
+            "pods": (PODS, {"labels": self._job.pod_selector}),
+            "events": (EVENTS, {}),
+        }
+        for name, (resource, selectors) in watches.items():
+            watcher = Watcher(self._cluster, resource, self._readers, self._inbox.put, **selectors)
+            self._readers.start(name, watcher.run)
+
+    def follow(self) -> Ending:
+        """Tell how the job goes until it has ended and its logs are read, or a limit is reached.
+
+        Raises:
+            ClusterError: the job can not be followed.
+        """
+        self._start()
+        while True:
+            self._tell_news()
+            now = time.monotonic()
+            ending = self._progress.ending(now)
+            if ending:
+                break
+            self._listen(self._progress.patience_s(now))
+        if ending.kind in {"succeeded", "failed"}:
+            self._read_to_the_end()
+        return ending
+
+    def wait_until_gone(self, limit_s: float) -> bool:
+        """Go on reading until the deleted job does not exist any more; gives whether that came true in time.
+
+        Raises:
+            ClusterError: the API server does not answer or refuses.
+        """
+        deadline = time.monotonic() + limit_s
+        while not (gone := self._job.is_gone()) and time.monotonic() < deadline:
+            self._listen(GONE_POLL_S)
+        return gone
+
+    def _tell_news(self) -> None:
+        for news in self._progress.news():
+            self._tell(news)
+
+    def _listen(self, seconds: float) -> None:
+        """Take what comes next, if something comes in time."""
+        try:
+            item = self._inbox.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return
+        if isinstance(item, Line):
+            self._take_line(item)
+        elif isinstance(item, Ended):
+            self._take_end(item)
+        elif item.resource == PODS:
+            self._take_pod(item)
+        elif item.resource == EVENTS:
+            self._take_event(item.object)
+        else:
+            self._take_job(item)
+
+    def _take_line(self, line: Line) -> None:
+        logger.info("%s | %s", line.replica, line.text)
+        self._record.line(line)
+        self._progress.see_line(line.replica, line.text, time.monotonic())
+
+    def _take_job(self, change: Change) -> None:
+        if change.object["metadata"]["uid"] != self._job.uid:
+            return
+        self._seen = change.object
+        if change.deleted:
+            self._progress.see_job_gone()
+            return
+        deleting = "deletionTimestamp" in change.object["metadata"]
+        self._progress.see_job(self._job.backend.state(change.object), deleting=deleting, now=time.monotonic())
+
+    def _take_pod(self, change: Change) -> None:
+        name = self._job.backend.replica(change.object["metadata"]["labels"])
+        replica, now = replicas.read(change.object, name, self._job.backend.container), time.monotonic()
+        if change.deleted:
+            self._progress.see_replica_gone(replica, now)
+        else:
+            self._progress.see_replica(replica, now)
+        self._read_log(self._progress.replicas[name])
+
+    def _read_log(self, replica: Replica) -> None:
+        reader = self._logs.get(replica.name)
+        if reader:
+            reader.see(replica)
+        elif replica.placed:
+            reader = LogReader(replica, self._job.backend.container, self._cluster, self._readers, self._inbox.put)
+            self._logs[replica.name] = reader
+            self._unread.add(replica.name)
+            self._readers.start(replica.name, reader.run)
+
+    def _take_event(self, event: Mapping[str, Any]) -> None:
+        about, name = event["involvedObject"], self._job.name
+        of_this_job = about.get("uid") == self._job.uid or about.get("kind") != self._job.backend.kind
+        if of_this_job and (about.get("name") == name or about.get("name", "").startswith(f"{name}-")):
+            self._progress.see_event(about["name"].removeprefix(f"{name}-"), event)
+
+    def _take_end(self, ended: Ended) -> None:
+        """A thread has ended.
+
+        Raises:
+            Exception: what it failed with, unless the job can be followed without it.
+        """
+        self._unread.discard(ended.name)
+        if ended.error is None:
+            return
+        if isinstance(ended.error, NotInstalledError):
+            self._progress.see_job_gone()
+            return
+        if not isinstance(ended.error, DeniedError) or ended.name == "job":
+            raise ended.error
+        logger.warning("%s; the job is followed without", ended.error)
+        if ended.name == "pods":
+            self._progress.see_no_replicas()
+        if ended.name != "events":
+            self._progress.see_no_logs()
+
+    def _read_to_the_end(self) -> None:
+        """Take what is left to read of the logs."""
+        self._look_at_pods_again()
+        for reader in self._logs.values():
+            reader.finish()
+        start = time.monotonic()
+        while left := self._left_to_read(time.monotonic() - start):
+            self._listen(min(left, RUNNING_LOGS_S))
+        self._tell_news()
+
+    def _left_to_read(self, waited_s: float) -> float:
+        """Seconds that the logs are still worth waiting for; 0: all is read, or the time is over."""
+        ended = any(self._logs[name].ends_by_itself for name in self._unread)
+        limit_s = ENDED_LOGS_S if ended else RUNNING_LOGS_S
+        return max(0.0, limit_s - waited_s) if self._unread else 0.0
+
+    def _look_at_pods_again(self) -> None:
+        """The job's end may have been told before its pods'."""
+        if not self._logs:
+            return
+        try:
+            for pod in self._cluster.list(PODS, labels=self._job.pod_selector).items:
+                self._take_pod(Change(PODS, pod))
+        except ClusterError as error:
+            logger.warning("how the replicas ended is known only as far as it was seen: %s", error)
+
+    def _keep(self) -> None:
+        self._record.events = [*self._progress.events.values()]
+        self._record.status = {
+            "state": asdict(self._progress.state),
+            "replicas": {name: asdict(replica) for name, replica in self._progress.replicas.items()},
+            "job": self._seen,
+        }

@@ -1,0 +1,157 @@
+"""Running a stage as a job on a node pool: submitted, followed to its end, and recorded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from components.launch.backends import BACKENDS
+from components.launch.cluster import Cluster
+from components.launch.diagnosis import explain_failure
+from components.launch.following import Follower
+from components.launch.identity import Identity
+from components.launch.patience import Patience, duration
+from components.launch.pools import Pool
+from components.launch.progress import Ending, Limits, Progress
+from components.launch.record import Record
+from components.launch.refusals import AwayError, ClusterError, NotInstalledError
+from components.launch.submitting import Job
+from trainer.errors import LaunchError
+from trainer.launch import JobSpec
+
+logger = logging.getLogger(__name__)
+
+AWAY_LIMIT_S = 900.0
+"""How long the API server may be away before the launcher gives up; the job then goes on."""
+GONE_LIMIT_S = 20.0
+"""How long a deleted job is waited for: less than the 30 s that a task's pod has after SIGTERM."""
+
+
+class ClusterLauncher:
+    """Runs jobs on a node pool."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        identity: Identity,
+        *,
+        cluster: Cluster | None = None,
+        record: str | None = None,
+        away_limit_s: float = AWAY_LIMIT_S,
+    ) -> None:
+        """Choose where.
+
+        Args:
+            pool: the node pool.
+            identity: whose job it is; its attempt is counted here.
+            cluster: where the pool is; None: found when a job is run.
+            record: URI below which job.json, status.json, events.json and logs/REPLICA.log are written, however the job ends.
+            away_limit_s: how long the API server may be away.
+        """
+        self._pool, self._identity, self._cluster = pool, identity, cluster
+        self._record, self._away_limit_s = record, away_limit_s
+
+    def run(self, spec: JobSpec) -> None:
+        """Run a job to its end. One of the same run, task and specification that goes on already is followed further.
+
+        Raises:
+            LaunchError: naming the replica that failed, why, and the next move; or the limit that was reached; or what the
+                cluster refuses.
+            KeyboardInterrupt: Ctrl-C or SIGTERM; the job was deleted.
+        """
+        if self._cluster:
+            self._run(spec, self._cluster)
+        else:
+            with Cluster.connect(self._identity.namespace) as cluster:
+                self._run(spec, cluster)
+
+    def _run(self, spec: JobSpec, cluster: Cluster) -> None:
+        job, patience = (
+            Job(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity),
+            Patience(self._away_limit_s),
+        )
+        tell, progress = _teller(job), self._progress(spec)
+        with (
+            Record(self._record) as record,
+            Follower(cluster, job, progress, patience, record=record, tell=tell) as follower,
+        ):
+            with _abandoned_in_order(job, follower, tell):
+                made = job.submit(patience)
+                record.manifest = job.manifest
+                tell(f"made on pool {self._pool.name}" if made else "goes on already; followed further")
+                ending = follower.follow()
+                if ending.kind == "overdue":
+                    raise LaunchError(f"job {job.name} {ending.message}")
+            _conclude(ending, job, progress)
+
+    def _progress(self, spec: JobSpec) -> Progress:
+        pool = self._pool
+        limits = Limits(
+            queued_s=60 * pool.queued_minutes, running_s=60 * pool.running_minutes, silent_s=60 * pool.silent_minutes
+        )
+        return Progress(nodes=pool.elastic_min_nodes or spec.nodes, limits=limits, now=time.monotonic())
+
+
+def _teller(job: Job) -> Callable[[str], None]:
+    """Lines about a job, with the seconds since now."""
+    start = time.monotonic()
+    return lambda text: logger.info("[%6.1f s] job %s: %s", time.monotonic() - start, job.name, text)
+
+
+@contextmanager
+def _abandoned_in_order(job: Job, follower: Follower, tell: Callable[[str], None]) -> Iterator[None]:
+    """Delete a job that nobody follows any more, whatever ended the block; but leave it where the API server is away.
+
+    Raises:
+        LaunchError: the API server was away for too long.
+    """
+    try:
+        yield
+    except AwayError as error:
+        raise LaunchError(
+            f"{error}; if job {job.name} was made, it goes on: the same task, run again, follows it further"
+        ) from error
+    except BaseException:
+        _delete(job, follower, tell)
+        raise
+
+
+def _delete(job: Job, follower: Follower, tell: Callable[[str], None]) -> None:
+    try:
+        if not job.delete():
+            return
+        tell("being deleted")
+        gone = follower.wait_until_gone(GONE_LIMIT_S)
+    except ClusterError as error:
+        logger.warning(
+            "job %s may be left running: %s; delete it with `kubectl delete %s %s -n %s`",
+            *(job.name, error, job.kind, job.name, job.namespace),
+        )
+        return
+    tell("deleted" if gone else f"still being deleted after {duration(GONE_LIMIT_S)}; the cluster goes on with that")
+
+
+def _conclude(ending: Ending, job: Job, progress: Progress) -> None:
+    """Return if the job has succeeded.
+
+    Raises:
+        LaunchError: it has not; with the cause.
+    """
+    if ending.kind == "failed":
+        raise LaunchError(explain_failure(job.name, str(job.kind), progress))
+    if ending.kind == "deleted":
+        raise LaunchError(
+            f"job {job.name} was deleted by somebody else while it was {progress.state.phase}{_with_its_kind(job)}; "
+            "run again, which goes on from the last checkpoint"
+        )
+
+
+def _with_its_kind(job: Job) -> str:
+    """Whether the job was not meant, but all of its kind were."""
+    try:
+        job.is_gone()
+    except NotInstalledError as error:
+        return f", as all jobs of its kind: {error}"
+    return ""

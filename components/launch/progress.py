@@ -1,0 +1,216 @@
+"""How a job goes: what was seen of it goes in, what to tell and how it ended comes out.
+
+Nothing here waits, reads a clock or talks to a server; `following` does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from components.launch.patience import duration
+from components.launch.replicas import Replica
+from components.launch.state import State
+
+TAIL_LINES = 10
+"""Last lines of each replica that are kept for the message."""
+_TROUBLE = frozenset({"Preempted", "Preempting", "TaintManagerEviction", "DeletedByTaintManager"})
+"""Events that Kubernetes calls normal, though whoever waits for the job wants to know."""
+_TOLD_AGAIN = frozenset({10, 100, 1000, 10000})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a job may take, in seconds."""
+
+    queued_s: float
+    """From when it starts to wait for machines until all replicas run."""
+    running_s: float
+    """All replicas running, all periods together."""
+    silent_s: float
+    """Running without a line of output."""
+    stuck_s: float = 300
+    """With a replica whose image, secret or volume can not be had."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How it ended, as far as can be told from here."""
+
+    kind: Literal["succeeded", "failed", "deleted", "overdue"]
+    message: str = ""
+    """Of `overdue`: which limit, and the next move."""
+
+
+class Progress:
+    """What is known of a job."""
+
+    def __init__(self, *, nodes: int, limits: Limits, now: float) -> None:
+        """Begin.
+
+        Args:
+            nodes: how many replicas have to run before it counts as running.
+            limits: how long it may take.
+            now: seconds on any clock that only goes forward, here and in all methods.
+        """
+        self.state = State(phase="pending")
+        self.replicas: dict[str, Replica] = {}
+        self.tails: dict[str, deque[str]] = {}
+        self.heard: dict[str, float] = {}
+        """Replica -> when its last line came."""
+        self.events: dict[str, Mapping[str, Any]] = {}
+        """Uid -> Kubernetes' event, as it was last: one that happens again is the same, with a higher count."""
+        self._nodes, self._limits = nodes, limits
+        self._deleted, self._blind, self._deaf = False, False, False
+        self._since, self._ran_s, self._running = now, 0.0, False
+        self._last_sign, self._stuck_since = now, now
+        self._event_counts: Counter[tuple[str, str, str]] = Counter()
+        self.trouble = self._status = ""
+        self._news: list[str] = []
+
+    def news(self) -> list[str]:
+        """What has not been told yet, one line each."""
+        told, self._news = self._news, []
+        return told
+
+    def see_job(self, state: State, *, deleting: bool, now: float) -> None:
+        """The job is in this state; `deleting`: somebody has asked for its deletion."""
+        self.state, self._deleted = state, deleting
+        self._judge(now)
+
+    def see_job_gone(self) -> None:
+        """The job does not exist any more."""
+        self._deleted = True
+
+    def see_replica(self, replica: Replica, now: float) -> None:
+        """A pod of the job is in this state."""
+        before = self.replicas.get(replica.name)
+        self.replicas[replica.name] = replica
+        if replica.ended and replica.ended != (before and before.ended) and replica.ended.exit_code != 0:
+            self._news.append(f"{replica.name} {replica.ended}")
+        if replica.stuck and (before is None or before.waiting != replica.waiting):
+            self._tell_trouble(f"{replica.name}: {replica.waiting}: {replica.waiting_message}")
+        self._judge(now)
+
+    def see_replica_gone(self, replica: Replica, now: float) -> None:
+        """A pod of the job was deleted, and looked like this last; a new one may have taken its place already."""
+        if self.replicas.get(replica.name, replica).uid == replica.uid:
+            self.see_replica(replace(replica, placed=False, over=True, waiting=""), now)
+
+    def see_no_replicas(self) -> None:
+        """Pods can not be seen: the job's own state has to do."""
+        self._blind = True
+
+    def see_no_logs(self) -> None:
+        """Logs can not be read: their silence means nothing."""
+        self._deaf = True
+
+    def see_line(self, replica: str, text: str, now: float) -> None:
+        """A replica has written a line."""
+        self.tails.setdefault(replica, deque(maxlen=TAIL_LINES)).append(text)
+        self.heard[replica] = self._last_sign = now
+
+    def see_event(self, about: str, event: Mapping[str, Any]) -> None:
+        """Kubernetes reports something about the job or one of its pods; `about` says which, in words."""
+        self.events[event["metadata"]["uid"]] = event
+        reason, message = event.get("reason") or "", (event.get("message") or "").strip()
+        if event.get("type") != "Warning" and reason not in _TROUBLE:
+            return
+        key, count = (about, reason, message), event.get("count") or (event.get("series") or {}).get("count") or 1
+        before = self._event_counts[key]
+        self._event_counts[key] = max(before + 1, count)
+        text = f"{about}: {reason}: {message}"
+        if before == 0:
+            self._tell_trouble(text)
+        elif any(before < number <= self._event_counts[key] for number in _TOLD_AGAIN):
+            self._tell_trouble(f"{text} ({self._event_counts[key]} times by now)")
+
+    def ending(self, now: float) -> Ending | None:
+        """How the job has ended, or that its time is up; None while it goes on."""
+        if self.state.phase in {"succeeded", "failed"}:
+            return Ending(kind="succeeded" if self.state.phase == "succeeded" else "failed")
+        if self._deleted:
+            return Ending(kind="deleted")
+        for limit_s, since, message in self._clocks():
+            if now - since >= limit_s:
+                return Ending(kind="overdue", message=message)
+        return None
+
+    def patience_s(self, now: float) -> float:
+        """Seconds until the next limit, if nothing is seen until then."""
+        return max(0.0, min(since + limit_s - now for limit_s, since, _ in self._clocks()))
+
+    def _clocks(self) -> list[tuple[float, float, str]]:
+        """The limits that hold now: seconds, when they began to count, and what to say when they are reached."""
+        return self._clocks_of_running() if self._running else self._clocks_of_waiting()
+
+    def _clocks_of_waiting(self) -> list[tuple[float, float, str]]:
+        limits, because = self._limits, f"; last trouble: {self.trouble}" if self.trouble else ""
+        message = (
+            f"was not running after {duration(limits.queued_s)} ({self._status}){because}; choose another pool or fewer nodes, "
+            "or raise the pool's queued_minutes"
+        )
+        clocks = [(limits.queued_s, self._since, message)]
+        if self._is_stuck():
+            message = f"could not start for {duration(limits.stuck_s)}{because}; mend that and run again"
+            clocks.append((limits.stuck_s, self._stuck_since, message))
+        return clocks
+
+    def _clocks_of_running(self) -> list[tuple[float, float, str]]:
+        limits = self._limits
+        message = (
+            f"ran for {duration(limits.running_s)}, the longest that its pool allows; run again, which goes on from the last "
+            "checkpoint, or raise the pool's running_minutes"
+        )
+        clocks = [(limits.running_s - self._ran_s, self._since, message)]
+        if not self._deaf:
+            message = (
+                f"wrote no line for {duration(limits.silent_s)}, so it seems to hang{self._last_line()}; look into the lines above, "
+                "or raise the pool's silent_minutes"
+            )
+            clocks.append((limits.silent_s, self._last_sign, message))
+        return clocks
+
+    def _judge(self, now: float) -> None:
+        """Move from waiting to running or back, and tell a change."""
+        running = self._is_running()
+        if running != self._running:
+            self._ran_s += now - self._since if self._running else 0.0
+            self._running, self._since, self._last_sign = running, now, now
+        if not self._is_stuck():
+            self._stuck_since = now
+        status = self._describe()
+        if status != self._status:
+            self._status = status
+            self._news.append(status)
+
+    def _is_running(self) -> bool:
+        enough = self._blind or self._placed() >= self._nodes
+        return self.state.phase in {"running", "restarting"} and enough
+
+    def _placed(self) -> int:
+        return sum(replica.placed for replica in self.replicas.values())
+
+    def _is_stuck(self) -> bool:
+        return any(replica.stuck for replica in self.replicas.values())
+
+    def _describe(self) -> str:
+        phase = self.state.phase
+        if phase == "suspended":
+            return "suspended, waiting in its queue"
+        if phase in {"pending", "running"} and not self._blind:
+            word = "running" if self._running else "waiting for its machines"
+            return f"{word} ({min(self._placed(), self._nodes)} of {self._nodes} replicas)"
+        return f"{phase}: {self.state.message}" if phase in {"restarting", "failed"} and self.state.message else phase
+
+    def _tell_trouble(self, text: str) -> None:
+        self.trouble = text
+        self._news.append(text)
+
+    def _last_line(self) -> str:
+        if not self.heard:
+            return ""
+        replica = max(self.heard, key=lambda name: self.heard[name])
+        return f" (the last was {replica}'s: {self.tails[replica][-1]})"
