@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +26,8 @@ from typing import Any, Literal
 from trainer import storage
 from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 from trainer.storage import FileRecord, cache
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["dataset", "model", "evidence", "report", "evaluation", "registration", "checkpoint"]
 
@@ -241,7 +244,11 @@ def read(uri: str | Path, kind: Kind) -> Artifact:
 
 
 def _fetch(uri: str, content: Manifest) -> Path:
+    what = f"{content.kind} {uri}"
+
     def download(directory: Path) -> None:
+        size = sum(record["size"] for record in content.files.values())
+        logger.info("fetching %s (%.1f MiB)", what, size / 2**20)
         storage.download_directory(uri, directory, content.files)
 
     def is_whole(directory: Path) -> bool:
@@ -249,9 +256,9 @@ def _fetch(uri: str, content: Manifest) -> Path:
         return all(sizes.get(name) == record["size"] for name, record in content.files.items())
 
     try:
-        return cache.keep(content.fingerprint, download, is_whole=is_whole)
+        return cache.keep(content.fingerprint, what, download, is_whole=is_whole)
     except (ObjectDamagedError, ObjectNotFoundError) as error:
-        raise ArtifactError(f"{content.kind} {uri}: {error}") from error
+        raise ArtifactError(f"{what}: {error}") from error
 
 
 def manifest(uri: str | Path, kind: Kind) -> Manifest:

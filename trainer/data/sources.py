@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]  # the package ships no types
-
+from trainer import storage
 from trainer.artifacts import digest
 from trainer.data.schema import UNLABELED, SplitName
-from trainer.errors import DataError, SettingsError
+from trainer.errors import DataError, ObjectNotFoundError, SettingsError
 
 SPLIT_NAMES: Mapping[str, SplitName] = {
     "train": "train",
@@ -82,6 +81,7 @@ def list_source(source: str) -> Listing:
     Raises:
         SettingsError: it is no source.
         DataError: it is missing, holds no images, or says nothing about their labels.
+        StorageError: it is in a store that does not answer or refuses.
     """
     kind, name = _parse(source)
     listing = _LISTERS[kind](name)
@@ -108,7 +108,7 @@ def source_version(source: str) -> str:
     if kind == "digits":
         return f"scikit-learn {importlib.metadata.version('scikit-learn')}"
     folder = name.partition(":")[0] if kind == "hub" else name
-    if _is_remote(name) or (kind == "hub" and not Path(folder).is_dir()):
+    if storage.is_remote(name) or (kind == "hub" and not Path(folder).is_dir()):
         return ""
     if kind == "manifest":
         return digest([_read_text(name), [_stamp(row.location) for row in _manifest_rows(name)]])
@@ -141,16 +141,14 @@ def read_file(location: str) -> bytes:
 
     Raises:
         OSError: it can not be read.
+        StorageError: the store does not answer or refuses, which says nothing about the image.
     """
-    if not _is_remote(location):
-        return Path(location).read_bytes()
-    system, path = fsspec.core.url_to_fs(location)
-    content: bytes = system.cat_file(path)
-    return content
-
-
-def _is_remote(location: str) -> bool:
-    return "://" in location
+    if not storage.is_remote(location):
+        return storage.local_path(location).read_bytes()
+    try:
+        return storage.read_bytes(location)
+    except ObjectNotFoundError as error:
+        raise FileNotFoundError(str(error)) from error
 
 
 def _stamp(location: str) -> tuple[int, int]:
@@ -167,23 +165,23 @@ def _files(folder: str) -> list[_File]:
 
     Raises:
         DataError: the folder is missing or can not be listed.
+        StorageError: the store does not answer or refuses.
     """
     try:
-        found = _remote_files(folder) if _is_remote(folder) else _local_files(Path(folder))
+        found = _remote_files(folder) if storage.is_remote(folder) else _local_files(Path(folder))
         files = sorted(found, key=lambda file: file.name)
-    except (OSError, ImportError, ValueError) as error:
+    except OSError as error:
         raise DataError(
             f"folder {folder}: can not be listed ({error}); check the path and the right to read it"
         ) from error
     return [file for file in files if not any(part.startswith((".", "__MACOSX")) for part in file.name.split("/"))]
 
 
-def _remote_files(folder: str) -> Iterator[_File]:
-    system, root = fsspec.core.url_to_fs(folder)
-    if not system.isdir(root):
+def _remote_files(folder: str) -> list[_File]:
+    found = [_File(name, storage.join(folder, name)) for name in storage.files(folder)]
+    if not found:
         raise DataError(f"folder {folder}: does not exist; check data.source")
-    for path in system.find(root):
-        yield _File(path.removeprefix(root).lstrip("/"), system.unstrip_protocol(path))
+    return found
 
 
 def _local_files(root: Path) -> Iterator[_File]:
@@ -354,7 +352,7 @@ def _manifest_row(row: Mapping[str | None, str | None], where: str, folder: str)
         raise DataError(
             f"{where}: {path} of split {split} has no label; add it, or move the image to train as an unlabelled one"
         )
-    located = path if _is_remote(path) or Path(path).is_absolute() else f"{folder}/{path}"
+    located = path if storage.is_remote(path) or Path(path).is_absolute() else f"{folder}/{path}"
     return _Row(location=located, name=path, label=label, split=split if label else "unlabeled")
 
 
@@ -366,7 +364,7 @@ def _read_text(manifest: str) -> str:
         raise DataError(f"manifest {manifest}: does not exist; check data.source") from error
     except UnicodeDecodeError as error:
         raise DataError(f"manifest {manifest}: is not UTF-8 ({error}); save it as UTF-8 text") from error
-    except (OSError, ImportError, ValueError) as error:
+    except OSError as error:
         raise DataError(f"manifest {manifest}: can not be read ({error}); check data.source") from error
 
 

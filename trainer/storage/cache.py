@@ -15,6 +15,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,10 @@ LIMIT_VARIABLE = "TRAINER_CACHE_GIB"
 LIMIT_GIB = 100.0
 """When the cache holds more, what was not used for longest goes, unless a process is using it."""
 
+LOG_INTERVAL_S = 30.0
+"""Between two lines about a wait."""
+_POLL_S = 0.1
+
 _used: dict[Path, int] = {}
 """Folders that this process uses -> descriptor that holds the lock."""
 
@@ -39,17 +44,18 @@ def root() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or Path(base) / "vit-distillation")
 
 
-def keep(key: str, fetch: Callable[[Path], None], *, is_whole: Callable[[Path], bool]) -> Path:
+def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callable[[Path], bool]) -> Path:
     """The folder of a content; it is fetched unless it is there. Of several processes one fetches, and the others wait for it.
 
     Args:
         key: names the content; equal keys mean equal content.
+        what: names it for people.
         fetch: fills a folder, in which an earlier attempt may have left something, and raises unless it is whole and checked.
         is_whole: a quick look whether somebody has tampered with the folder since.
     """
     place = root() / key
     fetched = False
-    with _exclusively(key):
+    with _exclusively(key, what):
         if place.is_dir() and not is_whole(place):
             logger.warning("%s: is not whole any more; fetching it again", place)
             shutil.rmtree(place)
@@ -70,19 +76,18 @@ def draft() -> Iterator[Path]:
     """A new folder to write into, gone when the block ends unless `adopt` has taken it."""
     name = f"draft-{uuid.uuid4().hex}"
     place = root() / name
-    with _exclusively(name):
+    with _exclusively(name, name):
         make_directory(place)
         try:
             yield place
         finally:
-            if place.is_dir():
-                shutil.rmtree(place)
-            place.with_name(f"{name}.lock").unlink()
+            shutil.rmtree(place, ignore_errors=True)  # after a failure others may still write; `evict` takes the rest
+            place.with_name(f"{name}.lock").unlink(missing_ok=True)
 
 
 def adopt(folder: Path, key: str) -> None:
     """Take a draft, which is whole and checked, as the folder of a content."""
-    with _exclusively(key):
+    with _exclusively(key, folder.name):
         if not (root() / key).is_dir():
             folder.rename(root() / key)
     evict()
@@ -112,36 +117,52 @@ def _folders() -> Iterator[tuple[int, int, Path]]:
 
 
 def _remove_unused(folder: Path) -> bool:
+    """Remove a folder that no process fills or uses; gives whether it is gone."""
     lock = _open(folder.with_name(f"{folder.name.removesuffix('.partial')}.lock"))
-    user = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for descriptor in (lock, user):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
-    except BlockingIOError:
-        return False
+        return _locks(lock, fcntl.LOCK_EX) and _remove_unheld(folder)
     finally:
         os.close(lock)
-        os.close(user)
+
+
+def _remove_unheld(folder: Path) -> bool:
+    if folder.is_dir():
+        user = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if not _locks(user, fcntl.LOCK_EX):
+                return False
+            shutil.rmtree(folder)
+        finally:
+            os.close(user)
     return True
 
 
 @contextmanager
-def _exclusively(key: str) -> Iterator[None]:
+def _exclusively(key: str, what: str) -> Iterator[None]:
     """Hold the lock of a key; waits for the process that holds it, whose own waits have limits."""
     make_directory(root())
     with writing_to(root()):
         descriptor = _open(root() / f"{key}.lock")
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process of this machine, which fetches %s", root() / key)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        start = said = time.monotonic()
+        while not _locks(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() - said >= LOG_INTERVAL_S:
+                said = time.monotonic()
+                logger.info("waiting for another process of this machine, which fetches %s: %.0f s", what, said - start)
+            time.sleep(_POLL_S)
         yield
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough where a forked process has a copy
         os.close(descriptor)
+
+
+def _locks(descriptor: int, kind: int) -> bool:
+    """Whether the lock could be had at once."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _open(lock: Path) -> int:

@@ -194,7 +194,7 @@ def remove_file(uri: str | Path) -> None:
 
 
 def locate(uri: str | Path) -> tuple[Any, str]:
-    """Fsspec's file system for a remote URI, and the path in it.
+    """The file system of fsspec for a remote URI, and the path in it.
 
     Raises:
         StorageError: the scheme is not known, or the environment lacks the store's address.
@@ -227,6 +227,7 @@ def _s3(_process: int, _settings: tuple[tuple[str, str], ...]) -> Any:
         endpoint_url=address or None,
         use_listings_cache=False,
         skip_instance_cache=True,
+        max_concurrency=1,  # within one object: `transfers` cuts large ones into parts
         config_kwargs={
             "retries": {"total_max_attempts": 1, "mode": "standard"},
             "connect_timeout": CONNECT_TIMEOUT_S,

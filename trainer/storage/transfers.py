@@ -6,6 +6,8 @@ import hashlib
 import logging
 import math
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, StorageError, make_directory, writing_to
-from trainer.storage.objects import CONNECTIONS, files, is_s3, join, locate, read_bytes
+from trainer.storage.objects import CONNECTIONS, files, is_s3, join, locate, read_bytes, write_bytes
 from trainer.storage.retries import call
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ R = TypeVar("R")
 
 PART_BYTES = 8 * 2**20
 """Larger files travel in parts of this size; S3 wants at least 5 MiB."""
+LOG_INTERVAL_S = 15.0
+"""Between two lines about a transfer's progress."""
 _MOST_PARTS = 10_000
 """S3 takes no more for one object."""
 _DIGEST = "sha256"
@@ -56,6 +60,23 @@ def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
             raise
 
 
+class _Progress:
+    """Says now and then how far a transfer is: a long silence looks like a hang, to people and to launchers."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._said = time.monotonic()
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """So many bytes more have been moved."""
+        with self._lock:
+            self._done += count
+            if time.monotonic() - self._said >= LOG_INTERVAL_S:
+                self._said = time.monotonic()
+                logger.info("%s: %.1f of %.1f MiB", self._what, self._done / 2**20, self._total / 2**20)
+
+
 def _part_bytes(size: int) -> int:
     return max(PART_BYTES, math.ceil(size / _MOST_PARTS))
 
@@ -78,7 +99,8 @@ def download_directory(uri: str, directory: Path, records: Mapping[str, FileReco
     """
     for last in (False, True):
         parts = [part for name, record in records.items() for part in _missing_parts(uri, directory, name, record)]
-        _in_parallel(_Part.fetch, parts)
+        progress = _Progress(f"fetching {uri}", sum(part.end - part.start for part in parts))
+        _in_parallel(partial(_fetch, progress), parts)
         whole = _in_parallel(lambda item: _settle(directory / item[0], item[1]), records.items())
         damaged = [name for name, is_whole in zip(records, whole, strict=True) if not is_whole]
         if damaged and last:
@@ -97,16 +119,18 @@ class _Part:
     start: int
     end: int
 
-    def fetch(self) -> None:
-        try:
-            content = read_bytes(self.uri, self.start, self.end)
-        except ObjectNotFoundError as error:
-            raise ObjectNotFoundError(f"the file {self.uri} is missing; make it again or copy it whole") from error
-        if len(content) != self.end - self.start:
-            raise ObjectDamagedError(f"the file {self.uri} is shorter than it was; make it again or copy it whole")
-        with writing_to(self.file):
-            _write_at(self.file, self.start, content)
-            _write_at(_journal(self.file), self.number, b"\1")
+
+def _fetch(progress: _Progress, part: _Part) -> None:
+    try:
+        content = read_bytes(part.uri, part.start, part.end)
+    except ObjectNotFoundError as error:
+        raise ObjectNotFoundError(f"the file {part.uri} is missing; make it again or copy it whole") from error
+    if len(content) != part.end - part.start:
+        raise ObjectDamagedError(f"the file {part.uri} is shorter than it was; make it again or copy it whole")
+    with writing_to(part.file):
+        _write_at(part.file, part.start, content)
+        _write_at(_journal(part.file), part.number, b"\1")
+    progress.add(len(content))
 
 
 def _journal(file: Path) -> Path:
@@ -164,26 +188,43 @@ def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord
         StorageError: the store does not answer or refuses.
     """
     present = files(uri)
-    small = [name for name, record in records.items() if record["size"] <= PART_BYTES]
-    large = [name for name, record in records.items() if record["size"] > PART_BYTES]
+    progress = _Progress(f"sending {uri}", sum(record["size"] for record in records.values()))
+    candidates = [
+        _Upload(file=directory / name, uri=join(uri, name), record=record, progress=progress)
+        for name, record in records.items()
+    ]
+    there = _in_parallel(
+        lambda name: present.get(name) == records[name]["size"] and _is_there(join(uri, name), records[name]), records
+    )
+    uploads = [upload for upload, is_there in zip(candidates, there, strict=True) if not is_there]
+    _in_parallel(_upload, [upload for upload in uploads if upload.count == 1])
+    for upload in uploads:  # one after the other, because the parts of each are under way at the same time
+        if upload.count > 1:
+            _upload_in_parts(upload)
 
-    def upload(name: str) -> None:
-        if present.get(name) != records[name]["size"] or not _is_there(join(uri, name), records[name]):
-            _upload(directory / name, join(uri, name), records[name])
 
-    _in_parallel(upload, small)
-    for name in large:  # one after the other: the parts of each are under way at the same time
-        upload(name)
+@dataclass(frozen=True, kw_only=True)
+class _Upload:
+    """A file on its way."""
+
+    file: Path
+    uri: str
+    record: FileRecord
+    progress: _Progress
+
+    @property
+    def count(self) -> int:
+        """Into how many parts it is cut."""
+        return max(1, math.ceil(self.record["size"] / _part_bytes(self.record["size"]))) if is_s3(self.uri) else 1
 
 
-def _upload(file: Path, uri: str, record: FileRecord) -> None:
-    if not is_s3(uri):
-        system, path = locate(uri)
-        call(uri, lambda: system.pipe_file(path, file.read_bytes()))
-    elif record["size"] <= PART_BYTES:
-        _s3_call("put_object", uri, Body=file.read_bytes(), Metadata={_DIGEST: record["sha256"]})
+def _upload(upload: _Upload) -> None:
+    content = upload.file.read_bytes()
+    if is_s3(upload.uri):
+        _s3_call("put_object", upload.uri, Body=content, Metadata={_DIGEST: upload.record["sha256"]})
     else:
-        _upload_in_parts(file, uri, record)
+        write_bytes(upload.uri, content)
+    upload.progress.add(len(content))
 
 
 def _is_there(uri: str, record: FileRecord) -> bool:
@@ -198,24 +239,33 @@ def _s3_call(method: str, uri: str, **arguments: Any) -> Mapping[str, Any]:
     return answer
 
 
-def _upload_in_parts(file: Path, uri: str, record: FileRecord) -> None:
-    identity = _s3_call("create_multipart_upload", uri, Metadata={_DIGEST: record["sha256"]})["UploadId"]
-    count = math.ceil(record["size"] / _part_bytes(record["size"]))
+def _upload_in_parts(upload: _Upload) -> None:
+    begun = _s3_call("create_multipart_upload", upload.uri, Metadata={_DIGEST: upload.record["sha256"]})
+    identity = begun["UploadId"]
     try:
-        parts = _in_parallel(partial(_upload_part, file, uri, record, identity), range(1, count + 1))
-        _s3_call("complete_multipart_upload", uri, UploadId=identity, MultipartUpload={"Parts": parts})
+        parts = _in_parallel(partial(_upload_part, upload, identity), range(1, upload.count + 1))
+        _complete(upload, identity, parts)
     except BaseException:
         try:
-            _s3_call("abort_multipart_upload", uri, UploadId=identity)
+            _s3_call("abort_multipart_upload", upload.uri, UploadId=identity)
         except StorageError as error:
             logger.warning("the parts sent so far stay in the store until its own rules remove them: %s", error)
         raise
 
 
-def _upload_part(file: Path, uri: str, record: FileRecord, identity: str, number: int) -> dict[str, Any]:
-    step = _part_bytes(record["size"])
-    with file.open("rb") as opened:
+def _complete(upload: _Upload, identity: str, parts: list[dict[str, Any]]) -> None:
+    try:
+        _s3_call("complete_multipart_upload", upload.uri, UploadId=identity, MultipartUpload={"Parts": parts})
+    except ObjectNotFoundError:
+        if not _is_there(upload.uri, upload.record):  # it is where only the answer to an earlier attempt was lost
+            raise
+
+
+def _upload_part(upload: _Upload, identity: str, number: int) -> dict[str, Any]:
+    step = _part_bytes(upload.record["size"])
+    with upload.file.open("rb") as opened:
         opened.seek((number - 1) * step)
         content = opened.read(step)
-    answer = _s3_call("upload_part", uri, UploadId=identity, PartNumber=number, Body=content)
+    answer = _s3_call("upload_part", upload.uri, UploadId=identity, PartNumber=number, Body=content)
+    upload.progress.add(len(content))
     return {"PartNumber": number, "ETag": answer["ETag"]}
