@@ -92,7 +92,7 @@ def _started_all_the_same(api: Api, name: str, experiment_id: str, error: Unansw
             f"{error}; whether run {name!r} was started is not known: look before you start another"
         ) from error
     if not listed:
-        raise DeployError(f"{error}; run {name!r} was not started") from error
+        raise DeployError(f"{error}; run {name!r} is not there; look once more before you start another") from error
     print(f"note: the answer to the start was lost, but the run is there ({error})")
     return listed[0]
 

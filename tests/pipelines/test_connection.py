@@ -1,0 +1,244 @@
+import argparse
+import datetime
+import ipaddress
+import socket
+
+import kfp_server_api
+import pytest
+
+from pipelines import connection, places
+from pipelines.refusals import RefusedError, UnansweredError
+from tests.stand_ins.pipelines_api import PipelinesApi, state
+from trainer.errors import DeployError
+
+pytestmark = pytest.mark.usefixtures("nowhere")
+
+
+def connect(*arguments, **environment):
+    parser = argparse.ArgumentParser()
+    connection.add_arguments(parser)
+    return connection.connect(parser.parse_args(arguments), {"KUBECONFIG": "/nonexistent/kubeconfig", **environment})
+
+
+def refused(*arguments, **environment):
+    with pytest.raises(DeployError) as caught:
+        connect(*arguments, **environment)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def unused_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("name", ["KFP_HOST", "KFP_ENDPOINT", "KF_PIPELINES_ENDPOINT"])
+def test_the_environment_names_the_host(api, capsys, name):
+    with connect(**{name: api.host}) as found:
+        assert found.user_namespace is None
+    assert f"{api.host}, from {name}, without token or cookies" in capsys.readouterr().out
+
+
+def test_the_flag_goes_before_the_environment(api, capsys):
+    connect("--host", f"{api.host}/#/runs", KFP_HOST="http://localhost:1").close()
+    assert f"{api.host}, from --host" in capsys.readouterr().out
+
+
+def test_through_kubeconfig_with_its_token(api, tmp_path, capsys):
+    with connect(KUBECONFIG=str(api.kubeconfig(tmp_path / "config"))) as found:
+        assert list(connection.every(found.runs.run_service_list_runs, "runs")) == []
+        assert found.link("runs/details/1") == (
+            "http://localhost:8080/#/runs/details/1  "
+            "(after: kubectl port-forward --namespace kubeflow service/ml-pipeline-ui 8080:80)"
+        )
+    assert "service kubeflow/ml-pipeline, through kubeconfig's context stand-in" in capsys.readouterr().out
+
+
+def test_a_namespace_that_the_cluster_does_not_have(api, tmp_path):
+    message = refused("--namespace", "nope", KUBECONFIG=str(api.kubeconfig(tmp_path / "config")))
+    assert "context stand-in has no service nope/ml-pipeline: no such namespace" in message
+    assert "KFP_NAMESPACE=" in message
+
+
+def test_kubeconfigs_user_is_not_known(api, tmp_path):
+    message = refused(KUBECONFIG=str(api.kubeconfig(tmp_path / "config", token="old")))
+    assert "401: Unauthorized" in message
+    assert "set KFP_HOST" in message
+
+
+def test_in_a_pod_the_service_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "POD_FILES", tmp_path)
+    place = places.find("", "ml", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert place.configuration.host == "http://ml-pipeline.ml.svc.cluster.local:8888"
+    assert place.port_forward == "kubectl port-forward --namespace ml service/ml-pipeline-ui 8080:80"
+
+
+def test_nowhere():
+    message = refused()
+    assert message.startswith("no Kubeflow Pipelines to be found: KFP_HOST is not set")
+    assert "kubeconfig can not be used" in message
+
+
+def test_a_host_without_scheme():
+    assert refused("--host", "localhost:8080") == "--host must start with http:// or https://, got 'localhost:8080'"
+
+
+def test_connection_refused():
+    message = refused(KFP_HOST=f"http://127.0.0.1:{unused_port()}")
+    assert "connection refused" in message
+    assert "kubectl port-forward --namespace kubeflow service/ml-pipeline-ui 8080:80" in message
+
+
+def test_no_such_host():
+    assert "no such host" in refused(KFP_HOST="http://kubeflow.invalid")
+
+
+def test_no_answer_in_time(api, monkeypatch):
+    monkeypatch.setattr(connection, "TIMEOUT_S", (0.1, 0.05))
+    api.fail("GET", "/healthz", times=9, seconds=0.15)
+    assert "no answer in time" in refused(KFP_HOST=api.host)
+
+
+def test_a_page_to_log_in(api):
+    api.fail("GET", "/healthz", page=True)
+    message = refused(KFP_HOST=api.host)
+    assert "answers with a page instead of the Kubeflow Pipelines API" in message
+    assert "set KFP_TOKEN" in message
+
+
+def test_a_redirection_to_a_login(api):
+    api.fail("GET", "/healthz", status=302, message="Found")
+    assert "wants a login (302: Found)" in refused(KFP_HOST=api.host)
+
+
+def test_something_else_answers(api):
+    message = refused(KFP_HOST=f"{api.host}/elsewhere")
+    assert "answers, but not as the Kubeflow Pipelines API (404" in message
+    assert "before the #" in message
+
+
+def test_tls_where_there_is_none(api):
+    message = refused(KFP_HOST=api.host.replace("http", "https"))
+    assert "does not speak TLS" in message
+    assert "give http:// instead" in message
+
+
+def test_a_certificate_that_nobody_knows(tmp_path, capsys):
+    with PipelinesApi(certificate=certificate(tmp_path)) as api:
+        assert "set KFP_CA_FILE" in refused(KFP_HOST=api.host)
+        connect(KFP_HOST=api.host, KFP_CA_FILE=str(tmp_path / "certificate.pem")).close()
+        assert "is no file" in refused(KFP_HOST=api.host, KFP_CA_FILE=str(tmp_path / "other.pem"))
+
+
+def certificate(directory):
+    x509 = pytest.importorskip("cryptography.x509", reason="makes the certificate")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    signed = (
+        x509.CertificateBuilder(
+            name, name, key.public_key(), x509.random_serial_number(), now, now + datetime.timedelta(days=1)
+        )
+        .add_extension(address, critical=True)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    file = directory / "certificate.pem"
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    file.write_bytes(private + signed.public_bytes(serialization.Encoding.PEM))
+    return file
+
+
+def test_a_token(capsys):
+    with PipelinesApi(token="secret") as api:
+        message = refused(KFP_HOST=api.host)
+        assert "wants a login (401: Unauthenticated" in message
+        assert "asked without token or cookies; set KFP_TOKEN" in message
+        assert "asked with the token of KFP_TOKEN" in refused(KFP_HOST=api.host, KFP_TOKEN="old")
+        connect(KFP_HOST=api.host, KFP_TOKEN="secret").close()
+    assert "secret" not in capsys.readouterr().out
+
+
+def test_a_token_in_a_file_is_read_again(tmp_path):
+    file = tmp_path / "token"
+    with PipelinesApi(token="first") as api:
+        file.write_text("first\n")
+        with connect(KFP_HOST=api.host, KF_PIPELINES_SA_TOKEN_PATH=str(file)) as found:
+            api.token = "second"
+            file.write_text("second\n")
+            assert not found.health.healthz_service_get_healthz().multi_user
+
+
+def test_cookies(capsys):
+    with PipelinesApi(cookie="authservice_session=abc") as api:
+        assert "401" in refused(KFP_HOST=api.host)
+        connect(KFP_HOST=api.host, KFP_COOKIES="authservice_session=abc").close()
+    assert "with the cookies of KFP_COOKIES" in capsys.readouterr().out
+
+
+def test_forbidden(api):
+    api.fail("GET", "/healthz", status=403, message="RBAC: access denied")
+    assert "forbids it (403: RBAC: access denied)" in refused(KFP_HOST=api.host)
+
+
+def test_several_users(capsys):
+    with PipelinesApi(namespaces={"team-a"}) as api:
+        assert refused(KFP_HOST=api.host).endswith("serves several users; name yours: NAMESPACE=...")
+        with connect("--namespace", "team-b", KFP_HOST=api.host) as found:
+            with pytest.raises(RefusedError) as caught:
+                found.pipelines.pipeline_service_get_pipeline_by_name("distillation", **found.in_namespace)
+            assert caught.value.status == 403
+            assert "is namespace team-b there, and yours?" in str(caught.value)
+        with connect(KFP_HOST=api.host, NAMESPACE="team-a") as found:
+            assert found.pods_namespace == "team-a"
+
+
+def test_one_user_has_no_namespace_of_its_own(api, capsys):
+    with connect("--namespace", "team", "--kfp-namespace", "ml", KFP_HOST=api.host) as found:
+        assert (found.in_namespace, found.pods_namespace) == ({}, "ml")
+    assert "team is not used" in capsys.readouterr().out
+
+
+def test_reading_is_repeated_and_creating_is_not(api):
+    with connect(KFP_HOST=api.host) as found:
+        api.fail("GET", "/healthz", lost=True)
+        found.health.healthz_service_get_healthz()
+        assert api.count("GET", "/healthz") == 3
+        api.fail("POST", "/experiments", lost=True)
+        with pytest.raises(UnansweredError, match="broke before the answer"):
+            found.experiments.experiment_service_create_experiment({"display_name": "digits"})
+        assert api.count("POST", "/experiments") == 1
+        api.fail("GET", "/healthz", status=503, message="no endpoints available")
+        with pytest.raises(UnansweredError, match=r"failed \(503: no endpoints available\)"):
+            found.health.healthz_service_get_healthz()
+
+
+def test_lists_come_in_pages(api):
+    with connect(KFP_HOST=api.host) as found:
+        for name in "abcde":
+            found.experiments.experiment_service_create_experiment({"display_name": name})
+        listed = connection.every(found.experiments.experiment_service_list_experiments, "experiments")
+        assert [experiment.display_name for experiment in listed] == list("abcde")
+        filtered = connection.every(
+            found.experiments.experiment_service_list_experiments, "experiments", filter=connection.named("d")
+        )
+        assert [experiment.display_name for experiment in filtered] == ["d"]
+
+
+def test_the_stand_in_refuses_what_the_models_do_not_have(api):
+    with connect(KFP_HOST=api.host) as found:
+        for body in ({"name": "digits"}, {"display_name": 1}):
+            with pytest.raises(RefusedError, match="400: proto"):
+                found.experiments.experiment_service_create_experiment(body)
+
+
+def test_every_step_of_a_script_is_made_of_the_models():
+    step = state("FAILED", "too bad", prepare=("FAILED", "exit code 2"))
+    assert kfp_server_api.V2beta1Run(**step).run_details.task_details[1].state_history[0].error.message == "exit code 2"

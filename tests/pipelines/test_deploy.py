@@ -1,0 +1,434 @@
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from pipelines import compile as compilation
+from pipelines import deploy, runs, schedules, undeploy, versions
+from pipelines.distillation import NAME
+from tests.stand_ins.pipelines_api import PipelinesApi, state
+from trainer import __version__
+from trainer.errors import SettingsError
+
+compiled_text, with_image = functools.cache(compilation.compiled_text), functools.cache(compilation.with_image)
+
+pytestmark = pytest.mark.usefixtures("deployed")
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    """Compile once for all, and look at runs often."""
+    monkeypatch.setattr(compilation, "compiled_text", compiled_text)
+    monkeypatch.setattr(compilation, "with_image", with_image)
+    monkeypatch.setattr(runs, "INTERVALS_S", (0.02, 0.1))
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a command's main; gives exit code, output and errors."""
+
+    def run(main, *arguments):
+        code = main(list(arguments))
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_the_same_content_is_uploaded_once(api, command):
+    code, output, _ = command(deploy.main)
+    assert code == 0
+    name = re.search(
+        rf"{NAME} ({re.escape(__version__)}-[0-9a-f]{{12}}): uploaded; {api.host}/#/pipelines/details/", output
+    )[1]
+    code, output, _ = command(deploy.main)
+    assert code == 0
+    assert f"{NAME} {name}: version already there" in output
+    assert api.count("POST", "/pipelines/upload_version") == 1
+    (version,) = api.store.versions.values()
+    assert (version.name, version.display_name) == (name, name)
+    assert len(api.store.pipelines) == 1
+    assert not api.store.runs
+
+
+def test_other_content_is_another_version_and_every_task_is_on_its_image(api, command):
+    for image in ("registry.example.com/vit:1", "registry.example.com/vit:2"):
+        assert command(deploy.main, "--image", image)[0] == 0
+    assert len(api.store.versions) == 2
+    uploaded = next(yaml.safe_load_all(list(api.store.versions.values())[1].pipeline_spec["text"]))
+    executors = uploaded["deploymentSpec"]["executors"].values()
+    assert {executor["container"]["image"] for executor in executors} == {"registry.example.com/vit:2"}
+
+
+def test_somebody_else_deploys_at_the_same_time(api, command):
+    api.fail("POST", "/pipelines", twice=True)
+    api.fail("POST", "/pipelines/upload_version", twice=True)
+    code, output, _ = command(deploy.main)
+    assert code == 0
+    assert "version already there" in output
+    assert (len(api.store.pipelines), len(api.store.versions)) == (1, 1)
+
+
+def test_a_stale_file_is_not_deployed(api, command, monkeypatch, tmp_path):
+    stale = tmp_path / "distillation.yaml"
+    stale.write_text(compilation.COMPILED.read_text() + "# edited\n")
+    monkeypatch.setattr(compilation, "COMPILED", stale)
+    code, _, errors = command(deploy.main)
+    assert code == 2
+    assert "run `make compile`" in errors
+    assert api.requests == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "digit"], "unknown recipe"),
+        (["--set", "distill.epoch=3"], "distill.epoch"),
+        (["--recipe", "mine/photos.toml"], "is a file of this machine"),
+        (["--pool", "gpu"], "unknown pool 'gpu'"),
+        (["--nodes", "2"], "2 nodes need a node pool"),
+        (["--pool", "cpu", "--nodes", "0"], "nodes must be >= 1, got 0"),
+        (["--processes", "-1"], "processes must be >= 0, got -1"),
+        (["--pool", "gpu-a100", "--processes", "99"], "processes_per_node"),
+        (["--wait"], "WAIT=1 follows a run; add RUN=1"),
+        (["--cron", "0 3 * *"], "five fields"),
+    ],
+)
+def test_what_is_wrong_ends_before_anything_is_sent(api, command, arguments, message):
+    code, output, errors = command(deploy.main, *arguments)
+    assert code == 2
+    assert errors.startswith("error: ")
+    assert message in errors
+    assert output == ""
+    assert api.requests == []
+
+
+def test_a_run_gets_the_parameters_the_experiment_and_the_account(api, command):
+    arguments = [
+        "--recipe",
+        "grocery",
+        "--set",
+        "distill.epochs=3",
+        "--pool",
+        "cpu",
+        "--nodes",
+        "2",
+        "--processes",
+        "1",
+    ]
+    code, output, _ = command(deploy.main, "--run", "--experiment", "food", *arguments)
+    assert code == 0
+    (run,) = api.store.runs.values()
+    assert run.runtime_config.parameters == {
+        "recipe": "grocery",
+        "overrides": "distill.epochs=3",
+        "dataset": "",
+        "teacher": "",
+        "experiment": "food",
+        "pool": "cpu",
+        "nodes": 2,
+        "processes_per_node": 1,
+    }
+    assert run.service_account == "vit-distillation"
+    assert run.pipeline_version_reference.pipeline_version_id in api.store.versions
+    assert re.fullmatch(r"grocery \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", run.display_name)
+    assert api.store.experiments[run.experiment_id].display_name == "food"
+    assert f"run {run.display_name}: {api.host}/#/runs/details/{run.run_id}" in output
+
+
+def test_runs_share_the_experiment_of_their_recipe(api, command):
+    for _ in range(2):
+        assert command(deploy.main, "--run", "--service-account", "other")[0] == 0
+    assert len(api.store.runs) == 2
+    assert len(api.store.experiments) == 1
+    assert {run.service_account for run in api.store.runs.values()} == {"other"}
+
+
+def test_several_users(command, monkeypatch):
+    with PipelinesApi(namespaces={"team-a"}) as api:
+        monkeypatch.setenv("KFP_HOST", api.host)
+        for _ in range(2):
+            assert command(deploy.main, "--namespace", "team-a", "--run", "--cron", "0 3 * * *")[0] == 0
+        assert [pipeline.namespace for pipeline in api.store.pipelines.values()] == ["team-a"]
+        assert [experiment.namespace for experiment in api.store.experiments.values()] == ["team-a"]
+        assert len(api.store.schedules) == 1
+        code, _, errors = command(deploy.main, "--namespace", "team-b")
+        assert code == 2
+        assert "is namespace team-b there, and yours?" in errors
+
+
+def test_parameters_that_the_version_does_not_have_are_refused(api, command, monkeypatch):
+    known = deploy._parameters
+    monkeypatch.setattr(deploy, "_parameters", lambda options: {**known(options), "colour": "red"})
+    code, _, errors = command(deploy.main, "--run")
+    assert code == 2
+    assert "parameter(s) provided are not required by pipeline: colour" in errors
+
+
+def test_waiting_shows_the_states_of_tasks_as_they_change(api, command):
+    api.script = [
+        state("PENDING"),
+        state("RUNNING", configure="RUNNING"),
+        state("RUNNING", configure="RUNNING"),
+        state("RUNNING", configure="SUCCEEDED", prepare="RUNNING"),
+        state("SUCCEEDED", configure="SUCCEEDED", prepare="SUCCEEDED"),
+    ]
+    code, output, _ = command(deploy.main, "--run", "--wait")
+    assert code == 0
+    shown = [line.split("] ")[1] for line in output.splitlines() if line.startswith("[")]
+    assert shown == [
+        "run: pending",
+        "configure: running",
+        "run: running",
+        "configure: succeeded",
+        "prepare: running",
+        "prepare: succeeded",
+        "run: succeeded",
+    ]
+
+
+def test_a_run_that_fails_says_what_kfp_says(api, command):
+    api.script = [
+        state("FAILED", "workflow failed", configure="SUCCEEDED", distill=("FAILED", "OOMKilled (exit code 137)"))
+    ]
+    code, _, errors = command(deploy.main, "--run", "--wait")
+    (run,) = api.store.runs.values()
+    assert code == 2
+    assert errors.splitlines() == [
+        f"error: run {run.display_name} ended as FAILED: workflow failed",
+        "  distill failed: OOMKilled (exit code 137)",
+        f"  look at {api.host}/#/runs/details/{run.run_id}",
+        f"  or read: kubectl logs --namespace kubeflow --selector pipeline/runid={run.run_id} --container main --prefix --tail 30",
+    ]
+
+
+@pytest.mark.parametrize("ended", ["CANCELED", "SKIPPED"])
+def test_only_success_is_success(api, command, ended):
+    api.script = [state(ended)]
+    assert command(deploy.main, "--run", "--wait")[0] == 2
+
+
+def test_waiting_outlasts_an_api_that_is_away(api, command):
+    api.script = [state("RUNNING"), state("SUCCEEDED")]
+    command(deploy.main, "--run")
+    (run,) = api.store.runs
+    api.fail("GET", f"/runs/{run}", times=2, status=503)
+    code, output, _ = command(runs.main, "follow", run)
+    assert code == 0
+    assert output.count("Kubeflow Pipelines: does not answer; asking again") == 1
+
+
+def test_waiting_has_limits(api, command, monkeypatch):
+    api.script = [state("RUNNING")]
+    command(deploy.main, "--run")
+    (run,) = api.store.runs
+    code, _, errors = command(runs.main, "follow", run, "--hours", "0.0001")
+    assert code == 2
+    assert "has not ended within 0.0001 hours and goes on" in errors
+    monkeypatch.setattr(runs, "AWAY_S", 0.1)
+    api.fail("GET", f"/runs/{run}", times=99, status=503)
+    code, _, errors = command(runs.main, "follow", run)
+    assert code == 2
+    assert "the run goes on; follow it again" in errors
+
+
+def test_a_lost_answer_does_not_start_a_second_run(api, command):
+    api.fail("POST", "/runs", lost=True)
+    code, output, _ = command(deploy.main, "--run", "--wait")
+    assert code == 0
+    assert "note: the answer to the start was lost, but the run is there" in output
+    assert len(api.store.runs) == 1
+
+
+def test_a_start_that_failed_is_told_from_one_that_is_not_known(api, command):
+    api.fail("POST", "/runs", status=500, message="database is away")
+    code, _, errors = command(deploy.main, "--run")
+    assert code == 2
+    assert "500: database is away" in errors
+    assert "look once more before you start another" in errors
+    api.fail("POST", "/runs", lost=True)
+    api.fail("GET", "/runs", times=9, status=503)
+    code, _, errors = command(deploy.main, "--run")
+    assert code == 2
+    assert "whether run 'digits" in errors
+    assert len(api.store.runs) == 1
+
+
+def test_a_run_is_stopped(api, command):
+    api.script = [state("RUNNING")]
+    command(deploy.main, "--run")
+    (run,) = api.store.runs
+    assert command(runs.main, "stop", run)[:1] == (0,)
+    code, _, errors = command(runs.main, "follow", run)
+    assert code == 2
+    assert "ended as CANCELED" in errors
+    code, _, errors = command(runs.main, "follow", "nonsense")
+    assert code == 2
+    assert f"there is no run nonsense at {api.host}" in errors
+
+
+def test_a_schedule_is_made_once_and_changed_in_its_place(api, command):
+    code, output, _ = command(deploy.main, "--cron", "0 3 * * *")
+    assert code == 0
+    assert "schedule 'scheduled digits' at '0 0 3 * * *' (seconds first): made" in output
+    (first,) = api.store.schedules.values()
+    assert (first.status, first.max_concurrency, first.no_catchup) == ("ENABLED", "1", True)
+    assert first.trigger.cron_schedule.cron == "0 0 3 * * *"
+    assert "already there" in command(deploy.main, "--cron", "0 3 * * *")[1].splitlines()[-1]
+    assert list(api.store.schedules.values()) == [first]
+    for changed in (
+        ["--cron", "0 4 * * *"],
+        ["--cron", "0 4 * * *", "--set", "run.seed=1"],
+        ["--cron", "0 4 * * *", "--image", "x:2"],
+    ):
+        command(deploy.main, *changed)
+        (schedule,) = api.store.schedules.values()
+        assert schedule.recurring_run_id != first.recurring_run_id
+        first = schedule
+    command(deploy.main, "--cron", "0 4 * * *", "--recipe", "grocery")
+    assert {schedule.display_name for schedule in api.store.schedules.values()} == {
+        "scheduled digits",
+        "scheduled grocery",
+    }
+    assert not api.store.runs
+
+
+def test_an_old_schedule_outlives_a_new_one_that_is_refused(api, command):
+    command(deploy.main, "--cron", "0 3 * * *")
+    api.fail("POST", "/recurringruns", status=400, message="no")
+    code, _, errors = command(deploy.main, "--cron", "0 4 * * *")
+    assert code == 2
+    assert "refuses (400: no)" in errors
+    assert [schedule.trigger.cron_schedule.cron for schedule in api.store.schedules.values()] == ["0 0 3 * * *"]
+
+
+@pytest.mark.parametrize("text", ["* * * * *", "*/15 0-6 1,15 * 1-5", "59 23 31 12 6"])
+def test_cron_gets_its_seconds(text):
+    assert schedules.cron_of(text) == f"0 {text}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0 0 3 * * *", "five fields"),
+        ("nightly", "five fields"),
+        ("60 3 * * *", "the minute must be"),
+        ("0 24 * * *", "the hour must be"),
+        ("0 3 0 * *", "the day must be"),
+        ("0 3 * 13 *", "the month must be"),
+        ("0 3 * * 7", "the weekday must be"),
+        ("5-3 3 * * *", "the minute must be"),
+        ("*/0 3 * * *", "the minute must be"),
+        ("0, 3 * * *", "the minute must be"),
+    ],
+)
+def test_a_wrong_cron(text, message):
+    with pytest.raises(SettingsError, match=message):
+        schedules.cron_of(text)
+
+
+def test_undeploying_removes_this_contents_version_and_its_schedules(api, command):
+    command(deploy.main, "--cron", "0 3 * * *")
+    command(deploy.main, "--image", "x:2", "--recipe", "grocery", "--cron", "0 3 * * *")
+    code, output, _ = command(undeploy.main)
+    assert code == 0
+    assert [line.split(" at ")[0] for line in output.splitlines()[1:]] == [
+        "removed: schedule 'scheduled digits'",
+        f"removed: version {versions.name_of(deploy.specification(deploy.IMAGE))}",
+    ]
+    (left,) = api.store.versions.values()
+    assert [schedule.display_name for schedule in api.store.schedules.values()] == ["scheduled grocery"]
+    code, output, _ = command(undeploy.main)
+    assert code == 0
+    assert f"is not there; nothing to remove; there: {left.name}" in output
+    assert command(undeploy.main, "--version", left.name)[0] == 0
+    assert not api.store.versions
+    assert not api.store.schedules
+
+
+def test_undeploying_everything(api, command):
+    for image in ("x:1", "x:2", "x:3"):
+        command(deploy.main, "--image", image, "--cron", "0 3 * * *", "--run")
+    code, output, _ = command(undeploy.main, "--all")
+    assert code == 0
+    assert output.count("removed: version") == 3
+    assert output.splitlines()[-1] == f"removed: pipeline {NAME}"
+    assert not api.store.pipelines
+    assert not api.store.versions
+    assert not api.store.schedules
+    assert len(api.store.runs) == 3
+    code, output, _ = command(undeploy.main, "--all")
+    assert code == 0
+    assert output.splitlines()[-1] == f"pipeline {NAME} is not there; nothing to remove"
+
+
+def environment(**changes):
+    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    return {**kept, "PYTHONUNBUFFERED": "1", **changes}
+
+
+def test_make_hands_everything_on(api):
+    command = [
+        "make",
+        "deploy-pipeline",
+        f"KFP_HOST={api.host}",
+        "RUN=1",
+        "WAIT=1",
+        "CRON=*/5 3 * * *",
+        "SET=run.seed=7",
+        "IMAGE=x:1",
+    ]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=environment(KFP_HOST=""), timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (run,) = api.store.runs.values()
+    assert run.runtime_config.parameters["overrides"] == "run.seed=7"
+    (schedule,) = api.store.schedules.values()
+    assert schedule.trigger.cron_schedule.cron == "0 */5 3 * * *"
+    ended = subprocess.run(
+        ["make", "--dry-run", "undeploy-pipeline", "VERSION=0.1.0-abc", "ALL=1"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert '-m pipelines.undeploy --image "$IMAGE" --version "$VERSION" --all' in ended.stdout
+
+
+def test_breaking_off_the_wait_leaves_the_run_and_says_how_to_stop_it(api):
+    api.script = [state("RUNNING", configure="RUNNING")]
+    command = [sys.executable, "-m", "pipelines.deploy", "--run", "--wait"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(KFP_HOST=api.host)
+    ) as process:
+        for line in process.stdout:
+            if "configure: running" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    (run,) = api.store.runs
+    assert process.returncode == 130
+    assert f"the run goes on. Stop it: python -m pipelines.runs stop {run}" in errors
+    assert "Traceback" not in errors
+    assert api.store.runs[run].state == "RUNNING"
+
+
+@pytest.mark.parametrize("main", [deploy.main, undeploy.main, runs.main])
+def test_help_names_what_is_needed(main, capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    output = capsys.readouterr().out
+    for word in ("python -m pipelines", "--host", "KFP_HOST", "KFP_TOKEN", "KFP_COOKIES", "--namespace"):
+        assert word in output
+
+
+def test_deploying_imports_no_torch():
+    code = "import sys, pipelines.deploy, pipelines.undeploy; from components.launch import pools; print(sorted(sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not re.search(r"'(torch|timm|mlflow|datasets|sklearn)'", ended.stdout)
