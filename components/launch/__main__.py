@@ -1,4 +1,4 @@
-"""What the launcher for clusters can show and do by hand: `python -m components.launch render | pools`."""
+"""What the launcher for clusters can show and do by hand: `python -m components.launch render | pools | reap`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from trainer.launch import JobSpec, flag
 _DESCRIPTION = """Show what the launcher for clusters works with.
 
   python -m components.launch pools                                   the node pools
-  python -m components.launch render --pool gpu-a100 --nodes 4        the job that a training there would be"""
+  python -m components.launch render --pool gpu-a100 --nodes 4        the job that a training there would be
+  python -m components.launch reap --older-than 2d --dry-run          jobs that were left over on the cluster"""
 
 LAUNCHED: Mapping[str, stages.Stage] = {name: stage for name, stage in stages.STAGES.items() if stage.launched}
 DIRECTORIES = sorted({name for stage in LAUNCHED.values() for name in (*stage.inputs, *stage.outputs)})
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "List the node pools: what a node is, how many processes train on it, and its price."
     listing = commands.add_parser("pools", help="list the node pools", description=text)
     listing.set_defaults(command=_pools)
+    _add_reap(commands)
     return parser
 
 
@@ -84,6 +86,28 @@ def _add_render(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_render)
 
 
+def _add_reap(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "reap",
+        help="delete jobs that were left over",
+        description="Delete jobs of this project that nobody follows any more, ended ones too, with their pods. Jobs of others are never "
+        "looked at. The cluster is the one of KUBECONFIG, the pod's own, or ~/.kube/config.",
+    )
+    scope = parser.add_mutually_exclusive_group(required=True)
+    scope.add_argument("--run", type=_name, default="", metavar="NAME", help="the jobs of one run")
+    scope.add_argument("--older-than", default="0s", metavar="AGE", help="jobs made longer ago than 30m, 2h, 7d")
+    scope.add_argument("--all", action="store_true", help="all jobs of all runs")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--namespace", default=identity.default_namespace(), help="default: %(default)s")
+    parser.set_defaults(command=_reap)
+
+
+def _name(text: str) -> str:
+    if not text:  # a shell's variable that is not set must not mean every run
+        raise argparse.ArgumentTypeError("is empty; name a run, or say --all")
+    return text
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -108,6 +132,21 @@ def _render(options: argparse.Namespace) -> None:
         json.dumps(manifest)
     )  # the body that is sent; YAML would refer to objects that stand in it twice
     print(yaml.safe_dump(plain, sort_keys=False, width=140), end="")
+
+
+def _reap(options: argparse.Namespace) -> None:
+    from components.launch import reaping
+    from components.launch.cluster import Cluster
+
+    least_s = reaping.age(options.older_than)
+    done = "would be deleted" if options.dry_run else "deleted"
+    with Cluster.connect(options.namespace) as cluster:
+        jobs = [job for job in reaping.find(cluster, options.run) if job.age_s >= least_s]
+        for job in jobs:
+            if not options.dry_run:
+                reaping.delete(cluster, job)
+            print(f"{done}: {job}")
+    print(f"{len(jobs)} jobs of this project {done} in namespace {options.namespace}")
 
 
 def _pools(_options: argparse.Namespace) -> None:

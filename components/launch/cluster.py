@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import urllib3
@@ -18,11 +17,11 @@ import yaml
 from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 
+from components.launch.identity import default_namespace
 from components.launch.refusals import AwayError, ClusterError, ExpiredError, Request, away, reason, refusal
 from components.launch.resources import PODS, Resource
 from trainer import __version__
 
-DEFAULT_NAMESPACE = "kubeflow"
 CONNECT_TIMEOUT_S = 5
 ANSWER_TIMEOUT_S = 20
 WATCH_S = 60
@@ -32,7 +31,6 @@ LOG_SILENCE_S = 60
 STREAMS = 128
 """Connections kept for later requests: one for each replica's log, and some more."""
 
-_SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _METHODS: Mapping[str, str] = {"create": "POST", "patch": "PATCH", "delete": "DELETE"}
 
 
@@ -98,17 +96,17 @@ class Cluster:
         """Find the cluster: `KUBECONFIG`, else the pod's own service account, else `~/.kube/config`.
 
         Args:
-            namespace: where jobs run; empty: that of the pod or of the kubeconfig's context, else `kubeflow`.
+            namespace: where jobs run; empty: as `identity.default_namespace` says.
 
         Raises:
             ClusterError: there is none of these, or it is not usable.
         """
         configuration = client.Configuration()
         if not os.environ.get("KUBECONFIG") and os.environ.get("KUBERNETES_SERVICE_HOST"):
-            own = _load_service_account(configuration)
+            _load_service_account(configuration)
         else:
-            own = _load_kubeconfig(configuration)
-        return cls(configuration, namespace or own or DEFAULT_NAMESPACE)
+            _load_kubeconfig(configuration)
+        return cls(configuration, namespace or default_namespace())
 
     def __enter__(self) -> Self:
         return self
@@ -231,24 +229,21 @@ def _selectors(labels: str, fields: str) -> dict[str, str]:
     return {name: text for name, text in (("labelSelector", labels), ("fieldSelector", fields)) if text}
 
 
-def _load_service_account(configuration: client.Configuration) -> str:
+def _load_service_account(configuration: client.Configuration) -> None:
     try:
         config.load_incluster_config(client_configuration=configuration)
-        return (_SERVICE_ACCOUNT / "namespace").read_text().strip()
     except (ConfigException, OSError) as error:
         raise ClusterError(
             f"in a pod without a usable service account ({error}): set automountServiceAccountToken and serviceAccountName, or KUBECONFIG"
         ) from error
 
 
-def _load_kubeconfig(configuration: client.Configuration) -> str:
+def _load_kubeconfig(configuration: client.Configuration) -> None:
     files = os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
         config.load_kube_config(config_file=files, client_configuration=configuration, persist_config=False)
-        _, context = config.list_kube_config_contexts(config_file=files)
     except (ConfigException, OSError, yaml.YAMLError) as error:
         raise ClusterError(
-            f"no cluster to launch on: not in a pod, and kubeconfig {files} is not usable ({error}); set KUBECONFIG, or leave pool empty "
-            "to train on this machine"
+            f"no cluster to launch on: not in a pod, and kubeconfig {files} is not usable ({error}); set KUBECONFIG; "
+            "a training needs no cluster if its pool is left empty"
         ) from error
-    return str(context["context"].get("namespace") or "")

@@ -97,12 +97,13 @@ def from_environment(task: str, *, namespace: str = "", attempt: int = 1) -> Ide
         run=run,
         task=task,
         attempt=attempt,
-        namespace=namespace or _namespace(),
+        namespace=namespace or default_namespace(),
         owner=Owner(name=pod, uid=uid) if pod and uid else None,
     )
 
 
-def _namespace() -> str:
+def default_namespace() -> str:
+    """Where jobs go unless told otherwise: `TRAINER_NAMESPACE`, or the pod's own namespace, or kubeflow."""
     named = os.environ.get(NAMESPACE_VARIABLE)
     if named:
         return named
