@@ -94,7 +94,7 @@ def _add_reap(commands: _Commands[argparse.ArgumentParser]) -> None:
         "looked at. The cluster is the one of KUBECONFIG, the pod's own, or ~/.kube/config.",
     )
     scope = parser.add_mutually_exclusive_group(required=True)
-    scope.add_argument("--run", type=_name, default="", metavar="NAME", help="the jobs of one run")
+    scope.add_argument("--run", type=_name, metavar="NAME", help="the jobs of one run")
     scope.add_argument("--older-than", default="0s", metavar="AGE", help="jobs made longer ago than 30m, 2h, 7d")
     scope.add_argument("--all", action="store_true", help="all jobs of all runs")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
@@ -141,7 +141,7 @@ def _reap(options: argparse.Namespace) -> None:
     least_s = reaping.age(options.older_than)
     done = "would be deleted" if options.dry_run else "deleted"
     with Cluster.connect(options.namespace) as cluster:
-        jobs = [job for job in reaping.find(cluster, options.run) if job.age_s >= least_s]
+        jobs = [job for job in reaping.find(cluster, options.run or "") if job.age_s >= least_s]
         for job in jobs:
             if not options.dry_run:
                 reaping.delete(cluster, job)

@@ -101,7 +101,9 @@ class _Handler(BaseHTTPRequestHandler):
         if request is None or request.resource.plural not in self.server.installed:
             return Answer(body="404 page not found\n", code=404), ""
         self.server.api.faults.check(request)
-        return self.server.api.answer(request), request.target
+        answer = self.server.api.answer(request)
+        self.server.api.faults.check_answer(request)
+        return answer, request.target
 
     def _review(self, body: Mapping[str, Any]) -> dict[str, Any]:
         wanted = body["spec"]["resourceAttributes"]

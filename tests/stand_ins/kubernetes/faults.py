@@ -38,6 +38,7 @@ class Faults:
         self._denied: set[tuple[str, str]] = set()
         self._rules: Sequence[Mapping[str, Any]] | None = None
         self._failures: list[_Failure] = []
+        self._lost: list[tuple[str, str]] = []
         self._away_until = 0.0
         self._latency_s = 0.0
         self._cuts: dict[str, int] = {}
@@ -67,6 +68,11 @@ class Faults:
         """Break off all streams, and close every connection without an answer, for a while."""
         self._away_until = time.monotonic() + seconds
         self.cut()
+
+    def lose_answer(self, verb: str, resource: str) -> None:
+        """Do what the next such request asks for, but close the connection in the place of an answer."""
+        with self._lock:
+            self._lost.append((verb, resource))
 
     def slow(self, seconds: float) -> None:
         """Take this long before every answer, from now on."""
@@ -107,6 +113,17 @@ class Faults:
             raise statuses.forbidden(
                 USER, request.verb, request.resource, request.subresource, request.namespace, request.name
             )
+
+    def check_answer(self, request: Request) -> None:
+        """Let an answer through, or not.
+
+        Raises:
+            AwayError: the connection is to be closed.
+        """
+        with self._lock:
+            if (request.verb, request.target) in self._lost:
+                self._lost.remove((request.verb, request.target))
+                raise AwayError
 
 
 def _grants(rule: Mapping[str, Any], verb: str, resource: str, group: str) -> bool:
