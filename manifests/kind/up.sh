@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes a cluster on this machine with KFP, the training operator and MLflow: `make kind-up`. Can be repeated; what is there stays.
-# Wants about 8 GB of memory and 40 GB of disk. Not run yet: there was no Docker engine where this was written.
+# Wants about 16 GB of memory and 60 GB of disk, by estimate. Not run yet: there was no Docker engine where this was written.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../require.sh"
 require_docker

@@ -1,0 +1,58 @@
+"""What the API server itself says of our account and of our pods."""
+
+import json
+import subprocess
+
+import pytest
+import yaml
+
+from components.launch import resources
+from components.launch.backends import BACKENDS
+from tests.cluster.conftest import NAMESPACE, kubectl
+from tests.manifests.jobs import job, templates
+
+pytestmark = pytest.mark.cluster
+ACCOUNT = f"system:serviceaccount:{NAMESPACE}:vit-distillation"
+
+
+def may(verb, kind):
+    part = ["--subresource", kind.split("/")[1]] if "/" in kind else []
+    return kubectl("auth", "can-i", verb, kind.split("/")[0], *part, "--as", ACCOUNT, check=False).strip() == "yes"
+
+
+def test_the_account_may_do_what_is_used():
+    needed = dict(resources.VERBS)
+    needed |= {f"{backend.plural}.{backend.group}": resources.JOB_VERBS for backend in BACKENDS.values()}
+    assert [(verb, kind) for kind, verbs in needed.items() for verb in verbs if not may(verb, kind)] == []
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind"),
+    [("list", "secrets"), ("create", "pods"), ("create", "pods/exec"), ("delete", "pods"), ("get", "nodes")],
+)
+def test_the_account_may_do_no_more(verb, kind):
+    assert not may(verb, kind)
+
+
+@pytest.fixture
+def strict_namespace():
+    """A namespace that refuses pods below the level `restricted`."""
+    name = "vit-distillation-restricted"
+    label = {"pod-security.kubernetes.io/enforce": "restricted"}
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": label}}
+    kubectl("apply", "--filename=-", text=json.dumps(body))
+    yield name
+    kubectl("delete", "namespace", name, "--wait=false")
+
+
+def test_the_pods_of_a_job_are_restricted(strict_namespace):
+    for number, template in enumerate(templates(job("gpu-a100", service_account="default"))):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"pod-{number}"}, "spec": template["spec"]}
+        result = subprocess.run(
+            ["kubectl", "--namespace", strict_namespace, "create", "--dry-run=server", "--filename=-"],
+            input=yaml.safe_dump(json.loads(json.dumps(pod))),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
