@@ -1,7 +1,11 @@
 import logging
+import os
 
 import pytest
 import torch
+
+from tests.stand_ins.object_store import ObjectStore
+from trainer.storage import retries
 
 
 def pytest_collection_modifyitems(items):
@@ -22,3 +26,23 @@ def put_logging_back():
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
         logger.handlers[:], logger.propagate = handlers, propagate
         logger.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def object_store_server():
+    """An S3 server, for all tests of this process."""
+    with ObjectStore() as server:
+        yield server
+
+
+@pytest.fixture
+def object_store(object_store_server, monkeypatch, tmp_path):
+    """An S3 server with an empty bucket and without faults; the environment points to it and to an empty cache."""
+    object_store_server.reset()
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in object_store_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    return object_store_server

@@ -72,6 +72,8 @@ class Fault:
     """Waited before anything is answered."""
     after: int | None = None
     """Bytes of the body (the request's of a PUT or POST, else the answer's) after which the connection ends."""
+    loses_answer: bool = False
+    """Whether the connection ends when the server has done what was asked."""
 
     def concerns(self, method: str, target: str) -> bool:
         return self.times > 0 and self.method in ("", method) and re.search(self.path, target) is not None
@@ -143,11 +145,21 @@ class ObjectStore:
         """End the connection in the middle of a body."""
         self._faults.append(Fault(method=method, path=path, times=times, after=after))
 
-    def reset(self) -> None:
-        """Forget all faults and requests; objects stay."""
+    def lose_answer(self, *, times: int = 1, method: str = "", path: str = "") -> None:
+        """Let the server do it, and end the connection instead of telling."""
+        self._faults.append(Fault(method=method, path=path, times=times, loses_answer=True))
+
+    def clear(self) -> None:
+        """Forget all faults and requests."""
         with self._lock:
             self._faults.clear()
             self.requests.clear()
+
+    def reset(self) -> None:
+        """Forget all faults and requests, and remove all objects."""
+        self.clear()
+        for key in self.keys():
+            self.delete(key)
 
     def fault(self, method: str, target: str) -> Fault | None:
         """The fault for a request, which is used up by it."""
@@ -255,7 +267,12 @@ class Handler(BaseHTTPRequestHandler):
             self._hang_up()
             return
         body = self.rfile.read(self._length)
-        self._answer(body, self._refusal(fault) or self._pass_on(body), fault)
+        answer = self._refusal(fault) or self._pass_on(body)
+        if fault and fault.loses_answer:
+            self._note(len(body), 0, 0)
+            self._hang_up()
+            return
+        self._answer(body, answer, fault)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any  # noqa: N815  # the names that http.server calls
 

@@ -1,70 +1,388 @@
+import hashlib
 import os
+import re
+import time
 
 import pytest
 
-from tests.stand_ins.object_store import ObjectStore
 from trainer import storage
-from trainer.errors import ObjectNotFoundError, StorageError
-from trainer.storage import retries
+from trainer.errors import ObjectDamagedError, ObjectNotFoundError, OutputError, StorageError
+from trainer.storage import cache, objects, retries, transfers
+
+PART = 100_000
 
 
-@pytest.fixture(scope="module")
-def server():
-    with ObjectStore() as running:
-        yield running
+def records(contents):
+    """What a manifest says of these files."""
+    return {
+        name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Objects
+
+
+@pytest.mark.parametrize("base", ["s3://artifacts/one", "memory://one", "{tmp_path}/one"])
+def test_a_file_is_written_read_listed_and_removed(object_store, tmp_path, base):
+    base = base.format(tmp_path=tmp_path)
+    uri = storage.join(base, "a b", "ä?c.bin")
+    assert not storage.exists(uri)
+    storage.write_bytes(uri, b"content")
+    storage.write_bytes(storage.join(base, "d"), b"")
+    assert storage.exists(uri)
+    assert not storage.exists(storage.parent(uri))
+    assert storage.read_bytes(uri) == b"content"
+    assert storage.read_bytes(uri, 1, 3) == b"on"
+    assert storage.read_bytes(storage.join(base, "d")) == b""
+    assert storage.files(base) == {"a b/ä?c.bin": 7, "d": 0}
+    assert storage.children(base) == ["a b", "d"]
+    storage.remove(base)
+    assert storage.files(base) == {}
+    assert storage.children(base) == []
+    storage.remove(base)
+    with pytest.raises(ObjectNotFoundError, match=re.escape(uri)):
+        storage.read_bytes(uri)
+
+
+def test_a_name_that_starts_alike_is_another(object_store):
+    storage.write_bytes(object_store.uri("model-2", "weights"), b"2")
+    assert storage.files(object_store.uri("model")) == {}
+    storage.remove(object_store.uri("model"))
+    assert object_store.keys() == ["model-2/weights"]
+
+
+def test_minio_is_the_same_store_at_the_address_that_must_be_given(object_store, monkeypatch):
+    storage.write_bytes(object_store.uri("two"), b"2")
+    assert storage.read_bytes(f"minio://{object_store.bucket}/two") == b"2"
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    with pytest.raises(StorageError, match="set AWS_ENDPOINT_URL_S3"):
+        storage.read_bytes(f"minio://{object_store.bucket}/two")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", object_store.endpoint)
+    assert storage.read_bytes(f"minio://{object_store.bucket}/two") == b"2"
+
+
+@pytest.mark.parametrize(
+    ("uri", "parent", "remote"),
+    [
+        ("s3://bucket/a/b", "s3://bucket/a", True),
+        ("s3://bucket/a/", "s3://bucket", True),
+        ("/a/b", "/a", False),
+        ("file:///a/b", "/a", False),
+        ("a", ".", False),
+    ],
+)
+def test_uris_are_taken_apart(uri, parent, remote):
+    assert storage.parent(uri) == parent
+    assert storage.is_remote(uri) is remote
+
+
+def test_a_remote_uri_is_no_path():
+    with pytest.raises(StorageError, match="s3://a/b: a path on this machine is needed"):
+        storage.local_path("s3://a/b")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults
+
+
+def test_a_store_that_fails_for_a_while_is_waited_for(object_store, caplog):
+    object_store.put("here", b"1")
+    object_store.answer(503, times=2)
+    object_store.answer(500, times=1)
+    object_store.cut(times=1)
+    assert storage.read_bytes(object_store.uri("here")) == b"1"
+    assert "s3://artifacts/here: the store answered 503 SlowDown" in caplog.text
+    assert "(attempt 2 of 9)" in caplog.text
+    assert len(object_store.requests) == 5
+
+
+def test_waits_grow_and_differ(monkeypatch):
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "12")
+
+    def fail():
+        raise ConnectionResetError
+
+    with pytest.raises(StorageError, match=r"x: gave up after 12 attempts in 0 s; the last time: ConnectionResetError"):
+        retries.call("x", fail)
+    longest = [min(retries.FIRST_WAIT_S * 2**count, retries.LONGEST_WAIT_S) for count in range(11)]
+    assert all(most / 2 <= wait <= most for wait, most in zip(waits, longest, strict=True))
+    assert len({wait / most for wait, most in zip(waits, longest, strict=True)}) == 11
+
+
+def test_the_attempts_have_a_limit(object_store, monkeypatch):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
+    object_store.answer(503)
+    with pytest.raises(StorageError, match=r"gave up after 3 attempts.*503 SlowDown.*See to the store at http"):
+        storage.write_bytes(object_store.uri("a"), b"1")
+    assert len(object_store.requests) == 3
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "many")
+    with pytest.raises(StorageError, match="AWS_MAX_ATTEMPTS=many: must be a number"):
+        storage.read_bytes(object_store.uri("a"))
+
+
+def test_a_store_that_says_nothing_is_asked_again(object_store, monkeypatch, caplog):
+    monkeypatch.setattr(objects, "READ_TIMEOUT_S", 0.2)
+    objects._s3.cache_clear()
+    object_store.put("here", b"1")
+    object_store.delay(1.0, times=1)
+    try:
+        assert storage.read_bytes(object_store.uri("here")) == b"1"
+    finally:
+        objects._s3.cache_clear()
+    assert "Timeout" in caplog.text
+
+
+def test_where_no_store_is(object_store, monkeypatch):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    with pytest.raises(StorageError, match=r"gave up after 2 attempts.*Could not connect.*http://127.0.0.1:1"):
+        storage.exists(object_store.uri("a"))
+
+
+def test_what_is_refused_is_asked_for_once(object_store, monkeypatch):
+    object_store.answer(403)
+    with pytest.raises(
+        StorageError, match=r"refuses \(the store answered 403 AccessDenied.*check AWS_ACCESS_KEY_ID and"
+    ):
+        storage.write_bytes(object_store.uri("refused"), b"")
+    assert len(object_store.requests) == 1
+    object_store.clear()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody-else")
+    with pytest.raises(StorageError, match="InvalidAccessKeyId"):
+        storage.read_bytes(object_store.uri("refused"))
+    assert len(object_store.requests) == 1
+
+
+def test_without_credentials(object_store, monkeypatch, tmp_path):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(StorageError, match=r"no credentials for the store at http.*set AWS_ACCESS_KEY_ID"):
+        storage.files(object_store.uri())
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("s3://nowhere/a", "the store at http.* has no such bucket; make it, or correct the URI"),
+        ("s3:///a", "names no bucket; write s3://BUCKET/NAME"),
+        ("s3://No!Bucket/a", "can not do that.*check the URI"),
+        ("gopher://a/b", "Protocol not known: gopher; give a local path, or a URI of s3://"),
+    ],
+)
+def test_uris_that_name_nothing(object_store, uri, message):
+    with pytest.raises(StorageError, match=message):
+        storage.write_bytes(uri, b"")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fetching
 
 
 @pytest.fixture
-def store(server, monkeypatch, tmp_path):
-    """The server without faults, what the environment must say, and an empty cache."""
-    server.reset()
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
-    return server
+def in_parts(monkeypatch):
+    """Fetch in small parts."""
+    monkeypatch.setattr(transfers, "PART_BYTES", PART)
 
 
-def test_an_object_is_written_read_listed_and_removed(store):
-    uri = store.uri("one", "a b", "ä?c.bin")
-    assert not storage.exists(uri)
-    storage.write_bytes(uri, b"content")
-    assert storage.exists(uri)
-    assert store.get("one/a b/ä?c.bin") == b"content"
-    assert storage.read_bytes(uri) == b"content"
-    assert storage.read_bytes(uri, 1, 3) == b"on"
-    assert storage.files(store.uri("one")) == {"a b/ä?c.bin": 7}
-    assert storage.children(store.uri("one")) == ["a b"]
-    storage.remove(store.uri("one"))
-    assert store.keys("one") == []
-    assert storage.children(store.uri("one")) == []
+CONTENTS = {"large": os.urandom(10 * PART + 1), "below/small": b"1", "empty": b""}
 
 
-def test_minio_is_the_same_store_at_the_address_that_must_be_given(store, monkeypatch):
-    storage.write_bytes(store.uri("two"), b"2")
-    assert storage.read_bytes(f"minio://{store.bucket}/two") == b"2"
-    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
-    with pytest.raises(StorageError, match="set AWS_ENDPOINT_URL_S3"):
-        storage.read_bytes(f"minio://{store.bucket}/two")
+@pytest.fixture
+def remote(object_store):
+    """Three files in the store."""
+    for name, content in CONTENTS.items():
+        object_store.put(f"fetched/{name}", content)
+    return object_store.uri("fetched")
 
 
-def test_a_store_that_fails_for_a_while_is_waited_for(store, caplog):
-    store.put("here", b"1")
-    store.answer(503, times=2)
-    store.answer(500, times=1)
-    store.cut(times=1)
-    assert storage.read_bytes(store.uri("here")) == b"1"
-    assert "the store answered 503" in caplog.text
-    assert "attempt 2 of 9" in caplog.text
+def read_back(directory):
+    return {name: (directory / name).read_bytes() for name in storage.files(directory)}
 
 
-def test_what_is_not_there_and_what_is_refused_is_asked_for_once(store):
-    with pytest.raises(ObjectNotFoundError, match=r"s3://artifacts/nothing: there is no such object"):
-        storage.read_bytes(store.uri("nothing"))
-    store.reset()
-    store.answer(403)
-    with pytest.raises(StorageError, match=r"answered 403 AccessDenied.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
-        storage.write_bytes(store.uri("refused"), b"")
-    assert len(store.requests) == 1
+def test_files_are_fetched_in_parts(object_store, in_parts, remote, tmp_path):
+    storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    assert read_back(tmp_path / "to") == CONTENTS
+    ranges = sorted(one.range for one in object_store.requests if "large" in one.path)
+    assert len(ranges) == len(set(ranges)) == 11
+    storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    assert len(object_store.requests) == 12
+
+
+def test_after_a_cut_only_what_is_missing_is_fetched(object_store, in_parts, remote, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(transfers, "CONNECTIONS", 1)
+    for _ in range(6):
+        object_store.delay(0, times=1, path="large")
+    object_store.cut(PART // 2, path="large")
+    with pytest.raises(StorageError, match=r"fetched/large: gave up after 1 attempts.*what was transferred is kept"):
+        storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    arrived = object_store.sent("large") - PART // 2
+    assert arrived >= 6 * PART
+    object_store.clear()
+    storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    assert object_store.sent("large") == len(CONTENTS["large"]) - arrived
+    assert read_back(tmp_path / "to") == CONTENTS
+
+
+def test_what_did_not_arrive_as_sent_is_fetched_again(object_store, in_parts, remote, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    object_store.answer(503, times=1, path="large")
+    with pytest.raises(StorageError):
+        storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    with (tmp_path / "to" / "large").open("r+b") as file:
+        file.write(b"spoilt" * PART)
+    storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    assert "large did not arrive as sent; fetching again" in caplog.text
+    assert read_back(tmp_path / "to") == CONTENTS
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (bytes(len(CONTENTS["large"])), ObjectDamagedError, r"large is damaged \(checksum\)"),
+        (CONTENTS["large"][:-1], ObjectDamagedError, "large is shorter than it was"),
+        (None, ObjectNotFoundError, "fetched/large is missing"),
+    ],
+)
+def test_what_the_store_has_lost_is_named(object_store, in_parts, remote, tmp_path, content, error, message):
+    if content is None:
+        object_store.delete("fetched/large")
+    else:
+        object_store.put("fetched/large", content)
+    with pytest.raises(error, match=message):
+        storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+
+
+def test_long_transfers_say_how_far_they_are(object_store, in_parts, remote, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(transfers, "LOG_INTERVAL_S", 0.0)
+    with caplog.at_level("INFO"):
+        storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    assert "fetching s3://artifacts/fetched: 1.0 of 1.0 MiB" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sending
+
+LARGE = {"large": os.urandom(11 * 2**20), "small": b"1"}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder with a file that is sent in parts, and a small one."""
+    directory = tmp_path / "from"
+    directory.mkdir()
+    for name, content in LARGE.items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def test_a_large_file_is_sent_in_parts_each_of_which_is_tried_again(object_store, files, monkeypatch):
+    monkeypatch.setattr(transfers, "PART_BYTES", 5 * 2**20)
+    object_store.answer(503, times=1, method="PUT", path="partNumber=2")
+    object_store.cut(1_000_000, method="PUT", path="partNumber=3")
+    storage.upload_directory(files, object_store.uri("sent"), records(LARGE))
+    assert {name: object_store.get(f"sent/{name}") for name in LARGE} == LARGE
+    parts = [re.search(r"partNumber=(\d)", one.query)[1] for one in object_store.requests if "partNumber" in one.query]
+    assert sorted(parts) == ["1", "2", "2", "3", "3"]
+
+
+def test_what_is_there_is_not_sent_again(object_store, files):
+    uri, changed = object_store.uri("sent"), {**LARGE, "small": b"2"}
+    storage.upload_directory(files, uri, records(LARGE))
+    object_store.clear()
+    storage.upload_directory(files, uri, records(LARGE))
+    (files / "small").write_bytes(b"2")
+    storage.upload_directory(files, uri, records(changed))
+    assert [(one.path, one.received) for one in object_store.requests if one.method in ("PUT", "POST")] == [
+        ("/artifacts/sent/small", 1)
+    ]
+
+
+def test_a_failed_upload_leaves_no_parts_behind(object_store, files, monkeypatch):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(transfers, "PART_BYTES", 5 * 2**20)
+    object_store.answer(500, method="PUT", path="partNumber=2")
+    with pytest.raises(StorageError, match="large: gave up"):
+        storage.upload_directory(files, object_store.uri("sent"), records(LARGE))
+    assert object_store.unfinished_uploads() == 0
+    assert "sent/large" not in object_store.keys()  # noqa: SIM118  # no dict
+
+
+def test_a_completion_whose_answer_was_lost_counts(object_store, files, monkeypatch):
+    monkeypatch.setattr(transfers, "PART_BYTES", 5 * 2**20)
+    object_store.lose_answer(method="POST", path="uploadId=")
+    storage.upload_directory(files, object_store.uri("sent"), records(LARGE))
+    assert object_store.get("sent/large") == LARGE["large"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache
+
+
+def fill(path):
+    (path / "file").write_bytes(b"x" * 1000)
+
+
+def keep(key, fetch=fill):
+    return cache.keep(key, key, fetch, is_whole=lambda path: (path / "file").is_file())
+
+
+def refuse(_path):
+    raise AssertionError("it is there and need not be fetched")
+
+
+def test_a_content_is_fetched_once(object_store):
+    place = keep("a")
+    assert keep("a", refuse) == place
+    assert (place / "file").read_bytes() == b"x" * 1000
+
+
+def test_what_somebody_has_tampered_with_is_fetched_again(object_store, caplog):
+    (keep("a") / "file").unlink()
+    assert (keep("a") / "file").is_file()
+    assert "is not whole any more" in caplog.text
+
+
+def test_what_was_not_used_for_longest_goes_unless_it_is_in_use(object_store, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINER_CACHE_GIB", str(2500 / 2**30))
+    keep("in use, oldest")
+    for key in ("older", "newer"):
+        with cache.draft() as folder:
+            fill(folder)
+            cache.adopt(folder, key)
+        os.utime(tmp_path / "cache" / key, (1, 1 if key == "older" else 2))
+    os.utime(tmp_path / "cache" / "in use, oldest", (0, 0))
+    cache.evict()
+    assert {path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()} == {"in use, oldest", "newer"}
+
+
+def test_a_draft_that_is_written_is_not_evicted_and_a_left_one_is(object_store, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINER_CACHE_GIB", "0")
+    left = tmp_path / "cache" / "draft-left"
+    left.mkdir(parents=True)
+    fill(left)
+    with cache.draft() as folder:
+        fill(folder)
+        cache.evict()
+        assert (folder / "file").is_file()
+    assert not left.exists()
+    assert not folder.exists()
+
+
+def test_a_limit_that_is_none_is_named(object_store, monkeypatch):
+    monkeypatch.setenv("TRAINER_CACHE_GIB", "lots")
+    with pytest.raises(StorageError, match="TRAINER_CACHE_GIB=lots: must be a number of GiB"):
+        keep("a")
+
+
+def test_a_cache_that_can_not_be_written_is_named(object_store, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OutputError, match=r"can not write to .*/file"):
+        keep("a")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainer.errors import ObjectNotFoundError, StorageError
+from trainer.errors import ObjectDamagedError, ObjectNotFoundError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ def call(uri: str, request: Callable[[], T]) -> T:
 
     Raises:
         ObjectNotFoundError: there is no such object.
+        ObjectDamagedError: it has not the bytes that were asked for.
         StorageError: the store refuses, or went on failing.
     """
     attempts = _attempts()
@@ -102,7 +103,7 @@ def _told(error: Exception) -> str:
     """What happened, in a few words."""
     response = _response(error)
     if not response:
-        return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
     answer = response.get("Error", {})
     code, message = str(answer.get("Code", "")), str(answer.get("Message", ""))
     status = str(_status(error))
@@ -128,6 +129,8 @@ def _refusal(uri: str, error: Exception) -> StorageError:
         )
     if code == "NoSuchBucket":
         return StorageError(f"{uri}: {_store()} has no such bucket; make it, or correct the URI or AWS_ENDPOINT_URL_S3")
+    if _status(error) == 416:
+        return ObjectDamagedError(f"the file {uri} is shorter than it was; make it again or copy it whole")
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(f"{uri}: there is no such object at {_store()}; check the URI")
     return StorageError(f"{uri}: {_store()} can not do that ({_told(error)}); check the URI and AWS_ENDPOINT_URL_S3")
