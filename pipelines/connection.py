@@ -78,9 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say where the API is."""
     group = parser.add_argument_group(
         "where Kubeflow Pipelines is",
-        "Without --host: the service in this cluster, if this is a pod, or else through kubeconfig's API server. "
-        f"A token is read from {places.TOKEN_VARIABLE} or the file {places.TOKEN_FILE_VARIABLE} (default: {places.TOKEN_FILE}), "
-        f"cookies from {places.COOKIES_VARIABLE}; {places.AUTHORITY_VARIABLE} names a certificate authority of your own.",
+        f"""Without --host: the service in this cluster, if this is a pod, or else through kubeconfig's API server.
+  {places.TOKEN_VARIABLE}, {places.COOKIES_VARIABLE}      a token, or the cookies of a browser that is logged in
+  {places.TOKEN_FILE_VARIABLE}  a file with a token (default: {places.TOKEN_FILE})
+  {places.AUTHORITY_VARIABLE}                 PEM file of a certificate authority of your own
+  {places.UI_VARIABLE}    address of the UI for links, if it is another""",
     )
     hosts = ", ".join(places.HOST_VARIABLES)
     group.add_argument("--host", default="", metavar="URL", help=f"of its UI or its API (default: {hosts})")

@@ -11,17 +11,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from components import sections
+from components import launching, sections
 from components.image import IMAGE
+from components.launch import pools
 from pipelines import commands, connection, runs, schedules, versions
 from pipelines import compile as compilation
 from trainer.errors import DeployError, SettingsError
 
 SERVICE_ACCOUNT = "vit-distillation"
+DEFAULT_POOL = "cpu"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +61,11 @@ def _add_parameters(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--experiment", default="", help="in MLflow and in KFP, instead of the recipe's tracking.experiment"
     )
-    group.add_argument("--pool", default="", help="node pool of the trainings (default: the tasks' own pods)")
+    group.add_argument(
+        "--pool",
+        default="",
+        help=f"node pool of the trainings, from the file TRAINER_POOLS or ours (default: {DEFAULT_POOL})",
+    )
     group.add_argument("--nodes", type=int, default=1, help="machines of the pool (default: %(default)s)")
     group.add_argument("--processes", type=int, default=0, help="training processes on each (default: the pool's own)")
 
@@ -102,9 +109,7 @@ def specification(image: str) -> str:
     file = compilation.COMPILED
     text = compilation.compiled_text()
     if not file.is_file() or file.read_text() != text:
-        raise DeployError(
-            f"{file} is not what pipelines/distillation.py compiles to; run `make compile` and commit it"
-        )
+        raise DeployError(f"{file} is not what pipelines/distillation.py compiles to; run `make compile` and commit it")
     return compilation.with_image(text, image)
 
 
@@ -121,19 +126,13 @@ def _parameters(options: argparse.Namespace) -> dict[str, str | int]:
             f"recipe {options.recipe} is a file of this machine, which a cluster's tasks can not read; "
             "put it into trainer/recipes and build an image with it, or give its settings with SET"
         )
-    for name, value, least in (("nodes", options.nodes, 1), ("processes", options.processes, 0)):
-        if value < least:
-            raise SettingsError(f"{name} must be >= {least}, got {value}")
-    if options.pool:
-        from components.launch import pools
-
-        pools.get(options.pool).processes(options.processes)
-    elif options.nodes > 1:
-        raise SettingsError(f"{options.nodes} nodes need a node pool; name one: POOL=...")
-    texts = {
-        name: getattr(options, name) for name in ("recipe", "overrides", "dataset", "teacher", "experiment", "pool")
-    }
-    return {**texts, "nodes": options.nodes, "processes_per_node": options.processes}
+    place = launching.Place(
+        pool=options.pool or DEFAULT_POOL, nodes=options.nodes, processes_per_node=options.processes
+    )
+    place.check()
+    pools.get(place.pool).processes(options.processes)
+    texts = {name: getattr(options, name) for name in ("recipe", "overrides", "dataset", "teacher", "experiment")}
+    return {**texts, **dataclasses.asdict(place)}
 
 
 if __name__ == "__main__":

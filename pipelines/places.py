@@ -51,8 +51,13 @@ class Place:
 
     @property
     def port_forward(self) -> str:
-        """The command that brings the UI, and the API with it, to `LOCAL_UI`."""
-        return f"kubectl port-forward --namespace {self.namespace} service/ml-pipeline-ui 8080:80"
+        """The command that brings the UI to `LOCAL_UI`."""
+        return port_forward(self.namespace)
+
+
+def port_forward(namespace: str) -> str:
+    """The command that brings the UI of a cluster, and the API with it, to `LOCAL_UI`."""
+    return f"kubectl port-forward --namespace {namespace} service/ml-pipeline-ui 8080:80"
 
 
 def find(host: str, namespace: str, environment: Mapping[str, str]) -> Place:
@@ -114,12 +119,16 @@ def _through_kubeconfig(namespace: str, environment: Mapping[str, str]) -> Place
     configuration = _configuration("")
     try:
         context = service_proxy.pass_through(
-            configuration, kubeconfig=environment.get("KUBECONFIG"), namespace=namespace, service=SERVICE, port="http"
+            configuration,
+            kubeconfig=environment.get("KUBECONFIG") or None,
+            namespace=namespace,
+            service=SERVICE,
+            port="http",
         )
     except service_proxy.NoKubeconfigError as error:
         raise DeployError(
             f"no Kubeflow Pipelines to be found: {HOST_VARIABLES[0]} is not set, this is no pod of a cluster, and {error}; "
-            f"set {HOST_VARIABLES[0]} to the address of its UI or API"
+            f"set {HOST_VARIABLES[0]} to the address of its UI or API, such as {LOCAL_UI} after: {port_forward(namespace)}"
         ) from error
     return Place(
         configuration=configuration,

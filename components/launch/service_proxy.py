@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import yaml
 from kubernetes import config
 
 
@@ -30,8 +31,8 @@ def pass_through(configuration: Any, *, kubeconfig: str | None, namespace: str, 
     try:
         _, context = config.list_kube_config_contexts(kubeconfig)
         config.load_kube_config(kubeconfig, client_configuration=configuration)
-    except config.ConfigException as error:
-        raise NoKubeconfigError(f"kubeconfig can not be used ({error})") from error
+    except (config.ConfigException, OSError, yaml.YAMLError, TypeError) as error:  # TypeError: YAML of another form
+        raise NoKubeconfigError(f"kubeconfig can not be used ({' '.join(str(error).split())})") from error
     address = f"{configuration.host}/api/v1/namespaces/{namespace}/services/{service}:{port}/proxy"
     refresh = configuration.refresh_api_key_hook
 

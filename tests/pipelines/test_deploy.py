@@ -92,9 +92,8 @@ def test_a_stale_file_is_not_deployed(api, command, monkeypatch, tmp_path):
         (["--set", "distill.epoch=3"], "distill.epoch"),
         (["--recipe", "mine/photos.toml"], "is a file of this machine"),
         (["--pool", "gpu"], "unknown pool 'gpu'"),
-        (["--nodes", "2"], "2 nodes need a node pool"),
         (["--pool", "cpu", "--nodes", "0"], "nodes must be >= 1, got 0"),
-        (["--processes", "-1"], "processes must be >= 0, got -1"),
+        (["--processes", "-1"], "processes_per_node must be >= 0"),
         (["--pool", "gpu-a100", "--processes", "99"], "processes_per_node"),
         (["--wait"], "WAIT=1 follows a run; add RUN=1"),
         (["--cron", "0 3 * *"], "five fields"),
@@ -140,6 +139,12 @@ def test_a_run_gets_the_parameters_the_experiment_and_the_account(api, command):
     assert re.fullmatch(r"grocery \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", run.display_name)
     assert api.store.experiments[run.experiment_id].display_name == "food"
     assert f"run {run.display_name}: {api.host}/#/runs/details/{run.run_id}" in output
+
+
+def test_a_run_is_on_the_cpu_pool_unless_another_is_named(api, command):
+    command(deploy.main, "--run")
+    (run,) = api.store.runs.values()
+    assert run.runtime_config.parameters["pool"] == "cpu"
 
 
 def test_runs_share_the_experiment_of_their_recipe(api, command):
