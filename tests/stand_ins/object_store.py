@@ -297,11 +297,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         upstream = {name.lower(): value for name, value in answer.headers}
         self.send_header("Content-Length", upstream.get("content-length", "0") if head else str(len(body)))
-        self.end_headers()
         cut = fault is not None and fault.after is not None
         part = body[: fault.after] if cut else body
+        self._note(len(received), answer.status, len(part))  # before the client knows
+        self.end_headers()
         self.wfile.write(part)
-        self._note(len(received), answer.status, len(part))
         if cut:
             self._hang_up()
 
