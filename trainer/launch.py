@@ -12,8 +12,10 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -140,6 +142,10 @@ def join_node(spec: JobSpec) -> None:
         config = _config_of_node(spec)
         rank = int(os.environ.get("PET_NODE_RANK", "0"))
         part = replace(spec, nodes=config.max_nodes, processes_per_node=config.nproc_per_node)
+        if part.nodes > 1:
+            logger.info("node %d of %d: meeting the others at %s", rank, part.nodes, config.rdzv_endpoint)
+        if config.rdzv_backend == "static" and rank > 0:
+            _wait_for_first_node(config, part, rank)
         try:
             _run_agent(config, part, node=f"node {rank} of {part.nodes}" if part.nodes > 1 else "")
         except (DistError, RendezvousError) as error:
@@ -175,6 +181,28 @@ def _config_of_node(spec: JobSpec) -> LaunchConfig:
             f"{spec.stage}: {given}: do not describe a node of a job ({error}); the operator sets them"
         ) from error
     return config
+
+
+def _wait_for_first_node(config: LaunchConfig, spec: JobSpec, rank: int) -> None:
+    """Wait until the first node listens. Torch would wait too, but deaf to signals and with pauses of a minute between two tries.
+
+    Raises:
+        CrashError: it does not within the time that torch would wait.
+    """
+    host, _, port = config.rdzv_endpoint.rpartition(":")
+    limit_s = float(config.rdzv_configs["timeout"])
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return
+        except OSError as error:  # not there yet, or its name is not known yet
+            if time.monotonic() >= deadline:
+                raise CrashError(
+                    f"{spec.stage}: node {rank} of {spec.nodes}: node 0 did not answer at {config.rdzv_endpoint} within {limit_s:.0f} s "
+                    f"({error}); look whether it runs, and into its log"
+                ) from error
+        time.sleep(0.5)
 
 
 def _run_agent(config: LaunchConfig, spec: JobSpec, *, node: str = "") -> None:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from components.image import IMAGE_VARIABLE
 from components.launch import environment, pytorchjob, trainjob
 from components.launch.identity import Identity
 from components.launch.pools import Pool
 from components.launch.state import State
 from trainer.launch import JobSpec
-
-IMAGE_VARIABLE = "TRAINER_IMAGE"
 
 
 @dataclass(frozen=True, kw_only=True)

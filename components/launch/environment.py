@@ -71,6 +71,8 @@ def variables(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[str, A
         **spec.environment,
         DEVICE_VARIABLE: pool.device,
         "TRAINER_CACHE": CACHE,
+        # Nodes may come one after the other, as an autoscaler gets them; torch's own limit is a quarter of an hour.
+        "PET_RDZV_CONF": f"timeout={60 * pool.queued_minutes},join_timeout={60 * pool.queued_minutes}",
     }
     references = [
         {

@@ -71,6 +71,7 @@ def _checked_quantity(value: object) -> object:
 
 Quantity = Annotated[str, BeforeValidator(_checked_quantity)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+Resource = Annotated[str, Field(pattern=r"^([-a-z0-9.]+/)?[-a-zA-Z0-9.]+$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Minutes = Annotated[int, Field(ge=1)]
 
@@ -128,7 +129,7 @@ class Pool(_Group):
     device: Literal["cpu", "cuda", "xla"]
     image: str = ""
     processes_per_node: Annotated[int, Field(ge=1)]
-    resources: dict[Name | Annotated[str, Field(pattern=r"^[-a-z0-9.]+/[-a-z0-9.]+$")], Quantity]
+    resources: dict[Resource, Quantity]
     shared_memory: Quantity = "1Gi"
     cache: Quantity = "20Gi"
     node_selector: dict[str, str] = {}
@@ -163,10 +164,13 @@ class Pool(_Group):
         missing = [name for name in ("cpu", "memory") if name not in self.resources]
         if missing:
             raise ValueError(f"resources must name {' and '.join(missing)}")
-        if quantity(self.shared_memory) > quantity(self.resources["memory"]):
-            raise ValueError(
-                f"shared_memory = {self.shared_memory} must be within resources.memory = {self.resources['memory']}"
-            )
+        for field, size, resource in (
+            ("shared_memory", self.shared_memory, "memory"),
+            ("cache", self.cache, "ephemeral-storage"),
+        ):
+            given = self.resources.get(resource)
+            if given and quantity(size) > quantity(given):
+                raise ValueError(f"{field} = {size} must be within resources.{resource} = {given}")
         return self
 
     @model_validator(mode="after")
@@ -278,11 +282,12 @@ def _items(table: object) -> Iterable[tuple[str, Any]]:
 
 
 def _pool(path: Path, name: str, tables: Mapping[str, dict[str, Any]]) -> Pool:
-    own, base = tables["pools"][name], {}
+    own = tables["pools"][name]
+    base: dict[str, Any] = {}
     if based_on := own.get("based_on"):
-        base = tables["pools"].get(based_on)
-        if base is None or "based_on" in base:
-            plain = [known for known, table in tables["pools"].items() if "based_on" not in table]
+        plain = {known: table for known, table in tables["pools"].items() if "based_on" not in table}
+        base = plain.get(str(based_on), {})
+        if not base:
             raise SettingsError(
                 f"pools {path}: pool {name}: based_on must be a pool that stands for itself ({', '.join(plain)}), got {based_on!r}"
             )
