@@ -72,8 +72,8 @@ lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1
 	echo uv | $(COMPILE_REQUIREMENTS) - --output-file requirements/uv.txt
 
 .PHONY: image manifests kind-up kind-load test-kind kind-down
-IMAGE_NAME = $(or $(IMAGE),$(shell $(VENV)/python -c 'from components.image import NAME, IMAGE; \
-	print(IMAGE.replace(NAME, NAME + "-neuron") if "$(TARGET)" == "neuron" else IMAGE)'))
+IMAGE_NAME = $(or $(IMAGE),$(shell $(VENV)/python -c \
+	'from components.image import IMAGE; print(IMAGE$(if $(filter neuron,$(TARGET)),.replace(":", "-neuron:")))'))
 
 image: $(READY)  ## build and check the image of tasks and jobs [TARGET=cpu|gpu|neuron IMAGE=name:tag]
 	@manifests/images/build.sh "$(or $(TARGET),cpu)" "$(IMAGE_NAME)"
@@ -87,9 +87,10 @@ kind-up: $(READY)  ## make a cluster on this machine: kind, KFP, training operat
 kind-load: $(READY)  ## put the image into that cluster [IMAGE=name:tag]
 	@manifests/kind/load.sh "$(IMAGE_NAME)"
 
-test-kind: $(READY)  ## run the tests that need a cluster [CONTEXT=kubeconfig's]; where one fails, its logs go to runs/.cluster-logs
-	@TRAINER_TEST_CLUSTER=$(or $(CONTEXT),kind-vit-distillation) TRAINER_IMAGE="$(IMAGE_NAME)" $(VENV)/python -m pytest -m cluster tests/cluster \
-		|| { manifests/logs.sh runs/.cluster-logs; exit 1; }
+test-kind: CONTEXT ?= kind-vit-distillation
+test-kind: $(READY)  ## run the tests that need a cluster [CONTEXT=kubeconfig's]; if one fails, its logs go to runs/.cluster-logs
+	@TRAINER_TEST_CLUSTER="$(CONTEXT)" TRAINER_IMAGE="$(IMAGE_NAME)" $(VENV)/python -m pytest -m cluster tests/cluster \
+		|| { CONTEXT="$(CONTEXT)" manifests/logs.sh runs/.cluster-logs; exit 1; }
 
 kind-down:  ## remove that cluster
 	@manifests/kind/down.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects what tells why something failed: objects, events, and the logs of every container, the one before a restart as well.
-#   manifests/logs.sh FOLDER
+#   [CONTEXT=kubeconfig's] manifests/logs.sh FOLDER
 # Goes on where one of them can not be had: a part is better than nothing. Secrets are not read. Not run yet against a cluster.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/require.sh"
@@ -8,9 +8,9 @@ FOLDER="${1:?name a folder}"
 require_kubectl
 mkdir -p "$FOLDER/pods" || fail "$FOLDER can not be made"
 
-get() { kubectl --namespace "$NAMESPACE" --request-timeout=30s "$@"; }
+get() { kubectl ${CONTEXT:+--context="$CONTEXT"} --namespace "$NAMESPACE" --request-timeout=30s "$@"; }
 
-kubectl --request-timeout=30s describe nodes >"$FOLDER/nodes.txt" 2>&1
+get describe nodes >"$FOLDER/nodes.txt" 2>&1
 get get events --sort-by=.lastTimestamp >"$FOLDER/events.txt" 2>&1
 for kind in pods deployments statefulsets services configmaps persistentvolumeclaims pytorchjobs workflows; do
     get get "$kind" --output yaml >"$FOLDER/$kind.yaml" 2>&1

@@ -134,13 +134,30 @@ def test_everything_that_is_named_is_there(render, folder):
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_services_find_their_pods(render, folder):
     objects = render(folder)
-    labels = [one["spec"]["template"]["metadata"]["labels"] for one in workloads(objects)]
     services = named(objects, "Service")
     for service in services.values():
         selector = service["spec"]["selector"].items()
-        assert sum(selector <= pod.items() for pod in labels) == 1
+        (found,) = [
+            one for one in workloads(objects) if selector <= one["spec"]["template"]["metadata"]["labels"].items()
+        ]
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports(found)
     for one in named(objects, "StatefulSet").values():
         assert one["spec"]["serviceName"] in services
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_probes_knock_at_open_ports(render, folder):
+    for one in workloads(render(folder)):
+        for container in containers(one):
+            probes = [probe for name, probe in container.items() if name.endswith("Probe")]
+            asked = [probe[way]["port"] for probe in probes for way in ("httpGet", "tcpSocket") if way in probe]
+            assert asked
+            assert set(asked) <= ports(one)
+
+
+def ports(workload):
+    """Names of the ports that its containers open."""
+    return {port["name"] for container in containers(workload) for port in container.get("ports", [])}
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
