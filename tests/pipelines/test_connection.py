@@ -3,12 +3,11 @@ import datetime
 import ipaddress
 import socket
 
-import kfp_server_api
 import pytest
 
 from pipelines import connection, places
 from pipelines.refusals import RefusedError, UnansweredError
-from tests.stand_ins.pipelines_api import PipelinesApi, state
+from tests.stand_ins.pipelines_api import PipelinesApi
 from trainer.errors import DeployError
 
 pytestmark = pytest.mark.usefixtures("nowhere")
@@ -241,15 +240,3 @@ def test_lists_come_in_pages(api):
             found.experiments.experiment_service_list_experiments, "experiments", filter=connection.named("d")
         )
         assert [experiment.display_name for experiment in filtered] == ["d"]
-
-
-def test_the_stand_in_refuses_what_the_models_do_not_have(api):
-    with connect(KFP_HOST=api.host) as found:
-        for body in ({"name": "digits"}, {"display_name": 1}):
-            with pytest.raises(RefusedError, match="400: proto"):
-                found.experiments.experiment_service_create_experiment(body)
-
-
-def test_every_step_of_a_script_is_made_of_the_models():
-    step = state("FAILED", "too bad", prepare=("FAILED", "exit code 2"))
-    assert kfp_server_api.V2beta1Run(**step).run_details.task_details[1].state_history[0].error.message == "exit code 2"

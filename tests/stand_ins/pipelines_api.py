@@ -28,21 +28,25 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import kfp_server_api as models
 import yaml
+from google.protobuf import json_format
 from kfp import components
 from kfp.pipeline_spec.pipeline_spec_pb2 import ParameterType
 
 PREFIX = "/apis/v2beta1"
 KUBERNETES_TOKEN = "of-kubernetes"
+LONG = ("max_concurrency", "interval_second")
+"""Fields that the models call text because JSON has no long numbers; the backend takes numbers too."""
 PROXY = re.compile(r"/api/v1/namespaces/([^/]+)/services/ml-pipeline:http/proxy(/.*)")
+LOGIN = "/login"
 LOGIN_PAGE = b"<!doctype html><title>Sign in</title><form>...</form>"
 GRPC_CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 500: 13}
 KINDS = {
-    "STRING": str,
-    "NUMBER_INTEGER": (int, float),
-    "NUMBER_DOUBLE": (int, float),
-    "BOOLEAN": bool,
-    "LIST": list,
-    "STRUCT": dict,
+    "STRING": [str],
+    "NUMBER_INTEGER": [int, float],
+    "NUMBER_DOUBLE": [int, float],
+    "BOOLEAN": [bool],
+    "LIST": [list],
+    "STRUCT": [dict],
 }
 
 
@@ -222,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.api.fault(self.command, path)
         if fault and fault.seconds:
             time.sleep(fault.seconds)
-        if fault and fault.page:
+        if (fault and fault.page) or path == LOGIN:
             return self._send(200, LOGIN_PAGE, "text/html")
         try:
             if fault and fault.status:
@@ -248,6 +252,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, content: bytes, kind: str = "application/json") -> None:
         self.send_response(status)
         self.send_header("content-type", kind)
+        if 300 <= status < 400:
+            self.send_header("location", LOGIN)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -307,14 +313,16 @@ def checked(kind: str, value: Any, where: str = "") -> None:
 def _checked_model(model: Any, value: Any, where: str) -> None:
     allowed = getattr(model, "allowable_values", None)
     if allowed is not None:
-        if value not in allowed:
+        if value not in allowed and value not in range(
+            len(allowed)
+        ):  # by name or by number, as in all JSON of protobuf
             raise RefusedError(400, f"proto: invalid value for enum field {where}: {value!r}")
         return
     fields = {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
     for key, item in value.items():
         if key not in fields:
             raise RefusedError(400, f'proto: unknown field "{key}" in {where or model.__name__}')
-        checked(fields[key], item, f"{where}.{key}")
+        checked("int" if key in LONG else fields[key], item, f"{where}.{key}")
 
 
 _load = functools.cache(components.load_component_from_text)
@@ -348,10 +356,10 @@ def _get(collection: Mapping[str, Any], identifier: str) -> Any:
 def _page(api: PipelinesApi, query: dict[str, str], entries: list[Any]) -> tuple[list[Any], dict[str, Any]]:
     """The entries that the filter and the page ask for, and what the answer says of further ones."""
     if "filter" in query:
-        content = json.loads(query["filter"])
+        content = json.loads(query["filter"].replace('"stringValue"', '"string_value"'))
         checked("V2beta1Filter", content)
         for predicate in content["predicates"]:
-            assert predicate["operation"] == "EQUALS"
+            assert predicate["operation"] in ("EQUALS", 1)
             entries = [entry for entry in entries if getattr(entry, predicate["key"]) == predicate["string_value"]]
     start = int(query.get("page_token") or 0)
     end = start + min(api.page_limit, int(query.get("page_size") or 10))
@@ -368,6 +376,13 @@ def _pipeline_by_name(api: PipelinesApi, query: dict[str, str], _body: bytes, _h
         if (pipeline.name, pipeline.namespace) == (name, namespace):
             return pipeline
     raise RefusedError(404, f"Failed to get a pipeline with name {name} and namespace {namespace}")
+
+
+def _list_pipelines(api: PipelinesApi, query: dict[str, str], *_: Any) -> Any:
+    namespace = _namespace(api, query.get("namespace"))
+    entries = [entry for entry in api.store.pipelines.values() if entry.namespace == namespace]
+    page, further = _page(api, query, entries)
+    return models.V2beta1ListPipelinesResponse(pipelines=page or None, **further)
 
 
 def _create_pipeline(api: PipelinesApi, _query: dict[str, str], body: bytes, *_: Any) -> Any:
@@ -401,7 +416,7 @@ def _upload_version(api: PipelinesApi, query: dict[str, str], body: bytes, heade
     text = part.get_payload(decode=True).decode()
     try:
         _load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, KeyError, TypeError, yaml.YAMLError, json_format.ParseError) as error:
         raise RefusedError(400, f"Failed to read a pipeline spec file: {error}") from error
     same = (query["pipelineid"], query["name"])
     if any((version.pipeline_id, version.name) == same for version in api.store.versions.values()):
@@ -465,7 +480,7 @@ def _check_start(api: PipelinesApi, wanted: Any) -> None:
                 raise RefusedError(
                     400, f"parameter {name} is not optional, yet has neither default value nor user provided value"
                 )
-        elif not isinstance(given[name], KINDS[ParameterType.ParameterTypeEnum.Name(parameter.parameter_type)]):
+        elif type(given[name]) not in KINDS[ParameterType.ParameterTypeEnum.Name(parameter.parameter_type)]:
             raise RefusedError(400, f"input parameter {name} is not of its type: {given[name]!r}")
     extra = sorted(set(given) - set(declared))
     if extra:
@@ -531,6 +546,7 @@ def _delete_schedule(api: PipelinesApi, _query: Any, _body: bytes, _headers: Any
 ROUTES = [
     ("GET", "/healthz", _healthz),
     ("GET", "/pipelines/names/([^/]+)", _pipeline_by_name),
+    ("GET", "/pipelines", _list_pipelines),
     ("POST", "/pipelines", _create_pipeline),
     ("DELETE", "/pipelines/([^/]+)", _delete_pipeline),
     ("POST", "/pipelines/upload_version", _upload_version),
