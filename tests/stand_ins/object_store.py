@@ -88,7 +88,9 @@ class ObjectStore:
         self.requests: list[Request] = []
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
-        self.closing = threading.Event()
+        self.released = threading.Event()
+        self.held = 0
+        """Requests that a delay holds up at the moment."""
 
     def __enter__(self) -> ObjectStore:
         self._process = subprocess.Popen(
@@ -102,7 +104,7 @@ class ObjectStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.closing.set()
+        self.clear()
         self._proxy.shutdown()
         self._proxy.close_connections()
         self._proxy.server_close()
@@ -150,7 +152,9 @@ class ObjectStore:
         self._faults.append(Fault(method=method, path=path, times=times, loses_answer=True))
 
     def clear(self) -> None:
-        """Forget all faults and requests."""
+        """Forget all faults and requests; who is held up is let go."""
+        self.released.set()
+        self.released = threading.Event()
         with self._lock:
             self._faults.clear()
             self.requests.clear()
@@ -169,6 +173,14 @@ class ObjectStore:
                     fault.times -= 1
                     return fault
         return None
+
+    def hold(self, seconds: float) -> None:
+        released = self.released
+        with self._lock:
+            self.held += 1
+        released.wait(seconds)
+        with self._lock:
+            self.held -= 1
 
     def note(self, request: Request) -> None:
         with self._lock:
@@ -261,12 +273,15 @@ class Handler(BaseHTTPRequestHandler):
         self._length = int(self.headers.get("Content-Length", 0))
         fault = self.server.store.fault(self.command, self.path)
         if fault and fault.delay_s:
-            self.server.store.closing.wait(fault.delay_s)
+            self.server.store.hold(fault.delay_s)
         if fault and fault.after is not None and self.command in ("PUT", "POST"):
             self._note(len(self.rfile.read(min(fault.after, self._length))), 0, 0)
             self._hang_up()
             return
         body = self.rfile.read(self._length)
+        if len(body) < self._length:  # the client has gone
+            self.close_connection = True
+            return
         answer = self._refusal(fault) or self._pass_on(body)
         if fault and fault.loses_answer:
             self._note(len(body), 0, 0)

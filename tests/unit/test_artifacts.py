@@ -1,6 +1,11 @@
 import errno
 import json
 import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -139,3 +144,176 @@ def test_other_failures_of_the_system_pass_unchanged():
     with pytest.raises(OSError, match="Input/output") as caught, writing_to("out"):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     assert not isinstance(caught.value, TrainerError)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In an object store
+
+
+@pytest.fixture
+def remote(object_store):
+    """An artifact in the store, and nothing in the cache."""
+    uri = make(object_store.uri("a"), parents={"dataset": "f00"}, figures={"parameters": 3})
+    empty_cache()
+    object_store.clear()
+    return uri
+
+
+def empty_cache():
+    shutil.rmtree(os.environ["TRAINER_CACHE"])
+
+
+def data_requests(object_store, method="GET"):
+    """Paths of the requests for anything but manifests and listings."""
+    found = [one.path for one in object_store.requests if one.method == method and not one.query]
+    return [path for path in found if not path.endswith(artifacts.MANIFEST)]
+
+
+def test_a_remote_one_is_what_a_local_one_would_be(object_store, remote, tmp_path):
+    local = artifacts.read(make(tmp_path / "a", parents={"dataset": "f00"}), "model")
+    artifact = artifacts.read(remote, "model")
+    assert artifact.fingerprint == local.fingerprint
+    assert artifact.figures == {"parameters": 3}
+    assert (artifact.path / "sub" / "weights.bin").read_bytes() == b"weights"
+    assert artifact.path.is_relative_to(tmp_path / "cache")
+    assert artifacts.exists(remote)
+    assert artifacts.manifest(remote, "model").fingerprint == local.fingerprint
+
+
+def test_the_maker_and_a_second_reader_fetch_nothing(object_store):
+    uri = make(object_store.uri("a"))
+    artifacts.read(uri, "model")
+    assert data_requests(object_store) == []
+    empty_cache()
+    artifacts.read(uri, "model")
+    artifacts.read(uri, "model")
+    assert len(data_requests(object_store)) == 1
+
+
+def test_the_manifest_alone_fetches_no_files(object_store, remote):
+    assert artifacts.manifest(remote, "model").files["sub/weights.bin"]["size"] == 7
+    assert data_requests(object_store) == []
+    with pytest.raises(ArtifactError, match="is a model, but a dataset is needed"):
+        artifacts.manifest(remote, "dataset")
+
+
+def test_its_manifest_goes_first_and_comes_last(object_store, remote):
+    object_store.answer(403, method="PUT", path="weights")
+    with pytest.raises(StorageError, match="refuses"):
+        make(remote, content=b"other")
+    assert not artifacts.exists(remote)
+    with pytest.raises(ArtifactError, match=r"s3://artifacts/a: no manifest.json, so it was never completed"):
+        artifacts.read(remote, "model")
+    object_store.clear()
+    make(remote, content=b"other")
+    assert [one.path for one in object_store.requests if one.method == "PUT"][-1] == "/artifacts/a/manifest.json"
+
+
+REMOTE_DAMAGES = {
+    "missing": (lambda store: store.delete("a/sub/weights.bin"), "sub/weights.bin is missing"),
+    "truncated": (lambda store: store.put("a/sub/weights.bin", b"weigh"), "sub/weights.bin is shorter"),
+    "flipped": (lambda store: store.put("a/sub/weights.bin", b"weightz"), r"sub/weights.bin is damaged \(checksum\)"),
+    "no JSON": (lambda store: store.put("a/manifest.json", b"{"), "not readable"),
+}
+
+
+@pytest.mark.parametrize("damage", REMOTE_DAMAGES)
+def test_remote_damage_is_named_and_stays_out_of_the_cache(object_store, remote, damage):
+    act, message = REMOTE_DAMAGES[damage]
+    before = {key: object_store.get(key) for key in (*object_store.keys(),)}
+    act(object_store)
+    with pytest.raises(ArtifactError, match=message) as caught:
+        artifacts.read(remote, "model")
+    assert "model s3://artifacts/a: " in str(caught.value)
+    for key, content in before.items():
+        object_store.put(key, content)
+    assert (artifacts.read(remote, "model").path / "sub" / "weights.bin").read_bytes() == b"weights"
+
+
+def test_a_store_that_refuses_is_no_missing_artifact(object_store, remote):
+    object_store.answer(403)
+    with pytest.raises(StorageError, match="refuses"):
+        artifacts.exists(remote)
+    with pytest.raises(StorageError, match="refuses"):
+        artifacts.read(remote, "model")
+
+
+def test_a_copy_is_the_same_artifact_and_a_second_one_is_free(object_store, tmp_path):
+    local = make(tmp_path / "a", figures={"parameters": 3})
+    uri, back = object_store.uri("copy"), tmp_path / "back"
+    artifacts.copy(local, uri, "model")
+    artifacts.copy(uri, back, "model")
+    assert artifacts.read(back, "model").figures == {"parameters": 3}
+    assert artifacts.manifest(local, "model") == artifacts.manifest(uri, "model") == artifacts.manifest(back, "model")
+    object_store.clear()
+    artifacts.copy(local, uri, "model")
+    artifacts.copy(uri, back, "model")
+    assert data_requests(object_store) == data_requests(object_store, "PUT") == []
+    make(local, content=b"other")
+    artifacts.copy(local, uri, "model")
+    assert object_store.get("copy/sub/weights.bin") == b"other"
+
+
+def test_a_damaged_source_is_not_copied(object_store, tmp_path):
+    local = make(tmp_path / "a")
+    (local / "sub" / "weights.bin").write_bytes(b"weightz")
+    with pytest.raises(ArtifactError, match="damaged"):
+        artifacts.copy(local, object_store.uri("copy"), "model")
+    assert object_store.keys() == []
+
+
+READER = "import sys; from trainer import artifacts; print(artifacts.read(sys.argv[1], 'model').path)"
+MAKER = (
+    "import sys; from pathlib import Path; from trainer import artifacts\n"
+    "with artifacts.create(sys.argv[1], 'model', settings={}) as draft:\n"
+    "    for name in 'abc': (draft.path / name).write_text(name)\n"
+)
+
+
+@pytest.fixture
+def start():
+    """Starts a process that runs a piece of code on a URI."""
+    with ExitStack() as stack:
+
+        def start(code, uri):
+            environment = os.environ | {"PYTHONPATH": str(Path(artifacts.__file__).parent.parent)}
+            command = [sys.executable, "-c", code, uri]
+            process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_of_many_processes_one_fetches_and_a_killed_one_holds_up_nobody(object_store, remote, start):
+    object_store.delay(60, times=1, path="weights")
+    fetcher = start(READER, remote)
+    wait_for(lambda: object_store.held)
+    others = [start(READER, remote) for _ in range(2)]
+    wait_for(lambda: len(object_store.requests) == 3)  # each has read the manifest
+    assert data_requests(object_store) == []
+    fetcher.kill()
+    paths = {process.communicate(timeout=60)[0] for process in others}
+    assert len(paths) == 1
+    assert len(data_requests(object_store)) == 1
+
+
+def test_an_upload_that_was_killed_left_no_artifact_and_is_gone_on_with(object_store, start):
+    uri = object_store.uri("b")
+    object_store.delay(60, method="PUT", path="/c")
+    maker = start(MAKER, uri)
+    wait_for(lambda: object_store.held and len(data_requests(object_store, "PUT")) == 2)
+    maker.kill()
+    maker.wait()
+    assert not artifacts.exists(uri)
+    object_store.clear()
+    assert start(MAKER, uri).wait(60) == 0
+    assert artifacts.exists(uri)
+    assert data_requests(object_store, "PUT") == ["/artifacts/b/c"]
