@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import datetime
 import email
-import functools
 import json
 import re
 import ssl
@@ -29,46 +28,36 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import kfp_server_api as models
 import yaml
 from google.protobuf import json_format
-from kfp import components
-from kfp.pipeline_spec.pipeline_spec_pb2 import ParameterType
+
+from tests.stand_ins.pipelines_models import RefusedError, check_parameters, checked, load, read, written
 
 PREFIX = "/apis/v2beta1"
 KUBERNETES_TOKEN = "of-kubernetes"
-LONG = ("max_concurrency", "interval_second")
-"""Fields that the models call text because JSON has no long numbers; the backend takes numbers too."""
 PROXY = re.compile(r"/api/v1/namespaces/([^/]+)/services/ml-pipeline:http/proxy(/.*)")
 LOGIN = "/login"
 LOGIN_PAGE = b"<!doctype html><title>Sign in</title><form>...</form>"
 GRPC_CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 500: 13}
-KINDS = {
-    "STRING": [str],
-    "NUMBER_INTEGER": [int, float],
-    "NUMBER_DOUBLE": [int, float],
-    "BOOLEAN": [bool],
-    "LIST": [list],
-    "STRUCT": [dict],
-}
-
-
-class RefusedError(Exception):
-    """An answer other than 200."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status, self.message = status, message
 
 
 @dataclass
 class Fault:
+    """What goes wrong with the next requests of a method to paths that end so."""
+
     method: str
     path: str
-    times: int
+    times: int = 1
     status: int = 0
+    """Answer this, without doing anything."""
     message: str = ""
+    """What that answer says."""
     page: bool = False
+    """Answer a page to log in."""
     lost: bool = False
+    """Do what is asked, and break the connection instead of answering."""
     twice: bool = False
+    """Do it twice, as if somebody else had been faster."""
     seconds: float = 0.0
+    """Answer so much later."""
 
 
 @dataclass
@@ -148,33 +137,9 @@ class PipelinesApi:
     def host(self) -> str:
         return f"{self._scheme}://127.0.0.1:{self.port}"
 
-    def fail(
-        self,
-        method: str,
-        path: str,
-        *,
-        times: int = 1,
-        status: int = 0,
-        message: str = "",
-        page: bool = False,
-        lost: bool = False,
-        twice: bool = False,
-        seconds: float = 0.0,
-    ) -> None:
-        """Order a fault for the next requests of a method to paths that end so.
-
-        Args:
-            method: GET, POST, DELETE.
-            path: how the path ends, without the query.
-            times: for how many requests.
-            status: answer this status, with the message, without doing anything.
-            message: what the answer says.
-            page: answer a page to log in instead.
-            lost: do what is asked, and break the connection instead of answering.
-            twice: do it twice, as if somebody else had been faster.
-            seconds: answer so much later.
-        """
-        self._faults.append(Fault(method, path, times, status, message, page, lost, twice, seconds))
+    def fail(self, method: str, path: str, **fault: Any) -> None:
+        """Order a fault, of which `Fault` tells the kinds."""
+        self._faults.append(Fault(method, path, **fault))
 
     def kubeconfig(self, path: Path, *, token: str = KUBERNETES_TOKEN) -> Path:
         """Write a kubeconfig whose API server is this server, which passes requests on to the service."""
@@ -276,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
             match = re.fullmatch(pattern, path)
             if method == self.command and match:
                 content = answer(self.api, query, body, self.headers, *map(unquote, match.groups()))
-                return models.ApiClient().sanitize_for_serialization(content)
+                return written(content)
         raise RefusedError(404, "Not Found")
 
     def _authorize(self) -> None:
@@ -284,55 +249,6 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(401, "Unauthenticated: there is no user identity header")
         if self.api.cookie and self.headers.get("cookie") != self.api.cookie:
             raise RefusedError(401, "Unauthenticated: there is no user identity header")
-
-
-def checked(kind: str, value: Any, where: str = "") -> None:
-    """Refuse what is not of a model, as the backend refuses an unknown or ill-typed field.
-
-    Args:
-        kind: of kfp-server-api: the name of a model, `str`, `list[...]` or `dict(str, ...)`.
-        value: as JSON gave it.
-        where: path of the value, for the message.
-    """
-    plain = {"str": str, "int": (int, str), "bool": bool, "datetime": str}
-    if kind == "object":
-        return
-    if kind in plain:
-        if not isinstance(value, plain[kind]) or (kind == "int" and isinstance(value, bool)):
-            raise RefusedError(400, f"proto: invalid value for {kind} field {where}: {value!r}")
-    elif kind.startswith("list["):
-        for item in value:
-            checked(kind[5:-1], item, where)
-    elif kind.startswith("dict("):
-        for key, item in value.items():
-            checked(kind.split(", ", 1)[1][:-1], item, f"{where}.{key}")
-    else:
-        _checked_model(getattr(models, kind), value, where)
-
-
-def _checked_model(model: Any, value: Any, where: str) -> None:
-    allowed = getattr(model, "allowable_values", None)
-    if allowed is not None:
-        if value not in allowed and value not in range(
-            len(allowed)
-        ):  # by name or by number, as in all JSON of protobuf
-            raise RefusedError(400, f"proto: invalid value for enum field {where}: {value!r}")
-        return
-    fields = {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
-    for key, item in value.items():
-        if key not in fields:
-            raise RefusedError(400, f'proto: unknown field "{key}" in {where or model.__name__}')
-        checked("int" if key in LONG else fields[key], item, f"{where}.{key}")
-
-
-_load = functools.cache(components.load_component_from_text)
-
-
-def _read(kind: str, body: bytes) -> Any:
-    """A request's body as its model."""
-    content = json.loads(body)
-    checked(kind, content)
-    return models.ApiClient().deserialize(type("Response", (), {"data": json.dumps(content)})(), kind)
 
 
 def _namespace(api: PipelinesApi, namespace: str | None) -> str | None:
@@ -386,7 +302,7 @@ def _list_pipelines(api: PipelinesApi, query: dict[str, str], *_: Any) -> Any:
 
 
 def _create_pipeline(api: PipelinesApi, _query: dict[str, str], body: bytes, *_: Any) -> Any:
-    pipeline = _read("V2beta1Pipeline", body)
+    pipeline = read("V2beta1Pipeline", body)
     pipeline.namespace = _namespace(api, pipeline.namespace)
     if any(
         (known.name, known.namespace) == (pipeline.name, pipeline.namespace) for known in api.store.pipelines.values()
@@ -415,7 +331,7 @@ def _upload_version(api: PipelinesApi, query: dict[str, str], body: bytes, heade
     assert part.get_param("name", header="content-disposition") == "uploadfile"
     text = part.get_payload(decode=True).decode()
     try:
-        _load(text)
+        load(text)
     except (ValueError, KeyError, TypeError, yaml.YAMLError, json_format.ParseError) as error:
         raise RefusedError(400, f"Failed to read a pipeline spec file: {error}") from error
     same = (query["pipelineid"], query["name"])
@@ -454,7 +370,7 @@ def _list_experiments(api: PipelinesApi, query: dict[str, str], *_: Any) -> Any:
 
 
 def _create_experiment(api: PipelinesApi, _query: dict[str, str], body: bytes, *_: Any) -> Any:
-    experiment = _read("V2beta1Experiment", body)
+    experiment = read("V2beta1Experiment", body)
     experiment.namespace = _namespace(api, experiment.namespace)
     if any(known.display_name == experiment.display_name for known in api.store.experiments.values()):
         raise RefusedError(409, f"Failed to create a new experiment. The name {experiment.display_name} already exists")
@@ -469,26 +385,12 @@ def _check_start(api: PipelinesApi, wanted: Any) -> None:
         raise RefusedError(400, "The run name is empty. Please specify a valid name")
     _get(api.store.experiments, wanted.experiment_id)
     version = _get(api.store.versions, wanted.pipeline_version_reference.pipeline_version_id)
-    spec = _load(version.pipeline_spec["text"]).pipeline_spec
-    declared, given = (
-        spec.root.input_definitions.parameters,
-        (wanted.runtime_config and wanted.runtime_config.parameters) or {},
-    )
-    for name, parameter in declared.items():
-        if name not in given:
-            if not parameter.is_optional and not parameter.HasField("default_value"):
-                raise RefusedError(
-                    400, f"parameter {name} is not optional, yet has neither default value nor user provided value"
-                )
-        elif type(given[name]) not in KINDS[ParameterType.ParameterTypeEnum.Name(parameter.parameter_type)]:
-            raise RefusedError(400, f"input parameter {name} is not of its type: {given[name]!r}")
-    extra = sorted(set(given) - set(declared))
-    if extra:
-        raise RefusedError(400, f"parameter(s) provided are not required by pipeline: {', '.join(extra)}")
+    spec = load(version.pipeline_spec["text"]).pipeline_spec
+    check_parameters(spec, (wanted.runtime_config and wanted.runtime_config.parameters) or {})
 
 
 def _create_run(api: PipelinesApi, _query: dict[str, str], body: bytes, *_: Any) -> Any:
-    run = _read("V2beta1Run", body)
+    run = read("V2beta1Run", body)
     _check_start(api, run)
     run.run_id, run.state = str(uuid.uuid4()), "PENDING"
     run.created_at = datetime.datetime.now(datetime.UTC)
@@ -519,7 +421,7 @@ def _terminate_run(api: PipelinesApi, _query: dict[str, str], _body: bytes, _hea
 
 
 def _create_schedule(api: PipelinesApi, _query: dict[str, str], body: bytes, *_: Any) -> Any:
-    schedule = _read("V2beta1RecurringRun", body)
+    schedule = read("V2beta1RecurringRun", body)
     _check_start(api, schedule)
     if len(schedule.trigger.cron_schedule.cron.split()) not in (5, 6):
         raise RefusedError(400, "Schedule cron is not a supported format")
