@@ -1,0 +1,97 @@
+import pytest
+
+from components.launch import environment, pools
+from components.launch.identity import Identity
+from trainer.errors import LaunchError
+from trainer.launch import JobSpec
+
+TASK = {
+    "AWS_ENDPOINT_URL_S3": "http://store:9000",
+    "AWS_DEFAULT_REGION": "eu-central-1",
+    "AWS_ACCESS_KEY_ID": "AKIA-leaked",
+    "AWS_SECRET_ACCESS_KEY": "leaked",
+    "AWS_SESSION_TOKEN": "leaked",
+    "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/secrets/token",
+    "AWS_PROFILE": "me",
+    "MLFLOW_TRACKING_URI": "http://mlflow:5000",
+    "MLFLOW_EXPERIMENT_ID": "7",
+    "MLFLOW_RUN_ID": "r",
+    "MLFLOW_TRACKING_USERNAME": "leaked",
+    "MLFLOW_TRACKING_PASSWORD": "leaked",
+    "MLFLOW_TRACKING_TOKEN": "leaked",
+    "TRAINER_RUN": "run",
+    "TRAINER_CHECKPOINTS": "s3://bucket/checkpoints",
+    "TRAINER_ARTIFACTS": "s3://bucket/artifacts",
+    "TRAINER_DEVICE": "cuda",
+    "HOME": "/home/me",
+    "PATH": "/bin",
+}
+
+
+def spec(**changes):
+    values = {"stage": "distill", "settings": {}, "inputs": {}, "outputs": {}, "processes_per_node": 0}
+    return JobSpec(**values | changes)
+
+
+def rendered(job=None, pool="cpu", **changes):
+    chosen = pools.get(pool).model_copy(update=changes)
+    entries = environment.variables(job or spec(), chosen, Identity(run="run", task="distill"))
+    names = [entry["name"] for entry in entries]
+    assert len(set(names)) == len(names)
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
+
+
+def test_a_task_hands_on_where_things_are_and_no_secret():
+    assert environment.handed_on(TASK) == {
+        "AWS_ENDPOINT_URL_S3": "http://store:9000",
+        "AWS_DEFAULT_REGION": "eu-central-1",
+        "MLFLOW_TRACKING_URI": "http://mlflow:5000",
+        "MLFLOW_EXPERIMENT_ID": "7",
+        "MLFLOW_RUN_ID": "r",
+        "TRAINER_RUN": "run",
+        "TRAINER_CHECKPOINTS": "s3://bucket/checkpoints",
+    }
+
+
+def test_places_on_the_tasks_own_machine_are_not_handed_on(caplog):
+    local = TASK | {"MLFLOW_TRACKING_URI": "sqlite:////home/me/mlflow.db", "TRAINER_CHECKPOINTS": "/home/me/runs"}
+    given = environment.handed_on(local)
+    assert not [name for name in given if name.startswith("MLFLOW_") or name == "TRAINER_CHECKPOINTS"]
+    assert (
+        "the job's metrics are not tracked: its pods can not reach MLFLOW_TRACKING_URI=sqlite:////home/me"
+        in caplog.text
+    )
+
+
+def test_secrets_come_by_reference():
+    values = rendered(spec(environment=environment.handed_on(TASK)))
+    assert values["AWS_SECRET_ACCESS_KEY"] == {
+        "secretKeyRef": {"name": "vit-distillation-store", "key": "AWS_SECRET_ACCESS_KEY", "optional": True}
+    }
+    assert "leaked" not in str(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("MY_TOKEN", "it looks like a secret; name it under secrets of the pool"), ("RANK", "it is set by the launcher")],
+)
+def test_a_job_can_not_bring_secrets_or_what_the_launcher_sets(name, reason):
+    with pytest.raises(LaunchError, match=f"distill: {name} can not be part of a job's environment: {reason}"):
+        rendered(spec(environment={name: "x"}))
+
+
+def test_the_pool_decides_the_device_and_the_threads():
+    values = rendered(pool="gpu-a100")
+    assert (values["TRAINER_DEVICE"], values["OMP_NUM_THREADS"]) == ("cuda", "11")
+    assert rendered(spec(processes_per_node=2), pool="gpu-a100")["OMP_NUM_THREADS"] == "45"
+    assert rendered(spec(processes_per_node=5))["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_job_goes_before_the_pool_and_that_before_the_defaults():
+    pool = {"environment": {"OMP_NUM_THREADS": "3", "NCCL_DEBUG": "WARN"}}
+    values = rendered(spec(environment={"NCCL_DEBUG": "INFO"}), **pool)
+    assert (values["OMP_NUM_THREADS"], values["NCCL_DEBUG"]) == ("3", "INFO")
+
+
+def test_nodes_wait_for_one_another_as_long_as_a_job_may_be_queued():
+    assert rendered(queued_minutes=90)["PET_RDZV_CONF"] == "timeout=5400,join_timeout=5400"

@@ -1,0 +1,200 @@
+import pytest
+
+from components.launch import pools
+from trainer.errors import SettingsError
+
+MACHINES = {
+    # vCPUs and GiB of memory as sold, accelerators, EFA interfaces, dollars an hour on demand
+    "p4d.24xlarge": (96, 1152, 8, 4, 21.957642),
+    "p5.48xlarge": (192, 2048, 8, 32, 55.04),
+    "g5.xlarge": (4, 16, 1, 0, 1.006),
+    "g5.12xlarge": (48, 192, 4, 0, 5.672),
+    "g5.48xlarge": (192, 768, 8, 0, 16.288),
+    "trn1.2xlarge": (8, 32, 1, 0, 1.34375),
+    "trn1.32xlarge": (128, 512, 16, 8, 21.50),
+}
+GIB = 2**30
+POOL = """
+[pools.small]
+device = "cuda"
+processes_per_node = 2
+resources = { cpu = 4, memory = "8Gi", "nvidia.com/gpu" = 2 }
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Make a text the file of pools."""
+    path = tmp_path / "pools.toml"
+    monkeypatch.setenv(pools.POOLS_VARIABLE, str(path))
+    return path.write_text
+
+
+def refusal():
+    with pytest.raises(SettingsError) as caught:
+        pools.load()
+    return str(caught.value)
+
+
+def test_the_bundled_pools_are_those_that_are_promised():
+    known = pools.load()
+    assert {pool.instance for pool in known.values()} == {"", *MACHINES}
+    machines = {"gpu-a100", "gpu-h100", "gpu-a10g", "gpu-a10g-4", "gpu-a10g-8", "neuron-trn1", "neuron-trn1-16"}
+    assert set(known) == {"cpu", *machines, *(f"{name}-spot" for name in machines)}
+
+
+@pytest.mark.parametrize("name", [name for name in pools.load() if name != "cpu"])
+def test_a_pod_takes_the_whole_machine_and_leaves_room_for_the_system(name):
+    pool = pools.get(name)
+    cores, gibibytes, accelerators, network_cards, dollars = MACHINES[pool.instance]
+    assert 0.75 * cores <= pool.cpus < cores - 0.5
+    # Linux sees some 3 % less than what is sold, and a large node's kubelet keeps several GiB.
+    assert 0.7 * gibibytes * GIB <= pools.quantity(pool.resources["memory"]) <= 0.9 * gibibytes * GIB
+    assert pool.accelerators == accelerators
+    assert int(pool.resources.get("vpc.amazonaws.com/efa", 0)) == network_cards
+    assert pool.node_selector["node.kubernetes.io/instance-type"] == pool.instance
+    assert pools.ACCELERATORS[pool.device] in {toleration.key for toleration in pool.tolerations}
+    assert pool.processes_per_node == pool.most_processes
+    if pool.spot:
+        assert pool.price is None
+    else:
+        assert pool.price
+        assert pool.price.dollars_an_hour == dollars
+        assert pool.price.date
+        assert pool.price.region
+        assert pool.price.source
+
+
+def test_a_spot_pool_is_its_base_on_nodes_that_may_go():
+    base, spot = pools.get("gpu-a100"), pools.get("gpu-a100-spot")
+    assert spot.spot
+    assert spot.resources == base.resources
+    assert spot.environment == base.environment
+    assert spot.node_selector == base.node_selector | {"eks.amazonaws.com/capacityType": "SPOT"}
+    assert [toleration.key for toleration in spot.tolerations] == ["nvidia.com/gpu", "vit-distillation/spot"]
+    assert (base.retries, spot.retries) == (0, 5)
+
+
+def test_every_field_is_explained_in_the_head_of_the_file_with_its_default():
+    head = pools.BUNDLED.read_text().split("\n[", 1)[0].replace("\n#                       ", " ")
+    explained = dict(line[4:].split(maxsplit=1) for line in head.splitlines() if line.startswith("#   "))
+    assert set(explained) == {*pools.Pool.model_fields} - {"name"}
+    for name, text in explained.items():
+        default = pools.Pool.model_fields[name].default
+        if isinstance(default, str | int) and default:
+            assert f"({default})" in text
+
+
+def test_the_named_file_goes_before_the_mounted_one_and_that_before_the_bundled_one(write, monkeypatch, tmp_path):
+    write(POOL)
+    assert list(pools.load()) == ["small"]
+    monkeypatch.delenv(pools.POOLS_VARIABLE)
+    mounted = tmp_path / "mounted.toml"
+    monkeypatch.setattr(pools, "MOUNTED", mounted)
+    assert "gpu-a100" in pools.load()
+    mounted.write_text(POOL.replace("small", "other"))
+    assert list(pools.load()) == ["other"]
+
+
+def test_an_unknown_pool_is_answered_with_the_nearest_and_all(monkeypatch):
+    monkeypatch.delenv(pools.POOLS_VARIABLE, raising=False)
+    with pytest.raises(
+        SettingsError, match=r"unknown pool 'gpu-a10'; did you mean gpu-a10g or gpu-a100\?; .* has cpu, gpu-a100, "
+    ):
+        pools.get("gpu-a10")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("gpus = 2", "unknown field gpus"),
+        ("devise = 2", "unknown field devise; did you mean device?"),
+        ('retries = "two"', "retries = 'two': Input should be a valid integer"),
+        ("retries = -1", "retries = -1: Input should be greater than or equal to 0"),
+        ("running_minutes = 0", "running_minutes = 0: Input should be greater than or equal to 1"),
+        ('backend = "mpijob"', "backend = 'mpijob': Input should be 'pytorchjob' or 'trainjob'"),
+        ('shared_memory = "9Gi"', "shared_memory = 9Gi must be within resources.memory = 8Gi"),
+        ('shared_memory = "2 GB"', "shared_memory = '2 GB': must be a quantity above 0, such as 8, 500m or 64Gi"),
+        ("elastic_min_nodes = 1", "elastic_min_nodes needs retries >= 1"),
+        ('tolerations = [{ key = "a", effect = "Never" }]', "tolerations.0.effect = 'Never': Input should be"),
+        ('tolerations = [{ operator = "Equal" }]', 'a key is needed, or operator = "Exists"'),
+        ('tolerations = [{ key = "a", operator = "Exists", value = "b" }]', 'operator = "Exists" takes no value'),
+        ('tolerations = "gpu"', "tolerations = 'gpu': Input should be a valid tuple"),
+        ("node_selector = { zone = 1 }", "node_selector.zone = 1: Input should be a valid string"),
+        ('environment = { "A B" = "c" }', "environment.A B"),
+        ('environment = { PET_NNODES = "2" }', "PET_NNODES is set by the launcher or the operator; leave it out"),
+        (
+            'environment = { MY_TOKEN = "x" }',
+            "MY_TOKEN looks like a secret; name a Secret and its key under secrets.MY_TOKEN",
+        ),
+        ('secrets = { MY_TOKEN = "x" }', "secrets.MY_TOKEN = 'x': Input should be a valid dictionary"),
+        ("price = { dollars_an_hour = -1.0 }", "price.dollars_an_hour = -1.0: Input should be greater than 0"),
+        ("price = { dollars_an_hour = 1.0 }", "price.date is missing"),
+        ('based_on = "large"', "based_on must be a pool that stands for itself (small), got 'large'"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_pool_file_and_value(write, change, message):
+    write(f"{POOL}\n[pools.wrong]\n{change}\n" if change.startswith("based_on") else f"{POOL}{change}\n")
+    text = refusal()
+    assert text.startswith("pools ")
+    assert "pools.toml: pool " in text
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"nvidia.com/gpu" = 2', '"nvidia.com/gpu" = -2', "resources.nvidia.com/gpu = -2: must be a quantity above 0"),
+        (', "nvidia.com/gpu" = 2', "", 'device = "cuda" needs resources."nvidia.com/gpu" = 1 or more'),
+        (
+            'device = "cuda"',
+            'device = "cpu"',
+            'device = "cpu" can not use resources."nvidia.com/gpu"; set device = "cuda"',
+        ),
+        ('device = "cuda"', 'device = "tpu"', "device = 'tpu': Input should be 'cpu', 'cuda' or 'xla'"),
+        ('device = "cuda"', "", "device is missing; give it here or under [defaults]"),
+        ("processes_per_node = 2", "processes_per_node = 3", 'must be 1 to 2, got 3: resources."nvidia.com/gpu" = 2'),
+        ("processes_per_node = 2", "processes_per_node = 0", "processes_per_node = 0: Input should be greater than"),
+        ('memory = "8Gi", ', "", "resources must name memory"),
+        ("small", "Small_1", "name = 'Small_1': String should match pattern"),
+    ],
+)
+def test_a_pool_that_does_not_fit_together_is_refused(write, old, new, message):
+    assert old in POOL
+    write(POOL.replace(old, new))
+    assert message in refusal()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[pools", "is not TOML"),
+        ("", "must have [pools.NAME] and may have [defaults] and [spot], got nothing"),
+        ("[pool.a]\ndevice = 'cpu'", "must have [pools.NAME] and may have [defaults] and [spot], got pool"),
+        ("pools = 3", "pools must be a table, got 3"),
+        ("[pools]\na = 3", "a must be a table, got 3"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(write, text, message):
+    write(text)
+    assert message in refusal()
+
+
+def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv(pools.POOLS_VARIABLE, str(tmp_path / "none.toml"))
+    assert "none.toml: can not be read (No such file or directory); TRAINER_POOLS names the file" in refusal()
+
+
+def test_processes_are_the_pools_own_or_as_many_as_asked_for():
+    pool = pools.get("gpu-a10g-4")
+    assert (pool.processes(), pool.processes(2)) == (4, 2)
+    with pytest.raises(SettingsError, match=r"0 \(the pool's own number\) to 4 on pool gpu-a10g-4, got 5"):
+        pool.processes(5)
+    assert pools.get("cpu").processes(7) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("500m", 0.5), ("2", 2), ("1.5", 1.5), ("2k", 2000), ("3Gi", 3 * GIB), ("1T", 1e12)]
+)
+def test_quantities_are_those_of_kubernetes(text, number):
+    assert pools.quantity(text) == number
