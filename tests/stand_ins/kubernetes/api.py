@@ -21,6 +21,7 @@ HEARTBEAT_S = 0.1
 BOOKMARK_S = 1.0
 """How often a silent watch that wants bookmarks gets one; the real server takes about a minute."""
 _LONGEST_WATCH_S = 3600.0
+_FIXED = ("name", "namespace", "uid", "creationTimestamp", "generation", "deletionTimestamp")
 _PATCH_TYPES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
 
 
@@ -111,15 +112,9 @@ class Api:
             if wanted["metadata"].get("resourceVersion", "") not in {"", target["metadata"]["resourceVersion"]}:
                 raise statuses.modified(resource, name)
             schemas.admit(wanted)
-            if request.subresource == "status":
-                target["status"] = wanted.get("status", {})
-            else:
-                kept = {"status": target["status"]} if resource.has_status and "status" in target else {}
-                wanted["metadata"] = wanted["metadata"] | {
-                    key: target["metadata"][key] for key in ("uid", "name", "namespace", "creationTimestamp")
-                }
-                target.clear()
-                target.update({key: value for key, value in wanted.items() if key != "status" or not kept} | kept)
+            after = _written(target, wanted, request)
+            target.clear()
+            target.update(after)
         return Answer(body=self.store.get(resource, namespace, name))
 
     def _delete(self, request: Request) -> Answer:
@@ -178,6 +173,18 @@ class Api:
 
 def _selector(request: Request) -> Selector:
     return selector(request.query.get("labelSelector", ""), request.query.get("fieldSelector", ""))
+
+
+def _written(before: Object, wanted: Object, request: Request) -> Object:
+    """An object after a write: its status changes at `.../status` only, all else only elsewhere, its identity never."""
+    if request.subresource == "status":
+        return before | {"status": wanted.get("status", {})}
+    fixed = {key: before["metadata"][key] for key in _FIXED if key in before["metadata"]}
+    after = wanted | {"metadata": wanted["metadata"] | fixed}
+    if request.resource.has_status:
+        after.pop("status", None)
+        after |= {"status": before["status"]} if "status" in before else {}
+    return after
 
 
 def _check_kind(resource: Resource, manifest: Mapping[str, Any]) -> None:

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from types import TracebackType
@@ -84,26 +84,26 @@ class KubernetesStandIn:
         if kubelet:
             self._syncs.append(self.kubelet.sync)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._control, name="controllers")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="controllers")
+        self._controlling: Future[None] | None = None
         self._server: ApiServer | None = None
-        self._failure = ""
 
     def __enter__(self) -> Self:
         self._server = ApiServer(self._api)
         self.kubeconfig.parent.mkdir(parents=True, exist_ok=True)
         self.kubeconfig.write_text(yaml.safe_dump(_kubeconfig(self._server.url, self.namespace)))
-        self._thread.start()
+        self._controlling = self._thread.submit(self._control)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopping.set()
-        self._thread.join()
+        self._thread.shutdown()
         self.kubelet.close()
         self.server.close()
-        if self._failure and error is None:
-            raise RuntimeError(f"the stand-in's controllers failed:\n{self._failure}")
+        if self._controlling and error is None:
+            self._controlling.result()  # an error in operator or kubelet fails the test
 
     @property
     def server(self) -> ApiServer:
@@ -228,8 +228,11 @@ class KubernetesStandIn:
         Raises:
             TimeoutError: it did not in time.
         """
-        if not self.store.wait_until(condition, timeout_s):
-            raise TimeoutError(f"did not come true in {timeout_s} s; pods: {_phases(self.list(PODS))}\n{self._failure}")
+        if self.store.wait_until(condition, timeout_s):
+            return
+        if self._controlling and self._controlling.done():
+            self._controlling.result()
+        raise TimeoutError(f"did not come true in {timeout_s} s; pods: {_phases(self.list(PODS))}")
 
     def _kind_of(self, job: str) -> Resource:
         return PYTORCHJOBS if self.list(PYTORCHJOBS, job) else TRAINJOBS
@@ -241,15 +244,11 @@ class KubernetesStandIn:
             target["suspend"] = value
 
     def _control(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                version = self.store.version
-                for sync in self._syncs:
-                    sync()
-                self.store.wait(version, _TICK_S)
-        except Exception:
-            self._failure = traceback.format_exc()  # shown when the test waits, or at its end
-            raise
+        while not self._stopping.is_set():
+            version = self.store.version
+            for sync in self._syncs:
+                sync()
+            self.store.wait(version, _TICK_S)
 
 
 def _kubeconfig(url: str, namespace: str) -> dict[str, Any]:
