@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from components.launch import pools
 from components.launch.backends import BACKENDS
 from components.launch.identity import Identity
 from trainer.launch import JobSpec
 
+IDENTITY = Identity(run="run", task="distill")
 
-def job(name, *, nodes=2, **changes):
-    """A PyTorchJob on a pool, some of whose fields may be changed."""
-    spec = JobSpec(
+
+def spec(nodes=2):
+    """A training; its settings do not matter here."""
+    return JobSpec(
         stage="distill",
         settings={},
         inputs={"dataset": "s3://bucket/dataset"},
@@ -18,8 +22,12 @@ def job(name, *, nodes=2, **changes):
         nodes=nodes,
         processes_per_node=0,
     )
+
+
+def job(name, *, nodes=2, attempt=1, **changes):
+    """A PyTorchJob on a pool, some of whose fields may be changed."""
     pool = pools.get(name).model_copy(update=changes)
-    return BACKENDS["pytorchjob"].renderer(spec, pool, Identity(run="run", task="distill"))
+    return BACKENDS["pytorchjob"].render(spec(nodes), pool, replace(IDENTITY, attempt=attempt))
 
 
 def templates(manifest):

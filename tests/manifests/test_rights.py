@@ -1,9 +1,16 @@
 """The Role allows what is used, and nothing else."""
 
+import logging
+
 import pytest
 
-from components.launch import resources
+from components.launch import identity, pools, reaping, resources
 from components.launch.backends import BACKENDS
+from components.launch.cluster import Cluster
+from components.launch.launcher import ClusterLauncher
+from tests.manifests.jobs import IDENTITY, job, spec
+from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
+from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Script
 
 KFP = {
     ("argoproj.io", "workflows", ""): {"get"},
@@ -38,3 +45,39 @@ def test_rights_are_those_that_are_used(render, folder):
     assert [one["kind"] for one in roles] == ["Role"]
     assert allowed(roles[0]) == used()
     assert "*" not in str(roles[0]["rules"])
+
+
+@pytest.fixture
+def kubernetes(render, tmp_path, monkeypatch):
+    """A cluster that answers 403 to whatever the Role does not allow."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    (role,) = [one for one in render("base") if one["kind"] == "Role"]
+    with KubernetesStandIn(tmp_path) as stand_in:
+        monkeypatch.setenv("KUBECONFIG", str(stand_in.kubeconfig))
+        stand_in.faults.allow_only(role["rules"])
+        yield stand_in
+
+
+def run(owner):
+    account = identity.Identity(run=IDENTITY.run, task=IDENTITY.task, owner=owner)
+    ClusterLauncher(pools.get("cpu"), account).run(spec())
+
+
+def test_the_launcher_works_with_them(kubernetes, caplog):
+    """It makes a job, adopts one that goes on, follows both to their ends, and deletes one that is left."""
+    caplog.set_level(logging.INFO, logger="components")
+    pod = kubernetes.add_pod("task")
+    owner = identity.Owner(name="task", uid=pod["metadata"]["uid"])
+    kubernetes.script("distill-*", Script(output=["step 1", 0.3, "step 2"]))
+    run(owner)
+    kubernetes.add(PYTORCHJOBS, job("cpu", attempt=2))
+    run(owner)
+    first, second = kubernetes.list(PYTORCHJOBS)
+    for one in (first, second):
+        assert kubernetes.conditions(one["metadata"]["name"])["Succeeded"] == "True"
+        assert [kept["name"] for kept in one["metadata"]["ownerReferences"]] == ["task"]
+    kubernetes.script("distill-*", Script(hang=True))
+    left = kubernetes.add(PYTORCHJOBS, job("cpu", attempt=3))
+    with Cluster.connect() as cluster:
+        assert reaping.delete_jobs(cluster, IDENTITY.run) == [left["metadata"]["name"]]
+    assert not [line for line in caplog.messages if "403" in line or "no right" in line or "polling" in line]
