@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from components.launch.progress import Progress
 from components.launch.replicas import Termination
 
 SHOWN_LINES = 5
-_BY_KUBERNETES = {"", "Completed", "Error"}
-"""Reasons that say nothing of who ended the container."""
+_PLAIN_ENDS = {"", "Completed", "Error"}
+"""Reasons by which a container ended of itself, or was ended by whoever."""
 _ASKED_TO_END = {130, 137, 143}
 """Exit codes after SIGINT, SIGKILL and SIGTERM: how replicas end because another one failed."""
 _AGAIN = "run again, which goes on from the last checkpoint"
@@ -41,16 +41,17 @@ def explain_failure(job: str, kind: str, progress: Progress) -> str:
         kind: its kind, as kubectl takes it.
         progress: all that was seen of it.
     """
-    condition = f" ({progress.state.reason})" if progress.state.reason else ""
-    replicas = progress.replicas.values()
-    last = [replica.ended for replica in replicas if replica.ended and not replica.running]
-    culprit = first_failure(last, progress.heard)
+    state = progress.state
+    failed = f"job {job} failed ({state.reason})" if state.reason else f"job {job} failed"
+    ends = [one.ended for one in progress.replicas.values() if one.ended and not one.running]
+    culprit = first_failure(ends, progress.heard)
     if culprit is None:
-        said = progress.state.message or "no replica told why"
+        said = state.message.rstrip(".") or "no replica told why"
         trouble = f"; last trouble: {progress.trouble}" if progress.trouble else ""
-        return f"job {job} failed{condition}: {said}{trouble}; see `kubectl describe {kind} {job}`"
-    said = culprit.message or _last_lines(culprit.replica, progress.tails.get(culprit.replica, ()))
-    return f"job {job} failed{condition}: {culprit.replica} {culprit}{said and f': {said}'}{_advice(culprit)}"
+        return f"{failed}: {said}{trouble}; see `kubectl describe {kind} {job}`"
+    said = f": {culprit.message}" if culprit.message else ""
+    lines = "" if culprit.message else _last_lines(culprit.replica, progress.tails.get(culprit.replica, ()))
+    return f"{failed}: {culprit.replica} {culprit}{said}{_advice(culprit)}{lines}"
 
 
 def first_failure(ends: Iterable[Termination], heard: Mapping[str, float]) -> Termination | None:
@@ -69,22 +70,20 @@ def first_failure(ends: Iterable[Termination], heard: Mapping[str, float]) -> Te
 
 
 def _weight(end: Termination) -> int:
-    if end.reason not in _BY_KUBERNETES:
+    if end.reason not in _PLAIN_ENDS:
         return 0
     return 2 if end.exit_code in _ASKED_TO_END else 1
 
 
 def _advice(end: Termination) -> str:
     known = _ADVICE_BY_REASON.get(end.reason)
-    if known is None and end.exit_code is None:
-        known = _TAKEN_AWAY
-    if known is None and end.reason not in _BY_KUBERNETES:
+    if known is None and (end.exit_code is None or end.reason not in _PLAIN_ENDS):
         known = _TAKEN_AWAY
     if known is None and not end.message:
         known = _ADVICE_BY_EXIT_CODE.get(end.exit_code or 0)
     return f"; {known}" if known else ""
 
 
-def _last_lines(replica: str, lines: Sequence[str]) -> str:
-    shown = list(lines)[-SHOWN_LINES:]
-    return "its last lines:" + "".join(f"\n    {replica} | {line}" for line in shown) if shown else ""
+def _last_lines(replica: str, lines: Iterable[str]) -> str:
+    shown = "".join(f"\n    {replica} | {line}" for line in list(lines)[-SHOWN_LINES:])
+    return f"; its last lines:{shown}" if shown else ""

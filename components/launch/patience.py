@@ -77,7 +77,7 @@ class Patience:
                 self._lost_at = time.monotonic()
             elif self._failures == 2:
                 logger.warning("%s; waiting for it, %s at most", error, duration(self._limit_s))
-            if time.monotonic() - self._lost_at > self._limit_s:
+            if time.monotonic() - self._lost_at >= self._limit_s:
                 raise error
 
     def _answered(self) -> None:

@@ -63,10 +63,10 @@ class Progress:
         self.events: dict[str, Mapping[str, Any]] = {}
         """Uid -> Kubernetes' event, as it was last: one that happens again is the same, with a higher count."""
         self._nodes, self._limits = nodes, limits
-        self._deleted, self._blind, self._deaf = False, False, False
+        self._deleted = self._blind = self._deaf = self._stuck = False
         self._since, self._ran_s, self._running = now, 0.0, False
         self._last_sign, self._stuck_since = now, now
-        self._event_counts: Counter[tuple[str, str, str]] = Counter()
+        self._counts: Counter[str] = Counter()
         self.trouble = self._status = ""
         self._news: list[str] = []
 
@@ -118,14 +118,8 @@ class Progress:
         reason, message = event.get("reason") or "", (event.get("message") or "").strip()
         if event.get("type") != "Warning" and reason not in _TROUBLE:
             return
-        key, count = (about, reason, message), event.get("count") or (event.get("series") or {}).get("count") or 1
-        before = self._event_counts[key]
-        self._event_counts[key] = max(before + 1, count)
-        text = f"{about}: {reason}: {message}"
-        if before == 0:
-            self._tell_trouble(text)
-        elif any(before < number <= self._event_counts[key] for number in _TOLD_AGAIN):
-            self._tell_trouble(f"{text} ({self._event_counts[key]} times by now)")
+        count = event.get("count") or (event.get("series") or {}).get("count") or 1
+        self._tell_trouble(f"{about}: {reason}: {message}", count)
 
     def ending(self, now: float) -> Ending | None:
         """How the job has ended, or that its time is up; None while it goes on."""
@@ -153,7 +147,7 @@ class Progress:
             "or raise the pool's queued_minutes"
         )
         clocks = [(limits.queued_s, self._since, message)]
-        if self._is_stuck():
+        if self._stuck:
             message = f"could not start for {duration(limits.stuck_s)}{because}; mend that and run again"
             clocks.append((limits.stuck_s, self._stuck_since, message))
         return clocks
@@ -179,8 +173,9 @@ class Progress:
         if running != self._running:
             self._ran_s += now - self._since if self._running else 0.0
             self._running, self._since, self._last_sign = running, now, now
-        if not self._is_stuck():
-            self._stuck_since = now
+        stuck = any(replica.stuck for replica in self.replicas.values())
+        if stuck != self._stuck:
+            self._stuck, self._stuck_since = stuck, now
         status = self._describe()
         if status != self._status:
             self._status = status
@@ -193,9 +188,6 @@ class Progress:
     def _placed(self) -> int:
         return sum(replica.placed for replica in self.replicas.values())
 
-    def _is_stuck(self) -> bool:
-        return any(replica.stuck for replica in self.replicas.values())
-
     def _describe(self) -> str:
         phase = self.state.phase
         if phase == "suspended":
@@ -205,9 +197,19 @@ class Progress:
             return f"{word} ({min(self._placed(), self._nodes)} of {self._nodes} replicas)"
         return f"{phase}: {self.state.message}" if phase in {"restarting", "failed"} and self.state.message else phase
 
-    def _tell_trouble(self, text: str) -> None:
-        self.trouble = text
-        self._news.append(text)
+    def _tell_trouble(self, text: str, count: int = 1) -> None:
+        """Tell a trouble when it comes first, and when it has come so often that this is news.
+
+        Args:
+            text: the same for the same trouble.
+            count: how often it came, as far as Kubernetes has counted.
+        """
+        before, self.trouble = self._counts[text], text
+        self._counts[text] = now = max(before + 1, count)
+        if before == 0:
+            self._news.append(text)
+        elif any(before < number <= now for number in _TOLD_AGAIN):
+            self._news.append(f"{text} ({now} times by now)")
 
     def _last_line(self) -> str:
         if not self.heard:

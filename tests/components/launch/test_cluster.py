@@ -1,0 +1,181 @@
+"""Finding the cluster, and what its refusals say."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import yaml
+
+from components.launch.cluster import Cluster, changes
+from components.launch.refusals import (
+    AwayError,
+    ClusterError,
+    ConflictError,
+    ExpiredError,
+    LoginError,
+    NotFoundError,
+    NotReadyError,
+)
+from components.launch.resources import PODS
+from tests.stand_ins.kubernetes import resources as kinds
+from tests.stand_ins.kubernetes.stand_in import Script
+
+POD = {"metadata": {"name": "p", "labels": {"a": "1"}}, "spec": {"containers": [{"name": "main", "image": "task:1"}]}}
+
+
+@pytest.fixture
+def nobody():
+    """The address of a server that is not there."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return f"http://127.0.0.1:{port}"
+
+
+def kubeconfig(path, server):
+    context = {"cluster": "c", "user": "u"}
+    content = {
+        "current-context": "x",
+        "clusters": [{"name": "c", "cluster": {"server": server}}],
+        "users": [{"name": "u", "user": {}}],
+        "contexts": [{"name": "x", "context": context}],
+    }
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def test_objects_are_made_listed_changed_and_deleted(kubernetes, cluster):
+    kubernetes.script("*", Script(hang=True))
+    made = cluster.create(PODS, POD)
+    assert cluster.get(PODS, "p")["metadata"]["uid"] == made["metadata"]["uid"]
+    assert [item["metadata"]["name"] for item in cluster.list(PODS, labels="a=1").items] == ["p"]
+    assert cluster.list(PODS, fields="metadata.name=q").items == []
+    assert cluster.patch(PODS, "p", {"metadata": {"labels": {"a": "2"}}})["metadata"]["labels"] == {"a": "2"}
+    with pytest.raises(ConflictError):
+        cluster.create(PODS, POD)
+    with pytest.raises(ConflictError):
+        cluster.delete(PODS, "p", uid="another")
+    cluster.delete(PODS, "p", uid=made["metadata"]["uid"])
+    kubernetes.wait_for(lambda: kubernetes.list(kinds.PODS) == [])
+    with pytest.raises(NotFoundError, match='can not get pods p in namespace kubeflow: pods "p" not found'):
+        cluster.get(PODS, "p")
+
+
+def test_without_any_cluster_the_message_says_what_to_set(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(
+        ClusterError, match=r"not in a pod, and kubeconfig ~/.kube/config is not usable .* set KUBECONFIG"
+    ):
+        Cluster.connect()
+
+
+@pytest.mark.parametrize("content", ["", "a: [", "kind: Config"])
+def test_a_kubeconfig_that_is_none_is_named(monkeypatch, tmp_path, content):
+    (tmp_path / "config").write_text(content)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with pytest.raises(ClusterError, match=f"kubeconfig {tmp_path}/config is not usable"):
+        Cluster.connect()
+
+
+def test_a_pod_without_a_token_is_told_so(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    with pytest.raises(ClusterError, match="in a pod without a usable service account"):
+        Cluster.connect()
+
+
+def test_the_namespace_is_the_given_one_or_the_usual_one(kubernetes, monkeypatch):
+    with Cluster.connect("given") as given, Cluster.connect() as usual:
+        assert (given.namespace, usual.namespace) == ("given", "kubeflow")
+    monkeypatch.setenv("TRAINER_NAMESPACE", "team")
+    with Cluster.connect() as named:
+        assert named.namespace == "team"
+
+
+def test_a_server_that_is_not_there_is_away(monkeypatch, tmp_path, nobody):
+    monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path / "config", nobody))
+    with Cluster.connect() as cluster, pytest.raises(AwayError) as away:
+        cluster.list(PODS)
+    assert str(away.value).startswith(f"the API server {nobody} does not answer: Failed to establish a new connection")
+
+
+def test_a_server_without_our_trust_is_not_tried_again(monkeypatch, tmp_path, kubernetes):
+    monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path / "config", kubernetes.url.replace("http:", "https:")))
+    with Cluster.connect() as cluster, pytest.raises(ClusterError) as refused:
+        cluster.list(PODS)
+    assert not isinstance(refused.value, AwayError)
+    assert "no trusted connection to the API server https://" in str(refused.value)
+
+
+def test_401_says_to_log_in(kubernetes, cluster):
+    kubernetes.faults.fail(401)
+    with pytest.raises(LoginError, match=r"does not know who you are \(401, could not list pods .*log in again"):
+        cluster.list(PODS)
+
+
+def test_a_missing_namespace_is_named(kubernetes, cluster):
+    cluster.namespace = "nowhere"
+    with pytest.raises(NotFoundError, match="there is no namespace nowhere: create it"):
+        cluster.create(PODS, POD)
+
+
+def test_a_watch_gives_changes_until_it_is_ended_from_another_thread(kubernetes, cluster):
+    kubernetes.script("*", Script(hang=True))
+    stream, seen, ended = cluster.watch(PODS, cluster.list(PODS).version), [], []
+
+    def read():
+        try:
+            with stream:
+                for kind, item in changes(stream):
+                    seen.append((kind, item["metadata"]["name"]))
+        except AwayError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    kubernetes.add_pod("p")
+    time.sleep(0.3)  # the thread waits for more
+    start = time.monotonic()
+    stream.end()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert time.monotonic() - start < 0.5
+    assert seen[0] == ("ADDED", "p")
+    assert len(ended) == 1
+    stream.end()  # once more does no harm
+
+
+def test_an_old_version_has_expired(kubernetes, cluster):
+    version = cluster.list(PODS).version
+    kubernetes.add_pod("p")
+    kubernetes.compact()
+    with pytest.raises(ExpiredError):
+        cluster.watch(PODS, version)
+
+
+def test_a_log_that_has_not_begun_is_not_ready(kubernetes, cluster):
+    kubernetes.script("p", Script(pull_error_s=5))
+    cluster.create(PODS, POD)
+    kubernetes.wait_for(lambda: any(reason == "Failed" for _, reason, _ in kubernetes.events("p")))
+    with pytest.raises(NotReadyError, match="waiting to start"):
+        cluster.log("p", container="main")
+
+
+def test_a_page_of_a_proxy_is_no_api_server(monkeypatch, tmp_path):
+    def serve(listener):
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 13\r\n\r\n<html></html>")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        server = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path / "config", server))
+        with Cluster.connect() as cluster, pytest.raises(ClusterError, match="did not answer with JSON"):
+            cluster.list(PODS)
+        thread.join()

@@ -1,0 +1,115 @@
+"""Who is to blame for a failed job."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from components.launch.diagnosis import explain_failure, first_failure
+from components.launch.progress import Limits, Progress
+from components.launch.replicas import Replica, Termination
+from components.launch.state import State
+
+
+def end(replica="worker-0", exit_code=1, reason="Error", message="", second=10):
+    return Termination(
+        replica=replica, exit_code=exit_code, reason=reason, message=message, finished=f"2026-01-01T00:00:{second:02}Z"
+    )
+
+
+@pytest.fixture
+def explain():
+    """The message for replicas that ended so."""
+
+    def explain(*ends, lines=()):
+        progress = Progress(nodes=1, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
+        progress.state = State(phase="failed", reason="PyTorchJobFailed", message="1 replica failed.")
+        for one in ends:
+            progress.replicas[one.replica] = Replica(
+                name=one.replica, pod="p", uid="u", placed=True, over=True, ended=one
+            )
+            progress.tails[one.replica] = deque(lines)
+        return explain_failure("job-1", "pytorchjobs.kubeflow.org", progress)
+
+    return explain
+
+
+def test_the_earliest_is_to_blame():
+    early, late = end("worker-1", second=10), end("master-0", second=12)
+    assert first_failure([late, early], {}) == early
+
+
+def test_within_a_second_it_is_who_fell_silent_first():
+    ends = [end("master-0"), end("worker-1")]
+    assert first_failure(ends, {"master-0": 5.2, "worker-1": 5.1}).replica == "worker-1"
+
+
+@pytest.mark.parametrize("exit_code", [130, 137, 143])
+def test_a_replica_that_was_killed_because_another_failed_is_not_to_blame(exit_code):
+    killed, culprit = end("master-0", exit_code, second=9), end("worker-0", 2, second=10)
+    assert first_failure([killed, culprit], {}) == culprit
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason"), [(137, "OOMKilled"), (None, "Evicted"), (143, "PreemptionByScheduler")]
+)
+def test_what_kubernetes_ended_is_to_blame_even_if_others_were_sooner_over(exit_code, reason):
+    taken, missed_it = end("worker-1", exit_code, reason, second=12), end("master-0", 1, second=10)
+    assert first_failure([missed_it, taken], {}) == taken
+
+
+def test_success_is_no_failure():
+    assert first_failure([end(exit_code=0, reason="Completed")], {}) is None
+
+
+def test_its_own_message_is_the_explanation(explain):
+    message = "distill: node 1 of 2: data.source: no images; give another"
+    told = explain(end(exit_code=2, message=message), lines=["step 1"])
+    assert told == f"job job-1 failed (PyTorchJobFailed): worker-0 ended with exit code 2: {message}"
+
+
+def test_else_its_last_lines_are(explain):
+    told = explain(end(exit_code=1), lines=[f"line {number}" for number in range(10)])
+    assert told.splitlines() == [
+        "job job-1 failed (PyTorchJobFailed): worker-0 ended with exit code 1; its log above has the traceback; its last lines:",
+        *(f"    worker-0 | line {number}" for number in range(5, 10)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "advice"),
+    [
+        (137, "OOMKilled", "it ran out of memory: lower batch_size"),
+        (None, "Evicted", "its node ran short of something"),
+        (143, "PreemptionByScheduler", "its machine was taken away: run again, which goes on from the last checkpoint"),
+        (None, "NodeLost", "its machine was taken away"),
+        (128, "StartError", "the image does not fit"),
+        (137, "Error", "it was killed from outside"),
+        (139, "Error", "it crashed below Python"),
+    ],
+)
+def test_every_cause_has_a_next_move(explain, exit_code, reason, advice):
+    assert advice in explain(end(exit_code=exit_code, reason=reason))
+
+
+def test_without_a_failed_replica_the_operators_words_have_to_do(explain):
+    told = explain()
+    assert (
+        told
+        == "job job-1 failed (PyTorchJobFailed): 1 replica failed; see `kubectl describe pytorchjobs.kubeflow.org job-1`"
+    )
+
+
+def test_a_container_that_runs_again_is_not_to_blame():
+    progress = Progress(nodes=1, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
+    progress.state = State(phase="failed")
+    again = Replica(
+        name="worker-0", pod="p", uid="u", placed=True, running=True, ended=end("worker-0", 137, "OOMKilled")
+    )
+    progress.replicas = {
+        "worker-0": again,
+        "worker-1": replace(again, name="worker-1", running=False, ended=end("worker-1", 2)),
+    }
+    assert "worker-1 ended with exit code 2" in explain_failure("job-1", "pytorchjobs", progress)
