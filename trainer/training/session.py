@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import nn
 
-from trainer import artifacts, models, storage, tracking
-from trainer.artifacts import Draft, Kind
+from trainer import models, tracking
+from trainer.artifacts import Draft
 from trainer.config import DistillSettings, PretrainSettings, TrainingSettings
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import Samples
-from trainer.errors import OutputError
 from trainer.models import Classifier
 from trainer.profiling.evidence import Recorder
 from trainer.tracking import Tracker
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
 from trainer.training.loop import Objective, Training, train
+from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
 from trainer.training.validation import validate
 
@@ -147,8 +147,8 @@ def open_session(
         tracking.stage_run(stage, values, active=processes.is_first) as tracker,
     ):
         with (
-            _shared_artifact(processes, evidence, "evidence", settings=values, parents=parents) as evidence_draft,
-            _shared_artifact(processes, model, "model", settings=values, parents=parents) as model_draft,
+            shared_artifact(processes, evidence, "evidence", settings=values, parents=parents) as evidence_draft,
+            shared_artifact(processes, model, "model", settings=values, parents=parents) as model_draft,
         ):
             session = Session(
                 processes=processes,
@@ -164,33 +164,3 @@ def open_session(
             )
             yield session
         session.remove_checkpoints()
-
-
-@contextmanager
-def _shared_artifact(
-    processes: Processes, uri: str | Path, kind: Kind, *, settings: Mapping[str, Any], parents: Mapping[str, str]
-) -> Iterator[Draft]:
-    """Like `artifacts.create`, on every process of every machine.
-
-    The first process makes the artifact; all write into one directory. In a store there is no such directory: the processes of a machine
-    write into a folder of theirs, which the first of them sends when all have written. Then the first process of all writes the manifest.
-    """
-    leader = processes.first_of_node if storage.is_remote(uri) else 0
-    with ExitStack() as stack:
-        own: Draft | None = None
-        if processes.is_first:
-            own = stack.enter_context(artifacts.create(uri, kind, settings=settings, parents=parents))
-        elif processes.rank == leader:
-            own = Draft(path=stack.enter_context(artifacts.folder_for(uri)))
-        paths = processes.gather(own.path if own else Path())
-        draft = own or Draft(path=paths[leader])
-        if not draft.path.is_dir():
-            raise OutputError(
-                f"{kind} {uri}: lies on the disk of the first machine, which this one does not see; give an output that all machines "
-                "reach, such as s3://BUCKET/NAME"
-            )
-        yield draft
-        processes.barrier()
-        sent = artifacts.contribute(uri, draft.path) if own and not processes.is_first else {}
-        for records in processes.gather(sent):
-            draft.contributed.update(records)

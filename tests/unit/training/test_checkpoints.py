@@ -1,10 +1,12 @@
 import logging
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from trainer.errors import OutputError
+from trainer.errors import OutputError, StorageError
 from trainer.training.checkpoints import KEPT, STATE, Checkpoints, State, checkpoint_root
 
 
@@ -83,3 +85,60 @@ def test_the_root_is_beside_the_output_unless_the_environment_names_one(tmp_path
     assert checkpoint_root(tmp_path / "student") == str(tmp_path / "checkpoints")
     monkeypatch.setenv("TRAINER_CHECKPOINTS", str(tmp_path / "elsewhere"))
     assert checkpoint_root(tmp_path / "student") == str(tmp_path / "elsewhere")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In an object store
+
+
+def empty_cache():
+    shutil.rmtree(os.environ["TRAINER_CACHE"])
+
+
+def test_the_newest_comes_back_from_a_store(object_store):
+    saved = [state(step) for step in (10, 20, 30)]
+    for one in saved:
+        checkpoints(object_store.uri("c")).save(one)
+    assert {key.split("/")[2] for key in object_store.keys("c/")} == {"step-00000020", "step-00000030"}
+    empty_cache()
+    object_store.clear()
+    for _ in range(2):
+        latest = checkpoints(object_store.uri("c")).latest()
+        assert latest.step == 30
+        assert torch.equal(latest.model["weight"], saved[2].model["weight"])
+    assert sum("state.pt" in one.path for one in object_store.requests) == 1
+    checkpoints(object_store.uri("c")).remove()
+    assert object_store.keys() == []
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "lost", "no manifest"])
+def test_a_damaged_one_in_a_store_is_named_and_passed_over(object_store, caplog, damage):
+    for step in (10, 20):
+        checkpoints(object_store.uri("c")).save(state(step))
+    (key,) = [key for key in object_store.keys("c/") if key.endswith("20/state.pt")]
+    content = object_store.get(key)
+    if damage == "truncate":
+        object_store.put(key, content[:-7])
+    elif damage == "flip":
+        object_store.put(key, content[:99] + bytes([content[99] ^ 1]) + content[100:])
+    elif damage == "lost":
+        object_store.delete(key)
+    else:
+        object_store.delete(key.replace(STATE, "manifest.json"))
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints(object_store.uri("c")).latest().step == 10
+    assert "passing over a checkpoint: checkpoint s3://artifacts/c/distill-" in caplog.text
+    assert "step-00000020" in caplog.text
+
+
+def test_a_store_that_refuses_is_no_reason_to_begin_anew(object_store):
+    checkpoints(object_store.uri("c")).save(state(10))
+    object_store.answer(403, path="state.pt")
+    empty_cache()
+    with pytest.raises(StorageError, match="refuses"):
+        checkpoints(object_store.uri("c")).latest()
+
+
+def test_the_root_is_beside_a_remote_output(monkeypatch):
+    monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
+    assert checkpoint_root("s3://bucket/run/student") == "s3://bucket/run/checkpoints"
