@@ -1,11 +1,17 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
 
+import psutil
 import pytest
 
-from trainer import config, launch, stages
-from trainer.errors import LaunchError
+from trainer import cli, config, launch, stages
+from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, INTERRUPTED_EXIT_CODE, CrashError, LaunchError
 
 
 def spec(**changes):
@@ -21,8 +27,6 @@ def spec(**changes):
 
 @pytest.mark.parametrize("name", [name for name, stage in stages.STAGES.items() if stage.launched])
 def test_the_command_is_one_that_the_command_line_takes(name, monkeypatch):
-    from trainer import cli
-
     stage, called = stages.STAGES[name], {}
     monkeypatch.setattr(stages, "call", lambda *arguments, **_: called.update(arguments=arguments))
     places = {keyword: f"/{keyword}" for keyword in (*stage.inputs, *stage.outputs)}
@@ -76,3 +80,189 @@ def test_a_process_without_launcher_prints_its_traceback(monkeypatch, capsys):
     monkeypatch.delenv(launch.FAILURES_VARIABLE, raising=False)
     launch.record_failure("message", "the trace")
     assert capsys.readouterr().err == "the trace\n"
+
+
+def test_a_failure_before_the_last_start_is_not_to_blame(tmp_path):
+    leave(tmp_path, 0, "of the first start", when=100, start=0)
+    leave(tmp_path, 1, "of the second start", when=200, start=1)
+    assert "process 1 of 2: of the second start" in str(launch._explain(spec(), tmp_path, {1: 1}))
+
+
+def test_a_node_is_named_where_there_are_others(tmp_path):
+    leave(tmp_path, 0, "dataset /d: no such directory", when=100)
+    error = launch._explain(spec(), tmp_path, {0: EXIT_CODE}, node="node 1 of 2")
+    assert str(error) == "distill: node 1 of 2, process 0 of 2: dataset /d: no such directory"
+    assert not isinstance(error, CrashError)
+    alone = launch._explain(spec(processes_per_node=1), tmp_path, {0: 1}, node="node 1 of 2")
+    assert str(alone) == "distill: node 1 of 2: dataset /d: no such directory"
+    assert isinstance(alone, CrashError)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: [../gloo/pair.cc:538] Connection closed by peer [10.0.0.1]:1",
+        "DistBackendError: NCCL error: remote process exited",
+    ],
+)
+def test_a_process_that_misses_another_node_points_there(tmp_path, message):
+    leave(tmp_path, 0, message, when=100)
+    error = launch._explain(spec(), tmp_path, {0: 1}, node="node 0 of 2")
+    assert str(error).endswith("so another node may have failed first: its log tells why")
+    assert "another node" not in str(launch._explain(spec(), tmp_path, {0: 1}))
+
+
+def test_the_nodes_of_a_job_are_started_with_all_that_they_need():
+    job = spec()
+    assert job.node_arguments()[:5] == ["-m", "trainer", "stage", "distill", "--node"]
+    assert [text if text != "--node" else "--worker" for text in job.node_arguments()] == job.arguments()
+
+
+@pytest.fixture
+def node(monkeypatch, tmp_path):
+    """Set the variables of one node, as an operator does; gives the file of its last words."""
+
+    def set_variables(**values):
+        for name in [name for name in os.environ if name.startswith(("PET_", "MASTER_"))]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv(launch.TERMINATION_LOG_VARIABLE, str(tmp_path / "termination-log"))
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+        return tmp_path / "termination-log"
+
+    return set_variables
+
+
+def test_a_node_outside_of_a_job_is_refused_and_leaves_its_last_words(node, capsys):
+    last_words = node()
+    directories = ["--dataset", "/d", "--teacher", "/t", "--student", "/s", "--evidence", "/e"]
+    assert cli.main(["stage", "distill", "--node", *directories]) == EXIT_CODE
+    printed = capsys.readouterr().err
+    assert printed == f"error: {last_words.read_text()}\n"
+    assert "distill: --node is for the pods of a cluster's job, but PET_NNODES is not set" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PET_NNODES", "two"), ("PET_NODE_RANK", "x"), ("PET_NPROC_PER_NODE", "many"), ("PET_NNODES", "0")],
+)
+def test_variables_that_describe_no_node_are_shown(node, name, value, capsys):
+    node(**{"PET_NNODES": 2, "PET_NODE_RANK": 1, "PET_NPROC_PER_NODE": 1} | {name: value})
+    with pytest.raises(LaunchError, match=f"distill: .*{name}={value}.*: do not describe a node of a job"):
+        launch.join_node(spec())
+
+
+def test_a_first_node_that_never_comes_is_not_waited_for_without_end(node):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        node(PET_NNODES=2, PET_NODE_RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PET_RDZV_CONF="timeout=1")
+        with pytest.raises(CrashError, match=f"node 1 of 2: node 0 did not answer at 127.0.0.1:{port} within 1 s"):
+            launch.join_node(spec())
+
+
+def test_last_words_have_the_length_that_kubernetes_keeps(node):
+    last_words = node()
+    launch.leave_last_words("ä" * 5000)
+    assert len(last_words.read_bytes()) == launch.TERMINATION_LOG_BYTES
+
+
+def test_last_words_that_can_not_be_written_are_told(node, caplog):
+    node().mkdir()
+    launch.leave_last_words("why")
+    assert "the message could not be written to" in caplog.text
+
+
+def test_an_unexpected_error_of_a_node_is_its_last_words(node, monkeypatch, capsys):
+    last_words = node()
+    monkeypatch.setattr(launch, "join_node", lambda _spec: 1 / 0)
+    directories = ["--dataset", "/d", "--teacher", "/t", "--student", "/s", "--evidence", "/e"]
+    assert cli.main(["stage", "distill", "--node", *directories]) == CRASH_EXIT_CODE
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert (
+        lines[-1]
+        == f"error: {last_words.read_text()}"
+        == "error: ZeroDivisionError: division by zero (its traceback stands above)"
+    )
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start_node(rank, port, dataset, folder):
+    """One of two nodes, as a pod starts it."""
+    job = spec(
+        settings=config.Settings().for_stage("distill"),
+        inputs={"dataset": str(dataset), "teacher": "/none"},
+        outputs={"student": str(folder / "student"), "evidence": str(folder / "evidence")},
+    )
+    environment = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        launch.TERMINATION_LOG_VARIABLE: str(folder / f"last-words-{rank}"),
+    }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TRAINER_"))}
+    command = [sys.executable, *job.node_arguments()]
+    return subprocess.Popen(command, env={**inherited, **environment}, stderr=subprocess.PIPE, text=True)
+
+
+def workers(process):
+    return [child for child in psutil.Process(process.pid).children(recursive=True) if "--worker" in child.cmdline()]
+
+
+@pytest.mark.slow
+def test_two_nodes_meet_one_fails_the_other_is_ended(tmp_path):
+    """As on a cluster: the operator sees one pod fail and ends the others."""
+    hanging = tmp_path / "hanging"
+    hanging.mkdir()
+    os.mkfifo(hanging / "manifest.json")  # a disk that does not answer: node 0 gets no further
+    port = free_port()
+    with (
+        start_node(1, port, tmp_path / "missing", tmp_path) as failing,
+        start_node(0, port, hanging, tmp_path) as waiting,
+    ):
+        errors = failing.communicate(timeout=60)[1].splitlines()
+        children = workers(waiting)
+        waiting.send_signal(signal.SIGTERM)
+        ended = waiting.communicate(timeout=30)[1]
+    expected = f"distill: node 1 of 2: dataset {tmp_path / 'missing'}: no such directory"
+    assert failing.returncode == EXIT_CODE
+    assert errors[-1].startswith(f"error: {expected}")
+    assert "Traceback" not in "".join(errors)
+    assert (tmp_path / "last-words-1").read_text() == errors[-1].removeprefix("error: ")
+    assert waiting.returncode == INTERRUPTED_EXIT_CODE
+    assert "Traceback" not in ended
+    assert len(children) == 1
+    assert not any(child.is_running() for child in children)
+
+
+def test_a_killed_process_of_a_node_is_named(node, tmp_path):
+    hanging = tmp_path / "hanging"
+    hanging.mkdir()
+    os.mkfifo(hanging / "manifest.json")
+    node(PET_NNODES=1, PET_NPROC_PER_NODE=1, PET_NODE_RANK=0, PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT=free_port())
+
+    def kill_the_worker():
+        me, deadline = psutil.Process(), time.monotonic() + 30
+        while time.monotonic() < deadline:
+            for child in me.children(recursive=True):
+                if "--worker" in child.cmdline():
+                    child.kill()
+                    return
+            time.sleep(0.05)
+
+    killer = threading.Thread(target=kill_the_worker)
+    killer.start()
+    job = spec(settings={}, inputs={"dataset": str(hanging), "teacher": "/none"})
+    with pytest.raises(CrashError, match="distill: was ended by SIGKILL; the machine may be out of memory"):
+        launch.join_node(job)
+    killer.join()
