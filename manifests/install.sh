@@ -43,5 +43,7 @@ fi
 kubectl apply -k "$MANIFESTS/overlays/$OVERLAY"
 
 echo "Waiting for everything to be ready, 10 minutes at most"
-kubectl --namespace "$NAMESPACE" wait deployment --all --for=condition=Available --timeout=10m
-kubectl --namespace "$NAMESPACE" rollout status statefulset/mlflow-database --timeout=5m
+{
+    kubectl --namespace "$NAMESPACE" wait deployment --all --for=condition=Available --timeout=10m &&
+        kubectl --namespace "$NAMESPACE" rollout status statefulset/mlflow-database --timeout=5m
+} || fail "not everything is ready in namespace $NAMESPACE; 'manifests/logs.sh FOLDER' collects why"

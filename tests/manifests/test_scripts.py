@@ -174,6 +174,14 @@ def test_a_step_that_fails_ends_it(complete):
     assert len(complete.called("kubectl apply")) == 1
 
 
+def test_what_does_not_get_ready_is_said(complete):
+    complete.play("kubectl", '*"wait deployment"*) echo "timed out: deployments/ml-pipeline" >&2; exit 1;;')
+    result = complete.run("install.sh", "eks")
+    assert result.returncode == 2
+    assert "deployments/ml-pipeline" in result.stderr
+    assert "'manifests/logs.sh FOLDER' collects why" in result.stderr
+
+
 def test_pretended_nodes_suit_their_pools(complete):
     assert complete.run("kind/pretend.sh").returncode == 0
     taints = [call.split()[4] for call in complete.called("kubectl taint")]
