@@ -37,10 +37,10 @@ def pass_through(configuration: Any, *, kubeconfig: str | None, namespace: str, 
     refresh = configuration.refresh_api_key_hook
 
     def refresh_token(changed: Any) -> None:
-        """Renewing the user's token also puts the API server's own address back."""
+        """Renewing the user's token, which comes before each request, puts the API server's own address and hook back."""
         if refresh:
             refresh(changed)
-        changed.host = address
+        changed.host, changed.refresh_api_key_hook = address, refresh_token
 
     configuration.host, configuration.refresh_api_key_hook = address, refresh_token
     return str(context["name"])

@@ -304,6 +304,15 @@ def test_a_schedule_is_made_once_and_changed_in_its_place(api, command):
     assert not api.store.runs
 
 
+def test_a_schedule_that_was_switched_off_is_on_again(api, command):
+    command(deploy.main, "--cron", "0 3 * * *")
+    (old,) = api.store.schedules.values()
+    old.status = "DISABLED"
+    command(deploy.main, "--cron", "0 3 * * *")
+    (new,) = api.store.schedules.values()
+    assert (new.status, new.recurring_run_id != old.recurring_run_id) == ("ENABLED", True)
+
+
 def test_an_old_schedule_outlives_a_new_one_that_is_refused(api, command):
     command(deploy.main, "--cron", "0 3 * * *")
     api.fail("POST", "/recurringruns", status=400, message="no")

@@ -245,6 +245,10 @@ class _Handler(BaseHTTPRequestHandler):
         raise RefusedError(404, "Not Found")
 
     def _authorize(self) -> None:
+        if self.headers.get("authorization") == f"Bearer {KUBERNETES_TOKEN}":
+            raise RefusedError(
+                404, "the server could not find the requested resource"
+            )  # it is the API server's own path
         if self.api.token and self.headers.get("authorization") != f"Bearer {self.api.token}":
             raise RefusedError(401, "Unauthenticated: there is no user identity header")
         if self.api.cookie and self.headers.get("cookie") != self.api.cookie:
