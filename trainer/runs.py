@@ -47,9 +47,10 @@ def new_directory(recipe: str, output: str | None) -> Path:
 
     Raises:
         OutputError: it can not be written.
+        StorageError: it is no directory of this machine.
     """
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(recipe).stem}"
-    directory = Path(output) if output else RUNS / name
+    directory = storage.local_path(output) if output else RUNS / name
     make_directory(directory)
     with writing_to(directory):
         if not os.access(directory, os.W_OK):

@@ -341,3 +341,38 @@ def test_the_version_of_a_missing_folder_is_an_error_and_of_a_hub_name_unknown(t
         source_version(f"imagefolder:{tmp_path}/nowhere")
     assert source_version("hub:some/dataset:config") == ""
     assert source_version("manifest:memory://x/y.csv") == ""
+
+
+def test_a_store_is_read_like_a_folder(object_store) -> None:
+    names = [
+        "train/cat/1.jpg",
+        "train/dog/2.jpg",
+        "val/dog/3.jpg",
+        "unlabeled/4.jpg",
+        "train/.hidden.jpg",
+        "train/notes.txt",
+    ]
+    for name in names:
+        object_store.put(f"photos/{name}", name.encode())
+    object_store.answer(503, times=2)
+    listing = list_source("imagefolder:s3://artifacts/photos")
+    assert [item.name for item in listing.items] == sorted(names[:4])
+    assert listing.classes == ("cat", "dog")
+    object_store.answer(500, times=1)
+    object_store.cut(4, times=1)
+    assert [listing.read(item.location) for item in listing.items] == sorted(name.encode() for name in names[:4])
+
+    object_store.put("list.csv", b"path,label\nphotos/train/cat/1.jpg,cat\ns3://artifacts/gone.jpg,dog\n")
+    listing = list_source("manifest:s3://artifacts/list.csv")
+    here, gone = (item.location for item in listing.items)
+    assert listing.read(here) == b"train/cat/1.jpg"
+    with pytest.raises(FileNotFoundError, match=r"s3://artifacts/gone.jpg: there is no such object"):
+        listing.read(gone)
+    with pytest.raises(DataError, match=r"manifest s3://artifacts/none.csv: does not exist"):
+        list_source("manifest:s3://artifacts/none.csv")
+    with pytest.raises(DataError, match=r"folder s3://artifacts/none: does not exist"):
+        list_source("imagefolder:s3://artifacts/none")
+
+    object_store.answer(403)
+    with pytest.raises(StorageError, match="refuses"):
+        listing.read(here)

@@ -1,0 +1,37 @@
+"""Stages with everything in an object store: they read and write URIs as they do directories."""
+
+import json
+
+import pytest
+
+from tests.unit.stages.conftest import pixels, png
+from trainer import artifacts, stages, storage
+from trainer.errors import StorageError
+
+
+def test_prepare_from_and_into_a_store(object_store):
+    for index, image in enumerate(pixels(range(40))):
+        object_store.put(f"photos/{index % 2}/{index}.png", png(image))
+    settings = {"source": "imagefolder:s3://artifacts/photos", "image_size": 16}
+    stages.call("prepare", json.dumps(settings), {"dataset": object_store.uri("dataset")})
+    manifest = artifacts.manifest(object_store.uri("dataset"), "dataset")
+    assert manifest.figures["classes"] == 2
+    assert manifest.figures["train"] + manifest.figures["val"] + manifest.figures["test"] == 40
+    assert set(manifest.files) == set(storage.files(object_store.uri("dataset"))) - {artifacts.MANIFEST}
+
+
+def test_evaluate_from_and_into_a_store(object_store, trained_digits):
+    kinds = {"dataset": "dataset", "teacher": "model", "student": "model"}
+    places = {name: object_store.uri("run", name) for name in (*kinds, "evaluation")}
+    for name, kind in kinds.items():
+        artifacts.copy(getattr(trained_digits, name), places[name], kind)
+    settings = {"latency_runs": 10, "latency_batch_sizes": [1]}
+    stages.call("evaluate", json.dumps(settings), places)
+    figures = artifacts.manifest(places["evaluation"], "evaluation").figures
+    assert figures["student"]["top1"] > 0.5
+    report = object_store.get("run/evaluation/report.html")
+    assert b"the student" in report
+
+    object_store.answer(403, path="run/student")
+    with pytest.raises(StorageError, match=r"s3://artifacts/run/student/manifest.json: .*403"):
+        stages.call("evaluate", json.dumps(settings), places)
