@@ -42,7 +42,7 @@ def place(pod: Mapping[str, Any], nodes: Sequence[Node], others: Sequence[Mappin
             return node.name, ""
         obstacles.update(found)
     count = len(nodes)
-    reasons = ", ".join(f"{times} {reason}" for reason, times in sorted(obstacles.items()))
+    reasons = ", ".join(sorted(f"{times} {reason}" for reason, times in obstacles.items()))
     return "", (
         f"0/{count} nodes are available: {reasons}. preemption: 0/{count} nodes are available: "
         f"{count} Preemption is not helpful for scheduling."

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatch
@@ -223,16 +224,18 @@ class KubernetesStandIn:
         return {condition["type"]: condition["status"] for condition in conditions}
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-        """Wait until a condition on the objects holds.
+        """Wait until a condition holds.
 
         Raises:
             TimeoutError: it did not in time.
         """
-        if self.store.wait_until(condition, timeout_s):
-            return
-        if self._controlling and self._controlling.done():
-            self._controlling.result()
-        raise TimeoutError(f"did not come true in {timeout_s} s; pods: {_phases(self.list(PODS))}")
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self._controlling and self._controlling.done():
+                self._controlling.result()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"did not come true in {timeout_s} s; pods: {_phases(self.list(PODS))}")
+            self.store.wait(self.store.version, _TICK_S)
 
     def _kind_of(self, job: str) -> Resource:
         return PYTORCHJOBS if self.list(PYTORCHJOBS, job) else TRAINJOBS

@@ -6,7 +6,7 @@ import copy
 import random
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -235,11 +235,6 @@ class Store:
         """Wait until there is something newer than a version; whether there is."""
         with self._changed:
             return self._changed.wait_for(lambda: self.version > version, timeout_s)
-
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until a condition on the objects holds; whether it does."""
-        with self._changed:
-            return self._changed.wait_for(condition, timeout_s)
 
     def _put(self, type_: str, resource: Resource, target: Object, before: Object | None) -> Object:
         self.version += 1

@@ -1,0 +1,426 @@
+"""The stand-in's operators and kubelet: what becomes of jobs and pods."""
+
+import json
+import time
+
+import psutil
+import pytest
+
+from tests.stand_ins.conftest import Jobs
+from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS
+from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node, Script
+from tests.stand_ins.manifests import pytorch_job, train_job
+
+FOREVER = Script(output=["begun"], hang=True)
+DONE = Script(output=["done"])
+FAILS = Script(output=["error: no images"], exit_code=2, termination_message="no images")
+
+
+def phases(cluster, pattern="*"):
+    return {pod["metadata"]["name"]: pod["status"]["phase"] for pod in cluster.list(PODS, pattern)}
+
+
+def condition(cluster, type_, job="job"):
+    conditions = cluster.get(PYTORCHJOBS, job).get("status", {}).get("conditions", [])
+    return next((one for one in conditions if one["type"] == type_ and one["status"] == "True"), None)
+
+
+def wait_for_condition(cluster, type_):
+    cluster.wait_for(lambda: condition(cluster, type_) is not None)
+    return condition(cluster, type_)
+
+
+def terminated(cluster, pod):
+    return cluster.get(PODS, pod)["status"]["containerStatuses"][0]["state"]["terminated"]
+
+
+def test_a_job_becomes_pods_that_belong_to_it(cluster, jobs):
+    cluster.script("job-*", FOREVER)
+    job = jobs.create(pytorch_job(workers=2))
+    wait_for_condition(cluster, "Running")
+    master, *workers = cluster.list(PODS)
+    assert [pod["metadata"]["name"] for pod in (master, *workers)] == ["job-master-0", "job-worker-0", "job-worker-1"]
+    assert master["metadata"]["labels"] == {
+        "training.kubeflow.org/operator-name": "pytorchjob-controller",
+        "training.kubeflow.org/job-name": "job",
+        "training.kubeflow.org/replica-type": "master",
+        "training.kubeflow.org/replica-index": "0",
+        "training.kubeflow.org/job-role": "master",
+    }
+    owner = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": "job", "uid": job["metadata"]["uid"]}
+    assert master["metadata"]["ownerReferences"] == [owner | {"controller": True, "blockOwnerDeletion": True}]
+    assert "initContainers" not in master["spec"]
+    assert [pod["spec"]["initContainers"][0]["name"] for pod in workers] == ["init-pytorch", "init-pytorch"]
+    jobs.delete("job")
+    cluster.wait_for(lambda: not cluster.list(PODS))
+
+
+def declared(pod):
+    return {one["name"]: one["value"] for one in pod["spec"]["containers"][0]["env"]}
+
+
+def test_the_environment_is_that_of_the_operator(cluster, jobs):
+    cluster.script("job-*", FOREVER)
+    jobs.create(pytorch_job(workers=2))
+    cluster.wait_for(lambda: len(cluster.list(PODS)) == 3)
+    assert declared(cluster.get(PODS, "job-worker-1")) == {
+        "PYTHONUNBUFFERED": "1",
+        "MASTER_PORT": "23456",
+        "PET_MASTER_PORT": "23456",
+        "MASTER_ADDR": "job-master-0",
+        "PET_MASTER_ADDR": "job-master-0",
+        "WORLD_SIZE": "6",
+        "RANK": "2",
+        "PET_NODE_RANK": "2",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NNODES": "3",
+    }
+
+
+def test_the_environment_of_an_elastic_job(cluster, jobs):
+    cluster.script("job-*", FOREVER)
+    manifest = pytorch_job(workers=3)
+    del manifest["spec"]["pytorchReplicaSpecs"]["Master"]
+    rendezvous = [{"key": "join_timeout", "value": "60"}, {"key": "x", "value": "y"}]
+    policy = {"minReplicas": 1, "maxReplicas": 3, "maxRestarts": 5, "rdzvConf": rendezvous}
+    manifest["spec"]["elasticPolicy"] = policy
+    jobs.create(manifest)
+    cluster.wait_for(lambda: len(cluster.list(PODS)) == 3)
+    assert declared(cluster.get(PODS, "job-worker-1")) == {
+        "PYTHONUNBUFFERED": "1",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_RDZV_ENDPOINT": "job-worker-0:23456",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_NNODES": "1:3",
+        "PET_MAX_RESTARTS": "5",
+        "PET_RDZV_CONF": "join_timeout=60,x=y",
+    }
+
+
+def test_success_is_the_masters(cluster, jobs):
+    cluster.script("job-master-0", DONE)
+    cluster.script("job-worker-0", FOREVER)
+    jobs.create(pytorch_job())
+    succeeded = wait_for_condition(cluster, "Succeeded")
+    assert (succeeded["reason"], succeeded["message"]) == (
+        "PyTorchJobSucceeded",
+        "PyTorchJob job is successfully completed.",
+    )
+    assert cluster.conditions("job") == {"Created": "True", "Running": "False", "Succeeded": "True"}
+    assert cluster.get(PYTORCHJOBS, "job")["status"]["completionTime"]
+    assert phases(cluster)["job-worker-0"] == "Running"  # cleanPodPolicy None is the operator's default
+
+
+@pytest.mark.parametrize(("policy", "left"), [("None", 3), ("Running", 1), ("All", 0)])
+def test_pods_are_cleaned_up_by_the_policy(cluster, jobs, policy, left):
+    cluster.script("job-worker-*", FOREVER)
+    cluster.script("job-master-0", DONE)
+    jobs.create(pytorch_job(workers=2, run_policy={"cleanPodPolicy": policy}))
+    wait_for_condition(cluster, "Succeeded")
+    cluster.wait_for(lambda: len(cluster.list(PODS)) == left)
+
+
+def test_a_finished_job_is_deleted_after_its_time(cluster, jobs):
+    cluster.script("job-*", DONE)
+    jobs.create(pytorch_job(workers=0, run_policy={"ttlSecondsAfterFinished": 1}))
+    wait_for_condition(cluster, "Succeeded")
+    cluster.wait_for(lambda: not cluster.list(PYTORCHJOBS) and not cluster.list(PODS), timeout_s=4)
+
+
+def test_a_failure_without_restart_fails_the_job(cluster, jobs):
+    cluster.script("job-worker-0", FAILS)
+    cluster.script("job-master-0", FOREVER)
+    jobs.create(pytorch_job())
+    failed = wait_for_condition(cluster, "Failed")
+    assert failed["message"] == "PyTorchJob job is failed because 1 Worker replica(s) failed."
+    end = terminated(cluster, "job-worker-0")
+    assert (end["exitCode"], end["reason"], end["message"]) == (2, "Error", "no images")
+    assert ("job", "ExitedWithCode", "Pod: kubeflow.job-worker-0 exited with code 2") in cluster.events()
+    assert cluster.get(PYTORCHJOBS, "job")["status"]["replicaStatuses"]["Worker"]["failed"] == 1
+
+
+def test_on_failure_a_container_is_started_again_in_its_pod(cluster, jobs):
+    cluster.script("job-master-0", FAILS, DONE)
+    jobs.create(pytorch_job(workers=0, restart_policy="OnFailure", run_policy={"backoffLimit": 3}))
+    uid = None
+
+    def seen():
+        nonlocal uid
+        uid = uid or next((pod["metadata"]["uid"] for pod in cluster.list(PODS)), None)
+        return condition(cluster, "Succeeded") is not None
+
+    cluster.wait_for(seen)
+    pod = cluster.get(PODS, "job-master-0")
+    status = pod["status"]["containerStatuses"][0]
+    assert (pod["metadata"]["uid"], status["restartCount"]) == (uid, 1)
+    assert status["lastState"]["terminated"]["exitCode"] == 2
+    assert cluster.log("job-master-0") == ["done"]
+
+
+def test_restarts_count_against_the_backoff_limit(cluster, jobs):
+    cluster.script("job-master-0", FAILS)
+    jobs.create(pytorch_job(workers=0, restart_policy="OnFailure", run_policy={"backoffLimit": 2}))
+    failed = wait_for_condition(cluster, "Failed")
+    assert failed["message"] == "Job job has failed because it has reached the specified backoff limit"
+
+
+def test_a_retryable_exit_code_gives_a_new_pod(cluster, jobs):
+    cluster.script("job-master-0", Script(output=[], exit_code=137, reason="OOMKilled"), DONE)
+    jobs.create(pytorch_job(workers=0, restart_policy="ExitCode"))
+    wait_for_condition(cluster, "Succeeded")
+    assert cluster.get(PODS, "job-master-0")["spec"]["restartPolicy"] == "Never"
+    assert (
+        "job",
+        "PyTorchJobRestarting",
+        "job job is restarting because Master replica(s) failed.",
+    ) in cluster.events()
+    assert ("job", "SuccessfulDeletePod", "Deleted pod: job-master-0") in cluster.events()
+
+
+def test_another_exit_code_fails_the_job(cluster, jobs):
+    cluster.script("job-master-0", FAILS)
+    jobs.create(pytorch_job(workers=0, restart_policy="ExitCode"))
+    failed = wait_for_condition(cluster, "Failed")
+    assert failed["message"] == 'job "job" is failing because "Master" replica(s) failed.'
+
+
+def test_a_job_is_ended_at_its_deadline(cluster, jobs):
+    cluster.script("job-*", FOREVER)
+    jobs.create(pytorch_job(run_policy={"activeDeadlineSeconds": 1, "cleanPodPolicy": "Running"}))
+    failed = wait_for_condition(cluster, "Failed")
+    assert failed["message"] == "Job job has failed because it was active longer than specified deadline"
+    cluster.wait_for(lambda: not cluster.list(PODS))
+
+
+def test_a_suspended_job_has_no_pods_until_it_is_resumed(cluster, jobs):
+    cluster.script("job-*", FOREVER)
+    jobs.create(pytorch_job(run_policy={"suspend": True}))
+    assert wait_for_condition(cluster, "Suspended")["message"] == "PyTorchJob job is suspended."
+    assert not cluster.list(PODS)
+    cluster.resume("job")
+    wait_for_condition(cluster, "Running")
+    cluster.suspend("job")
+    cluster.wait_for(lambda: not cluster.list(PODS) and cluster.conditions("job").get("Suspended") == "True")
+    assert cluster.conditions("job")["Running"] == "False"
+
+
+def test_a_bad_pod_template_shows_when_the_pod_is_made(cluster, jobs):
+    manifest = pytorch_job(workers=0)
+    template = manifest["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
+    template["spec"]["containers"][0]["volumeMounts"] = [{"name": "cache", "mountPath": "/cache"}]
+    jobs.create(manifest)
+    cluster.wait_for(lambda: cluster.events("job"))
+    name, reason, message = cluster.events("job")[0]
+    assert (name, reason) == ("job", "FailedCreatePod")
+    assert message == (
+        'Error creating: Pod "job-master-0" is invalid: spec.containers[0].volumeMounts[0].name: Not found: "cache"'
+    )
+
+
+def test_a_pod_waits_for_a_node(cluster, jobs):
+    cluster.script("job-master-0", Script(output=["done"], pending_s=0.3))
+    jobs.create(pytorch_job(workers=0))
+    cluster.wait_for(lambda: any(reason == "FailedScheduling" for _, reason, _ in cluster.events("job-master-0")))
+    assert phases(cluster) == {"job-master-0": "Pending"}
+    assert cluster.get(PODS, "job-master-0")["status"]["conditions"][0]["reason"] == "Unschedulable"
+    wait_for_condition(cluster, "Succeeded")
+
+
+def with_gpus(count):
+    manifest = pytorch_job()
+    for replica in manifest["spec"]["pytorchReplicaSpecs"].values():
+        spec = replica["template"]["spec"]
+        spec["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": count, "cpu": "2"}}
+        spec["nodeSelector"] = {"pool": "gpu"}
+        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    return manifest
+
+
+def gpu_node(name, gpus, labels=("pool",)):
+    taint = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
+    return Node(name=name, capacity={"nvidia.com/gpu": gpus}, labels=dict.fromkeys(labels, "gpu"), taints=[taint])
+
+
+def test_devices_are_scheduled_by_capacity_selector_and_taint(tmp_path):
+    with KubernetesStandIn(tmp_path, nodes=[Node(), gpu_node("small", "4"), gpu_node("large", "8")]) as cluster:
+        cluster.script("job-*", FOREVER)
+        cluster.add(PYTORCHJOBS, with_gpus(8))
+        cluster.wait_for(lambda: phases(cluster).get("job-master-0") == "Running")
+        cluster.wait_for(lambda: any(reason == "FailedScheduling" for _, reason, _ in cluster.events("job-worker-0")))
+        assert cluster.get(PODS, "job-master-0")["spec"]["nodeName"] == "large"
+        messages = [message for _, reason, message in cluster.events("job-worker-0") if reason == "FailedScheduling"]
+        assert messages == [
+            (
+                "0/3 nodes are available: 1 node(s) didn't match Pod's node affinity/selector, 2 Insufficient nvidia.com/gpu. "
+                "preemption: 0/3 nodes are available: 3 Preemption is not helpful for scheduling."
+            )
+        ]
+        cluster.delete(PODS, "job-master-0")  # its place is free then, and the first to look takes it
+        cluster.wait_for(lambda: "Running" in phases(cluster).values())
+
+
+def test_a_taint_must_be_tolerated(tmp_path):
+    with KubernetesStandIn(tmp_path, nodes=[gpu_node("gpu", "8")]) as cluster:
+        cluster.add(PYTORCHJOBS, pytorch_job(workers=0))
+        cluster.wait_for(lambda: len(cluster.events("job-master-0")) == 1)
+        assert "1 node(s) had untolerated taint {nvidia.com/gpu: present}" in cluster.events("job-master-0")[0][2]
+
+
+def test_an_image_that_can_not_be_pulled(cluster, jobs, core):
+    cluster.script("job-master-0", Script(output=["done"], pull_error_s=0.3))
+    jobs.create(pytorch_job(workers=0))
+    cluster.wait_for(lambda: ("job-master-0", "Failed", "Error: ErrImagePull") in cluster.events())
+    waiting = cluster.get(PODS, "job-master-0")["status"]["containerStatuses"][0]["state"]["waiting"]
+    assert waiting["reason"] == "ImagePullBackOff"
+    assert ("job-master-0", "BackOff", 'Back-off pulling image "image:1"') in cluster.events()
+    wait_for_condition(cluster, "Succeeded")
+
+
+def test_a_replica_runs_out_of_memory(cluster, jobs):
+    cluster.script("job-*", FOREVER)
+    jobs.create(pytorch_job())
+    wait_for_condition(cluster, "Running")
+    cluster.oom_kill("job-worker-0")
+    wait_for_condition(cluster, "Failed")
+    end = terminated(cluster, "job-worker-0")
+    assert (end["exitCode"], end["reason"]) == (137, "OOMKilled")
+
+
+def test_an_evicted_pod_fails_and_stays(cluster, jobs):
+    cluster.script("job-*", FOREVER)
+    jobs.create(pytorch_job())
+    wait_for_condition(cluster, "Running")
+    cluster.evict("job-worker-0")
+    wait_for_condition(cluster, "Failed")
+    status = cluster.get(PODS, "job-worker-0")["status"]
+    assert (status["phase"], status["reason"]) == ("Failed", "Evicted")
+    assert any(reason == "Evicted" for _, reason, _ in cluster.events("job-worker-0"))
+
+
+@pytest.mark.parametrize("restart_policy", ["OnFailure", "Never"])
+def test_a_preempted_pod_is_made_again_unless_the_job_has_failed_by_it(cluster, jobs, restart_policy):
+    cluster.script("job-*", FOREVER)
+    jobs.create(pytorch_job(restart_policy=restart_policy))
+    wait_for_condition(cluster, "Running")
+    uid = cluster.get(PODS, "job-worker-0")["metadata"]["uid"]
+    cluster.preempt("job-worker-0")
+    assert any(reason == "Preempted" for _, reason, _ in cluster.events("job-worker-0"))
+    if restart_policy == "Never":
+        wait_for_condition(cluster, "Failed")
+    else:
+        cluster.wait_for(
+            lambda: [pod["metadata"]["uid"] for pod in cluster.list(PODS, "*-worker-0")] not in ([], [uid])
+        )
+
+
+MEET = """
+import json, os, socket, time
+address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if os.environ["RANK"] == "0":
+    with socket.create_server(address) as server:
+        server.settimeout(10)
+        connection, _ = server.accept()
+        with connection:
+            print("met", connection.recv(100).decode())
+else:
+    end = time.monotonic() + 10
+    while True:
+        try:
+            with socket.create_connection(address) as connection:
+                connection.send(os.environ["HOSTNAME"].encode())
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+"""
+
+
+def test_the_processes_of_a_job_meet(cluster, jobs):
+    jobs.create(pytorch_job(code=MEET))
+    jobs.create(pytorch_job("other", code=MEET))  # at the same time: each job has its own port
+    for name in ("job", "other"):
+        cluster.wait_for(lambda name=name: condition(cluster, "Succeeded", name) is not None)
+        assert cluster.log(f"{name}-master-0") == [f"met {name}-worker-0"]
+
+
+CHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["delete", "oom_kill"])
+def test_a_pods_processes_end_with_it(cluster, jobs, how):
+    jobs.create(pytorch_job(workers=0, code=CHILD))
+    cluster.wait_for(lambda: phases(cluster).get("job-master-0") == "Running")
+    while not cluster.log("job-master-0"):
+        time.sleep(0.02)
+    child = psutil.Process(int(cluster.log("job-master-0")[0]))
+    if how == "delete":
+        jobs.delete("job")
+        cluster.wait_for(lambda: not cluster.list(PODS))
+    else:
+        cluster.oom_kill("job-master-0")
+        wait_for_condition(cluster, "Failed")
+        assert terminated(cluster, "job-master-0")["reason"] == "OOMKilled"
+    assert child.wait(timeout=2) is None or not child.is_running()
+
+
+@pytest.fixture
+def train_jobs(connection):
+    return Jobs(connection, "trainer.kubeflow.org", "v1alpha1", "trainjobs")
+
+
+def test_a_train_job_becomes_pods(cluster, train_jobs):
+    code = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('PET_')}))"
+    template = {"metadata": {"labels": {"run": "a"}}, "spec": {"nodeSelector": {"kubernetes.io/os": "linux"}}}
+    replicated = {"name": "node", "template": {"spec": {"template": template}}}
+    patch = {"manager": "tests", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}
+    train_jobs.create(train_job(code=code, runtimePatches=[patch]))
+    cluster.wait_for(lambda: cluster.conditions("job") == {"Complete": "True"})
+    first, second = cluster.list(PODS)
+    assert first["metadata"]["name"].startswith("job-node-0-0-")
+    labels = second["metadata"]["labels"]
+    assert labels["jobset.sigs.k8s.io/jobset-name"] == "job"
+    assert (labels["batch.kubernetes.io/job-completion-index"], labels["run"]) == ("1", "a")
+    assert second["spec"]["nodeSelector"] == {"kubernetes.io/os": "linux"}
+    environment = json.loads(cluster.log(second["metadata"]["name"])[0])
+    port = environment.pop("PET_MASTER_PORT")
+    assert port == json.loads(cluster.log(first["metadata"]["name"])[0])["PET_MASTER_PORT"]
+    assert environment == {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def test_a_train_job_is_suspended_runs_and_fails(cluster, train_jobs):
+    cluster.script("job-*", FOREVER)
+    train_jobs.create(train_job(suspend=True, activeDeadlineSeconds=1))
+    cluster.wait_for(lambda: cluster.conditions("job") == {"Suspended": "True"})
+    cluster.resume("job")
+    cluster.wait_for(lambda: (train_jobs.get("job")["status"]["jobsStatus"] or [{}])[0].get("ready") == 1)
+    assert cluster.conditions("job") == {"Suspended": "False"}
+    cluster.wait_for(lambda: cluster.conditions("job").get("Failed") == "True")
+    reason = [one["reason"] for one in train_jobs.get("job")["status"]["conditions"] if one["type"] == "Failed"]
+    assert reason == ["DeadlineExceeded"]
+    cluster.wait_for(lambda: not cluster.list(PODS))
+
+
+def test_a_train_job_fails_after_its_retries(cluster, train_jobs):
+    cluster.script("job-*", FAILS)
+    train_jobs.create(train_job(nodes=1))
+    cluster.wait_for(lambda: cluster.conditions("job").get("Failed") == "True")
+    failed = train_jobs.get("job")["status"]["conditions"][0]
+    assert failed["reason"] == "FailedJobs"
+    assert failed["message"].endswith("(first failed job: job-node-0)")
+
+
+def test_a_train_job_on_an_unknown_runtime_waits(cluster, train_jobs):
+    train_jobs.create(train_job(runtimeRef={"name": "elsewhere"}))
+    cluster.wait_for(lambda: cluster.events("job"))
+    assert '"elsewhere" not found' in cluster.events("job")[0][2]
+    assert not cluster.list(PODS)
