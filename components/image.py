@@ -13,3 +13,10 @@ IMAGE_VARIABLE = "TRAINER_IMAGE"
 def tagged(tag: str) -> str:
     """The image under another tag, such as one that stands for the code of this working tree."""
     return f"{NAME}:{tag}"
+
+
+def neuron(image: str) -> str:
+    """The image for Neuron devices that is built beside an image: same registry and tag, `-neuron` after the name."""
+    folder, slash, name = image.rpartition("/")
+    base, colon, tag = name.partition(":")
+    return f"{folder}{slash}{base}-neuron{colon}{tag}"

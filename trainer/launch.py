@@ -138,7 +138,7 @@ def join_node(spec: JobSpec) -> None:
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    with quiet_agent(), variables(_master()):
+    with variables(_master()):
         config = _config_of_node(spec)
         rank = int(os.environ.get("PET_NODE_RANK", "0"))
         part = replace(spec, nodes=config.max_nodes, processes_per_node=config.nproc_per_node)
@@ -174,7 +174,8 @@ def _config_of_node(spec: JobSpec) -> LaunchConfig:
             f"{spec.stage}: --node is for the pods of a cluster's job, but PET_NNODES is not set; leave it out to train on this machine"
         )
     try:
-        config, *_ = config_from_args(parse_args([sys.executable]))
+        with quiet_agent():
+            config, *_ = config_from_args(parse_args([sys.executable]))
     except (SystemExit, ValueError, RuntimeError, AssertionError) as error:
         given = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("PET_"))
         raise LaunchError(

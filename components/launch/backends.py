@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from components.image import IMAGE_VARIABLE
-from components.launch import environment, pytorchjob, trainjob
+from components.image import IMAGE, IMAGE_VARIABLE
+from components.launch import environment, pod, pytorchjob, trainjob
 from components.launch.identity import Identity
 from components.launch.pools import Pool
 from components.launch.state import State
@@ -41,7 +41,7 @@ class Backend:
             TrainerError: the job does not fit the pool or the backend.
         """
         given = environment.handed_on(os.environ)
-        image = pool.image or os.environ.get(IMAGE_VARIABLE, "")
+        image = pod.image(pool, os.environ.get(IMAGE_VARIABLE) or IMAGE)
         return self.renderer(
             replace(spec, environment=given | dict(spec.environment)),
             pool.model_copy(update={"image": image}),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.image import IMAGE
+from components.image import IMAGE, neuron
 from components.launch.environment import CACHE, variables
 from components.launch.identity import Identity
 from components.launch.pools import Pool
+from trainer.errors import LaunchError
 from trainer.launch import JobSpec
 
 USER = 1000
@@ -31,9 +32,19 @@ CONTAINER_SECURITY: dict[str, Any] = {
 COMMAND = ["python"]
 
 
-def image(pool: Pool) -> str:
-    """The pool's own image, or that of this version."""
-    return pool.image or IMAGE
+def image(pool: Pool, task: str = IMAGE) -> str:
+    """The pool's own image, or else that of its task, in the variant for the pool's device.
+
+    Raises:
+        LaunchError: the variant can not be told, since the task's image is named by its digest.
+    """
+    if pool.image or pool.device != "xla":
+        return pool.image or task
+    if "@" in task:
+        raise LaunchError(
+            f"pool {pool.name}: {task} names one image by its digest, not that for Neuron; set image of the pool"
+        )
+    return neuron(task)
 
 
 def resources(pool: Pool) -> dict[str, Any]:

@@ -3,6 +3,7 @@ import pytest
 from components.image import IMAGE
 from components.launch import pod, pools
 from components.launch.identity import Identity
+from trainer.errors import LaunchError
 from trainer.launch import JobSpec
 
 SPEC = JobSpec(
@@ -66,10 +67,16 @@ def test_a_pod_runs_a_node_of_the_stage(template):
     assert [*container["command"], *container["args"]] == ["python", *SPEC.node_arguments()]
 
 
-def test_the_image_is_the_pools_or_that_of_this_version():
-    cpu = pools.get("cpu")
+def test_the_image_is_the_pools_or_the_tasks_for_the_pools_device():
+    cpu, trainium = pools.get("cpu"), pools.get("neuron-trn1")
     assert pod.image(cpu) == IMAGE
-    assert pod.image(cpu.model_copy(update={"image": "registry/other:1"})) == "registry/other:1"
+    assert pod.image(cpu, "registry:5000/team/own:1") == "registry:5000/team/own:1"
+    assert pod.image(trainium) == IMAGE.replace("vit-distillation", "vit-distillation-neuron")
+    assert pod.image(trainium, "registry:5000/team/own:1") == "registry:5000/team/own-neuron:1"
+    assert pod.image(trainium, "own") == "own-neuron"
+    assert pod.image(trainium.model_copy(update={"image": "registry/other:1"}), "own@sha256:ab") == "registry/other:1"
+    with pytest.raises(LaunchError, match="pool neuron-trn1: own@sha256:ab names one image by its digest"):
+        pod.image(trainium, "own@sha256:ab")
 
 
 def test_placement_says_nothing_where_the_pool_says_nothing():
