@@ -139,10 +139,7 @@ class _Follower:
                 if run.state in ENDED:
                     return run
             if time.monotonic() - self._start > hours * 3600:
-                raise DeployError(
-                    f"run {self._run_id} has not ended within {hours:g} hours and goes on; "
-                    f"follow it again: python -m pipelines.runs follow {self._run_id}"
-                )
+                raise self._given_up(f"run {self._run_id} has not ended within {hours:g} hours")
             time.sleep(interval)
             interval = min(1.3 * interval, longest)
 
@@ -152,15 +149,19 @@ class _Follower:
             run = self._api.runs.run_service_get_run(self._run_id)
         except UnansweredError as error:
             if time.monotonic() - self._answered > AWAY_S:
-                raise DeployError(
-                    f"{error}; away for {AWAY_S:.0f} s, the run goes on; "
-                    f"follow it again: python -m pipelines.runs follow {self._run_id}"
-                ) from error
+                raise self._given_up(f"{error}; so for {AWAY_S:.0f} s") from error
             self._tell("Kubeflow Pipelines", "does not answer; asking again")
             return None
+        except RefusedError as error:
+            if error.status == NOT_FOUND:
+                raise
+            raise self._given_up(str(error)) from error  # such as a token that has expired
         self._answered = time.monotonic()
         self._states.pop("Kubeflow Pipelines", None)
         return run
+
+    def _given_up(self, why: str) -> DeployError:
+        return DeployError(f"{why}; the run goes on, follow it again: python -m pipelines.runs follow {self._run_id}")
 
     def _show(self, run: Any) -> None:
         for name, task in _details(run, self._tasks).items():

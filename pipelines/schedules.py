@@ -87,7 +87,7 @@ def put(api: Api, name: str, cron: str, job: runs.Job) -> None:
 def remove(api: Api, schedule: Any) -> None:
     """Remove a schedule, and say so; its runs stay."""
     api.schedules.recurring_run_service_delete_recurring_run(schedule.recurring_run_id)
-    print(f"removed: schedule {schedule.display_name!r} at {schedule.trigger.cron_schedule.cron!r}")
+    print(f"removed: schedule {schedule.display_name!r}")
 
 
 def of_pipeline(api: Api, pipeline_id: str) -> list[Any]:
@@ -107,7 +107,7 @@ def _same(schedule: Any, wanted: Any) -> bool:
             of.pipeline_version_reference.pipeline_version_id,
             of.runtime_config and of.runtime_config.parameters,
             of.service_account,
-            of.trigger.cron_schedule and of.trigger.cron_schedule.cron,
+            of.trigger and of.trigger.cron_schedule and of.trigger.cron_schedule.cron,
             of.max_concurrency,
             of.no_catchup,
         )

@@ -33,7 +33,7 @@ def pipeline(api: Api) -> Any | None:
 def versions(api: Api, pipeline_id: str) -> dict[str, Any]:
     """Name -> version."""
     listed = every(api.pipelines.pipeline_service_list_pipeline_versions, "pipeline_versions", pipeline_id=pipeline_id)
-    return {version.display_name: version for version in listed}
+    return {version.name: version for version in listed}
 
 
 def upload(api: Api, text: str) -> Any:

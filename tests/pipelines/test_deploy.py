@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import kfp_server_api as models
 import pytest
 import yaml
 
@@ -235,12 +236,24 @@ def test_waiting_has_limits(api, command, monkeypatch):
     (run,) = api.store.runs
     code, _, errors = command(runs.main, "follow", run, "--hours", "0.0001")
     assert code == 2
-    assert "has not ended within 0.0001 hours and goes on" in errors
+    assert "has not ended within 0.0001 hours; the run goes on, follow it again" in errors
     monkeypatch.setattr(runs, "AWAY_S", 0.1)
     api.fail("GET", f"/runs/{run}", times=99, status=503)
     code, _, errors = command(runs.main, "follow", run)
     assert code == 2
-    assert "the run goes on; follow it again" in errors
+    assert "503" in errors
+    assert "the run goes on, follow it again" in errors
+
+
+def test_a_token_that_expires_while_waiting(api, command):
+    api.script = [state("RUNNING")]
+    command(deploy.main, "--run")
+    (run,) = api.store.runs
+    api.fail("GET", f"/runs/{run}", status=401, message="expired")
+    code, _, errors = command(runs.main, "follow", run)
+    assert code == 2
+    assert "wants a login (401: expired)" in errors
+    assert f"the run goes on, follow it again: python -m pipelines.runs follow {run}" in errors
 
 
 def test_a_lost_answer_does_not_start_a_second_run(api, command):
@@ -352,7 +365,7 @@ def test_undeploying_removes_this_contents_version_and_its_schedules(api, comman
     command(deploy.main, "--image", "x:2", "--recipe", "grocery", "--cron", "0 3 * * *")
     code, output, _ = command(undeploy.main)
     assert code == 0
-    assert [line.split(" at ")[0] for line in output.splitlines()[1:]] == [
+    assert output.splitlines()[1:] == [
         "removed: schedule 'scheduled digits'",
         f"removed: version {versions.name_of(deploy.specification(deploy.IMAGE))}",
     ]
@@ -369,6 +382,8 @@ def test_undeploying_removes_this_contents_version_and_its_schedules(api, comman
 def test_undeploying_everything(api, command):
     for image in ("x:1", "x:2", "x:3"):
         command(deploy.main, "--image", image, "--cron", "0 3 * * *", "--run")
+    (schedule,) = api.store.schedules.values()
+    schedule.trigger = models.V2beta1Trigger(periodic_schedule=models.V2beta1PeriodicSchedule(interval_second="3600"))
     code, output, _ = command(undeploy.main, "--all")
     assert code == 0
     assert output.count("removed: version") == 3
