@@ -115,6 +115,7 @@ def create(
         start = time.monotonic()
         draft = Draft(path=path)
         yield draft
+        seconds = time.monotonic() - start
         files = contribute(uri, path) | draft.contributed
         content: dict[str, Any] = {
             "kind": kind,
@@ -126,7 +127,7 @@ def create(
         manifest = content | {
             "fingerprint": digest(content),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - start, 3),
+            "seconds": round(seconds, 3),
             "figures": draft.figures,
         }
         text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)

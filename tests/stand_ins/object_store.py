@@ -38,7 +38,7 @@ AUTHORIZATION = (
     f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 )
 """The server wants one, and does not look at the signature."""
-ERROR_CODES = {403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 503: "SlowDown"}
+ERROR_CODES = {400: "RequestTimeout", 403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 503: "SlowDown"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

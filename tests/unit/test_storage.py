@@ -91,11 +91,12 @@ def test_a_store_that_fails_for_a_while_is_waited_for(object_store, caplog):
     object_store.put("here", b"1")
     object_store.answer(503, times=2)
     object_store.answer(500, times=1)
+    object_store.answer(400, times=1)  # RequestTimeout
     object_store.cut(times=1)
     assert storage.read_bytes(object_store.uri("here")) == b"1"
     assert "s3://artifacts/here: the store answered 503 SlowDown" in caplog.text
     assert "(attempt 2 of 9)" in caplog.text
-    assert len(object_store.requests) == 5
+    assert len(object_store.requests) == 6
 
 
 def test_waits_grow_and_differ(monkeypatch):
@@ -384,5 +385,13 @@ def test_a_limit_that_is_none_is_named(object_store, monkeypatch):
 def test_a_cache_that_can_not_be_written_is_named(object_store, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "file"))
-    with pytest.raises(OutputError, match=r"can not write to .*/file"):
+    with pytest.raises(OutputError, match=r"can not write to .*/file.*TRAINER_CACHE names"):
         keep("a")
+
+
+def test_a_user_without_a_home_is_asked_for_a_folder(monkeypatch):
+    for name in ("TRAINER_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    with pytest.raises(StorageError, match="set TRAINER_CACHE"):
+        cache.root()

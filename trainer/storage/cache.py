@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.errors import StorageError, make_directory, writing_to
+from trainer.errors import OutputError, StorageError, make_directory, writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,16 @@ _used: dict[Path, int] = {}
 
 
 def root() -> Path:
-    """The folder of the cache: `TRAINER_CACHE`, or one in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(CACHE_VARIABLE) or Path(base) / "vit-distillation")
+    """The folder of the cache: `TRAINER_CACHE`, or one in the user's cache folder.
+
+    Raises:
+        StorageError: neither is known.
+    """
+    named, base = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(named or Path(base or Path.home() / ".cache") / "vit-distillation")
+    except RuntimeError as error:  # a container may run as a user that the system does not know
+        raise StorageError(f"no folder is known for what is fetched ({error}); set {CACHE_VARIABLE} to one") from error
 
 
 def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callable[[Path], bool]) -> Path:
@@ -140,9 +147,12 @@ def _remove_unheld(folder: Path) -> bool:
 @contextmanager
 def _exclusively(key: str, what: str) -> Iterator[None]:
     """Hold the lock of a key; waits for the process that holds it, whose own waits have limits."""
-    make_directory(root())
-    with writing_to(root()):
-        descriptor = _open(root() / f"{key}.lock")
+    try:
+        make_directory(root())
+        with writing_to(root()):
+            descriptor = _open(root() / f"{key}.lock")
+    except OutputError as error:
+        raise OutputError(f"{error} ({CACHE_VARIABLE} names the folder for what is fetched)") from error
     try:
         start = said = time.monotonic()
         while not _locks(descriptor, fcntl.LOCK_EX):

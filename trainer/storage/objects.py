@@ -19,7 +19,7 @@ from trainer.storage.retries import call, endpoint
 CONNECTIONS = 8
 """Requests that are under way at the same time."""
 CONNECT_TIMEOUT_S = 10
-READ_TIMEOUT_S = 30
+READ_TIMEOUT_S = 60
 """How long the store may send nothing."""
 
 _S3_SCHEMES = ("s3", "s3a", "minio")

@@ -99,15 +99,17 @@ def _status(error: Exception) -> int:
     return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
+def _code(error: Exception) -> str:
+    return str(_response(error).get("Error", {}).get("Code", ""))
+
+
 def _told(error: Exception) -> str:
     """What happened, in a few words."""
     response = _response(error)
     if not response:
         return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
-    answer = response.get("Error", {})
-    code, message = str(answer.get("Code", "")), str(answer.get("Message", ""))
-    status = str(_status(error))
-    return "the store answered " + " ".join(dict.fromkeys(text for text in (status, code, message) if text))
+    texts = (str(_status(error)), _code(error), str(response.get("Error", {}).get("Message", "")))
+    return "the store answered " + " ".join(dict.fromkeys(filter(None, texts)))
 
 
 def _store() -> str:
@@ -117,7 +119,6 @@ def _store() -> str:
 def _refusal(uri: str, error: Exception) -> StorageError:
     from botocore import exceptions
 
-    code = str(_response(error).get("Error", {}).get("Code", ""))
     if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
         return StorageError(
             f"{uri}: no credentials for {_store()} ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod a role"
@@ -127,7 +128,7 @@ def _refusal(uri: str, error: Exception) -> StorageError:
             f"{uri}: {_store()} refuses ({_told(error)}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that they give the "
             "right to read, write and list there"
         )
-    if code == "NoSuchBucket":
+    if _code(error) == "NoSuchBucket":
         return StorageError(f"{uri}: {_store()} has no such bucket; make it, or correct the URI or AWS_ENDPOINT_URL_S3")
     if _status(error) == 416:
         return ObjectDamagedError(f"the file {uri} is shorter than it was; make it again or copy it whole")
