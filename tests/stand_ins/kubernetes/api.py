@@ -11,6 +11,7 @@ from typing import Any
 from tests.stand_ins.kubernetes import schemas, statuses
 from tests.stand_ins.kubernetes.faults import Faults
 from tests.stand_ins.kubernetes.kubelet import Kubelet
+from tests.stand_ins.kubernetes.logs import log_query
 from tests.stand_ins.kubernetes.requests import Request
 from tests.stand_ins.kubernetes.resources import Resource
 from tests.stand_ins.kubernetes.selectors import Selector, selector
@@ -165,10 +166,9 @@ class Api:
 
     def _log(self, request: Request) -> Answer | Stream:
         pod = self.store.get(request.resource, request.namespace or "", request.name)
-        lines = self.kubelet.log(pod, request.query)
-        if not request.flag("follow"):
-            return Answer(body="".join(text.decode() for text in lines))
-        return lines
+        query = log_query(request.query)
+        lines = self.kubelet.log(pod, query)
+        return lines if query.follow else Answer(body=b"".join(lines).decode())
 
 
 def _selector(request: Request) -> Selector:

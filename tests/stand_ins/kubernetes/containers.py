@@ -37,6 +37,8 @@ class Script:
     termination_message: str = ""
     pending_s: float = 0.0
     """How long no node is found, with the event FailedScheduling."""
+    creating_s: float = 0.0
+    """How long the container is being created, as while its image is pulled; before a first start only."""
     pull_error_s: float = 0.0
     """How long the image can not be pulled, with ErrImagePull and ImagePullBackOff."""
 

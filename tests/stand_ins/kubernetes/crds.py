@@ -31,7 +31,8 @@ def check(manifest: Mapping[str, Any], resource: Resource, problems: Problems) -
             missing = error.validator_value - error.instance.keys()
             problems.invalid += [f"{path}.{name}: Required value".removeprefix(".") for name in sorted(missing)]
         elif error.validator == "type":
-            problems.wrong_type(path, error.instance, error.validator_value)
+            wanted = error.validator_value
+            problems.wrong_type(path, error.instance, wanted if isinstance(wanted, str) else " or ".join(wanted))
         else:
             problems.invalid.append(f'{path}: Invalid value: "{json_type(error.instance)}": {error.message}')
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.stand_ins.kubernetes import pod_status, scheduling
 from tests.stand_ins.kubernetes.containers import Container, End, PlayedContainer, ProcessContainer, Script
+from tests.stand_ins.kubernetes.logs import LogQuery
 from tests.stand_ins.kubernetes.pod_environment import ConfigError, free_port, prepare
 from tests.stand_ins.kubernetes.resources import PODS
 from tests.stand_ins.kubernetes.scheduling import Node
@@ -87,17 +88,17 @@ class Kubelet:
         for uid in list(self._runs):
             self._forget(uid)
 
-    def log(self, pod: Mapping[str, Any], query: Mapping[str, str]) -> Iterator[bytes]:
+    def log(self, pod: Mapping[str, Any], query: LogQuery) -> Iterator[bytes]:
         """A container's log.
 
         Raises:
             ApiError: 400, in the kubelet's words: there is no such container, or no log yet.
         """
-        name, container = pod["metadata"]["name"], _container_name(pod, query.get("container", ""))
+        name, container = pod["metadata"]["name"], _container_name(pod, query.container)
         run = self._runs.get(pod["metadata"]["uid"])
         if not pod["spec"].get("nodeName") or run is None:
             return iter([b""])  # the real server has nobody to ask yet, and answers with nothing
-        if query.get("previous") == "true":
+        if query.previous:
             if run.previous is None:
                 raise bad_request(f'previous terminated container "{container}" in pod "{name}" not found')
             return run.previous.log.read(query)
@@ -149,7 +150,7 @@ class Kubelet:
         waited = time.monotonic() - run.since
         if waited < run.script.pull_error_s:
             self._show_pull_error(run)
-        elif run.previous is None or waited >= BACKOFF_S:
+        elif waited >= (run.script.creating_s if run.previous is None else BACKOFF_S):
             try:
                 run.container = self._container(run)
             except ConfigError as error:

@@ -5,10 +5,37 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 
 _HEARTBEAT_S = 0.1
 _NANOSECONDS = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogQuery:
+    """Which lines of which container are wanted, and how."""
+
+    container: str = ""
+    previous: bool = False
+    """Of the start before this one."""
+    follow: bool = False
+    timestamps: bool = False
+    tail_lines: int | None = None
+    since_ns: int = 0
+    """Lines written before this time since the epoch are not wanted."""
+
+
+def log_query(query: Mapping[str, str]) -> LogQuery:
+    """The query of a request. `sinceTime` counts in whole seconds: the real server cuts its fraction off."""
+    flags = {name: query.get(name, "").lower() == "true" for name in ("previous", "follow", "timestamps")}
+    since = 0
+    if "sinceTime" in query:
+        since = int(datetime.fromisoformat(query["sinceTime"]).timestamp()) * _NANOSECONDS
+    if "sinceSeconds" in query:
+        since = time.time_ns() - int(query["sinceSeconds"]) * _NANOSECONDS
+    tail = int(query["tailLines"]) if "tailLines" in query else None
+    return LogQuery(container=query.get("container", ""), tail_lines=tail, since_ns=since, **flags)
 
 
 class Log:
@@ -34,40 +61,29 @@ class Log:
         with self._changed:
             return "\n".join(text for _, text in self._lines[-lines:])
 
-    def read(self, query: Mapping[str, str]) -> Iterator[bytes]:
-        """The lines that a request for a log wants, each with its line break; without end if it follows.
+    def read(self, query: LogQuery) -> Iterator[bytes]:
+        """The lines that are wanted, each with its line break; without end if they are followed.
 
-        A request that follows gets an empty piece now and then.
+        Who follows gets an empty piece now and then.
         """
-        with_time, follow = query.get("timestamps") == "true", query.get("follow") == "true"
         place = self._first(query)
         while True:
             with self._changed:
-                lines = self._lines[place:]
-                if not lines and follow and not self._ended:
+                if query.follow and not self._ended and place == len(self._lines):
                     self._changed.wait(_HEARTBEAT_S)
-                    lines = self._lines[place:]
-                ended = not lines and (self._ended or not follow)
+                lines, ended = self._lines[place:], self._ended or not query.follow
             place += len(lines)
-            yield "".join(
-                f"{rfc3339(written)} {text}\n" if with_time else f"{text}\n" for written, text in lines
-            ).encode()
+            stamps = [f"{rfc3339(written)} " if query.timestamps else "" for written, _ in lines]
+            yield "".join(f"{stamp}{text}\n" for stamp, (_, text) in zip(stamps, lines, strict=True)).encode()
             if ended:
                 return
 
-    def _first(self, query: Mapping[str, str]) -> int:
-        """Index of the first wanted line. `sinceTime` counts in whole seconds: the real server cuts its fraction off."""
-        since = 0
-        if "sinceTime" in query:
-            since = int(datetime.fromisoformat(query["sinceTime"]).timestamp()) * _NANOSECONDS
-        if "sinceSeconds" in query:
-            since = time.time_ns() - int(query["sinceSeconds"]) * _NANOSECONDS
+    def _first(self, query: LogQuery) -> int:
+        """Index of the first wanted line."""
         with self._changed:
-            first = next(
-                (place for place, (written, _) in enumerate(self._lines) if written >= since), len(self._lines)
-            )
-            tail = int(query["tailLines"]) if "tailLines" in query else len(self._lines)
-            return max(first, len(self._lines) - tail)
+            count = len(self._lines)
+            first = next((place for place, (written, _) in enumerate(self._lines) if written >= query.since_ns), count)
+            return first if query.tail_lines is None else max(first, count - query.tail_lines)
 
 
 def rfc3339(nanoseconds: int) -> str:

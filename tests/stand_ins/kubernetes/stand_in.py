@@ -41,6 +41,7 @@ from tests.stand_ins.kubernetes.api_server import ApiServer
 from tests.stand_ins.kubernetes.containers import Script
 from tests.stand_ins.kubernetes.faults import Faults
 from tests.stand_ins.kubernetes.kubelet import Kubelet
+from tests.stand_ins.kubernetes.logs import LogQuery
 from tests.stand_ins.kubernetes.operator import TrainingOperator
 from tests.stand_ins.kubernetes.resources import EVENTS, PODS, PYTORCHJOBS, TRAINJOBS, Resource
 from tests.stand_ins.kubernetes.scheduling import Node
@@ -216,7 +217,7 @@ class KubernetesStandIn:
 
     def log(self, pod: str) -> list[str]:
         """The lines that a pod has printed so far."""
-        return b"".join(self.kubelet.log(self.get(PODS, pod), {})).decode().splitlines()
+        return b"".join(self.kubelet.log(self.get(PODS, pod), LogQuery())).decode().splitlines()
 
     def conditions(self, job: str) -> dict[str, str]:
         """Type -> status of a job's conditions."""
