@@ -5,6 +5,7 @@ import time
 
 import psutil
 import pytest
+from kubernetes import config
 
 from tests.stand_ins.conftest import Jobs
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS
@@ -202,6 +203,20 @@ def test_a_suspended_job_has_no_pods_until_it_is_resumed(cluster, jobs):
     cluster.suspend("job")
     cluster.wait_for(lambda: not cluster.list(PODS) and cluster.conditions("job").get("Suspended") == "True")
     assert cluster.conditions("job")["Running"] == "False"
+
+
+def test_kueue_holds_a_job_of_a_queue_back(tmp_path):
+    with KubernetesStandIn(tmp_path, kueue=True) as cluster:
+        cluster.script("*", FOREVER)
+        with config.new_client_from_config(str(cluster.kubeconfig)) as connection:
+            jobs = Jobs(connection)
+            jobs.create(pytorch_job(labels={"kueue.x-k8s.io/queue-name": "gpus"}))
+            jobs.create(pytorch_job("free"))
+            cluster.wait_for(lambda: condition(cluster, "Running", "free") is not None)
+            assert cluster.conditions("job") == {"Created": "True", "Suspended": "True"}
+            cluster.resume("job")
+            wait_for_condition(cluster, "Running")
+            connection.rest_client.pool_manager.clear()
 
 
 def test_a_bad_pod_template_shows_when_the_pod_is_made(cluster, jobs):

@@ -1,4 +1,4 @@
-"""Values that neither models nor CRDs check: those of pods, and what the operators' webhooks deny."""
+"""Values that neither models nor CRDs check: those of pods, and what the webhooks of operators and Kueue deny and change."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ WEBHOOKS = {
     PYTORCHJOBS: "validator.pytorchjob.training-operator.kubeflow.org",
     TRAINJOBS: "validator.trainjob.trainer.kubeflow.org",
 }
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _REPLICAS = "spec.pytorchReplicaSpecs"
 _RESERVED = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
 _RESTART_POLICIES = {"Always", "OnFailure", "Never"}
@@ -43,6 +44,14 @@ def webhook_problems(manifest: Mapping[str, Any], resource: Resource) -> list[st
                 f"spec.trainer.env: Invalid value: must not have reserved envs, invalid envs configured: {reserved}"
             ]
     return []
+
+
+def suspended(manifest: Mapping[str, Any], resource: Resource) -> dict[str, Any]:
+    """The spec of a job that Kueue holds back; what is no job is left alone."""
+    spec: dict[str, Any] = manifest["spec"]
+    if resource == PYTORCHJOBS:
+        return spec | {"runPolicy": (spec.get("runPolicy") or {}) | {"suspend": True}}
+    return spec | {"suspend": True} if resource == TRAINJOBS else spec
 
 
 def _pytorch_job_problems(manifest: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.stand_ins.kubernetes import schemas, statuses
+from tests.stand_ins.kubernetes import admission, schemas, statuses
 from tests.stand_ins.kubernetes.faults import Faults
 from tests.stand_ins.kubernetes.kubelet import Kubelet
 from tests.stand_ins.kubernetes.logs import log_query
@@ -41,8 +41,8 @@ Stream = Iterator[bytes]
 class Api:
     """Answers requests from the store."""
 
-    def __init__(self, store: Store, kubelet: Kubelet, faults: Faults) -> None:
-        self.store, self.kubelet, self.faults = store, kubelet, faults
+    def __init__(self, store: Store, kubelet: Kubelet, faults: Faults, *, kueue: bool = False) -> None:
+        self.store, self.kubelet, self.faults, self.kueue = store, kubelet, faults, kueue
         self.expiries = 0
         """How often the open watches have been told that their version is too old."""
         self._verbs: dict[str, Callable[[Request], Answer | Stream]] = {
@@ -72,6 +72,8 @@ class Api:
         manifest = {"apiVersion": resource.api_version, "kind": resource.kind} | manifest
         _check_kind(resource, manifest)
         schemas.admit(manifest)
+        if self.kueue and admission.QUEUE_LABEL in (manifest["metadata"].get("labels") or {}):
+            manifest["spec"] = admission.suspended(manifest, resource)
         if resource.has_status:
             manifest.pop("status", None)
         assert request.namespace

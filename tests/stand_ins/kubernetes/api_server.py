@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import select
 import socket
+import sys
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 from tests.stand_ins.kubernetes import requests
 from tests.stand_ins.kubernetes.api import Answer, Api, Stream
 from tests.stand_ins.kubernetes.faults import USER, AwayError
+from tests.stand_ins.kubernetes.resources import RESOURCES
 from tests.stand_ins.kubernetes.statuses import ApiError
 
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -29,7 +31,7 @@ class ApiServer(ThreadingHTTPServer):
     def __init__(self, api: Api) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.api = api
-        self.installed = set(requests.RESOURCES)
+        self.installed = set(RESOURCES)
         """Plurals that are served; others are answered as an API that no CRD defines."""
         self.closing = threading.Event()
         self._connections: set[socket.socket] = set()
@@ -59,8 +61,6 @@ class ApiServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is no error; all else is shown, by the base class."""
-        import sys
-
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

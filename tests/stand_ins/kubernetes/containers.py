@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tests.stand_ins.kubernetes.store import now
 
 ROOT = Path(__file__).parents[3]
 TERMINATION_MESSAGE_BYTES = 4096
+_KILL_PAUSE_S = 0.01
 _MARK = "STAND_IN_CONTAINER"
 """Environment variable by which the processes of a container know each other, as they would by their namespace."""
 
@@ -196,12 +198,20 @@ class ProcessContainer(_Base):
         return self.log.tail(80)[-2048:]
 
     def _kill_all(self) -> None:
+        """Kill the container's processes until there are none: one may start another just before its end."""
+        while self._kill_those_seen():
+            time.sleep(_KILL_PAUSE_S)
+
+    def _kill_those_seen(self) -> bool:
+        seen = False
         for process in psutil.process_iter():
             try:
                 if process.environ().get(_MARK) == self.id:
                     process.kill()
+                    seen = True
             except psutil.Error:
                 continue  # it has just ended, or is another user's
+        return seen
 
 
 def inherited() -> dict[str, str]:

@@ -57,6 +57,8 @@ class Kubelet:
 
     def script(self, pattern: str, *scripts: Script) -> None:
         """The nth start of a pod whose name fits the pattern follows the nth script, later ones the last."""
+        if not scripts:
+            raise ValueError(f"no script was given for {pattern}")
         self._scripts.insert(0, (pattern, scripts))
 
     def sync(self) -> None:
@@ -169,13 +171,18 @@ class Kubelet:
         run.folder.mkdir(parents=True, exist_ok=True)
         process = prepare(run.pod, self.store, run.folder, self._master_port(run.pod))
         policy = run.pod["spec"]["containers"][0].get("terminationMessagePolicy")
-        return ProcessContainer(
-            process.command,
-            process.environment,
-            process.message_file,
-            log_is_message=policy == "FallbackToLogsOnError",
-            name=name,
-        )
+        try:
+            return ProcessContainer(
+                process.command,
+                process.environment,
+                process.message_file,
+                log_is_message=policy == "FallbackToLogsOnError",
+                name=name,
+            )
+        except OSError as error:
+            message = f'failed to create containerd task: exec: "{process.command[0]}": {error.strerror}'
+            script = Script(output=[], exit_code=128, reason="StartError", termination_message=message)
+            return PlayedContainer(script, f"pod-{name}")
 
     def _master_port(self, pod: Mapping[str, Any]) -> int:
         """One free port for all pods of a job."""

@@ -91,14 +91,11 @@ def _check_items(value: Any, match: re.Match[str], path: str, problems: Problems
     if not isinstance(value, list if is_list else dict):
         problems.wrong_type(path, value, "array" if is_list else "object")
         return
-    if is_list:
-        for index, item in enumerate(value):
-            _check(item, match["item"], f"{path}[{index}]", problems)
-        return
-    for key, item in value.items():
+    items = enumerate(value) if is_list else value.items()
+    for key, item in items:
         quantity = path.rpartition(".")[2] in _QUANTITIES and isinstance(item, int | float)
         if not quantity:
-            _check(item, match["item"], f"{path}.{key}", problems)
+            _check(item, match["item"], f"{path}[{key}]" if is_list else f"{path}.{key}", problems)
 
 
 def _check_model(value: Any, type_: str, path: str, problems: Problems) -> None:

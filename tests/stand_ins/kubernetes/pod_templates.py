@@ -17,8 +17,8 @@ _INIT_IMAGE = "alpine:3.10"
 
 def defaulted(job: Mapping[str, Any]) -> Object:
     """A job with what the operator adds where nothing is said."""
-    job = copy.deepcopy(dict(job))
-    spec = job["spec"]
+    full = copy.deepcopy(dict(job))
+    spec = full["spec"]
     policy = spec.setdefault("runPolicy", {})
     policy.setdefault("cleanPodPolicy", "None")
     for replica in spec["pytorchReplicaSpecs"].values():
@@ -36,7 +36,7 @@ def defaulted(job: Mapping[str, Any]) -> Object:
         elastic["maxReplicas"] = most or least or workers
     if elastic is None or elastic.get("nProcPerNode") is None:
         spec.setdefault("nprocPerNode", "auto")
-    return job
+    return full
 
 
 def replica_labels(job: Mapping[str, Any], role: str) -> dict[str, str]:

@@ -81,9 +81,9 @@ def requested(pod: Mapping[str, Any]) -> Counter[str]:
 
 def _capacity(node: Node, resource: str) -> Decimal | None:
     """How much a node has of a resource; `None` is without limit."""
-    if resource in node.capacity:
-        return parse_quantity(node.capacity[resource])
-    return Decimal(0) if "/" in resource else None
+    absent = "0" if "/" in resource else None
+    amount = node.capacity.get(resource, absent)
+    return None if amount is None else Decimal(parse_quantity(amount))
 
 
 def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, str]) -> bool:

@@ -64,6 +64,7 @@ class KubernetesStandIn:
         nodes: Sequence[Node] = (Node(),),
         operator: bool = True,
         kubelet: bool = True,
+        kueue: bool = False,
     ) -> None:
         """Describe the cluster.
 
@@ -73,13 +74,14 @@ class KubernetesStandIn:
             nodes: machines to schedule on; the default has no devices.
             operator: whether jobs become pods.
             kubelet: whether pods run.
+            kueue: whether a job with the label of a queue begins suspended, until it is resumed.
         """
         self.namespace = namespace
         self.faults = Faults()
         self.store = Store([namespace, "default"])
         self.kubelet = Kubelet(self.store, folder / "pods", nodes)
         self.kubeconfig = folder / "kubeconfig"
-        self._api = Api(self.store, self.kubelet, self.faults)
+        self._api = Api(self.store, self.kubelet, self.faults, kueue=kueue)
         self._syncs = [self.store.collect_garbage]
         if operator:
             self._syncs += [TrainingOperator(self.store).sync, TrainerOperator(self.store).sync]
@@ -204,7 +206,7 @@ class KubernetesStandIn:
             item for item in self.store.list(resource, self.namespace) if fnmatch(item["metadata"]["name"], pattern)
         ]
 
-    def events(self, pattern: str = "*") -> list[tuple[str, str, str]]:
+    def events(self, pattern: str = "*") -> Sequence[tuple[str, str, str]]:
         """Object, reason and message of the events about objects whose name fits, in the order of their first occurrence."""
         found = sorted(
             self.store.list(EVENTS, self.namespace), key=lambda event: event["metadata"]["creationTimestamp"]
@@ -215,7 +217,7 @@ class KubernetesStandIn:
             if fnmatch(event["involvedObject"]["name"], pattern)
         ]
 
-    def log(self, pod: str) -> list[str]:
+    def log(self, pod: str) -> Sequence[str]:
         """The lines that a pod has printed so far."""
         return b"".join(self.kubelet.log(self.get(PODS, pod), LogQuery())).decode().splitlines()
 
@@ -265,6 +267,11 @@ def _kubeconfig(url: str, namespace: str) -> dict[str, Any]:
         "users": [{"name": "tester", "user": {"token": "stand-in"}}],
         "contexts": [{"name": "stand-in", "context": context}],
     }
+
+
+def _occurred(event: Mapping[str, Any]) -> int:
+    """When an event was first seen, which its name tells more exactly than its time."""
+    return int(event["metadata"]["name"].rpartition(".")[2], 16)
 
 
 def _phases(pods: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,9 +41,9 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def age_s(time: str) -> float:
-    """How long ago a time was that an object carries."""
-    return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
+def age_s(moment: str) -> float:
+    """How long ago a moment was that an object carries."""
+    return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
 
 
 def merge(target: Object, patch: Mapping[str, Any]) -> Object:
@@ -212,7 +213,7 @@ class Store:
                     return
             self.create(EVENTS, namespace, _event(target, type_, reason, message, component))
 
-    def changes_after(self, version: int) -> list[Change]:
+    def changes_after(self, version: int) -> Sequence[Change]:
         """The history after a version.
 
         Raises:
@@ -252,7 +253,7 @@ class Store:
         self._changed.notify_all()
         return copy.deepcopy(target)
 
-    def _dependents(self, uid: str) -> list[tuple[str, str, str]]:
+    def _dependents(self, uid: str) -> Sequence[tuple[str, str, str]]:
         return [
             key
             for key, item in self._objects.items()
@@ -279,7 +280,7 @@ def _grace_s(resource: Resource, target: Mapping[str, Any], asked: int | None) -
 def _event(target: Mapping[str, Any], type_: str, reason: str, message: str, component: str) -> Object:
     metadata = target["metadata"]
     return {
-        "metadata": {"name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}"},
+        "metadata": {"name": f"{metadata['name']}.{time.time_ns():x}"},
         "involvedObject": {
             "apiVersion": target["apiVersion"],
             "kind": target["kind"],
