@@ -81,6 +81,7 @@ def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callab
 @contextmanager
 def draft() -> Iterator[Path]:
     """A new folder to write into, gone when the block ends unless `adopt` has taken it."""
+    _limit_bytes()  # a wrong value is told before the work, not after it
     name = f"draft-{uuid.uuid4().hex}"
     place = root() / name
     with _exclusively(name, name):
