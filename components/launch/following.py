@@ -69,6 +69,7 @@ class Follower:
 
     def __exit__(self, *error: object) -> None:
         self._readers.__exit__(*error)
+        self._record.manifest = self._job.manifest
         self._record.events = [*self._progress.events.values()]
         self._record.status = {
             "state": asdict(self._progress.state),
@@ -93,15 +94,12 @@ class Follower:
             ClusterError: the job can not be followed.
         """
         self._start()
-        while True:
+        while not (ending := self._progress.ending(time.monotonic())):
             self._tell_news()
-            now = time.monotonic()
-            ending = self._progress.ending(now)
-            if ending:
-                break
-            self._listen(self._progress.patience_s(now))
+            self._listen(self._progress.patience_s(time.monotonic()))
         if ending.kind in {"succeeded", "failed"}:
             self._read_to_the_end()
+        self._tell_news()
         return ending
 
     def wait_until_gone(self, limit_s: float) -> bool:
@@ -171,10 +169,11 @@ class Follower:
             self._readers.start(replica.name, reader.run)
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
-        about, name = event["involvedObject"], self._job.name
-        of_this_job = about.get("uid") == self._job.uid or about.get("kind") != self._job.backend.kind
-        if of_this_job and (about.get("name") == name or about.get("name", "").startswith(f"{name}-")):
-            self._progress.see_event(about["name"].removeprefix(f"{name}-"), event)
+        about, job = event["involvedObject"], self._job.name
+        if about.get("kind") == self._job.backend.kind and about.get("uid") == self._job.uid:
+            self._progress.see_event("the job", event)
+        elif about.get("kind") != self._job.backend.kind and about.get("name", "").startswith(f"{job}-"):
+            self._progress.see_event(about["name"].removeprefix(f"{job}-"), event)
 
     def _take_end(self, ended: Ended) -> None:
         """A thread has ended.
@@ -204,7 +203,6 @@ class Follower:
         start = time.monotonic()
         while left := self._left_to_read(time.monotonic() - start):
             self._listen(min(left, RUNNING_LOGS_S))
-        self._tell_news()
 
     def _left_to_read(self, waited_s: float) -> float:
         """Seconds that the logs are still worth waiting for; 0: all is read, or the time is over."""
@@ -214,11 +212,11 @@ class Follower:
 
     def _look_at_pods_again(self) -> None:
         """The job's end may have been told before its pods'."""
-        if not self._logs:
-            return
         try:
             for pod in self._cluster.list(PODS, labels=self._job.pod_selector).items:
                 self._take_pod(Change(PODS, pod))
+        except DeniedError:
+            return  # this was told when they were to be watched
         except ClusterError as error:
             logger.warning("how the replicas ended is known only as far as it was seen: %s", error)
 

@@ -23,6 +23,7 @@ from trainer.launch import JobSpec
 
 logger = logging.getLogger(__name__)
 
+MINUTE_S = 60.0
 AWAY_LIMIT_S = 900.0
 """How long the API server may be away before the launcher gives up; the job then goes on."""
 GONE_LIMIT_S = 20.0
@@ -79,7 +80,6 @@ class ClusterLauncher:
         ):
             with _abandoned_in_order(job, follower, tell):
                 made = job.submit(patience)
-                record.manifest = job.manifest
                 tell(f"made on pool {self._pool.name}" if made else "goes on already; followed further")
                 ending = follower.follow()
                 if ending.kind == "overdue":
@@ -89,7 +89,9 @@ class ClusterLauncher:
     def _progress(self, spec: JobSpec) -> Progress:
         pool = self._pool
         limits = Limits(
-            queued_s=60 * pool.queued_minutes, running_s=60 * pool.running_minutes, silent_s=60 * pool.silent_minutes
+            queued_s=MINUTE_S * pool.queued_minutes,
+            running_s=MINUTE_S * pool.running_minutes,
+            silent_s=MINUTE_S * pool.silent_minutes,
         )
         return Progress(nodes=pool.elastic_min_nodes or spec.nodes, limits=limits, now=time.monotonic())
 

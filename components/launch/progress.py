@@ -14,6 +14,8 @@ from components.launch.patience import duration
 from components.launch.replicas import Replica
 from components.launch.state import State
 
+STUCK_S = 300.0
+"""How long a replica may wait for what seldom comes by itself, such as an image of another name."""
 TAIL_LINES = 10
 """Last lines of each replica that are kept for the message."""
 _TROUBLE = frozenset({"Preempted", "Preempting", "TaintManagerEviction", "DeletedByTaintManager"})
@@ -31,8 +33,6 @@ class Limits:
     """All replicas running, all periods together."""
     silent_s: float
     """Running without a line of output."""
-    stuck_s: float = 300
-    """With a replica whose image, secret or volume can not be had."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +148,8 @@ class Progress:
         )
         clocks = [(limits.queued_s, self._since, message)]
         if self._stuck:
-            message = f"could not start for {duration(limits.stuck_s)}{because}; mend that and run again"
-            clocks.append((limits.stuck_s, self._stuck_since, message))
+            message = f"could not start for {duration(STUCK_S)}{because}; mend that and run again"
+            clocks.append((STUCK_S, self._stuck_since, message))
         return clocks
 
     def _clocks_of_running(self) -> list[tuple[float, float, str]]:

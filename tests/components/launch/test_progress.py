@@ -10,7 +10,7 @@ from components.launch.progress import Limits, Progress
 from components.launch.replicas import Replica, Termination
 from components.launch.state import State
 
-LIMITS = Limits(queued_s=100, running_s=1000, silent_s=50, stuck_s=20)
+LIMITS = Limits(queued_s=100, running_s=1000, silent_s=50)
 PENDING, SUSPENDED, RUNNING = State(phase="pending"), State(phase="suspended"), State(phase="running")
 
 
@@ -137,7 +137,8 @@ def test_without_a_view_of_pods_the_jobs_state_has_to_do(progress):
     assert progress.ending(100).message.startswith("wrote no line")
 
 
-def test_an_image_that_can_not_be_had_ends_the_waiting_early(progress):
+def test_an_image_that_can_not_be_had_ends_the_waiting_early(progress, monkeypatch):
+    monkeypatch.setattr("components.launch.progress.STUCK_S", 20)
     stuck = replica(0, waiting="ImagePullBackOff", waiting_message='Back-off pulling image "trainer:typo"')
     progress.see_replica(stuck, 5)
     progress.see_replica(replace(stuck, waiting="ErrImagePull"), 10)

@@ -1,0 +1,438 @@
+"""Jobs from submission to their end, on a stand-in for Kubernetes, with its real client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from components.launch import following, pools, watching
+from components.launch.identity import Owner
+from components.launch.launcher import ClusterLauncher
+from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
+from tests.stand_ins.kubernetes.stand_in import Script
+from trainer.errors import LaunchError
+from trainer.signals import ended_by_sigterm
+
+pytestmark = pytest.mark.usefixtures("threads_end")
+
+QUICK = Script(output=["step 1", "step 2"])
+HANGING = Script(output=["step 1"], hang=True)
+
+
+@pytest.fixture
+def minutes_of_half_a_second(monkeypatch):
+    """For the limits of a pool."""
+    monkeypatch.setattr("components.launch.launcher.MINUTE_S", 0.5)
+
+
+@pytest.fixture
+def run(kubernetes, pool, identity, spec, told):
+    """Run a job; changes of the pool by keyword."""
+
+    def run(*, owner=None, record=None, away_limit_s=60.0, **changes):
+        changed = pool.model_copy(update=changes)
+        ClusterLauncher(changed, replace(identity, owner=owner), record=record, away_limit_s=away_limit_s).run(spec)
+
+    return run
+
+
+@pytest.fixture
+def fails(run):
+    """The message with which a job fails."""
+
+    def fails(**changes):
+        with pytest.raises(LaunchError) as failed:
+            run(**changes)
+        return str(failed.value)
+
+    return fails
+
+
+@pytest.fixture
+def meanwhile(told):
+    """Do something, in a thread, as soon as a text has been told or a condition holds."""
+    threads = []
+
+    def start(when, action):
+        def wait():
+            deadline = time.monotonic() + 10
+            while not (any(when in line for line in told()) if isinstance(when, str) else when()):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.02)
+            action()
+
+        threads.append(threading.Thread(target=wait))
+        threads[-1].start()
+
+    yield start
+    for thread in threads:
+        thread.join()
+
+
+def jobs(kubernetes):
+    return kubernetes.list(PYTORCHJOBS)
+
+
+def interrupt(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
+
+
+# The way to success
+
+
+def test_a_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, told):
+    kubernetes.script("*-master-0", Script(output=["step 1", 0.2, "step 2"]))
+    kubernetes.script("*-worker-0", QUICK)
+    start = time.monotonic()
+    run()
+    assert time.monotonic() - start < 3
+    lines = told()
+    for replica in ("master-0", "worker-0"):
+        assert [line for line in lines if line.startswith(replica)] == [f"{replica} | step 1", f"{replica} | step 2"]
+    name = jobs(kubernetes)[0]["metadata"]["name"]
+    steps = [line.partition(f" s] job {name}: ")[2] for line in lines if line.startswith("[")]
+    assert steps[0] == "made on pool cpu"
+    assert "running (2 of 2 replicas)" in steps
+    assert steps[-1] == "succeeded"
+
+
+def test_workers_that_run_on_after_the_masters_end_hold_nothing_up(kubernetes, run):
+    kubernetes.script("*-master-0", QUICK)
+    kubernetes.script("*-worker-0", HANGING)
+    start = time.monotonic()
+    run()
+    assert time.monotonic() - start < 3
+
+
+def test_a_trainjob_is_followed_too(kubernetes, identity, spec, told):
+    kubernetes.script("*", QUICK)
+    pool = pools.get("cpu").model_copy(update={"backend": "trainjob", "retries": 0})
+    ClusterLauncher(pool, identity).run(spec)
+    assert len(kubernetes.list(TRAINJOBS)) == 1
+    assert {"node-0 | step 1", "node-1 | step 2"} <= set(told())
+
+
+def test_logs_are_followed_from_pending_on_with_trouble_told_once(kubernetes, run, told):
+    kubernetes.script("*-master-0", Script(output=["step 1", 1.0, "step 2"]))
+    kubernetes.script("*-worker-0", replace(QUICK, pending_s=0.6))
+    run()
+    assert sum("worker-0: FailedScheduling: 0/1 nodes are available" in line for line in told()) == 1
+    assert "worker-0 | step 2" in told()
+
+
+def test_a_replica_that_is_started_again_is_read_on(kubernetes, run, told):
+    kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
+    kubernetes.script("*-worker-0", Script(output=["first"], exit_code=1), Script(output=["second"]))
+    run(retries=3)
+    worker = [line for line in told() if line.startswith("worker-0 |")]
+    assert worker == ["worker-0 | first", "worker-0 | second"]
+    assert any("worker-0 ended with exit code 1" in line for line in told())
+
+
+def test_a_preempted_replica_is_waited_for(kubernetes, run, told, meanwhile):
+    kubernetes.script("*-master-0", Script(output=["step 1", 1.2, "step 2"]))
+    kubernetes.script("*-worker-0", HANGING, QUICK)
+    meanwhile(
+        "worker-0 | step 1", lambda: kubernetes.preempt(kubernetes.list(PODS, "*-worker-0")[0]["metadata"]["name"])
+    )
+    run(retries=3)
+    assert any("worker-0: Preempted: Preempted by pod" in line for line in told())
+    assert [line for line in told() if line.startswith("worker-0 |")] == [
+        "worker-0 | step 1",
+        "worker-0 | step 1",
+        "worker-0 | step 2",
+    ]
+
+
+# Failure
+
+
+def test_a_failed_job_is_explained_by_its_first_failing_replica_and_stays(kubernetes, fails):
+    kubernetes.script("*-master-0", HANGING)
+    message = "distill: node 1 of 2: loss is not finite at step 3; lower learning_rate"
+    kubernetes.script("*-worker-0", Script(output=["step 1"], exit_code=2, termination_message=message))
+    told = fails()
+    name = jobs(kubernetes)[0]["metadata"]["name"]
+    assert told == f"job {name} failed (PyTorchJobFailed): worker-0 ended with exit code 2: {message}"
+
+
+def test_without_a_message_the_last_lines_explain(kubernetes, fails):
+    kubernetes.script("*-master-0", HANGING)
+    kubernetes.script("*-worker-0", Script(output=["loading", "Traceback", "ValueError: planted"], exit_code=1))
+    assert fails().splitlines()[1:] == [
+        "    worker-0 | loading",
+        "    worker-0 | Traceback",
+        "    worker-0 | ValueError: planted",
+    ]
+
+
+def test_out_of_memory_is_named_with_what_to_do(kubernetes, fails, meanwhile):
+    kubernetes.script("*", HANGING)
+    meanwhile(
+        "worker-0 | step 1", lambda: kubernetes.oom_kill(kubernetes.list(PODS, "*-worker-0")[0]["metadata"]["name"])
+    )
+    assert "worker-0 ended with exit code 137 (OOMKilled); it ran out of memory: lower batch_size" in fails()
+
+
+def test_an_eviction_is_named_with_what_to_do(kubernetes, fails, meanwhile):
+    kubernetes.script("*", HANGING)
+    meanwhile("worker-0 | step 1", lambda: kubernetes.evict(kubernetes.list(PODS, "*-worker-0")[0]["metadata"]["name"]))
+    told = fails()
+    assert "worker-0 ended (Evicted): The node was low on resource: ephemeral-storage." in told
+    assert "run again, which goes on from the last checkpoint" in told
+
+
+def test_an_image_that_can_not_be_pulled_ends_the_job(kubernetes, fails, monkeypatch, told):
+    monkeypatch.setattr("components.launch.progress.STUCK_S", 0.5)
+    kubernetes.script("*", Script(pull_error_s=30))
+    message = fails()
+    assert "could not start for 0.5 s; last trouble: " in message
+    assert "ImagePull" in message
+    assert jobs(kubernetes) == []
+
+
+def test_a_job_that_somebody_deletes_is_no_success(kubernetes, fails, meanwhile):
+    kubernetes.script("*", HANGING)
+    meanwhile("worker-0 | step 1", lambda: kubernetes.delete(PYTORCHJOBS, jobs(kubernetes)[0]["metadata"]["name"]))
+    assert "was deleted by somebody else while it was running; run again" in fails()
+
+
+def test_a_kind_that_is_removed_says_so(kubernetes, fails, meanwhile):
+    kubernetes.script("*", HANGING)
+
+    def remove():
+        kubernetes.uninstall("pytorchjobs")
+        kubernetes.faults.cut()
+
+    meanwhile("worker-0 | step 1", remove)
+    assert "as all jobs of its kind: this cluster has no pytorchjobs.kubeflow.org" in fails()
+
+
+# Limits
+
+
+@pytest.mark.usefixtures("minutes_of_half_a_second")
+def test_waiting_too_long_ends_the_job(kubernetes, fails, told):
+    kubernetes.script("*-master-0", HANGING)
+    kubernetes.script("*-worker-0", Script(pending_s=30))
+    message = fails(queued_minutes=1)
+    assert "was not running after 0.5 s (waiting for its machines (1 of 2 replicas)); last trouble: " in message
+    assert "0/1 nodes are available: 1 Insufficient cpu." in message
+    assert jobs(kubernetes) == []
+    assert told()[-1].endswith("deleted")
+
+
+@pytest.mark.usefixtures("minutes_of_half_a_second")
+def test_a_queue_counts_as_waiting_and_not_as_running(kubernetes, run, told, meanwhile):
+    kubernetes.script("*", Script(output=["step 1", 0.2, "step 2"]), Script(output=["step 1", 0.2, "step 2"]))
+    meanwhile("step 1", lambda: kubernetes.suspend(jobs(kubernetes)[0]["metadata"]["name"]))
+    meanwhile("suspended", lambda: (time.sleep(1.0), kubernetes.resume(jobs(kubernetes)[0]["metadata"]["name"])))
+    run(queued_minutes=20, running_minutes=2, silent_minutes=2)
+    assert any("suspended, waiting in its queue" in line for line in told())
+
+
+@pytest.mark.usefixtures("minutes_of_half_a_second")
+def test_running_too_long_ends_the_job(kubernetes, fails):
+    kubernetes.script("*", Script(output=[item for _ in range(100) for item in ("step", 0.1)]))
+    message = fails(running_minutes=1)
+    assert "ran for 0.5 s, the longest that its pool allows" in message
+    assert jobs(kubernetes) == []
+
+
+@pytest.mark.usefixtures("minutes_of_half_a_second")
+def test_silence_for_too_long_ends_the_job(kubernetes, fails):
+    kubernetes.script("*", HANGING)
+    message = fails(silent_minutes=1)
+    assert "wrote no line for 0.5 s, so it seems to hang (the last was " in message
+    assert jobs(kubernetes) == []
+
+
+# Cancelling
+
+
+@pytest.mark.parametrize("when", ["created", "queued", "running"])
+def test_ctrl_c_deletes_the_job_and_waits_until_it_is_gone(kubernetes, run, told, meanwhile, when):
+    kubernetes.script("*", HANGING if when == "running" else Script(pending_s=30))
+    moments = {"created": lambda: bool(jobs(kubernetes)), "queued": "FailedScheduling", "running": "worker-0 | step 1"}
+    meanwhile(moments[when], interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert jobs(kubernetes) == []
+    assert kubernetes.list(PODS) == []
+    assert told()[-1].endswith(": deleted")
+
+
+def test_sigterm_does_the_same(kubernetes, run, meanwhile):
+    kubernetes.script("*", HANGING)
+    meanwhile("worker-0 | step 1", lambda: interrupt(signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt), ended_by_sigterm():
+        run()
+    assert jobs(kubernetes) == []
+
+
+def test_ctrl_c_while_the_answer_to_the_creation_is_late_leaves_no_job(kubernetes, run, meanwhile):
+    kubernetes.faults.slow(0.5)
+    meanwhile(lambda: bool(jobs(kubernetes)), interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert jobs(kubernetes) == []
+
+
+def test_a_job_that_can_not_be_deleted_is_named(kubernetes, run, meanwhile, told):
+    kubernetes.script("*", HANGING)
+    kubernetes.faults.deny("delete", "pytorchjobs")
+    meanwhile("worker-0 | step 1", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    name = jobs(kubernetes)[0]["metadata"]["name"]
+    assert f"job {name} may be left running: no right to delete pytorchjobs.kubeflow.org {name}" in told()[-1]
+    assert f"kubectl delete pytorchjobs.kubeflow.org {name} -n kubeflow" in told()[-1]
+
+
+# A cluster that does not do as we like
+
+
+def test_a_server_that_is_away_for_a_while_does_not_end_the_run(kubernetes, run, told, meanwhile):
+    kubernetes.script("*", Script(output=["step 1", 2.0, "step 2"]))
+    meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
+    run()
+    assert sum("does not answer" in line for line in told()) == 1
+    assert sum("answers again" in line for line in told()) == 1
+    assert [line for line in told() if line.startswith("worker-0 |")] == ["worker-0 | step 1", "worker-0 | step 2"]
+
+
+def test_a_server_that_stays_away_ends_the_run_and_leaves_the_job_to_be_followed_further(
+    kubernetes, run, fails, told, meanwhile
+):
+    first, second = (kubernetes.add_pod(name)["metadata"]["uid"] for name in ("task-1", "task-2"))
+    kubernetes.script("distill-*", Script(output=["step 1", 2.0, "step 2"]))
+    meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
+    message = fails(owner=Owner(name="task-1", uid=first), away_limit_s=0.3)
+    name = jobs(kubernetes)[0]["metadata"]["name"]
+    assert f"if job {name} was made, it goes on: the same task, run again, follows it further" in message
+    run(owner=Owner(name="task-2", uid=second))
+    (job,) = jobs(kubernetes)
+    assert [owner["uid"] for owner in job["metadata"]["ownerReferences"]] == [second]
+    assert any("goes on already; followed further" in line for line in told())
+
+
+@pytest.mark.parametrize(("verb", "resource"), [("get", "pods/log"), ("list", "events"), ("list", "pods")])
+@pytest.mark.usefixtures("minutes_of_half_a_second")
+def test_what_may_not_be_read_is_done_without(kubernetes, run, told, verb, resource):
+    kubernetes.script("*", Script(output=["step 1", 0.7, "step 2"]))
+    kubernetes.faults.deny(verb, resource)
+    run(silent_minutes=1 if resource != "events" else 100)
+    assert any(
+        f"no right to {verb} {resource.split('/')[0]}" in line and "the job is followed without" in line
+        for line in told()
+    )
+    assert told()[-1].endswith("succeeded")
+
+
+def test_where_nothing_may_be_watched_the_job_is_followed_by_polling(kubernetes, run, told, monkeypatch):
+    monkeypatch.setattr(watching, "POLL_S", 0.1)
+    kubernetes.faults.deny("watch", "*")
+    kubernetes.script("*", Script(output=["step 1", 0.3, "step 2"]))
+    run()
+    assert {"master-0 | step 2", "worker-0 | step 2"} <= set(told())
+
+
+def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, told):
+    kubernetes.script("*", Script(output=[item for number in range(12) for item in (f"step {number}", 0.1)]))
+    stop = threading.Event()
+
+    def harm():
+        while not stop.wait(0.25):
+            kubernetes.compact()
+            kubernetes.expire_watches()
+            kubernetes.faults.cut()
+
+    thread = threading.Thread(target=harm)
+    thread.start()
+    try:
+        run()
+    finally:
+        stop.set()
+        thread.join()
+    for replica in ("master-0", "worker-0"):
+        steps = [line.partition(" | ")[2] for line in told() if line.startswith(f"{replica} |")]
+        assert steps == [f"step {number}" for number in range(12)]
+
+
+# The record
+
+
+def read(folder):
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_job_that_succeeds_leaves_its_record(kubernetes, run, tmp_path):
+    kubernetes.script("*", QUICK)
+    run(record=str(tmp_path / "record"))
+    kept = read(tmp_path / "record")
+    job = jobs(kubernetes)[0]
+    assert kept.keys() == {"job.json", "status.json", "events.json", "logs/master-0.log", "logs/worker-0.log"}
+    assert json.loads(kept["job.json"])["spec"] == job["spec"]
+    status = json.loads(kept["status.json"])
+    assert status["state"]["phase"] == "succeeded"
+    assert status["job"]["metadata"]["uid"] == job["metadata"]["uid"]
+    assert status["replicas"]["master-0"]["ended"]["exit_code"] == 0
+    assert "SuccessfulCreatePod" in {event["reason"] for event in json.loads(kept["events.json"])}
+    assert [line.partition(" ")[2] for line in kept["logs/worker-0.log"].splitlines()] == ["step 1", "step 2"]
+
+
+def test_a_job_that_fails_leaves_its_record_too(kubernetes, fails, tmp_path):
+    kubernetes.script("*-master-0", HANGING)
+    kubernetes.script("*-worker-0", Script(output=["step 1"], exit_code=3))
+    fails(record=str(tmp_path / "record"))
+    kept = read(tmp_path / "record")
+    assert json.loads(kept["status.json"])["replicas"]["worker-0"]["ended"]["exit_code"] == 3
+    assert "step 1" in kept["logs/worker-0.log"]
+
+
+def test_a_job_that_is_cancelled_leaves_its_record_too(kubernetes, run, tmp_path, meanwhile):
+    kubernetes.script("*", HANGING)
+    meanwhile("worker-0 | step 1", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(record=str(tmp_path / "record"))
+    kept = read(tmp_path / "record")
+    assert "step 1" in kept["logs/worker-0.log"]
+    assert json.loads(kept["job.json"])["kind"] == "PyTorchJob"
+
+
+def test_a_job_that_is_refused_leaves_what_would_have_been_sent(kubernetes, fails, tmp_path):
+    kubernetes.faults.deny("create", "pytorchjobs")
+    fails(record=str(tmp_path / "record"))
+    assert json.loads((tmp_path / "record" / "job.json").read_text())["kind"] == "PyTorchJob"
+
+
+def test_a_record_that_can_not_be_written_hides_nothing(kubernetes, fails, tmp_path, told):
+    (tmp_path / "record").write_text("a file")
+    kubernetes.script("*-master-0", HANGING)
+    kubernetes.script("*-worker-0", Script(output=[], exit_code=3))
+    assert "worker-0 ended with exit code 3" in fails(record=str(tmp_path / "record"))
+    assert f"the record of the job can not be kept in {tmp_path}/record" in told()[-1]
+
+
+def test_a_record_goes_to_an_object_store(kubernetes, run):
+    from trainer import storage
+
+    kubernetes.script("*", QUICK)
+    run(record="memory://record-of-a-job")
+    assert b"step 2" in storage.read_bytes("memory://record-of-a-job/logs/master-0.log")
+    storage.remove("memory://record-of-a-job")
+
+
+def test_the_logs_last_lines_are_not_lost_when_the_node_is_slow(kubernetes, run, told, monkeypatch):
+    monkeypatch.setattr(following, "RUNNING_LOGS_S", 0.1)
+    kubernetes.script("*", Script(output=[f"step {number}" for number in range(500)]))
+    kubernetes.faults.slow(0.3)
+    run()
+    assert sum(line.startswith("master-0 |") for line in told()) == 500
