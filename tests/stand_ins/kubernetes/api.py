@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.stand_ins.kubernetes.store import Change, Object, Store, merge
 
 HEARTBEAT_S = 0.1
 """How often a stream without news looks whether it should end."""
-BOOKMARK_S = 1.0
+BOOKMARK_S = 0.5
 """How often a silent watch that wants bookmarks gets one; the real server takes about a minute."""
 _LONGEST_WATCH_S = 3600.0
 _FIXED = ("name", "namespace", "uid", "creationTimestamp", "generation", "deletionTimestamp")
@@ -76,7 +76,8 @@ class Api:
             manifest["spec"] = admission.suspended(manifest, resource)
         if resource.has_status:
             manifest.pop("status", None)
-        assert request.namespace
+        if not request.namespace:
+            raise statuses.method_not_allowed()
         claimed = manifest.get("metadata", {}).get("namespace", request.namespace)
         if claimed != request.namespace:
             raise statuses.bad_request(
@@ -88,16 +89,14 @@ class Api:
         return Answer(body=self.store.get(request.resource, request.namespace or "", request.name))
 
     def _list(self, request: Request) -> Answer:
-        fits = _selector(request)
-        items = [item for item in self.store.list(request.resource, request.namespace) if fits(item)]
-        return Answer(
-            body={
-                "apiVersion": request.resource.api_version,
-                "kind": f"{request.resource.kind}List",
-                "metadata": {"resourceVersion": str(self.store.version)},
-                "items": items,
-            }
-        )
+        items, version = self._listing(request, _selector(request))
+        kind = {"apiVersion": request.resource.api_version, "kind": f"{request.resource.kind}List"}
+        return Answer(body={**kind, "metadata": {"resourceVersion": str(version)}, "items": items})
+
+    def _listing(self, request: Request, fits: Selector) -> tuple[Sequence[Object], int]:
+        """The objects that fit, and the version that they are of."""
+        items, version = self.store.snapshot(request.resource, request.namespace)
+        return [item for item in items if fits(item)], version
 
     def _update(self, request: Request) -> Answer:
         return self._change(request, lambda before: dict(request.body or {}))
@@ -150,10 +149,8 @@ class Api:
         ends = time.monotonic() + float(request.query.get("timeoutSeconds") or _LONGEST_WATCH_S)
         expiries, spoken = self.expiries, time.monotonic()
         if not version:
-            listing = self._list(request).body
-            assert isinstance(listing, dict)
-            version = int(listing["metadata"]["resourceVersion"])
-            yield b"".join(_line("ADDED", item) for item in listing["items"])
+            items, version = self._listing(request, fits)
+            yield b"".join(_line("ADDED", item) for item in items)
         while time.monotonic() < ends:
             if self.expiries > expiries:
                 yield _line("ERROR", statuses.expired(version, self.store.version).body())

@@ -16,7 +16,7 @@ from tests.stand_ins.kubernetes import requests
 from tests.stand_ins.kubernetes.api import Answer, Api, Stream
 from tests.stand_ins.kubernetes.faults import USER, AwayError
 from tests.stand_ins.kubernetes.resources import RESOURCES
-from tests.stand_ins.kubernetes.statuses import ApiError
+from tests.stand_ins.kubernetes.statuses import ApiError, bad_request
 
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 _VERSION = {"major": "1", "minor": "36", "gitVersion": "v1.36.1"}
@@ -35,7 +35,7 @@ class ApiServer(ThreadingHTTPServer):
         """Plurals that are served; others are answered as an API that no CRD defines."""
         self.closing = threading.Event()
         self._connections: set[socket.socket] = set()
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="api-server")
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), name="api-server")
         self._thread.start()
 
     @property
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         split = urlsplit(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
-            answer, target = self._answer(split.path, dict(parse_qsl(split.query)), json.loads(body) if body else None)
+            answer, target = self._answer(split.path, dict(parse_qsl(split.query)), _parsed(body))
         except ApiError as refusal:
             self._send(refusal.code, json.dumps(refusal.body()), refusal.headers)
         except AwayError:
@@ -140,6 +140,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: Any) -> None:
         """Requests are not logged."""
+
+
+def _parsed(body: bytes) -> Mapping[str, Any] | None:
+    try:
+        return json.loads(body) if body else None
+    except ValueError as error:
+        raise bad_request(f"error decoding the body: {error}") from error
 
 
 def _gone(connection: socket.socket) -> bool:

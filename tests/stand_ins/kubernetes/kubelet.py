@@ -25,7 +25,7 @@ from tests.stand_ins.kubernetes.scheduling import Node
 from tests.stand_ins.kubernetes.statuses import ApiError, bad_request
 from tests.stand_ins.kubernetes.store import Object, Store
 
-BACKOFF_S = 0.2
+BACKOFF_S = 0.1
 _JOB_LABELS = ("training.kubeflow.org/job-name", "jobset.sigs.k8s.io/jobset-name")
 
 

@@ -16,10 +16,14 @@ What is refused: what the real server refuses, in its words; `schemas.py` says b
 
 What a test can do: `script`, `install`/`uninstall` a CRD, `suspend`/`resume` a job as Kueue does, `oom_kill`, `kill`, `evict`, `preempt`
 a pod, `compact` the history, `expire_watches`, and all of `cluster.faults` (faults.py). What it can look at: `get`, `list`,
-`events`, `log`, `wait_for`.
+`events`, `log`, `conditions`, `wait_for`.
 
 Beware, it is as strict as the real one: an object whose owner is not there (by uid) is collected as garbage, so a job that is owned
 by the pod of a task needs that pod (`add_pod`). Pods ask for what nodes have: a test of a GPU pool gives `nodes`.
+
+What it is not: there are no services, init containers, second containers, probes or images; no namespaces but two, no Pod Security, no
+quota; lists come in one piece; a strategic merge patch merges as a plain one; back-off is a tenth of a second; JobSets and
+Jobs are not objects; TLS is not spoken, and any token is taken.
 """
 
 from __future__ import annotations

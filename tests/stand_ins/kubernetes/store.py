@@ -117,6 +117,11 @@ class Store:
                 if key[0] == resource.plural and namespace in {None, key[1]}
             ]
 
+    def snapshot(self, resource: Resource, namespace: str | None) -> tuple[Sequence[Object], int]:
+        """All objects of a kind, and the version at that moment."""
+        with self._changed:
+            return self.list(resource, namespace), self.version
+
     @contextmanager
     def changing(self, resource: Resource, namespace: str, name: str) -> Iterator[Object]:
         """Change an object in the block, at once and alone. Nothing happens if it is left as it was.
