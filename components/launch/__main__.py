@@ -146,7 +146,7 @@ def _reap(options: argparse.Namespace) -> None:
             if not options.dry_run:
                 reaping.delete(cluster, job)
             print(f"{done}: {job}")
-    print(f"{len(jobs)} jobs of this project {done} in namespace {options.namespace}")
+    print(f"{len(jobs)} of this project's jobs {done} in namespace {options.namespace}")
 
 
 def _pools(_options: argparse.Namespace) -> None:

@@ -169,11 +169,16 @@ class Follower:
             self._readers.start(replica.name, reader.run)
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
+        """Hand on what is about the job, or about what was made for it, whose names begin with its own."""
         about, job = event["involvedObject"], self._job.name
-        if about.get("kind") == self._job.backend.kind and about.get("uid") == self._job.uid:
-            self._progress.see_event("the job", event)
-        elif about.get("kind") != self._job.backend.kind and about.get("name", "").startswith(f"{job}-"):
-            self._progress.see_event(about["name"].removeprefix(f"{job}-"), event)
+        name, kind = about.get("name", ""), about.get("kind", "")
+        if kind == self._job.backend.kind:
+            if about.get("uid") == self._job.uid:  # and not of an earlier job of the same name
+                self._progress.see_event("the job", event)
+        elif name == job:
+            self._progress.see_event(kind, event)
+        elif name.startswith(f"{job}-"):
+            self._progress.see_event(name.removeprefix(f"{job}-"), event)
 
     def _take_end(self, ended: Ended) -> None:
         """A thread has ended.

@@ -1,0 +1,83 @@
+"""Which of a namespace's events are the job's."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from components.launch.backends import BACKENDS
+from components.launch.following import Follower
+from components.launch.patience import Patience
+from components.launch.progress import Limits, Progress
+from components.launch.record import Record
+from components.launch.submitting import Job
+from tests.stand_ins.kubernetes.resources import EVENTS, PYTORCHJOBS
+from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
+
+pytestmark = pytest.mark.usefixtures("threads_end")
+
+
+@pytest.fixture
+def kubernetes(tmp_path, monkeypatch):
+    with KubernetesStandIn(tmp_path, operator=False, kubelet=False) as stand_in:
+        monkeypatch.setenv("KUBECONFIG", str(stand_in.kubeconfig))
+        yield stand_in
+
+
+@pytest.fixture
+def job(cluster, pool, identity, spec):
+    job = Job(cluster, BACKENDS["pytorchjob"], spec, pool, identity)
+    job.submit(Patience(5))
+    return job
+
+
+@pytest.fixture
+def report(kubernetes):
+    """Make an event."""
+
+    def report(message, **about):
+        metadata = {"generateName": "event-"}
+        event = {
+            "metadata": metadata,
+            "involvedObject": about,
+            "reason": "Trouble",
+            "message": message,
+            "type": "Warning",
+        }
+        kubernetes.add(EVENTS, event)
+
+    return report
+
+
+def test_events_of_the_job_and_what_was_made_for_it_are_told_and_no_others(kubernetes, cluster, job, report):
+    report("ours", kind="PyTorchJob", name=job.name, uid=job.uid)
+    report("an earlier one's", kind="PyTorchJob", name=job.name, uid="earlier")
+    report("our worker's", kind="Pod", name=f"{job.name}-worker-0", uid="w")
+    report("our job set's", kind="JobSet", name=job.name, uid="j")
+    report("somebody's", kind="Pod", name="other-worker-0", uid="o")
+    report("a like-named one's", kind="Pod", name=f"{job.name}0-worker-0", uid="l")
+    told = []
+
+    def end():
+        deadline = time.monotonic() + 5
+        while len(told) < 4 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with kubernetes.store.changing(PYTORCHJOBS, "kubeflow", job.name) as found:
+            found["status"] = {"conditions": [{"type": "Succeeded", "status": "True"}]}
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    progress = Progress(nodes=1, limits=Limits(queued_s=10, running_s=10, silent_s=10), now=time.monotonic())
+    with (
+        Record(None) as record,
+        Follower(cluster, job, progress, Patience(5), record=record, tell=told.append) as follower,
+    ):
+        assert follower.follow().kind == "succeeded"
+    thread.join()
+    assert sorted(line for line in told if "Trouble" in line) == [
+        "JobSet: Trouble: our job set's",
+        "the job: Trouble: ours",
+        "worker-0: Trouble: our worker's",
+    ]
