@@ -30,8 +30,8 @@ class Jobs:
         self.api = client.CustomObjectsApi(connection)
         self.kind = (group, version, "kubeflow", plural)
 
-    def create(self, manifest):
-        return self.api.create_namespaced_custom_object(*self.kind, manifest)
+    def create(self, manifest, **options):
+        return self.api.create_namespaced_custom_object(*self.kind, manifest, **options)
 
     def get(self, name):
         return self.api.get_namespaced_custom_object(*self.kind, name)

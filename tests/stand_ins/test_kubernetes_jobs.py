@@ -336,7 +336,7 @@ if os.environ["RANK"] == "0":
         server.settimeout(10)
         connection, _ = server.accept()
         with connection:
-            print("met", connection.recv(100).decode())
+            print(address[1], connection.recv(100).decode())
 else:
     end = time.monotonic() + 10
     while True:
@@ -351,11 +351,15 @@ else:
 
 
 def test_the_processes_of_a_job_meet(cluster, jobs):
-    jobs.create(pytorch_job(code=MEET))
-    jobs.create(pytorch_job("other", code=MEET))  # at the same time: each job has its own port
+    ports = set()
+    for name in ("job", "other"):
+        jobs.create(pytorch_job(name, code=MEET))
     for name in ("job", "other"):
         cluster.wait_for(lambda name=name: condition(cluster, "Succeeded", name) is not None)
-        assert cluster.log(f"{name}-master-0") == [f"met {name}-worker-0"]
+        port, worker = cluster.log(f"{name}-master-0")[0].split()
+        assert worker == f"{name}-worker-0"
+        ports.add(port)
+    assert len(ports) == 2  # each job has a port of its own
 
 
 CHILD = """
