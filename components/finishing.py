@@ -37,6 +37,7 @@ def _delete_jobs() -> None:
     from components.launch import identity, reaping
     from components.launch.cluster import Cluster
 
-    cluster = Cluster.connect()
-    for name in reaping.delete_jobs(cluster, identity.from_environment("finish").run):
-        logger.info("deleted the job %s, which was left", name)
+    own = identity.from_environment("finish")
+    with Cluster.connect(own.namespace) as cluster:
+        for name in reaping.delete_jobs(cluster, own.run):
+            logger.info("deleted the job %s, which was left", name)

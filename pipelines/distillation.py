@@ -50,7 +50,7 @@ def distillation(
         nodes: Machines of the pool for each training.
         processes_per_node: Training processes on each machine. 0: one for each of its devices.
     """
-    finished = on_cluster(finish(pool=pool), SMALL)
+    finished = on_cluster(finish(pool=pool), SMALL).set_caching_options(False)
     with dsl.ExitHandler(finished, name="stages"):
         settings = on_cluster(
             configure(

@@ -27,7 +27,7 @@ from components import sections, task
 from components.image import tagged
 from components.launching import Place
 from pipelines import compile as compilation
-from trainer import artifacts, config, runs, tracking
+from trainer import config, runs, storage, tracking
 from trainer.errors import (
     EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
@@ -143,16 +143,10 @@ def run(request: Request) -> dict[str, Any]:
 
 
 def _environment(settings: config.Settings, directory: Path, request: Request) -> dict[str, str]:
-    """What the tasks read from the environment, for as parameters they would spoil the cache.
-
-    Raises:
-        TrackingError: jobs on another machine could not reach where it is tracked.
-    """
+    """What the tasks read from the environment, for as parameters they would spoil the cache."""
     packages = [str(Path(trainer.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = runs.environment(settings, directory)
-    if request.place.pool:
-        tracking.check_reachable(environment[tracking.URI])
-    else:
+    if not request.place.pool:  # a job's checkpoints lie in its own store
         environment[config.CHECKPOINTS_VARIABLE] = str(CHECKPOINTS.resolve())
     return {
         **environment,
@@ -209,7 +203,7 @@ def _write_summary(directory: Path, tasks: Mapping[str, Any]) -> dict[str, Any]:
     for name, stage in summary["stages"].items():
         if name in tasks and tasks[name].cached:
             stage["cached"] = True
-    artifacts.write_atomically(directory / runs.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
+    storage.write_bytes(directory / runs.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
     return summary
 
 

@@ -104,19 +104,6 @@ def shown(address: str) -> str:
     return address.replace(f"{credentials}@", f"{user}:***@", 1) if at and colon and host else address
 
 
-def check_reachable(address: str) -> None:
-    """Make sure that other machines can track there too.
-
-    Raises:
-        TrackingError: it is a file of this machine.
-    """
-    if address and not address.startswith(("http://", "https://", "postgresql", "mysql", "mssql", "databricks")):
-        raise TrackingError(
-            f"MLflow at {shown(address)}: lies on this machine, where a cluster's jobs can not reach it; start a server that they "
-            f"reach and give it as tracking.uri or {URI}, or go on without tracking (tracking.enabled=false)"
-        )
-
-
 def client() -> MlflowClient:
     """A client for `uri()`.
 

@@ -93,7 +93,7 @@ def test_every_stage_gets_its_own_section(compiled):
 
 
 def test_caching(compiled):
-    tasks = stages_of(compiled)
+    tasks = {**stages_of(compiled), "finish": compiled["root"]["dag"]["tasks"]["finish"]}
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
     assert cached == {"prepare", "pretrain", "distill", "profile"}
 

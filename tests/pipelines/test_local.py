@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,38 +14,9 @@ import pytest
 
 from pipelines import local
 from pipelines.compile import compiled_text
+from tests.pipelines.local_runs import SMALL, command, environment, happened, start
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
 from trainer.stages import STAGES
-
-ROOT = Path(__file__).parent.parent.parent
-SMALL = "pretrain.mae.epochs=1 pretrain.finetune.epochs=1 distill.epochs=1 evaluate.latency_runs=10"
-
-
-def environment(**variables):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "TRAINER_"))}
-    return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"} | variables
-
-
-def command(*arguments):
-    return [sys.executable, "-m", "pipelines.local", "--processes", "1", *arguments]
-
-
-def start(folder, *arguments, **variables):
-    return subprocess.run(
-        command(*arguments),
-        cwd=folder,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        start_new_session=True,
-    )
-
-
-def happened(output, what):
-    """Which tasks `started`, are `done`, or came `cached`."""
-    return set(re.findall(rf"^\[ *[\d.]+ s\] (\w+): {what}", output, flags=re.MULTILINE))
 
 
 def assert_one_message(ended, pattern):

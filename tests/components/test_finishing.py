@@ -1,0 +1,68 @@
+"""The exit task: on a cluster with jobs that are left, and with what MLflow knows of the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from components import finishing
+from components.launch.identity import Identity
+from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
+from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
+from trainer import tracking
+
+RUN = "0b8e1f"
+
+
+@pytest.fixture
+def tracked(tmp_path, monkeypatch):
+    """A run whose parent run was made by an earlier task, in an experiment that only that task knew."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("TRAINER_RUN", RUN)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "fruit")
+    run_id = tracking.start_parent({}, {})
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME")
+    return lambda: tracking.client().get_run(run_id)
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+@pytest.mark.parametrize(
+    ("state", "status"), [("SUCCEEDED", "FINISHED"), ("FAILED", "FAILED"), ("CANCELLED", "KILLED")]
+)
+def test_mlflow_learns_how_the_run_ended(tracked, state, status):
+    error = "" if state == "SUCCEEDED" else "distill: worker-0 was OOM-killed"
+    finishing.finish("", state, error)
+    assert tracked().info.status == status
+    assert tracked().data.tags.get(tracking.ERROR_TAG, "") == error
+
+
+def job(run: str, attempt: int) -> dict:
+    own = Identity(run=run, task="distill", attempt=attempt)
+    container = {"name": "pytorch", "image": "image:1", "command": ["sleep", "60"]}
+    replica = {"replicas": 1, "restartPolicy": "Never", "template": {"spec": {"containers": [container]}}}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": own.name, "labels": own.labels("distill")},
+        "spec": {"pytorchReplicaSpecs": {"Master": replica}},
+    }
+
+
+def test_jobs_of_this_run_that_are_left_are_deleted_and_no_others(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    monkeypatch.setenv("TRAINER_RUN", RUN)
+    with KubernetesStandIn(tmp_path, kubelet=False) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        ours, others = (cluster.add(PYTORCHJOBS, job(run, 1))["metadata"]["name"] for run in (RUN, "another"))
+        with caplog.at_level("INFO"):
+            finishing.finish("cpu", "FAILED", "")
+        cluster.wait_for(lambda: [found["metadata"]["name"] for found in cluster.list(PYTORCHJOBS)] == [others])
+    assert f"deleted the job {ours}, which was left" in caplog.text
+
+
+def test_a_cluster_or_a_server_that_is_away_is_said_and_ends_nothing_else(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("TRAINER_RUN", RUN)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
+    finishing.finish("cpu", "FAILED", "")
+    assert "jobs of this run may be left: " in caplog.text
+    assert "the run stays open in MLflow: MLflow at http://127.0.0.1:9: does not answer" in caplog.text

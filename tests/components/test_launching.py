@@ -1,0 +1,66 @@
+"""Where a training runs; tests/local/test_cluster.py trains for real."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kfp import dsl
+
+from components import launching
+from components.launching import Place
+from trainer import artifacts
+from trainer.errors import LaunchError, SettingsError
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"nodes": 0}, r"nodes must be >= 1, got 0"),
+        ({"processes_per_node": -1}, r"processes_per_node must be >= 0 \(0: one for each device\), got -1"),
+        ({"nodes": 2}, r"nodes = 2, but this machine is one; name a node pool with pool"),
+        ({"pool": "gpu-a10"}, r"gpu-a10.*did you mean gpu-a10g"),
+    ],
+)
+def test_a_place_that_can_not_be_is_named(place, message):
+    with pytest.raises(SettingsError, match=message):
+        Place(**place).check()
+
+
+def test_a_place_that_is_right():
+    Place(processes_per_node=2).check()
+    Place(pool="gpu-a100", nodes=4).check()
+
+
+def test_a_task_of_a_cluster_is_too_small_to_train_in(monkeypatch):
+    monkeypatch.setenv("KFP_POD_NAME", "distillation-abc-1")
+    Place(pool="cpu").check()
+    with pytest.raises(SettingsError, match=r"pool is empty, but .* name a node pool, such as cpu"):
+        Place().check()
+
+
+def test_what_was_launched_here_is_recorded_also_when_it_fails(tmp_path):
+    inputs = {name: dsl.Artifact(uri=str(tmp_path / name)) for name in ("dataset", "teacher")}
+    outputs = {name: dsl.Artifact(uri=str(tmp_path / name)) for name in ("student", "evidence")}
+    job = dsl.Artifact(uri=str(tmp_path / "job"))
+    with pytest.raises(LaunchError, match="no such directory"):
+        launching.launch(
+            "distill", '{"epochs": 1}', inputs=inputs, outputs=outputs, place=Place(processes_per_node=1), job=job
+        )
+    recorded = json.loads((tmp_path / "job" / launching.JOB).read_text())
+    assert recorded["stage"] == "distill"
+    assert recorded["settings"] == {"epochs": 1}
+    assert recorded["inputs"] == {name: str(tmp_path / name) for name in inputs}
+
+
+@pytest.mark.parametrize("exchange", ["", "/mnt/exchange"])
+def test_a_job_elsewhere_needs_a_store_that_both_reach(tmp_path, monkeypatch, exchange):
+    monkeypatch.setenv("TRAINER_RUN", "run-1")
+    monkeypatch.setenv(launching.ARTIFACTS, exchange)
+    with artifacts.create(tmp_path / "dataset", "dataset", settings={}):
+        pass
+    inputs = {"dataset": dsl.Artifact(uri=str(tmp_path / "dataset"))}
+    with pytest.raises(LaunchError, match=rf"TRAINER_ARTIFACTS='{exchange}': a cluster's job can not read"):
+        launching.launch(
+            "pretrain", "{}", inputs=inputs, outputs={}, place=Place(pool="cpu"), job=dsl.Artifact(uri=str(tmp_path))
+        )

@@ -1,0 +1,112 @@
+"""Training on a node pool, for real: a cluster whose pods are processes here, an S3 server, and the pipeline's own tasks."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+from kfp import dsl
+
+from components import task
+from components.launching import Place
+from tests.pipelines.local_runs import SMALL, happened, start
+from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, SECRETS
+from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
+from tests.stand_ins.object_store import ObjectStore
+from trainer import artifacts
+from trainer.stages import STAGES
+
+POOLS = """
+[pools.small]
+device = "cpu"
+processes_per_node = 1
+resources = { cpu = 1, memory = "2Gi" }
+secrets.AWS_ACCESS_KEY_ID = { name = "vit-distillation-store", key = "AWS_ACCESS_KEY_ID" }
+secrets.AWS_SECRET_ACCESS_KEY = { name = "vit-distillation-store", key = "AWS_SECRET_ACCESS_KEY" }
+"""
+"""One core, and so one thread, for each process: what two of them get on the machines of the CI too."""
+TWO_MACHINES = Place(pool="small", nodes=2)
+
+
+@pytest.fixture(scope="module")
+def store():
+    with ObjectStore() as store:
+        yield store
+
+
+@pytest.fixture
+def cluster(tmp_path, store):
+    """A cluster with two machines, which knows the store's credentials as a Secret only."""
+    credentials = {name: store.environment[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    with KubernetesStandIn(tmp_path / "cluster", nodes=[Node(name="one"), Node(name="two")]) as cluster:
+        data = {name: base64.b64encode(value.encode()).decode() for name, value in credentials.items()}
+        cluster.add(SECRETS, {"metadata": {"name": "vit-distillation-store"}, "data": data})
+        yield cluster
+
+
+@pytest.fixture
+def environment(cluster, store, tmp_path):
+    """What a task finds in its environment."""
+    pools = tmp_path / "pools.toml"
+    pools.write_text(POOLS)
+    return {
+        "TRAINER_POOLS": str(pools),
+        **store.environment,
+        "KUBECONFIG": str(cluster.kubeconfig),
+        "TRAINER_CACHE": str(tmp_path / "cache"),
+        "TRAINER_ARTIFACTS": f"s3://{store.bucket}/exchange",
+        "TRAINER_NAMESPACE": cluster.namespace,
+    }
+
+
+@pytest.mark.slow
+def test_a_task_on_a_cluster_trains_on_two_machines_what_one_machine_trains(
+    distillation, cluster, environment, store, monkeypatch
+):
+    """With the URIs that KFP gives to a task: the job writes to them, and the task's own disk stays empty."""
+    here = distillation("here").run(processes=2)
+    for name, value in {**environment, "TRAINER_RUN": "run-1", "MLFLOW_TRACKING_URI": ""}.items():
+        monkeypatch.setenv(name, value)
+    root = f"minio://{store.bucket}/v2/artifacts/run-1"
+    for name, kind in STAGES["distill"].inputs.items():
+        artifacts.copy(here.inputs[name], f"{root}/{name}", kind)
+    inputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].inputs}
+    outputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].outputs}
+    job = dsl.Artifact(uri=f"{root}/job")
+    task.train("distill", json.dumps(here.settings), inputs=inputs, outputs=outputs, place=TWO_MACHINES, job=job)
+
+    student = artifacts.read(f"{root}/student", "model")
+    assert student.files == artifacts.read(here.outputs["student"], "model").files
+    assert outputs["student"].metadata == {"kind": "model", "fingerprint": student.fingerprint}
+    evidence = artifacts.manifest(f"{root}/evidence", "evidence")
+    assert {name for name in evidence.files if "rank" in name} == {
+        name for name in artifacts.manifest(here.outputs["evidence"], "evidence").files if "rank" in name
+    }
+    (sent,) = cluster.list(PYTORCHJOBS)
+    assert "stand-in-secret" not in json.dumps(sent)
+
+
+@pytest.mark.slow
+def test_the_pipeline_on_a_pool_gives_the_student_that_this_machine_gives(cluster, environment, tmp_path):
+    overrides = f"{SMALL} tracking.enabled=false"
+    students = {}
+    for name, further in {"here": ["--processes", "2"], "pool": ["--pool", "small", "--nodes", "2"]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        ended = start(folder, *further, "--set", overrides, **environment)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert happened(ended.stdout, "done") == {"configure", *STAGES, "finish"}
+        summary = json.loads((folder / "runs" / "latest" / "summary.json").read_text())
+        students[name] = summary["student"]
+        (model,) = (folder / "runs" / "latest").glob("pipeline/*/distill/student")
+        students[name] |= {"files": artifacts.read(model, "model").files, "latency_ms": None}
+    assert students["pool"] == students["here"]
+    jobs = {
+        job["metadata"]["labels"]["vit-distillation/stage"]: job["metadata"]["name"]
+        for job in cluster.list(PYTORCHJOBS)
+    }
+    assert set(jobs) == {"pretrain", "distill"}
+    assert all(cluster.conditions(name)["Succeeded"] == "True" for name in jobs.values())
+    (record,) = (tmp_path / "pool" / "runs" / "latest").glob("pipeline/*/distill/job")
+    assert {file.name for file in record.glob("logs/*")} == {"master-0.log", "worker-0.log"}
