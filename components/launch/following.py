@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -60,6 +61,8 @@ class Follower:
         self._logs: dict[str, LogReader] = {}
         self._unread: set[str] = set()
         """Replicas whose log is being read."""
+        self._missing: set[str] = set()
+        """What may not be read."""
         self._seen: dict[str, Any] = {}
         """The job, as it was seen last."""
 
@@ -108,8 +111,8 @@ class Follower:
         Raises:
             ClusterError: the API server does not answer or refuses.
         """
-        deadline = time.monotonic() + limit_s
-        while not (gone := self._job.is_gone()) and time.monotonic() < deadline:
+        deadline, patience = time.monotonic() + limit_s, Patience(limit_s)
+        while not (gone := patience(self._job.is_gone)) and time.monotonic() < deadline:
             self._listen(GONE_POLL_S)
         return gone
 
@@ -120,7 +123,7 @@ class Follower:
     def _listen(self, seconds: float) -> None:
         """Take what comes next, if something comes in time."""
         try:
-            item = self._inbox.get(timeout=max(0.0, seconds))
+            item = self._inbox.get(timeout=min(max(0.0, seconds), threading.TIMEOUT_MAX))
         except queue.Empty:
             return
         if isinstance(item, Line):
@@ -130,7 +133,7 @@ class Follower:
         elif item.resource == PODS:
             self._take_pod(item)
         elif item.resource == EVENTS:
-            self._take_event(item.object)
+            self._take_event(item)
         else:
             self._take_job(item)
 
@@ -168,9 +171,11 @@ class Follower:
             self._unread.add(replica.name)
             self._readers.start(replica.name, reader.run)
 
-    def _take_event(self, event: Mapping[str, Any]) -> None:
+    def _take_event(self, change: Change) -> None:
         """Hand on what is about the job, or about what was made for it, whose names begin with its own."""
-        about, job = event["involvedObject"], self._job.name
+        event, about, job = change.object, change.object["involvedObject"], self._job.name
+        if change.deleted:  # Kubernetes forgets an event after an hour
+            return
         name, kind = about.get("name", ""), about.get("kind", "")
         if kind == self._job.backend.kind:
             if about.get("uid") == self._job.uid:  # and not of an earlier job of the same name
@@ -194,10 +199,15 @@ class Follower:
             return
         if not isinstance(ended.error, DeniedError) or ended.name == "job":
             raise ended.error
-        logger.warning("%s; the job is followed without", ended.error)
-        if ended.name == "pods":
+        self._do_without("log" if ended.name in self._logs else ended.name, ended.error)
+
+    def _do_without(self, what: str, error: DeniedError) -> None:
+        if what not in self._missing:
+            logger.warning("%s; the job is followed without", error)
+        self._missing.add(what)
+        if what == "pods":
             self._progress.see_no_replicas()
-        if ended.name != "events":
+        if what != "events":
             self._progress.see_no_logs()
 
     def _read_to_the_end(self) -> None:
@@ -218,17 +228,10 @@ class Follower:
     def _look_at_pods_again(self) -> None:
         """The job's end may have been told before its pods'."""
         try:
-            for pod in self._cluster.list(PODS, labels=self._job.pod_selector).items:
+            listing = Patience(ENDED_LOGS_S)(lambda: self._cluster.list(PODS, labels=self._job.pod_selector))
+            for pod in listing.items:
                 self._take_pod(Change(PODS, pod))
         except DeniedError:
             return  # this was told when they were to be watched
         except ClusterError as error:
             logger.warning("how the replicas ended is known only as far as it was seen: %s", error)
-
-    def _keep(self) -> None:
-        self._record.events = [*self._progress.events.values()]
-        self._record.status = {
-            "state": asdict(self._progress.state),
-            "replicas": {name: asdict(replica) for name, replica in self._progress.replicas.items()},
-            "job": self._seen,
-        }

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 MINUTE_S = 60.0
 AWAY_LIMIT_S = 900.0
 """How long the API server may be away before the launcher gives up; the job then goes on."""
-GONE_LIMIT_S = 20.0
-"""How long a deleted job is waited for: less than the 30 s that a task's pod has after SIGTERM."""
+DELETE_LIMIT_S, GONE_LIMIT_S = 5.0, 20.0
+"""How long a deletion is tried, and its end waited for: together less than the 30 s that a task's pod has after SIGTERM."""
 
 
 class ClusterLauncher:
@@ -69,18 +69,19 @@ class ClusterLauncher:
                 self._run(spec, cluster)
 
     def _run(self, spec: JobSpec, cluster: Cluster) -> None:
-        job, patience = (
-            Job(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity),
-            Patience(self._away_limit_s),
-        )
-        tell, progress = _teller(job), self._progress(spec)
+        job = Job(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)
+        tell, progress, patience = _teller(job), self._progress(spec), Patience(self._away_limit_s)
         with (
             Record(self._record) as record,
             Follower(cluster, job, progress, patience, record=record, tell=tell) as follower,
         ):
             with _abandoned_in_order(job, follower, tell):
                 made = job.submit(patience)
-                tell(f"made on pool {self._pool.name}" if made else "goes on already; followed further")
+                tell(
+                    f"made for {spec.nodes} nodes of pool {self._pool.name}"
+                    if made
+                    else "goes on already; followed further"
+                )
                 ending = follower.follow()
                 if ending.kind == "overdue":
                     raise LaunchError(f"job {job.name} {ending.message}")
@@ -112,9 +113,10 @@ def _abandoned_in_order(job: Job, follower: Follower, tell: Callable[[str], None
     try:
         yield
     except AwayError as error:
-        raise LaunchError(
-            f"{error}; if job {job.name} was made, it goes on: the same task, run again, follows it further"
-        ) from error
+        left = (
+            f"; job {job.name} is left to itself: the same task, run again, follows it further" if job.may_exist else ""
+        )
+        raise LaunchError(f"{error}{left}") from error
     except BaseException:
         _delete(job, follower, tell)
         raise
@@ -122,7 +124,7 @@ def _abandoned_in_order(job: Job, follower: Follower, tell: Callable[[str], None
 
 def _delete(job: Job, follower: Follower, tell: Callable[[str], None]) -> None:
     try:
-        if not job.delete():
+        if not Patience(DELETE_LIMIT_S)(job.delete):
             return
         tell("being deleted")
         gone = follower.wait_until_gone(GONE_LIMIT_S)
@@ -153,7 +155,7 @@ def _conclude(ending: Ending, job: Job, progress: Progress) -> None:
 def _with_its_kind(job: Job) -> str:
     """Whether the job was not meant, but all of its kind were."""
     try:
-        job.is_gone()
+        Patience(DELETE_LIMIT_S)(job.is_gone)
     except NotInstalledError as error:
         return f", as all jobs of its kind: {error}"
     return ""

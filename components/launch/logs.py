@@ -87,7 +87,6 @@ class LogReader:
         self._complete = False
         """Whether that container had ended before its log was read to the end."""
         self._finishing = False
-        self.done = False
 
     def see(self, replica: Replica) -> None:
         """The replica's pod has changed."""
@@ -112,11 +111,8 @@ class LogReader:
         Raises:
             ClusterError: the log can not be read.
         """
-        try:
-            while replica := self._next():
-                self._follow(replica)
-        finally:
-            self.done = True
+        while replica := self._next():
+            self._follow(replica)
 
     def _next(self) -> Replica | None:
         """Wait for a container of which there is something to read; None: all is read."""
@@ -155,7 +151,9 @@ class LogReader:
                     taken = self._position.take(line)
                     if taken:
                         self._publish(Line(replica.name, *taken))
-        except (NotReadyError, AwayError):
+        except NotReadyError:
+            return replica.over  # then it ended before it began
+        except AwayError:
             self._readers.patience.pause(0)  # stopped: the stream did not break, it was ended
             return False
         except NotFoundError:

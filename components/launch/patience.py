@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from components.launch.refusals import AwayError
+from components.launch.refusals import AwayError, LoginError
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Patience:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._stop, self._lock = limit_s, threading.Event(), threading.Lock()
-        self._failures, self._lost_at = 0, 0.0
+        self._failures, self._lost_at, self._known = 0, 0.0, False
 
     def stop(self) -> None:
         """End all waiting."""
@@ -52,7 +52,7 @@ class Patience:
         """Do it until the API server answers.
 
         Raises:
-            AwayError: it was away for longer than the limit.
+            AwayError: it was away for longer than the limit; or it has never known who is asking.
             Stopped: `stop` was called.
         """
         pause_s = FIRST_PAUSE_S
@@ -70,6 +70,8 @@ class Patience:
 
     def _failed(self, error: AwayError) -> None:
         with self._lock:
+            if isinstance(error, LoginError) and not self._known:
+                raise error
             self._failures += 1
             if (
                 self._failures == 1
@@ -84,7 +86,7 @@ class Patience:
         with self._lock:
             if self._failures > 1:
                 logger.warning("the API server answers again after %s", duration(time.monotonic() - self._lost_at))
-            self._failures = 0
+            self._failures, self._known = 0, True
 
 
 def duration(seconds: float) -> str:

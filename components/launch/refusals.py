@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 from kubernetes.client import ApiException
@@ -21,8 +22,8 @@ class AwayError(ClusterError):
     """The API server does not answer now, or a stream broke; it may answer again."""
 
 
-class LoginError(ClusterError):
-    """The API server does not know who is asking."""
+class LoginError(AwayError):
+    """The API server does not know who is asking; if it did before, a token is being renewed or has run out."""
 
 
 class DeniedError(ClusterError):
@@ -89,7 +90,7 @@ def refusal(error: ApiException, request: Request) -> ClusterError:
         )
     if status == 404:
         return _missing(request, message)
-    if status == 403 and " cannot " in message:
+    if status == 403 and re.search(r'User ".*" cannot ', message):  # and neither a quota nor an admission webhook
         return _denied(request, message)
     return _plain(status, request)(f"can not {request}: the API server {request.host} answered {status}: {message}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,11 @@ class Job:
         return str(self._made["metadata"]["uid"])
 
     @property
+    def may_exist(self) -> bool:
+        """Whether it was made, or asked for without an answer."""
+        return bool(self._made) or self._sent
+
+    @property
     def pod_selector(self) -> str:
         return self.backend.pod_selector(self.name)
 
@@ -101,10 +107,8 @@ class Job:
             self._find()
         if not self._made:
             return False
-        try:
+        with suppress(NotFoundError, ConflictError):  # it is gone, and another may have its name
             self._cluster.delete(self.kind, self.name, uid=self.uid)
-        except NotFoundError:
-            return False
         return True
 
     def is_gone(self) -> bool:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 
 import pytest
 import yaml
+from kubernetes.client import ApiException
 
 from components.launch.cluster import Cluster, changes
 from components.launch.refusals import (
     AwayError,
     ClusterError,
     ConflictError,
+    DeniedError,
     ExpiredError,
     LoginError,
     NotFoundError,
     NotReadyError,
+    Request,
+    refusal,
 )
 from components.launch.resources import PODS
 from tests.stand_ins.kubernetes import resources as kinds
@@ -108,6 +113,17 @@ def test_a_server_without_our_trust_is_not_tried_again(monkeypatch, tmp_path, ku
         cluster.list(PODS)
     assert not isinstance(refused.value, AwayError)
     assert "no trusted connection to the API server https://" in str(refused.value)
+
+
+@pytest.mark.parametrize("message", ["exceeded quota: gpus", 'admission webhook "w" denied the request: you cannot'])
+def test_403_is_not_always_a_matter_of_rights(message):
+    error = ApiException(status=403, reason="Forbidden")
+    error.body = json.dumps({"message": message})
+    refused = refusal(error, Request("https://c", "kubeflow", "create", PODS))
+    assert not isinstance(refused, DeniedError)
+    assert (
+        str(refused) == f"can not create pods in namespace kubeflow: the API server https://c answered 403: {message}"
+    )
 
 
 def test_401_says_to_log_in(kubernetes, cluster):

@@ -88,7 +88,7 @@ def interrupt(number=signal.SIGINT):
 
 
 def test_a_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, told):
-    kubernetes.script("*-master-0", Script(output=["step 1", 0.2, "step 2"]))
+    kubernetes.script("*-master-0", Script(output=["step 1", 0.7, "step 2"]))
     kubernetes.script("*-worker-0", QUICK)
     start = time.monotonic()
     run()
@@ -98,7 +98,7 @@ def test_a_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, told)
         assert [line for line in lines if line.startswith(replica)] == [f"{replica} | step 1", f"{replica} | step 2"]
     name = jobs(kubernetes)[0]["metadata"]["name"]
     steps = [line.partition(f" s] job {name}: ")[2] for line in lines if line.startswith("[")]
-    assert steps[0] == "made on pool cpu"
+    assert steps[0] == "made for 2 nodes of pool cpu"
     assert "running (2 of 2 replicas)" in steps
     assert steps[-1] == "succeeded"
 
@@ -194,7 +194,7 @@ def test_an_image_that_can_not_be_pulled_ends_the_job(kubernetes, fails, monkeyp
     kubernetes.script("*", Script(pull_error_s=30))
     message = fails()
     assert "could not start for 0.5 s; last trouble: " in message
-    assert "ImagePull" in message
+    assert "image" in message
     assert jobs(kubernetes) == []
 
 
@@ -231,7 +231,7 @@ def test_waiting_too_long_ends_the_job(kubernetes, fails, told):
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
 def test_a_queue_counts_as_waiting_and_not_as_running(kubernetes, run, told, meanwhile):
-    kubernetes.script("*", Script(output=["step 1", 0.2, "step 2"]), Script(output=["step 1", 0.2, "step 2"]))
+    kubernetes.script("*", HANGING, Script(output=["step 1", 0.2, "step 2"]))
     meanwhile("step 1", lambda: kubernetes.suspend(jobs(kubernetes)[0]["metadata"]["name"]))
     meanwhile("suspended", lambda: (time.sleep(1.0), kubernetes.resume(jobs(kubernetes)[0]["metadata"]["name"])))
     run(queued_minutes=20, running_minutes=2, silent_minutes=2)
@@ -278,6 +278,7 @@ def test_sigterm_does_the_same(kubernetes, run, meanwhile):
 
 
 def test_ctrl_c_while_the_answer_to_the_creation_is_late_leaves_no_job(kubernetes, run, meanwhile):
+    kubernetes.script("*", HANGING)
     kubernetes.faults.slow(0.5)
     meanwhile(lambda: bool(jobs(kubernetes)), interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -300,7 +301,8 @@ def test_a_job_that_can_not_be_deleted_is_named(kubernetes, run, meanwhile, told
 
 
 def test_a_server_that_is_away_for_a_while_does_not_end_the_run(kubernetes, run, told, meanwhile):
-    kubernetes.script("*", Script(output=["step 1", 2.0, "step 2"]))
+    kubernetes.script("*-master-0", Script(output=["step 1", 2.2, "step 2"]))
+    kubernetes.script("*-worker-0", Script(output=["step 1", 1.5, "step 2"]))
     meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
     run()
     assert sum("does not answer" in line for line in told()) == 1
@@ -316,7 +318,7 @@ def test_a_server_that_stays_away_ends_the_run_and_leaves_the_job_to_be_followed
     meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
     message = fails(owner=Owner(name="task-1", uid=first), away_limit_s=0.3)
     name = jobs(kubernetes)[0]["metadata"]["name"]
-    assert f"if job {name} was made, it goes on: the same task, run again, follows it further" in message
+    assert f"job {name} is left to itself: the same task, run again, follows it further" in message
     run(owner=Owner(name="task-2", uid=second))
     (job,) = jobs(kubernetes)
     assert [owner["uid"] for owner in job["metadata"]["ownerReferences"]] == [second]
@@ -339,13 +341,17 @@ def test_what_may_not_be_read_is_done_without(kubernetes, run, told, verb, resou
 def test_where_nothing_may_be_watched_the_job_is_followed_by_polling(kubernetes, run, told, monkeypatch):
     monkeypatch.setattr(watching, "POLL_S", 0.1)
     kubernetes.faults.deny("watch", "*")
-    kubernetes.script("*", Script(output=["step 1", 0.3, "step 2"]))
+    kubernetes.script("*-master-0", Script(output=["step 1", 1.0, "step 2"]))
+    kubernetes.script("*-worker-0", Script(output=["step 1", 0.3, "step 2"]))
     run()
     assert {"master-0 | step 2", "worker-0 | step 2"} <= set(told())
 
 
-def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, told):
-    kubernetes.script("*", Script(output=[item for number in range(12) for item in (f"step {number}", 0.1)]))
+def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, told, monkeypatch):
+    monkeypatch.setattr(watching, "POLL_S", 0.2)  # which is what they come to when they break all the time
+    steps = [item for number in range(12) for item in (f"step {number}", 0.1)]
+    kubernetes.script("*-master-0", Script(output=[*steps, 0.7]))
+    kubernetes.script("*-worker-0", Script(output=steps))
     stop = threading.Event()
 
     def harm():
@@ -362,8 +368,40 @@ def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, told):
         stop.set()
         thread.join()
     for replica in ("master-0", "worker-0"):
-        steps = [line.partition(" | ")[2] for line in told() if line.startswith(f"{replica} |")]
-        assert steps == [f"step {number}" for number in range(12)]
+        seen = [line.partition(" | ")[2] for line in told() if line.startswith(f"{replica} |")]
+        assert seen == [f"step {number}" for number in range(12)]
+
+
+def test_a_login_that_runs_out_is_waited_for(kubernetes, run, told, meanwhile):
+    kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
+    kubernetes.script("*-worker-0", Script(output=["step 1", 0.7, "step 2"]))
+
+    def refuse():
+        kubernetes.faults.fail(401, times=8)
+        kubernetes.faults.cut()
+
+    meanwhile("worker-0 | step 1", refuse)
+    run()
+    assert any("does not know who you are" in line for line in told())
+    assert "worker-0 | step 2" in told()
+
+
+def test_who_was_never_logged_in_is_told_at_once(kubernetes, fails):
+    kubernetes.faults.fail(401, times=1000)
+    assert fails().endswith("log in again, until `kubectl get pods` works")
+
+
+def test_an_interrupted_run_deletes_its_job_even_if_the_first_connection_is_dead(kubernetes, run, meanwhile):
+    kubernetes.script("*", HANGING)
+
+    def interrupt_badly():
+        kubernetes.faults.away(0.5)
+        interrupt()
+
+    meanwhile("worker-0 | step 1", interrupt_badly)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert jobs(kubernetes) == []
 
 
 # The record
@@ -374,7 +412,8 @@ def read(folder):
 
 
 def test_a_job_that_succeeds_leaves_its_record(kubernetes, run, tmp_path):
-    kubernetes.script("*", QUICK)
+    kubernetes.script("*-master-0", Script(output=["step 1", 0.7]))
+    kubernetes.script("*-worker-0", QUICK)
     run(record=str(tmp_path / "record"))
     kept = read(tmp_path / "record")
     job = jobs(kubernetes)[0]

@@ -189,6 +189,7 @@ def test_a_pod_in_the_place_of_another_is_read_from_its_start(kubernetes, pod, r
     pod(Script(output=["old a"], hang=True), Script(output=["new a", 0.1, "new b"]))
     follower = reader()
     assert lines.get(timeout=5).text == "old a"
+    follower._position.take("2199-01-01T00:00:00Z as a node says whose clock is ahead")
     kubernetes.delete(PODS, "p")
     kubernetes.wait_for(lambda: kubernetes.list(PODS) == [])
     kubernetes.add(

@@ -76,6 +76,15 @@ def test_the_attempt_counts_the_jobs_that_have_ended(kubernetes, job):
     assert attempts(kubernetes) == ["1", "2", "3"]
 
 
+def test_a_job_that_is_being_deleted_is_neither_adopted_nor_in_the_way(kubernetes, job):
+    first, second = job(), job()
+    first.submit(Patience(5))
+    with kubernetes.store.changing(PYTORCHJOBS, "kubeflow", first.name) as going:
+        going["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["example.com/slow"]}
+    assert second.submit(Patience(5))
+    assert second.name != first.name
+
+
 def test_an_attempt_that_was_cleaned_up_does_not_bring_its_name_back_before_later_ones(kubernetes, job):
     first, second, third = job(), job(), job()
     for one in (first, second):
