@@ -22,6 +22,8 @@ kubectl apply -k "$KFP/env/platform-agnostic?ref=$KFP_VERSION"
 kubectl apply --server-side --force-conflicts \
     -k "github.com/kubeflow/training-operator/manifests/overlays/standalone?ref=$TRAINING_OPERATOR_VERSION"
 kubectl wait crd/pytorchjobs.kubeflow.org --for condition=established --timeout=60s
+kubectl apply -k "$MANIFESTS/operator"
+kubectl --namespace "$NAMESPACE" patch deployment training-operator --patch-file "$MANIFESTS/operator/patch.yaml"
 
 # What our pods may not do is said at once, KFP's are left alone.
 kubectl label namespace "$NAMESPACE" --overwrite pod-security.kubernetes.io/warn=restricted

@@ -136,9 +136,6 @@ def create(
             cache.adopt(path, manifest["fingerprint"])  # so that who goes on with it here need not fetch it
 
 
-write_atomically = storage.write_bytes
-
-
 @contextmanager
 def folder_for(uri: str | Path) -> Iterator[Path]:
     """The folder on this machine into which the files of an artifact are written: its own directory, or a draft of a remote one."""

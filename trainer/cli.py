@@ -6,12 +6,10 @@ import argparse
 import json
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from trainer import __version__, config, launch, stages
 from trainer.errors import (
@@ -22,6 +20,7 @@ from trainer.errors import (
     SettingsError,
     TrainerError,
 )
+from trainer.signals import ended_by_sigterm
 
 _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.
 
@@ -36,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     worker, node = getattr(options, "worker", False), getattr(options, "node", False)
     _set_up_logging(quiet=worker and os.environ.get("RANK", "0") != "0")
-    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        options.command(options)
+        with ended_by_sigterm():
+            options.command(options)
     except TrainerError as error:
         return _fail(error, options, worker=worker, node=node)
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
@@ -51,13 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not worker and not node:
             raise
         return _crash(f"{type(error).__name__}: {error} (its traceback stands above)", worker=worker)
-    finally:
-        signal.signal(signal.SIGTERM, before)  # the interpreter's own end is not to be interrupted with a traceback
     return 0
-
-
-def _interrupt(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool, node: bool) -> int:
@@ -90,7 +83,7 @@ def _set_up_logging(*, quiet: bool) -> None:
         datefmt="%H:%M:%S",
         force=True,
     )
-    for name in ("httpx", "urllib3", "alembic", "mlflow", "matplotlib", "fsspec", "datasets"):
+    for name in ("httpx", "urllib3", "alembic", "mlflow", "matplotlib", "fsspec", "datasets", "aiobotocore"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

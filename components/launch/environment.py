@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from components.launch.identity import Identity
-from components.launch.pools import RESERVED, SECRET, Pool
+from components.launch.pools import RESERVED, SECRET, Pool, quantity
 from trainer.config import CHECKPOINTS_VARIABLE, DEVICE_VARIABLE
 from trainer.errors import LaunchError
 from trainer.launch import JobSpec
+from trainer.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 CACHE = "/cache"
 """Where a pod keeps what it read from the object store."""
+_CACHE_FILLED = 0.8
+"""A pod whose volume is over its limit is evicted; what is being fetched or written comes on top of what is kept."""
 TRACKING_URI = "MLFLOW_TRACKING_URI"
 HANDED_ON = (
     "AWS_ENDPOINT_URL",
@@ -70,7 +73,8 @@ def variables(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[str, A
         **pool.environment,
         **spec.environment,
         DEVICE_VARIABLE: pool.device,
-        "TRAINER_CACHE": CACHE,
+        CACHE_VARIABLE: CACHE,
+        LIMIT_VARIABLE: f"{_CACHE_FILLED * quantity(pool.cache) / 2**30:g}",
         # Nodes may come one after the other, as an autoscaler gets them; torch's own limit is a quarter of an hour.
         "PET_RDZV_CONF": f"timeout={60 * pool.queued_minutes},join_timeout={60 * pool.queued_minutes}",
     }

@@ -13,7 +13,7 @@ from pipelines import pods
 from tests.manifests.pod_security import violations
 
 OVERLAYS = ("overlays/kind", "overlays/eks")
-OWN = (*OVERLAYS, "base", "mlflow", "components/kueue", "components/network-policy")
+OWN = (*OVERLAYS, "base", "mlflow", "operator", "components/kueue", "components/network-policy")
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 WORKLOADS = {"Deployment", "StatefulSet"}
 SECRETS = {

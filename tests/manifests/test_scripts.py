@@ -133,8 +133,11 @@ def test_up_makes_a_cluster_and_installs_in_order(complete, versions):
         f"kubectl apply -k {kfp}/cluster-scoped-resources?ref={versions['KFP_VERSION']}",
         f"kubectl apply -k {kfp}/env/platform-agnostic?ref={versions['KFP_VERSION']}",
         f"kubectl apply --server-side --force-conflicts -k {operator}?ref={versions['TRAINING_OPERATOR_VERSION']}",
+        "kubectl apply -k operator",
         "kubectl apply -k overlays/kind",
     ]
+    (patched,) = complete.called("kubectl --namespace kubeflow patch")
+    assert re.search(r" deployment training-operator --patch-file \S*/manifests/operator/patch\.yaml$", patched)
     calls = complete.called("kubectl")
     first_wait = next(index for index, call in enumerate(calls) if "wait crd/applications" in call)
     assert (

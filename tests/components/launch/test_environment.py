@@ -95,3 +95,9 @@ def test_the_job_goes_before_the_pool_and_that_before_the_defaults():
 
 def test_nodes_wait_for_one_another_as_long_as_a_job_may_be_queued():
     assert rendered(queued_minutes=90)["PET_RDZV_CONF"] == "timeout=5400,join_timeout=5400"
+
+
+def test_the_cache_stays_within_its_volume():
+    assert float(rendered(cache="20Gi")["TRAINER_CACHE_GIB"]) == pytest.approx(16)
+    with pytest.raises(LaunchError, match="TRAINER_CACHE_GIB can not be part of a job's environment"):
+        rendered(spec(environment={"TRAINER_CACHE_GIB": "100"}))

@@ -1,0 +1,48 @@
+"""The init container that the training operator puts into workers, by our template."""
+
+from __future__ import annotations
+
+import re
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.manifests.conftest import MANIFESTS
+from tests.manifests.jobs import job, templates
+from tests.manifests.pod_security import violations
+
+
+@pytest.fixture
+def init_container(render):
+    (config_map,) = render("operator")
+    template = config_map["data"]["initContainer.yaml"]
+    given = {"InitContainerImage": "alpine:3.10", "MasterAddr": "job-master-0"}
+    (container,) = yaml.safe_load(re.sub(r"{{\.(\w+)}}", lambda match: given[match[1]], template))
+    return container
+
+
+def test_a_worker_with_it_is_restricted(init_container):
+    (_, worker) = templates(job("cpu"))
+    pod = {**worker["spec"], "initContainers": [init_container]}
+    assert violations(pod) == []
+    unnamed = {name: value for name, value in init_container.items() if name != "securityContext"}
+    assert violations({**worker["spec"], "initContainers": [unnamed]}), "the operator's own is not"
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "job-worker-0"}, "spec": pod}, "1.36", strict=True
+    )
+
+
+def test_it_waits_for_the_master_by_name_and_asks_for_little(init_container):
+    assert "until nslookup job-master-0;" in init_container["command"][-1]
+    assert init_container["resources"]["limits"] == {"cpu": "100m", "memory": "20Mi"}
+
+
+def test_the_operator_finds_it_where_it_looks(render):
+    patch = yaml.safe_load((MANIFESTS / "operator" / "patch.yaml").read_text())["spec"]["template"]["spec"]
+    (mount,) = patch["containers"][0]["volumeMounts"]
+    (volume,) = patch["volumes"]
+    (config_map,) = render("operator")
+    assert (mount["name"], mount["mountPath"]) == (volume["name"], "/etc/config")
+    assert volume["configMap"]["name"] == config_map["metadata"]["name"]
+    assert set(config_map["data"]) == {"initContainer.yaml"}
