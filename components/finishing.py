@@ -9,8 +9,8 @@ from trainer.errors import LaunchError, TrackingError
 
 logger = logging.getLogger(__name__)
 
-MLFLOW_STATUS = {"SUCCEEDED": "FINISHED", "CANCELLED": "KILLED"}
-"""How a pipeline run ended -> the status of its run in MLflow; any other end is FAILED."""
+MLFLOW_STATUS = {"SUCCEEDED": "FINISHED", "CANCELED": "KILLED", "CANCELLED": "KILLED"}
+"""How a pipeline run ended -> the status of its run in MLflow; any other end is FAILED. KFP's API and its SDK spell differently."""
 
 
 def finish(pool: str, state: str, error: str) -> None:

@@ -26,7 +26,8 @@ def tracked(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 @pytest.mark.parametrize(
-    ("state", "status"), [("SUCCEEDED", "FINISHED"), ("FAILED", "FAILED"), ("CANCELLED", "KILLED")]
+    ("state", "status"),
+    [("SUCCEEDED", "FINISHED"), ("FAILED", "FAILED"), ("CANCELED", "KILLED"), ("CANCELLED", "KILLED")],
 )
 def test_mlflow_learns_how_the_run_ended(tracked, state, status):
     error = "" if state == "SUCCEEDED" else "distill: worker-0 was OOM-killed"
