@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from components.launch.progress import Progress
-from components.launch.replicas import Termination
+from components.launch.replicas import Replica, Termination
 
 SHOWN_LINES = 5
 _PLAIN_ENDS = {"", "Completed", "Error"}
@@ -33,25 +33,30 @@ _ADVICE_BY_EXIT_CODE: Mapping[int, str] = {
 }
 
 
-def explain_failure(job: str, kind: str, progress: Progress) -> str:
+def explain_failure(job: str, look: str, progress: Progress) -> str:
     """The message for a failed job.
 
     Args:
         job: its name.
-        kind: its kind, as kubectl takes it.
+        look: a command that shows more.
         progress: all that was seen of it.
     """
     state = progress.state
     failed = f"job {job} failed ({state.reason})" if state.reason else f"job {job} failed"
-    ends = [one.ended for one in progress.replicas.values() if one.ended and not one.running]
-    culprit = first_failure(ends, progress.heard)
+    ended = [one for one in progress.replicas.values() if one.ended]
+    # One that was seen running again, and then no more, failed in the end if nothing else did.
+    culprit = _first([one for one in ended if not one.running], progress) or _first(ended, progress)
     if culprit is None:
         said = state.message.rstrip(".") or "no replica told why"
         trouble = f"; last trouble: {progress.trouble}" if progress.trouble else ""
-        return f"{failed}: {said}{trouble}; see `kubectl describe {kind} {job}`"
+        return f"{failed}: {said}{trouble}; see `{look}`"
     said = f": {culprit.message}" if culprit.message else ""
     lines = "" if culprit.message else _last_lines(culprit.replica, progress.tails.get(culprit.replica, ()))
     return f"{failed}: {culprit.replica} {culprit}{said}{_advice(culprit)}{lines}"
+
+
+def _first(replicas: Iterable[Replica], progress: Progress) -> Termination | None:
+    return first_failure([one.ended for one in replicas if one.ended], progress.heard)
 
 
 def first_failure(ends: Iterable[Termination], heard: Mapping[str, float]) -> Termination | None:

@@ -29,7 +29,8 @@ ENDED_LOGS_S = 10.0
 """How long the last lines of replicas that have ended are waited for, and"""
 RUNNING_LOGS_S = 0.5
 """those of replicas that run on, such as workers after the master's end."""
-GONE_POLL_S = 0.5
+GONE_POLL_S = UNSETTLED_S = 0.5
+"""How often a deleted job, and a limit that is passed while the API server is away, are looked at again."""
 
 
 class Follower:
@@ -57,7 +58,7 @@ class Follower:
         """
         self._cluster, self._job, self._progress, self._record, self._tell = cluster, job, progress, record, tell
         self._inbox: queue.SimpleQueue[Change | Line | Ended] = queue.SimpleQueue()
-        self._readers = Readers(patience, self._inbox.put)
+        self._patience, self._readers = patience, Readers(patience, self._inbox.put)
         self._logs: dict[str, LogReader] = {}
         self._unread: set[str] = set()
         """Replicas whose log is being read."""
@@ -97,13 +98,18 @@ class Follower:
             ClusterError: the job can not be followed.
         """
         self._start()
-        while not (ending := self._progress.ending(time.monotonic())):
+        while not (ending := self._ending()):
             self._tell_news()
-            self._listen(self._progress.patience_s(time.monotonic()))
+            self._listen(self._progress.patience_s(time.monotonic()) or UNSETTLED_S)
         if ending.kind in {"succeeded", "failed"}:
             self._read_to_the_end()
         self._tell_news()
         return ending
+
+    def _ending(self) -> Ending | None:
+        """The job's end; a limit only counts when it can be seen whether it was kept."""
+        ending = self._progress.ending(time.monotonic())
+        return None if ending and ending.kind == "overdue" and not self._patience.settled else ending
 
     def wait_until_gone(self, limit_s: float) -> bool:
         """Go on reading until the deleted job does not exist any more; gives whether that came true in time.

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MINUTE_S = 60.0
 AWAY_LIMIT_S = 900.0
 """How long the API server may be away before the launcher gives up; the job then goes on."""
-DELETE_LIMIT_S, GONE_LIMIT_S = 5.0, 20.0
+DELETE_LIMIT_S, GONE_LIMIT_S = 5.0, 15.0
 """How long a deletion is tried, and its end waited for: together less than the 30 s that a task's pod has after SIGTERM."""
 
 
@@ -129,10 +129,7 @@ def _delete(job: Job, follower: Follower, tell: Callable[[str], None]) -> None:
         tell("being deleted")
         gone = follower.wait_until_gone(GONE_LIMIT_S)
     except ClusterError as error:
-        logger.warning(
-            "job %s may be left running: %s; delete it with `kubectl delete %s %s -n %s`",
-            *(job.name, error, job.kind, job.name, job.namespace),
-        )
+        logger.warning("job %s may be left running: %s; delete it with `%s`", job.name, error, job.kubectl("delete"))
         return
     tell("deleted" if gone else f"still being deleted after {duration(GONE_LIMIT_S)}; the cluster goes on with that")
 
@@ -144,7 +141,7 @@ def _conclude(ending: Ending, job: Job, progress: Progress) -> None:
         LaunchError: it has not; with the cause.
     """
     if ending.kind == "failed":
-        raise LaunchError(explain_failure(job.name, str(job.kind), progress))
+        raise LaunchError(explain_failure(job.name, job.kubectl("describe"), progress))
     if ending.kind == "deleted":
         raise LaunchError(
             f"job {job.name} was deleted by somebody else while it was {progress.state.phase}{_with_its_kind(job)}; "

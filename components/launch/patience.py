@@ -13,6 +13,8 @@ from components.launch.refusals import AwayError, LoginError
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+SETTLE_S = 10.0
+"""How long after its return it takes until all that was missed is known."""
 
 Result = TypeVar("Result")
 
@@ -29,7 +31,8 @@ class Patience:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._stop, self._lock = limit_s, threading.Event(), threading.Lock()
-        self._failures, self._lost_at, self._known = 0, 0.0, False
+        self._failures, self._lost_at, self._back_at = 0, 0.0, -SETTLE_S
+        self._known = False
 
     def stop(self) -> None:
         """End all waiting."""
@@ -38,6 +41,12 @@ class Patience:
     @property
     def stopped(self) -> bool:
         return self._stop.is_set()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the API server answers, and has for a while: what it has not told did not happen."""
+        with self._lock:
+            return self._failures < 2 and time.monotonic() - self._back_at >= SETTLE_S
 
     def pause(self, seconds: float) -> None:
         """Wait.
@@ -85,7 +94,8 @@ class Patience:
     def _answered(self) -> None:
         with self._lock:
             if self._failures > 1:
-                logger.warning("the API server answers again after %s", duration(time.monotonic() - self._lost_at))
+                self._back_at = time.monotonic()
+                logger.warning("the API server answers again after %s", duration(self._back_at - self._lost_at))
             self._failures, self._known = 0, True
 
 

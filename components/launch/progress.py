@@ -18,7 +18,7 @@ STUCK_S = 300.0
 """How long a replica may wait for what seldom comes by itself, such as an image of another name."""
 TAIL_LINES = 10
 """Last lines of each replica that are kept for the message."""
-_TROUBLE = frozenset({"Preempted", "Preempting", "TaintManagerEviction", "DeletedByTaintManager"})
+_TROUBLE = frozenset({"Preempted", "TaintManagerEviction"})
 """Events that Kubernetes calls normal, though whoever waits for the job wants to know."""
 _TOLD_AGAIN = frozenset({10, 100, 1000, 10000})
 

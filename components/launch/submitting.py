@@ -57,10 +57,6 @@ class Job:
         return str(self.manifest["metadata"]["name"])
 
     @property
-    def namespace(self) -> str:
-        return self._cluster.namespace
-
-    @property
     def uid(self) -> str:
         return str(self._made["metadata"]["uid"])
 
@@ -72,6 +68,10 @@ class Job:
     @property
     def pod_selector(self) -> str:
         return self.backend.pod_selector(self.name)
+
+    def kubectl(self, verb: str) -> str:
+        """The command that does something to it by hand."""
+        return f"kubectl {verb} {self.kind} {self.name} -n {self._cluster.namespace}"
 
     def submit(self, patience: Patience) -> bool:
         """Make the job, or take the one of this run and task that goes on already; gives whether it was made.
@@ -146,20 +146,19 @@ class Job:
         self._number(_attempt(job) or 1)
         if _hash(job) != _hash(self.manifest):
             raise self._differs(job)
-        owners = self.manifest["metadata"].get("ownerReferences")
-        name = job["metadata"]["name"]
-        self._made = patience(lambda: self._cluster.patch(self.kind, name, {"metadata": {"ownerReferences": owners}}))
+        self._made, owners = job, self.manifest["metadata"].get("ownerReferences")
+        change = {"metadata": {"ownerReferences": owners}}
+        self._made = patience(lambda: self._cluster.patch(self.kind, self.name, change))
 
     def _differs(self, job: Mapping[str, Any]) -> LaunchError:
-        name, namespace = job["metadata"]["name"], self._cluster.namespace
         found = differences(job, self.manifest)
         # What the server and the operator filled in by themselves tells least.
         found.sort(key=lambda text: text.endswith(" -> nothing"))
         shown = "; ".join(found[:SHOWN_DIFFERENCES]) or "its recorded hash is another"
         more = f"; and {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
         return LaunchError(
-            f"job {name} of this run and task is there already, and is not the one that is wanted: {shown}{more}. "
-            f"Wait for its end, delete it (kubectl delete {self.kind} {name} -n {namespace}), or give the run another name"
+            f"job {self.name} of this run and task is there already, and is not the one that is wanted: {shown}{more}. "
+            f"Wait for its end, delete it ({self.kubectl('delete')}), or give the run another name"
         )
 
 

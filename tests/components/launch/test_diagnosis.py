@@ -31,7 +31,7 @@ def explain():
                 name=one.replica, pod="p", uid="u", placed=True, over=True, ended=one
             )
             progress.tails[one.replica] = deque(lines)
-        return explain_failure("job-1", "pytorchjobs.kubeflow.org", progress)
+        return explain_failure("job-1", "kubectl describe", progress)
 
     return explain
 
@@ -96,10 +96,7 @@ def test_every_cause_has_a_next_move(explain, exit_code, reason, advice):
 
 def test_without_a_failed_replica_the_operators_words_have_to_do(explain):
     told = explain()
-    assert (
-        told
-        == "job job-1 failed (PyTorchJobFailed): 1 replica failed; see `kubectl describe pytorchjobs.kubeflow.org job-1`"
-    )
+    assert told == "job job-1 failed (PyTorchJobFailed): 1 replica failed; see `kubectl describe`"
 
 
 def test_a_container_that_runs_again_is_not_to_blame():
@@ -112,4 +109,6 @@ def test_a_container_that_runs_again_is_not_to_blame():
         "worker-0": again,
         "worker-1": replace(again, name="worker-1", running=False, ended=end("worker-1", 2)),
     }
-    assert "worker-1 ended with exit code 2" in explain_failure("job-1", "pytorchjobs", progress)
+    assert "worker-1 ended with exit code 2" in explain_failure("job-1", "kubectl describe", progress)
+    del progress.replicas["worker-1"]
+    assert "worker-0 ended with exit code 137 (OOMKilled)" in explain_failure("job-1", "kubectl describe", progress)

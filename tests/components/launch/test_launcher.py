@@ -372,6 +372,17 @@ def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, told, monkeyp
         assert seen == [f"step {number}" for number in range(12)]
 
 
+@pytest.mark.usefixtures("minutes_of_half_a_second")
+def test_what_can_not_be_heard_while_the_server_is_away_is_no_silence(kubernetes, run, told, meanwhile, monkeypatch):
+    monkeypatch.setattr("components.launch.patience.SETTLE_S", 1.0)
+    steps = [item for number in range(12) for item in (f"step {number}", 0.2)]
+    kubernetes.script("*-master-0", Script(output=[*steps, 0.2]))
+    kubernetes.script("*-worker-0", Script(output=steps))
+    meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.2))
+    run(silent_minutes=1)
+    assert "worker-0 | step 11" in told()
+
+
 def test_a_login_that_runs_out_is_waited_for(kubernetes, run, told, meanwhile):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
     kubernetes.script("*-worker-0", Script(output=["step 1", 0.7, "step 2"]))
