@@ -15,6 +15,7 @@ import email
 import json
 import re
 import ssl
+import sys
 import threading
 import time
 import uuid
@@ -86,6 +87,15 @@ def _error(message: str) -> Any:
     return models.GoogleRpcStatus(code=13, message=message) if message else None
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away, or does not trust our certificate, is no error; all else is shown, by the base class."""
+        if not isinstance(sys.exception(), ConnectionError | ssl.SSLError):
+            super().handle_error(request, client_address)
+
+
 class PipelinesApi:
     """The server; a context manager.
 
@@ -110,8 +120,7 @@ class PipelinesApi:
         self.requests: list[str] = []
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"api": self}))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"api": self}))
         self._scheme = "http"
         if certificate:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
