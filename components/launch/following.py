@@ -62,6 +62,8 @@ class Follower:
         self._logs: dict[str, LogReader] = {}
         self._unread: set[str] = set()
         """Replicas whose log is being read."""
+        self._finishing = False
+        """Whether the job has ended, and only what is left of the logs is to be read."""
         self._missing: set[str] = set()
         """What may not be read."""
         self._seen: dict[str, Any] = {}
@@ -176,6 +178,8 @@ class Follower:
             self._logs[replica.name] = reader
             self._unread.add(replica.name)
             self._readers.start(replica.name, reader.run)
+            if self._finishing:
+                reader.finish()
 
     def _take_event(self, change: Change) -> None:
         """Hand on what is about the job, or about what was made for it, whose names begin with its own."""
@@ -218,6 +222,7 @@ class Follower:
 
     def _read_to_the_end(self) -> None:
         """Take what is left to read of the logs."""
+        self._finishing = True
         self._look_at_pods_again()
         for reader in self._logs.values():
             reader.finish()

@@ -63,6 +63,7 @@ class Record:
         for replica, file in self._logs.items():
             file.flush()
             self._store(Path(file.name).read_bytes(), "logs", f"{replica}.log")
+        logger.info("manifest, status, events and logs of the job are kept in %s", self._uri)
 
     def _store(self, content: bytes, *names: str) -> None:
         storage.write_bytes(storage.join(self._uri or "", *names), content)
