@@ -26,13 +26,19 @@ def compiled_text() -> str:
 
 
 def with_image(text: str, image: str) -> str:
-    """A compiled pipeline with every task on another image, which the tasks find in `TRAINER_IMAGE` for their jobs."""
+    """A compiled pipeline with every task on another image."""
+    return _changed(text, {"image": image})
+
+
+def for_cluster(text: str, image: str) -> str:
+    """A compiled pipeline with every task on an image, which the tasks find in `TRAINER_IMAGE` for their jobs."""
+    return _changed(text, {"image": image, "env": [{"name": IMAGE_VARIABLE, "value": image}]})
+
+
+def _changed(text: str, container: dict[str, Any]) -> str:
     specification, *platforms = yaml.safe_load_all(text)
     for executor in specification["deploymentSpec"]["executors"].values():
-        container: dict[str, Any] = executor["container"]
-        container["image"] = image
-        variables = [variable for variable in container.get("env", []) if variable["name"] != IMAGE_VARIABLE]
-        container["env"] = [*variables, {"name": IMAGE_VARIABLE, "value": image}]
+        executor["container"] |= container
     return yaml.safe_dump_all([specification, *platforms], sort_keys=False)
 
 

@@ -110,7 +110,7 @@ def specification(image: str) -> str:
     text = compilation.compiled_text()
     if not file.is_file() or file.read_text() != text:
         raise DeployError(f"{file} is not what pipelines/distillation.py compiles to; run `make compile` and commit it")
-    return compilation.with_image(text, image)
+    return compilation.for_cluster(text, image)
 
 
 def _parameters(options: argparse.Namespace) -> dict[str, str | int]:

@@ -52,6 +52,7 @@ def environment(cluster, store, tmp_path):
     pools.write_text(POOLS)
     return {
         "TRAINER_POOLS": str(pools),
+        "TRAINER_IMAGE": "registry/vit-distillation:mine",
         **store.environment,
         "KUBECONFIG": str(cluster.kubeconfig),
         "TRAINER_CACHE": str(tmp_path / "cache"),
@@ -108,5 +109,11 @@ def test_the_pipeline_on_a_pool_gives_the_student_that_this_machine_gives(cluste
     }
     assert set(jobs) == {"pretrain", "distill"}
     assert all(cluster.conditions(name)["Succeeded"] == "True" for name in jobs.values())
+    (template,) = {
+        replica["template"]["spec"]["containers"][0]["image"]
+        for job in cluster.list(PYTORCHJOBS)
+        for replica in job["spec"]["pytorchReplicaSpecs"].values()
+    }
+    assert template == "registry/vit-distillation:mine"
     (record,) = (tmp_path / "pool" / "runs" / "latest").glob("pipeline/*/distill/job")
     assert {file.name for file in record.glob("logs/*")} == {"master-0.log", "worker-0.log"}

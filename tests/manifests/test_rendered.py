@@ -7,6 +7,7 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from components.launch import pools
 from pipelines import pods
@@ -224,3 +225,18 @@ def test_the_pools_are_the_bundled_ones(render, folder):
     (text,) = named(render(folder), "ConfigMap")[pods.POOLS_CONFIG_MAP]["data"].values()
     assert text == pools.BUNDLED.read_text()
     assert tomllib.loads(text)["pools"]
+
+
+def test_jobs_and_kfp_use_one_bucket_of_one_store(render):
+    maps = {one["metadata"]["name"]: one["data"] for one in render("overlays/eks") if one["kind"] == "ConfigMap"}
+    launcher, ours = maps["kfp-launcher"], maps["vit-distillation"]
+    provider = yaml.safe_load(launcher["providers"])["s3"]["default"]
+    assert f"https://{provider['endpoint']}" == ours["AWS_ENDPOINT_URL_S3"]
+    assert provider["region"] == ours["AWS_DEFAULT_REGION"]
+    roots = [
+        launcher["defaultPipelineRoot"],
+        ours["TRAINER_ARTIFACTS"],
+        ours["TRAINER_CHECKPOINTS"],
+        maps["mlflow"]["ARTIFACTS"],
+    ]
+    assert len({root.split("/")[2] for root in roots}) == 1

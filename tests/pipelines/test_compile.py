@@ -106,16 +106,20 @@ def test_every_parameter_has_a_default_and_a_description(compiled):
 
 
 def test_another_image_replaces_the_image_everywhere_and_nothing_else(compiled):
-    other, platforms = yaml.safe_load_all(compilation.with_image(compilation.compiled_text(), "elsewhere:1"))
+    text = compilation.compiled_text()
+    local, platforms = yaml.safe_load_all(compilation.with_image(text, "elsewhere:1"))
+    other, platforms_there = yaml.safe_load_all(compilation.for_cluster(text, "elsewhere:1"))
     containers = [executor["container"] for executor in other["deploymentSpec"]["executors"].values()]
     assert [container.pop("image") for container in containers] == ["elsewhere:1"] * len(
         other["deploymentSpec"]["executors"]
     )
     assert all(container.pop("env") == [{"name": IMAGE_VARIABLE, "value": "elsewhere:1"}] for container in containers)
-    original, original_platforms = yaml.safe_load_all(compilation.compiled_text())
+    for executor in local["deploymentSpec"]["executors"].values():
+        assert executor["container"].pop("image") == "elsewhere:1"
+    original, original_platforms = yaml.safe_load_all(text)
     originals = [executor["container"].pop("image") for executor in original["deploymentSpec"]["executors"].values()]
     assert set(originals) == {IMAGE}
-    assert (other, platforms) == (original, original_platforms)
+    assert (other, platforms_there) == (original, original_platforms) == (local, platforms)
 
 
 def test_every_pod_finds_store_and_tracking_by_name_and_runs_as_nobody_special(pods, compiled):

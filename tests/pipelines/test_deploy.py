@@ -16,7 +16,7 @@ from tests.stand_ins.pipelines_api import PipelinesApi, state
 from trainer import __version__
 from trainer.errors import SettingsError
 
-compiled_text, with_image = functools.cache(compilation.compiled_text), functools.cache(compilation.with_image)
+compiled_text, for_cluster = functools.cache(compilation.compiled_text), functools.cache(compilation.for_cluster)
 
 pytestmark = pytest.mark.usefixtures("deployed")
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("deployed")
 def fast(monkeypatch):
     """Compile once for all, and look at runs often."""
     monkeypatch.setattr(compilation, "compiled_text", compiled_text)
-    monkeypatch.setattr(compilation, "with_image", with_image)
+    monkeypatch.setattr(compilation, "for_cluster", for_cluster)
     monkeypatch.setattr(runs, "INTERVALS_S", (0.02, 0.1))
 
 
