@@ -20,7 +20,8 @@ _DESCRIPTION = """Show what the launcher for clusters works with.
 
   python -m components.launch pools                                   the node pools
   python -m components.launch render --pool gpu-a100 --nodes 4        the job that a training there would be
-  python -m components.launch reap --older-than 2d --dry-run          jobs that were left over on the cluster"""
+  python -m components.launch reap --older-than 2d --dry-run          jobs that were left over on the cluster
+  python -m components.launch reap --orphaned                         those whose task's pod has ended"""
 
 LAUNCHED: Mapping[str, stages.Stage] = {name: stage for name, stage in stages.STAGES.items() if stage.launched}
 DIRECTORIES = sorted({name for stage in LAUNCHED.values() for name in (*stage.inputs, *stage.outputs)})
@@ -96,6 +97,11 @@ def _add_reap(commands: _Commands[argparse.ArgumentParser]) -> None:
     scope = parser.add_mutually_exclusive_group(required=True)
     scope.add_argument("--run", type=_name, metavar="NAME", help="the jobs of one run")
     scope.add_argument("--older-than", default="0s", metavar="AGE", help="jobs made longer ago than 30m, 2h, 7d")
+    scope.add_argument(
+        "--orphaned",
+        action="store_true",
+        help="jobs that go on although the pod of their task ended more than ten minutes ago; a CronJob asks for it",
+    )
     scope.add_argument("--all", action="store_true", help="all jobs of all runs")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     parser.add_argument("--namespace", default=identity.default_namespace(), help="default: %(default)s")
@@ -140,13 +146,16 @@ def _reap(options: argparse.Namespace) -> None:
 
     least_s = reaping.age(options.older_than)
     done = "would be deleted" if options.dry_run else "deleted"
+    count = 0
     with Cluster.connect(options.namespace) as cluster:
-        jobs = [job for job in reaping.find(cluster, options.run or "") if job.age_s >= least_s]
-        for job in jobs:
-            if not options.dry_run:
-                reaping.delete(cluster, job)
-            print(f"{done}: {job}")
-    print(f"{len(jobs)} of this project's jobs {done} in namespace {options.namespace}")
+        found = reaping.find_orphaned(cluster) if options.orphaned else reaping.find(cluster, options.run or "")
+        for job in (job for job in found if job.age_s >= least_s):
+            if options.dry_run or reaping.delete(cluster, job):
+                print(f"{done}: {job}")
+                count += 1
+            else:
+                print(f"left, since somebody else changed or deleted it meanwhile: {job}")
+    print(f"{count} of this project's jobs {done} in namespace {options.namespace}")
 
 
 def _pools(_options: argparse.Namespace) -> None:

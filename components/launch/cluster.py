@@ -135,9 +135,20 @@ class Cluster:
         """Change an object by a JSON merge patch."""
         return self._answer(self._request("patch", resource, name), body=change)
 
-    def delete(self, resource: Resource, name: str, *, uid: str) -> None:
-        """Delete an object, only if it is the one with this uid. It stays visible until all that it owns is gone."""
-        options = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
+    def delete(self, resource: Resource, name: str, *, uid: str, version: str = "") -> None:
+        """Delete an object, only if it is the one with this uid. It stays visible until all that it owns is gone.
+
+        Args:
+            resource: its kind.
+            name: its name.
+            uid: what tells it from an earlier or a later one of this name.
+            version: the resource version that it must still have; empty: any.
+
+        Raises:
+            ConflictError: it is another one, or has changed.
+        """
+        preconditions = {"uid": uid} | ({"resourceVersion": version} if version else {})
+        options = {"propagationPolicy": "Foreground", "preconditions": preconditions}
         self._answer(self._request("delete", resource, name), body=options)
 
     def watch(self, resource: Resource, version: str, *, labels: str = "", fields: str = "") -> Stream:

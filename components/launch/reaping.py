@@ -5,21 +5,25 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from components.launch.backends import BACKENDS
 from components.launch.cluster import Cluster
-from components.launch.identity import RUN_LABEL, TASK_LABEL, label
+from components.launch.identity import RUN_LABEL, TASK_LABEL, Owner, label
 from components.launch.patience import duration
 from components.launch.refusals import ConflictError, DeniedError, NotFoundError, NotInstalledError
-from components.launch.resources import Resource
+from components.launch.resources import PODS, Resource
 from components.launch.state import Phase
 from components.launch.submitting import resource
 from trainer.errors import SettingsError
 
 logger = logging.getLogger(__name__)
+
+ORPHANED_AFTER_S = 600.0
+"""How long after the end of its task's pod a job is an orphan: KFP waits at most five minutes (`pipelines/pods.py`) before it tries the
+task again, whose new pod then adopts the job."""
 
 _SECONDS: Mapping[str, int] = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -36,9 +40,16 @@ class Found:
     task: str
     phase: Phase
     age_s: float
+    owner: Owner | None
+    """The pod of the task that follows it; None: it was made from outside of the cluster."""
+    version: str
+    """Its resource version."""
+    orphaned: str = ""
+    """Why nobody follows it; empty: that was not asked."""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name} (run {self.run}, {self.task}, {self.phase}, made {duration(self.age_s)} ago)"
+        text = f"{self.kind} {self.name} (run {self.run}, {self.task}, {self.phase}, made {duration(self.age_s)} ago)"
+        return f"{text}: {self.orphaned}" if self.orphaned else text
 
     @property
     def over(self) -> bool:
@@ -55,16 +66,30 @@ def find(cluster: Cluster, run: str = "") -> list[Found]:
     return sorted(_listed(cluster, selector), key=lambda job: -job.age_s)
 
 
-def delete(cluster: Cluster, job: Found) -> None:
-    """Delete a job, with its pods.
+def find_orphaned(cluster: Cluster) -> list[Found]:
+    """The jobs that go on although the pod of their task ended a while ago, in the cluster's namespace, the oldest first.
+
+    A job without an owner is followed from elsewhere, such as a laptop; one whose owner is deleted is deleted by Kubernetes itself.
+
+    Raises:
+        ClusterError: the API server does not answer or refuses.
+    """
+    going = [job for job in find(cluster) if not job.over]
+    return [replace(job, orphaned=why) for job in going if job.owner and (why := _orphaned(cluster, job.owner))]
+
+
+def delete(cluster: Cluster, job: Found) -> bool:
+    """Delete a job, with its pods; gives whether it was still there. An orphan that has changed, as by adoption, is left.
 
     Raises:
         ClusterError: the API server does not answer or refuses.
     """
     try:
-        cluster.delete(job.kind, job.name, uid=job.uid)
+        cluster.delete(job.kind, job.name, uid=job.uid, version=job.version if job.orphaned else "")
     except (NotFoundError, ConflictError):
-        logger.info("%s was deleted by somebody else meanwhile", job.name)
+        logger.info("%s was changed or deleted by somebody else meanwhile", job.name)
+        return False
+    return True
 
 
 def delete_jobs(cluster: Cluster, run: str) -> list[str]:
@@ -112,7 +137,6 @@ def _listed(cluster: Cluster, selector: str) -> Iterator[Found]:
 
 def _found(kind: Resource, job: Mapping[str, Any], phase: Phase) -> Found:
     metadata = job["metadata"]
-    created = datetime.fromisoformat(metadata["creationTimestamp"])
     return Found(
         kind=kind,
         name=metadata["name"],
@@ -120,5 +144,41 @@ def _found(kind: Resource, job: Mapping[str, Any], phase: Phase) -> Found:
         run=metadata["labels"][RUN_LABEL],
         task=metadata["labels"].get(TASK_LABEL, ""),
         phase=phase,
-        age_s=(datetime.now(UTC) - created).total_seconds(),
+        age_s=_since(metadata["creationTimestamp"]),
+        owner=_owner(metadata),
+        version=metadata["resourceVersion"],
     )
+
+
+def _owner(metadata: Mapping[str, Any]) -> Owner | None:
+    references = metadata.get("ownerReferences") or []
+    pods = [Owner(name=owner["name"], uid=owner["uid"]) for owner in references if owner["kind"] == "Pod"]
+    return pods[0] if pods else None
+
+
+def _orphaned(cluster: Cluster, owner: Owner) -> str:
+    """Why a job of this owner is an orphan; empty: it is none."""
+    try:
+        pod = cluster.get(PODS, owner.name)
+    except NotFoundError:
+        return ""
+    phase = pod["status"].get("phase", "")
+    ended_s = min(_since(time) for time in _times(pod))
+    if pod["metadata"]["uid"] != owner.uid or phase not in {"Succeeded", "Failed"} or ended_s < ORPHANED_AFTER_S:
+        return ""
+    return f"the pod of its task, {owner.name}, ended {duration(ended_s)} ago ({phase})"
+
+
+def _times(pod: Mapping[str, Any]) -> Iterator[str]:
+    """When something happened to a pod. Its end is the last of them, where an evicted pod tells of no container's end."""
+    yield pod["metadata"]["creationTimestamp"]
+    status = pod["status"]
+    times = [condition.get("lastTransitionTime") for condition in status.get("conditions") or []]
+    for container in status.get("containerStatuses") or []:
+        times.append(container["state"].get("terminated", {}).get("finishedAt"))
+    yield from (time for time in times if time)
+
+
+def _since(time: str) -> float:
+    """Seconds since an RFC 3339 time."""
+    return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()

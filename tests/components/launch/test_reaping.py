@@ -11,10 +11,11 @@ import pytest
 from components.launch import __main__ as command
 from components.launch import reaping
 from components.launch.backends import BACKENDS
+from components.launch.identity import Owner
 from components.launch.patience import Patience
 from components.launch.refusals import DeniedError
 from components.launch.submitting import Job
-from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, TRAINJOBS
+from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 from trainer.errors import SettingsError
 
@@ -30,12 +31,12 @@ def kubernetes(tmp_path, monkeypatch):
 def make(kubernetes, cluster, pool, identity, spec):
     """Make a job of a run; gives its name."""
 
-    def make(run, *, backend="pytorchjob", task="distill", age_s=0, condition=""):
-        job = Job(cluster, BACKENDS[backend], spec, pool, replace(identity, run=run, task=task))
+    def make(run, *, backend="pytorchjob", task="distill", age_s=0, condition="", owner=None):
+        job = Job(cluster, BACKENDS[backend], spec, pool, replace(identity, run=run, task=task, owner=owner))
         job.submit(Patience(5))
         kind = PYTORCHJOBS if backend == "pytorchjob" else TRAINJOBS
         with kubernetes.store.changing(kind, "kubeflow", job.name) as made:
-            made["metadata"]["creationTimestamp"] = f"{datetime.now(UTC) - timedelta(seconds=age_s):%Y-%m-%dT%H:%M:%SZ}"
+            made["metadata"]["creationTimestamp"] = ago(age_s)
             if condition:
                 made["status"] = {"conditions": [{"type": condition, "status": "True"}]}
         return job.name
@@ -50,6 +51,33 @@ def foreign(kubernetes, make):
     with kubernetes.store.changing(PYTORCHJOBS, "kubeflow", name) as job:
         job["metadata"]["labels"] = {"app": "other"}
     return name
+
+
+def ago(seconds):
+    """A time as objects carry it."""
+    return f"{datetime.now(UTC) - timedelta(seconds=seconds):%Y-%m-%dT%H:%M:%SZ}"
+
+
+@pytest.fixture
+def task_pod(kubernetes):
+    """Add the pod of a task, made three hours ago; gives it as the owner of a job."""
+
+    def task_pod(name="task-1", *, phase="Running", ended_s=0, container=True):
+        pod = kubernetes.add_pod(name)
+        state = {"terminated": {"exitCode": 143, "finishedAt": ago(ended_s)}} if phase != "Running" else {"running": {}}
+        with kubernetes.store.changing(PODS, "kubeflow", name) as changed:
+            changed["metadata"]["creationTimestamp"] = ago(3 * 3600)
+            changed["status"] = {
+                "phase": phase,
+                "conditions": [
+                    {"type": "PodScheduled", "status": "True", "lastTransitionTime": ago(3 * 3600)},
+                    {"type": "Ready", "status": "False", "lastTransitionTime": ago(ended_s)},
+                ],
+                "containerStatuses": [{"name": "main", "state": state}] if container else [],
+            }
+        return Owner(name=name, uid=pod["metadata"]["uid"])
+
+    return task_pod
 
 
 def left(kubernetes):
@@ -129,7 +157,78 @@ def test_a_dry_run_deletes_nothing(kubernetes, make, capsys):
     assert f"would be deleted: pytorchjobs.kubeflow.org {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["--run", ""], ["--all", "--run", "r"]])
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_a_job_whose_tasks_pod_ended_long_ago_is_an_orphan(make, task_pod, left_soon, capsys, phase):
+    name = make("run-1", age_s=7200, condition="Running", owner=task_pod(phase=phase, ended_s=1500))
+    assert command.main(["reap", "--orphaned"]) == 0
+    assert left_soon()
+    why = f"the pod of its task, task-1, ended 25 min ago ({phase})"
+    assert capsys.readouterr().out.splitlines() == [
+        f"deleted: pytorchjobs.kubeflow.org {name} (run run-1, distill, running, made 2 h ago): {why}",
+        "1 of this project's jobs deleted in namespace kubeflow",
+    ]
+
+
+def test_an_orphan_of_either_backend_is_found_and_a_dry_run_leaves_it(kubernetes, make, task_pod, capsys):
+    owner = task_pod(phase="Failed", ended_s=1500)
+    jobs = {make("run-1", owner=owner), make("run-1", backend="trainjob", task="pretrain", owner=owner)}
+    assert command.main(["reap", "--orphaned", "--dry-run"]) == 0
+    assert left(kubernetes) == jobs
+    said = capsys.readouterr().out
+    assert said.count("would be deleted: ") == 2
+    assert said.endswith("2 of this project's jobs would be deleted in namespace kubeflow\n")
+
+
+def test_a_job_that_is_followed_or_may_be_again_is_no_orphan(kubernetes, make, task_pod, foreign, capsys):
+    make("ended-just-now", owner=task_pod("task-1", phase="Failed", ended_s=reaping.ORPHANED_AFTER_S - 60))
+    make("running", owner=task_pod("task-2"))
+    make("from-a-laptop", age_s=7200)
+    make("over", condition="Failed", owner=task_pod("task-3", phase="Failed", ended_s=1500))
+    jobs = left(kubernetes)
+    assert len(jobs) == 5
+    assert command.main(["reap", "--orphaned"]) == 0
+    assert left(kubernetes) == jobs
+    assert capsys.readouterr().out == "0 of this project's jobs deleted in namespace kubeflow\n"
+
+
+def test_an_evicted_pod_has_no_container_and_ended_all_the_same(make, task_pod, left_soon):
+    young = make("run-1", owner=task_pod("task-1", phase="Failed", ended_s=60, container=False))
+    make("run-2", owner=task_pod("task-2", phase="Failed", ended_s=1500, container=False))
+    assert command.main(["reap", "--orphaned"]) == 0
+    assert left_soon(young)
+
+
+def test_a_job_that_was_adopted_belongs_to_the_new_pod(kubernetes, make, task_pod):
+    name = make("run-1", owner=task_pod("task-1", phase="Failed", ended_s=1500))
+    assert make("run-1", owner=task_pod("task-2")) == name
+    assert command.main(["reap", "--orphaned"]) == 0
+    assert left(kubernetes) == {name}
+
+
+def test_a_job_that_is_adopted_after_it_was_found_is_left(kubernetes, cluster, make, task_pod):
+    name = make("run-1", owner=task_pod("task-1", phase="Failed", ended_s=1500))
+    (found,) = reaping.find_orphaned(cluster)
+    make("run-1", owner=task_pod("task-2"))
+    assert not reaping.delete(cluster, found)
+    assert left(kubernetes) == {name}
+
+
+@pytest.mark.parametrize("name", ["task-1", "gone"])
+def test_a_job_whose_owner_is_not_there_is_left_to_the_garbage_collector(cluster, make, task_pod, name):
+    """The uid is that of a pod which is there, or the stand-in's collector would be quicker than the test."""
+    task_pod("task-1", phase="Failed", ended_s=1500)
+    make("run-1", owner=Owner(name=name, uid=task_pod("task-2").uid))
+    assert reaping.find_orphaned(cluster) == []
+
+
+def test_without_the_right_to_pods_orphans_can_not_be_told(kubernetes, make, task_pod, capsys):
+    make("run-1", owner=task_pod(phase="Failed", ended_s=1500))
+    kubernetes.faults.deny("get", "pods")
+    assert command.main(["reap", "--orphaned"]) == 2
+    assert capsys.readouterr().err.startswith("error: no right to get pods task-1 in namespace kubeflow")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--run", ""], ["--all", "--run", "r"], ["--orphaned", "--all"]])
 def test_the_command_wants_one_scope(arguments, capsys):
     with pytest.raises(SystemExit):
         command.main(["reap", *arguments])

@@ -130,7 +130,7 @@ class Api:
             name,
             propagation=request.query.get("propagationPolicy") or options.get("propagationPolicy") or "Background",
             grace_s=None if grace is None else int(grace),
-            uid=(options.get("preconditions") or {}).get("uid"),
+            preconditions=options.get("preconditions"),
         )
         details = {"name": name, "group": resource.group, "kind": resource.plural, "uid": uid}
         gone = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}

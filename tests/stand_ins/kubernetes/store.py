@@ -147,7 +147,7 @@ class Store:
         *,
         propagation: str = "Background",
         grace_s: int | None = None,
-        uid: str | None = None,
+        preconditions: Mapping[str, str] | None = None,
     ) -> Object | None:
         """Begin or complete the deletion of an object.
 
@@ -157,15 +157,15 @@ class Store:
             The object if it is still there, being deleted.
 
         Raises:
-            ApiError: 404, or 409 if the object has another `uid`.
+            ApiError: 404, or 409 if the object has another `uid` or `resourceVersion` than the preconditions name.
         """
         with self._changed:
             target = self.get(resource, namespace, name)
-            if uid and uid != target["metadata"]["uid"]:
-                cause = (
-                    f"Precondition failed: UID in precondition: {uid}, UID in object meta: {target['metadata']['uid']}"
-                )
-                raise statuses.conflict(resource, name, cause)
+            for field, called in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
+                wanted, has = (preconditions or {}).get(field), target["metadata"][field]
+                if wanted and wanted != has:
+                    cause = f"Precondition failed: {called} in precondition: {wanted}, {called} in object meta: {has}"
+                    raise statuses.conflict(resource, name, cause)
             if propagation == "Orphan":
                 self._orphan(target["metadata"]["uid"])
             grace_s = _grace_s(resource, target, grace_s)
