@@ -3,8 +3,10 @@
 import pytest
 
 from components.launch import pools
-from tests.manifests.jobs import job, templates
+from tests.manifests import jobs
+from tests.manifests.jobs import job
 from tests.manifests.pod_security import violations
+from tests.manifests.workloads import template, workloads
 
 
 def selects(selector, labels):
@@ -23,12 +25,8 @@ def policies(render):
 @pytest.fixture(scope="module")
 def pods(render):
     """Name -> labels of every kind of pod that the policies are about, and KFP's object store, as its manifests label it."""
-    own = {
-        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]
-        for one in render("overlays/kind")
-        if one["kind"] in {"Deployment", "StatefulSet"}
-    }
-    return {"job": templates(job("cpu"))[0]["metadata"]["labels"], "seaweedfs": {"app": "seaweedfs"}, **own}
+    own = {one["metadata"]["name"]: template(one)["metadata"]["labels"] for one in workloads(render("overlays/kind"))}
+    return {"job": jobs.templates(job("cpu"))[0]["metadata"]["labels"], "seaweedfs": {"app": "seaweedfs"}, **own}
 
 
 def test_each_policy_is_about_its_pods(policies, pods):
@@ -74,5 +72,5 @@ def test_where_a_training_may_go(policies, pods):
 
 @pytest.mark.parametrize("name", list(pools.load()))
 def test_jobs_meet_pod_security(name):
-    for template in templates(job(name)):
-        assert violations(template["spec"]) == []
+    for pod in jobs.templates(job(name)):
+        assert violations(pod["spec"]) == []

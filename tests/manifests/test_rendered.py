@@ -12,26 +12,18 @@ import yaml
 from components.launch import pools
 from pipelines import pods
 from tests.manifests.pod_security import violations
+from tests.manifests.workloads import SERVERS, containers, servers, template, workloads
 
 OVERLAYS = ("overlays/kind", "overlays/eks")
 OWN = (*OVERLAYS, "base", "mlflow", "operator", "components/kueue", "components/network-policy")
 MANIFESTS = Path(__file__).parents[2] / "manifests"
-WORKLOADS = {"Deployment", "StatefulSet"}
+REAPER = "vit-distillation-reaper"
 SECRETS = {
     "mlflow-database": {"password"},
     pods.STORE_SECRET: set(pods.STORE_KEYS),
     pods.TRACKING_SECRET: set(pods.TRACKING_KEYS),
 }
 """Secrets that are made by whoever installs it; manifests/README.md says how."""
-
-
-def workloads(objects):
-    return [one for one in objects if one["kind"] in WORKLOADS]
-
-
-def containers(workload):
-    pod = workload["spec"]["template"]["spec"]
-    return [*pod.get("initContainers", []), *pod["containers"]]
 
 
 def named(objects, kind):
@@ -57,18 +49,24 @@ def test_objects_are_valid(render, versions, folder):
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
-def test_pods_are_restricted_limited_and_probed(render, folder):
-    found = workloads(render(folder))
-    assert {one["metadata"]["name"] for one in found} == {"mlflow", "mlflow-database"}
-    for one in found:
-        pod = one["spec"]["template"]["spec"]
+def test_pods_are_restricted_and_limited(render, folder):
+    found = {one["metadata"]["name"]: one for one in workloads(render(folder))}
+    assert set(found) == {"mlflow", "mlflow-database", REAPER}
+    for name, one in found.items():
+        pod = template(one)["spec"]
         assert violations(pod) == []
-        assert pod["automountServiceAccountToken"] is False
+        assert pod["automountServiceAccountToken"] is (name == REAPER)
         for container in containers(one):
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
-            assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
             for part in ("requests", "limits"):
                 assert {"cpu", "memory"} <= set(container["resources"][part])
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_servers_are_probed(render, folder):
+    for one in servers(render(folder)):
+        for container in containers(one):
+            assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
 
 
 def assert_pinned(image):
@@ -87,7 +85,7 @@ def test_an_image_that_is_not_pinned_is_found(image):
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_images_are_pinned(render, folder):
     images = [container["image"] for one in workloads(render(folder)) for container in containers(one)]
-    assert len(images) == 2
+    assert len(images) == 3
     for image in images:
         assert_pinned(image)
 
@@ -123,10 +121,10 @@ def test_everything_that_is_named_is_there(render, folder):
     objects = render(folder)
     maps, accounts = named(objects, "ConfigMap"), named(objects, "ServiceAccount")
     for one in workloads(objects):
-        pod = one["spec"]["template"]["spec"]
+        pod = template(one)["spec"]
         assert pod.get("serviceAccountName", "default") in {"default", *accounts}
         read = list(references(pod))
-        assert read
+        assert bool(read) == (one["kind"] in SERVERS)
         for kind, name, key in read:
             keys = SECRETS[name] if kind == "Secret" else set(maps[name]["data"])
             assert not key or key in keys, f"{kind} {name} has no key {key}"
@@ -138,9 +136,7 @@ def test_services_find_their_pods(render, folder):
     services = named(objects, "Service")
     for service in services.values():
         selector = service["spec"]["selector"].items()
-        (found,) = [
-            one for one in workloads(objects) if selector <= one["spec"]["template"]["metadata"]["labels"].items()
-        ]
+        (found,) = [one for one in workloads(objects) if selector <= template(one)["metadata"]["labels"].items()]
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports(found)
     for one in named(objects, "StatefulSet").values():
         assert one["spec"]["serviceName"] in services
@@ -148,7 +144,7 @@ def test_services_find_their_pods(render, folder):
 
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_probes_knock_at_open_ports(render, folder):
-    for one in workloads(render(folder)):
+    for one in servers(render(folder)):
         for container in containers(one):
             probes = [probe for name, probe in container.items() if name.endswith("Probe")]
             asked = [probe[way]["port"] for probe in probes for way in ("httpGet", "tcpSocket") if way in probe]
@@ -188,7 +184,7 @@ def test_there_are_no_secrets(render, folder):
 def plain_values(one) -> Iterator[tuple[str, str]]:
     if one["kind"] == "ConfigMap":
         yield from one["data"].items()
-    elif one["kind"] in WORKLOADS:
+    elif workloads([one]):
         for container in containers(one):
             yield from (
                 (variable["name"], variable["value"]) for variable in container.get("env", []) if "value" in variable
@@ -230,6 +226,7 @@ def test_the_pools_are_the_bundled_ones(render, folder):
 def test_jobs_and_kfp_use_one_bucket_of_one_store(render):
     maps = {one["metadata"]["name"]: one["data"] for one in render("overlays/eks") if one["kind"] == "ConfigMap"}
     launcher, ours = maps["kfp-launcher"], maps["vit-distillation"]
+    (mlflow,) = (data for name, data in maps.items() if re.fullmatch(r"mlflow-\w+", name))
     provider = yaml.safe_load(launcher["providers"])["s3"]["default"]
     assert f"https://{provider['endpoint']}" == ours["AWS_ENDPOINT_URL_S3"]
     assert provider["region"] == ours["AWS_DEFAULT_REGION"]
@@ -237,6 +234,6 @@ def test_jobs_and_kfp_use_one_bucket_of_one_store(render):
         launcher["defaultPipelineRoot"],
         ours["TRAINER_ARTIFACTS"],
         ours["TRAINER_CHECKPOINTS"],
-        maps["mlflow"]["ARTIFACTS"],
+        mlflow["ARTIFACTS"],
     ]
     assert len({root.split("/")[2] for root in roots}) == 1

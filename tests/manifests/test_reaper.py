@@ -1,0 +1,73 @@
+"""The CronJob that ends jobs which nobody follows: what it runs, as whom, when, and what it may and may not do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from components.image import IMAGE
+from components.launch import __main__ as command
+from components.launch import reaping
+from pipelines.compile import COMPILED
+from tests.manifests.jobs import job
+from tests.manifests.workloads import template
+from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS
+from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
+
+
+@pytest.fixture
+def reaper(render):
+    (found,) = [one for one in render("base") if one["kind"] == "CronJob"]
+    return found["spec"]
+
+
+@pytest.fixture
+def container(reaper):
+    (found,) = reaper["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def test_it_runs_the_command_on_the_image_of_the_tasks(container):
+    assert container["command"][:3] == ["python", "-m", "components.launch"]
+    assert container["image"] == IMAGE
+
+
+def test_on_eks_its_image_comes_from_a_registry(render):
+    (found,) = [one for one in render("overlays/eks") if one["kind"] == "CronJob"]
+    (container,) = template(found)["spec"]["containers"]
+    assert container["image"] == f"registry/{IMAGE}"
+
+
+def test_it_comes_often_never_twice_and_never_stays(reaper):
+    minutes = int(re.fullmatch(r"\*/(\d+) \* \* \* \*", reaper["schedule"])[1])
+    assert reaping.ORPHANED_AFTER_S + 60 * minutes == 20 * 60  # as documentation and messages say
+    assert reaper["concurrencyPolicy"] == "Forbid"
+    assert reaper["startingDeadlineSeconds"] < 60 * minutes
+    assert reaper["jobTemplate"]["spec"]["activeDeadlineSeconds"] < 60 * minutes
+    assert reaper["successfulJobsHistoryLimit"] + reaper["failedJobsHistoryLimit"] <= 2
+
+
+def test_a_task_that_is_tried_again_is_there_before_it():
+    """The longest pause of KFP's retries, and as long again for the new pod to start."""
+    pauses = {int(seconds) for seconds in re.findall(r"backoffMaxDuration: (\d+)s", COMPILED.read_text())}
+    assert 2 * max(pauses) <= reaping.ORPHANED_AFTER_S
+
+
+def test_the_role_is_enough_for_it(render, container, tmp_path, monkeypatch, capsys):
+    (role,) = [one for one in render("base") if one["kind"] == "Role"]
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with KubernetesStandIn(tmp_path, operator=False, kubelet=False) as kubernetes:
+        monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig))
+        pod = kubernetes.add_pod("task")
+        with kubernetes.store.changing(PODS, "kubeflow", "task") as ended:
+            ended["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+            ended["status"] = {"phase": "Failed", "reason": "Evicted"}
+        orphan = job("cpu")
+        owner = {"apiVersion": "v1", "kind": "Pod", "name": "task", "uid": pod["metadata"]["uid"]}
+        orphan["metadata"]["ownerReferences"] = [owner]
+        kubernetes.add(PYTORCHJOBS, orphan)
+        kubernetes.faults.allow_only(role["rules"])
+        assert command.main(container["command"][3:]) == 0
+        kubernetes.wait_for(lambda: kubernetes.list(PYTORCHJOBS) == [])
+    assert "1 of this project's jobs deleted" in capsys.readouterr().out
