@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -190,20 +191,33 @@ def _wait_for_first_node(config: LaunchConfig, spec: JobSpec, rank: int) -> None
     Raises:
         CrashError: it does not within the time that torch would wait.
     """
-    host, _, port = config.rdzv_endpoint.rpartition(":")
     limit_s = float(config.rdzv_configs["timeout"])
     deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            socket.create_connection((host, int(port)), timeout=5).close()
-            return
-        except OSError as error:  # not there yet, or its name is not known yet
-            if time.monotonic() >= deadline:
-                raise CrashError(
-                    f"{spec.stage}: node {rank} of {spec.nodes}: node 0 did not answer at {config.rdzv_endpoint} within {limit_s:.0f} s "
-                    f"({error}); look whether it runs, and into its log"
-                ) from error
+    while hindrance := _hindrance(config.rdzv_endpoint, rank):
+        if time.monotonic() >= deadline:
+            raise CrashError(
+                f"{spec.stage}: node {rank} of {spec.nodes}: node 0 did not answer at {config.rdzv_endpoint} within {limit_s:.0f} s "
+                f"({hindrance}); look whether it runs, and into its log"
+            )
         time.sleep(0.5)
+
+
+def _hindrance(endpoint: str, rank: int) -> str:
+    """What keeps this node from joining the first one; empty if nothing does, and then the first one has noted that it came.
+
+    Where a node's container was started again, the first node may not have noticed yet and still serve the group that is lost. Who
+    joined that one would wait for processes that never come, while the first node, started again too, waits for this one.
+    """
+    from torch.distributed import DistError, TCPStore
+
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+        store = TCPStore(host, int(port), timeout=timedelta(seconds=5), wait_for_workers=False)
+        came = store.add(f"trainer/node-{rank}", 1)
+    except (OSError, DistError) as error:  # not there yet, or its name is not known yet
+        return str(error)
+    return "it still goes on from before this node was started again" if came > 1 else ""
 
 
 def _run_agent(config: LaunchConfig, spec: JobSpec, *, node: str = "") -> None:

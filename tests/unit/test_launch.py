@@ -6,9 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from trainer import cli, config, launch, stages
 from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, INTERRUPTED_EXIT_CODE, CrashError, LaunchError
@@ -160,6 +163,23 @@ def test_a_first_node_that_never_comes_is_not_waited_for_without_end(node):
         node(PET_NNODES=2, PET_NODE_RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PET_RDZV_CONF="timeout=1")
         with pytest.raises(CrashError, match=f"node 1 of 2: node 0 did not answer at 127.0.0.1:{port} within 1 s"):
             launch.join_node(spec())
+
+
+def test_a_node_that_was_started_again_waits_until_the_first_node_was_too(monkeypatch):
+    """The first node serves a lost group until it notices; who joined that would never meet those that start anew."""
+    port = free_port()
+    start = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=5)}
+    config = SimpleNamespace(rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs={"timeout": 1})
+    lost = TCPStore("127.0.0.1", port, **start)
+    launch._wait_for_first_node(config, spec(nodes=3), 1)
+    launch._wait_for_first_node(config, spec(nodes=3), 2)
+    with pytest.raises(CrashError, match=f"at 127.0.0.1:{port} within 1 s .it still goes on from before this node"):
+        launch._wait_for_first_node(config, spec(nodes=3), 1)
+    del lost
+    anew = []
+    monkeypatch.setattr(time, "sleep", lambda _s: anew.append(TCPStore("127.0.0.1", port, **start)))
+    launch._wait_for_first_node(config, spec(nodes=3), 1)
+    assert len(anew) == 1
 
 
 def test_last_words_have_the_length_that_kubernetes_keeps(node):
