@@ -1,6 +1,7 @@
 """The pipeline on a cluster: Kubeflow Pipelines, the training operator, an object store and MLflow, all real."""
 
 import json
+import secrets
 import subprocess
 import sys
 import urllib.request
@@ -49,6 +50,14 @@ def test_a_cancelled_run_leaves_no_job(run_pipeline):
     eventually(
         lambda: not objects("pods", f"vit-distillation/run={run.id}"), seconds=180, what="all training pods are gone"
     )
+
+
+def test_the_reaper_has_its_image_and_its_rights():
+    name = f"reaper-{secrets.token_hex(4)}"
+    kubectl("create", "job", name, "--from=cronjob/vit-distillation-reaper")
+    kubectl("wait", f"job/{name}", "--for=condition=Complete", "--timeout=180s")
+    assert " of this project's jobs deleted in namespace" in kubectl("logs", f"job/{name}")
+    kubectl("delete", "job", name)
 
 
 @pytest.fixture

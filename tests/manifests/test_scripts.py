@@ -219,6 +219,9 @@ def test_load_wants_cluster_and_image(complete, versions):
     assert complete.called("kind load") == [
         "kind load docker-image image:1 --name vit-distillation --nodes played-worker"
     ]
+    assert complete.called()[-1].endswith(
+        "--namespace kubeflow set image cronjob/vit-distillation-reaper reaper=image:1"
+    )
     complete.play("docker", '"image inspect"*) exit 1;;')
     assert (
         "error: the image image:1 is not on this machine; run 'make image'"
