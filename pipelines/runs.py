@@ -1,7 +1,7 @@
 """Runs on Kubeflow Pipelines: start one, follow it to its end, stop it.
 
   python -m pipelines.runs follow RUN_ID        its tasks' states as they change; the exit code tells how it ended
-  python -m pipelines.runs stop RUN_ID          end it; its training jobs are deleted by its exit task
+  python -m pipelines.runs stop RUN_ID          end it, and with it its training jobs
 
 RUN_ID stands in the link to the run.
 """
@@ -207,7 +207,7 @@ def stop(api: Api, run_id: str) -> None:
         DeployError: there is no such run, or the API refuses.
     """
     api.runs.run_service_terminate_run(run_id)
-    print(f"run {run_id} was asked to end; its exit task deletes its jobs")
+    print(f"run {run_id} was asked to end; its exit task deletes its jobs, or the reaper does within about 20 minutes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
