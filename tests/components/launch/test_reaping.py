@@ -181,7 +181,7 @@ def test_an_orphan_of_either_backend_is_found_and_a_dry_run_leaves_it(kubernetes
 
 def test_a_job_that_is_followed_or_may_be_again_is_no_orphan(kubernetes, make, task_pod, foreign, capsys):
     make("ended-just-now", owner=task_pod("task-1", phase="Failed", ended_s=reaping.ORPHANED_AFTER_S - 60))
-    make("running", owner=task_pod("task-2"))
+    make("running", owner=task_pod("task-2", ended_s=7200))  # nothing has happened to it since
     make("from-a-laptop", age_s=7200)
     make("over", condition="Failed", owner=task_pod("task-3", phase="Failed", ended_s=1500))
     jobs = left(kubernetes)
