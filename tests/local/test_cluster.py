@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from kfp import dsl
@@ -11,7 +12,7 @@ from kfp import dsl
 from components import task
 from components.launching import Place
 from tests.pipelines.local_runs import SMALL, happened, start
-from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, SECRETS
+from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
 from tests.stand_ins.object_store import ObjectStore
 from trainer import artifacts
@@ -24,6 +25,11 @@ processes_per_node = 1
 resources = { cpu = 1, memory = "2Gi" }
 secrets.AWS_ACCESS_KEY_ID = { name = "vit-distillation-store", key = "AWS_ACCESS_KEY_ID" }
 secrets.AWS_SECRET_ACCESS_KEY = { name = "vit-distillation-store", key = "AWS_SECRET_ACCESS_KEY" }
+
+[pools.interrupted]
+based_on = "small"
+retries = 1
+silent_minutes = 2
 """
 """One core, and so one thread, for each process: what two of them get on the machines of the CI too."""
 TWO_MACHINES = Place(pool="small", nodes=2)
@@ -61,22 +67,27 @@ def environment(cluster, store, tmp_path):
     }
 
 
+def train_on_cluster(job, place, run, environment, store, monkeypatch):
+    """A distillation as the task of a run, with the URIs that KFP gives to it; gives their root and its outputs."""
+    for name, value in {**environment, "TRAINER_RUN": run, "MLFLOW_TRACKING_URI": ""}.items():
+        monkeypatch.setenv(name, value)
+    root = f"minio://{store.bucket}/v2/artifacts/{run}"
+    for name, kind in STAGES["distill"].inputs.items():
+        artifacts.copy(job.inputs[name], f"{root}/{name}", kind)
+    inputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].inputs}
+    outputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].outputs}
+    record = dsl.Artifact(uri=f"{root}/job")
+    task.train("distill", json.dumps(job.settings), inputs=inputs, outputs=outputs, place=place, job=record)
+    return root, outputs
+
+
 @pytest.mark.slow
 def test_a_task_on_a_cluster_trains_on_two_machines_what_one_machine_trains(
     distillation, cluster, environment, store, monkeypatch
 ):
-    """With the URIs that KFP gives to a task: the job writes to them, and the task's own disk stays empty."""
+    """The job writes to the URIs that KFP gave, and the task's own disk stays empty."""
     here = distillation("here").run(processes=2)
-    for name, value in {**environment, "TRAINER_RUN": "run-1", "MLFLOW_TRACKING_URI": ""}.items():
-        monkeypatch.setenv(name, value)
-    root = f"minio://{store.bucket}/v2/artifacts/run-1"
-    for name, kind in STAGES["distill"].inputs.items():
-        artifacts.copy(here.inputs[name], f"{root}/{name}", kind)
-    inputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].inputs}
-    outputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].outputs}
-    job = dsl.Artifact(uri=f"{root}/job")
-    task.train("distill", json.dumps(here.settings), inputs=inputs, outputs=outputs, place=TWO_MACHINES, job=job)
-
+    root, outputs = train_on_cluster(here, TWO_MACHINES, "run-1", environment, store, monkeypatch)
     student = artifacts.read(f"{root}/student", "model")
     assert student.files == artifacts.read(here.outputs["student"], "model").files
     assert outputs["student"].metadata == {"kind": "model", "fingerprint": student.fingerprint}
@@ -86,6 +97,37 @@ def test_a_task_on_a_cluster_trains_on_two_machines_what_one_machine_trains(
     }
     (sent,) = cluster.list(PYTORCHJOBS)
     assert "stand-in-secret" not in json.dumps(sent)
+
+
+@pytest.mark.slow
+def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_student(
+    distillation, cluster, environment, store, monkeypatch, capsys
+):
+    """The machine that is lost comes back before the first one has noticed."""
+    here = distillation("here", checkpoint_every=3).run(processes=2)
+    store.delay(60, times=1, method="PUT", path="run-2/checkpoints/.*step-00000006/manifest")
+
+    def came_back(pod):
+        (status,) = cluster.get(PODS, pod)["status"]["containerStatuses"]
+        return status["restartCount"] and "running" in status["state"] and "meeting" in "".join(cluster.log(pod))
+
+    def lose_a_machine():
+        cluster.wait_for(lambda: store.held == 1, timeout_s=120)
+        (worker,) = (pod["metadata"]["name"] for pod in cluster.list(PODS, "*-worker-0"))
+        cluster.oom_kill(worker)
+        cluster.wait_for(lambda: came_back(worker), timeout_s=60)
+        store.clear()
+
+    with ThreadPoolExecutor(1) as thread:
+        lost = thread.submit(lose_a_machine)
+        place = Place(pool="interrupted", nodes=2)
+        root, _ = train_on_cluster(here, place, "run-2", environment, store, monkeypatch)
+        lost.result()
+    told = capsys.readouterr().out
+    assert "worker-0 ended with exit code 137 (OOMKilled)" in told
+    assert "distill  going on after step " in told
+    assert artifacts.read(f"{root}/student", "model").files == artifacts.read(here.outputs["student"], "model").files
+    assert store.keys("v2/artifacts/run-2/checkpoints") == []
 
 
 @pytest.mark.slow
