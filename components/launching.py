@@ -150,7 +150,7 @@ def _input_uri(artifact: dsl.Artifact, kind: artifacts.Kind) -> str:
     """Where a job reads an input; one that lies on this machine is copied there first, once for each content."""
     if storage.is_remote(artifact.uri):
         return str(artifact.uri)
-    uri = storage.join(_exchange(artifact), "inputs", artifacts.manifest(artifact.path, kind).fingerprint)
+    uri = storage.join(exchange_folder(), "inputs", artifacts.manifest(artifact.path, kind).fingerprint)
     artifacts.copy(artifact.path, uri, kind)
     return uri
 
@@ -158,10 +158,10 @@ def _input_uri(artifact: dsl.Artifact, kind: artifacts.Kind) -> str:
 def _output_uri(artifact: dsl.Artifact, run: str, stage: str, name: str) -> str:
     if storage.is_remote(artifact.uri):
         return str(artifact.uri)
-    return storage.join(_exchange(artifact), "runs", run, stage, name)
+    return storage.join(exchange_folder(), "runs", run, stage, name)
 
 
-def _exchange(artifact: dsl.Artifact) -> str:
+def exchange_folder() -> str:
     """The folder of `TRAINER_ARTIFACTS`.
 
     Raises:
@@ -170,7 +170,7 @@ def _exchange(artifact: dsl.Artifact) -> str:
     folder = os.environ.get(ARTIFACTS, "")
     if not storage.is_remote(folder):
         raise LaunchError(
-            f"{ARTIFACTS}={folder!r}: a cluster's job can not read {artifact.uri} on this machine; set it to a folder of an object "
+            f"{ARTIFACTS}={folder!r}: a cluster's job can not read what lies on this machine; set it to a folder of an object "
             "store that both reach, such as s3://bucket/vit-distillation"
         )
     return folder

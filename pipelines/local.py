@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import components
 import trainer
-from components import sections, task
+from components import launching, sections, task
 from components.image import tagged
 from components.launching import Place
 from pipelines import compile as compilation
@@ -129,6 +129,8 @@ def run(request: Request) -> dict[str, Any]:
     """
     settings = sections.resolve(**request.parameters)
     request.place.check()
+    if request.place.pool:
+        storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
     directory = runs.new_directory(request.parameters["recipe"], request.output)
     (directory / runs.SUMMARY).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, request))

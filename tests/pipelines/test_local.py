@@ -36,6 +36,7 @@ def assert_one_message(ended, pattern):
         (["--nodes", "0"], r"nodes must be >= 1, got 0"),
         (["--nodes", "2"], r"nodes = 2, but this machine is one; name a node pool with pool"),
         (["--pool", "gpu-a10"], r".*gpu-a10.*did you mean gpu-a10g.*"),
+        (["--pool", "cpu"], r"TRAINER_ARTIFACTS='': a cluster's job can not read what lies on this machine; .*"),
         (["--output", "file/below"], r"can not write to .*file.*"),
     ],
 )
@@ -45,6 +46,14 @@ def test_wrong_input_ends_in_one_message_before_anything_starts(tmp_path, argume
     assert_one_message(ended, pattern)
     assert ended.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_store_that_is_not_there_is_told_before_anything_starts(tmp_path):
+    store = {"TRAINER_ARTIFACTS": "s3://bucket/x", "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
+    keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
+    ended = start(tmp_path, "--pool", "cpu", **store, **keys)
+    assert_one_message(ended, r"s3://bucket/x: gave up after 1 attempts .* See to the store at http://127.0.0.1:9 .*")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_debug_adds_the_traceback(tmp_path):
