@@ -29,8 +29,8 @@ from components import task
 from trainer import artifacts
 from trainer.errors import ArtifactError
 
-GRACE_S = 5.0
-"""How long the processes of a task have to end when the run is interrupted."""
+GRACE_S = 30.0
+"""How long the processes of a task have to end when the run is interrupted, as on a cluster: it may have a job to delete there."""
 
 
 class TaskError(Exception):
