@@ -208,7 +208,7 @@ def _hindrance(endpoint: str, rank: int) -> str:
     Where a node's container was started again, the first node may not have noticed yet and still serve the group that is lost. Who
     joined that one would wait for processes that never come, while the first node, started again too, waits for this one.
     """
-    from torch.distributed import DistError, TCPStore
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # public, torch documents it
 
     host, _, port = endpoint.rpartition(":")
     try:
