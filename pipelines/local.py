@@ -148,8 +148,7 @@ def _environment(settings: config.Settings, directory: Path, request: Request) -
     """What the tasks read from the environment, for as parameters they would spoil the cache."""
     packages = [str(Path(trainer.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = runs.environment(settings, directory)
-    if not request.place.pool:  # a job's checkpoints lie in its own store
-        environment[config.CHECKPOINTS_VARIABLE] = str(CHECKPOINTS.resolve())
+    environment[config.CHECKPOINTS_VARIABLE] = _checkpoints(request.place)
     return {
         **environment,
         "PYTHONPATH": os.pathsep.join(packages),
@@ -157,6 +156,14 @@ def _environment(settings: config.Settings, directory: Path, request: Request) -
         "PYTHONUNBUFFERED": "1",
         task.DEBUG: "1" if request.debug else "",
     }
+
+
+def _checkpoints(place: Place) -> str:
+    """Where the next run finds them too: a job's lie in a store, in the folder that is named or beside what it exchanges."""
+    if not place.pool:
+        return str(CHECKPOINTS.resolve())
+    named = os.environ.get(config.CHECKPOINTS_VARIABLE, "")
+    return named if storage.is_remote(named) else storage.join(launching.exchange_folder(), "checkpoints")
 
 
 def _run_pipeline(request: Request, directory: Path) -> dict[str, Any]:

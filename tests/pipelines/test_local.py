@@ -12,9 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from components.launching import Place
 from pipelines import local
 from pipelines.compile import compiled_text
 from tests.pipelines.local_runs import SMALL, command, environment, happened, start
+from trainer import config
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
 from trainer.stages import STAGES
 
@@ -54,6 +56,24 @@ def test_a_store_that_is_not_there_is_told_before_anything_starts(tmp_path):
     ended = start(tmp_path, "--pool", "cpu", **store, **keys)
     assert_one_message(ended, r"s3://bucket/x: gave up after 1 attempts .* See to the store at http://127.0.0.1:9 .*")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("pool", "named", "expected"),
+    [
+        ("", "s3://other/checkpoints", str(local.CHECKPOINTS.resolve())),
+        ("cpu", "", "s3://bucket/x/checkpoints"),
+        ("cpu", "/runs/.checkpoints", "s3://bucket/x/checkpoints"),
+        ("cpu", "s3://other/checkpoints", "s3://other/checkpoints"),
+    ],
+)
+def test_the_checkpoints_of_an_interrupted_run_lie_where_the_next_run_looks(monkeypatch, pool, named, expected):
+    monkeypatch.setenv("TRAINER_ARTIFACTS", "s3://bucket/x")
+    monkeypatch.setenv("TRAINER_CHECKPOINTS", named)
+    place = Place(pool=pool)
+    request = local.Request(parameters={}, place=place, output=None, fresh=False, debug=False)
+    for directory in (Path("runs/1"), Path("runs/2")):
+        assert local._environment(config.resolve("digits"), directory, request)["TRAINER_CHECKPOINTS"] == expected
 
 
 def test_debug_adds_the_traceback(tmp_path):
