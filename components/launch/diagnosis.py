@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from components.launch.progress import Progress
 from components.launch.replicas import Replica, Termination
+from trainer.errors import EXIT_CODE
 
 SHOWN_LINES = 5
 _PLAIN_ENDS = {"", "Completed", "Error"}
@@ -33,6 +34,12 @@ _ADVICE_BY_EXIT_CODE: Mapping[int, str] = {
 }
 
 
+def fails_again(progress: Progress) -> bool:
+    """Whether the same job would fail again: the trainer itself ended it with a message, such as for a wrong setting."""
+    culprit = _culprit(progress)
+    return culprit is not None and culprit.exit_code == EXIT_CODE
+
+
 def explain_failure(job: str, look: str, progress: Progress) -> str:
     """The message for a failed job.
 
@@ -43,9 +50,7 @@ def explain_failure(job: str, look: str, progress: Progress) -> str:
     """
     state = progress.state
     failed = f"job {job} failed ({state.reason})" if state.reason else f"job {job} failed"
-    ended = [one for one in progress.replicas.values() if one.ended]
-    # One that was seen running again, and then no more, failed in the end if nothing else did.
-    culprit = _first([one for one in ended if not one.running], progress) or _first(ended, progress)
+    culprit = _culprit(progress)
     if culprit is None:
         said = state.message.rstrip(".") or "no replica told why"
         trouble = f"; last trouble: {progress.trouble}" if progress.trouble else ""
@@ -53,6 +58,12 @@ def explain_failure(job: str, look: str, progress: Progress) -> str:
     said = f": {culprit.message}" if culprit.message else ""
     lines = "" if culprit.message else _last_lines(culprit.replica, progress.tails.get(culprit.replica, ()))
     return f"{failed}: {culprit.replica} {culprit}{said}{_advice(culprit)}{lines}"
+
+
+def _culprit(progress: Progress) -> Termination | None:
+    ended = [one for one in progress.replicas.values() if one.ended]
+    # One that was seen running again, and then no more, failed in the end if nothing else did.
+    return _first([one for one in ended if not one.running], progress) or _first(ended, progress)
 
 
 def _first(replicas: Iterable[Replica], progress: Progress) -> Termination | None:

@@ -17,6 +17,8 @@ TASK_LABEL = "vit-distillation/task"
 STAGE_LABEL = "vit-distillation/stage"
 ATTEMPT_LABEL = "vit-distillation/attempt"
 HASH_ANNOTATION = "vit-distillation/spec-hash"
+FAILURE_ANNOTATION = "vit-distillation/failure"
+"""Of a failed job: the message, where the same job would fail with it again."""
 
 NAMESPACE_VARIABLE = "TRAINER_NAMESPACE"
 DEFAULT_NAMESPACE = "kubeflow"

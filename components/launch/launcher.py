@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from components.launch.backends import BACKENDS
 from components.launch.cluster import Cluster
-from components.launch.diagnosis import explain_failure
+from components.launch.diagnosis import explain_failure, fails_again
 from components.launch.following import Follower
 from components.launch.identity import Identity
 from components.launch.patience import Patience, duration
@@ -141,12 +141,23 @@ def _conclude(ending: Ending, job: Job, progress: Progress) -> None:
         LaunchError: it has not; with the cause.
     """
     if ending.kind == "failed":
-        raise LaunchError(explain_failure(job.name, job.kubectl("describe"), progress))
+        message = explain_failure(job.name, job.kubectl("describe"), progress)
+        if fails_again(progress):
+            _note_failure(job, message)
+        raise LaunchError(message)
     if ending.kind == "deleted":
         raise LaunchError(
             f"job {job.name} was deleted by somebody else while it was {progress.state.phase}{_with_its_kind(job)}; "
             "run again, which goes on from the last checkpoint"
         )
+
+
+def _note_failure(job: Job, message: str) -> None:
+    """So that KFP's next attempt of the task does not pay for the same failure."""
+    try:
+        Patience(DELETE_LIMIT_S)(lambda: job.note_failure(message))
+    except ClusterError as error:
+        logger.warning("job %s: that it would fail again is not noted: %s", job.name, error)
 
 
 def _with_its_kind(job: Job) -> str:

@@ -10,7 +10,15 @@ from typing import Any
 
 from components.launch.backends import Backend
 from components.launch.cluster import Cluster
-from components.launch.identity import ATTEMPT_LABEL, HASH_ANNOTATION, RUN_LABEL, TASK_LABEL, Identity, differences
+from components.launch.identity import (
+    ATTEMPT_LABEL,
+    FAILURE_ANNOTATION,
+    HASH_ANNOTATION,
+    RUN_LABEL,
+    TASK_LABEL,
+    Identity,
+    differences,
+)
 from components.launch.patience import Patience
 from components.launch.pools import Pool
 from components.launch.refusals import AwayError, ClusterError, ConflictError, NotFoundError
@@ -77,7 +85,8 @@ class Job:
         """Make the job, or take the one of this run and task that goes on already; gives whether it was made.
 
         Raises:
-            LaunchError: such a job goes on with another specification; or the API server refuses.
+            LaunchError: such a job goes on with another specification; or the same one failed, and would again; or the API server
+                refuses.
         """
         labels = selector(self._identity)
         earlier = patience(lambda: self._cluster.list(self.kind, labels=labels)).items
@@ -85,6 +94,7 @@ class Job:
             if not self._is_over(job):
                 self._adopt(job, patience)
                 return False
+            self._refuse_to_repeat(job)
         self._number(1 + max((_attempt(job) for job in earlier), default=0))
         self._sent = True
         try:
@@ -96,6 +106,27 @@ class Job:
             self._sent = isinstance(error, AwayError)
             raise
         return True
+
+    def note_failure(self, message: str) -> None:
+        """Record on the job that it would fail again.
+
+        Raises:
+            ClusterError: the API server does not answer or refuses.
+        """
+        self._cluster.patch(self.kind, self.name, {"metadata": {"annotations": {FAILURE_ANNOTATION: message}}})
+
+    def _refuse_to_repeat(self, job: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            LaunchError: this very job failed with a message of the trainer's own.
+        """
+        message = job["metadata"].get("annotations", {}).get(FAILURE_ANNOTATION)
+        if message and _hash(job) == _hash(self.manifest):
+            name = job["metadata"]["name"]
+            raise LaunchError(
+                f"not tried again, for it would fail again: {message}. Mend that and start a new run; or, if it is mended outside of "
+                f"the run, delete the failed job first (kubectl delete {self.kind} {name} -n {self._cluster.namespace})"
+            )
 
     def delete(self) -> bool:
         """Delete the job, if it was made; gives whether there was one.

@@ -163,6 +163,30 @@ def test_a_failed_job_is_explained_by_its_first_failing_replica_and_stays(kubern
     assert told == f"job {name} failed (PyTorchJobFailed): worker-0 ended with exit code 2: {message}"
 
 
+def test_what_the_trainer_itself_refused_is_not_paid_for_again(kubernetes, fails, run, identity, pool, spec):
+    wrong = Script(
+        output=["starting"], exit_code=2, termination_message="distill: batch_size = 127 can not be dealt evenly"
+    )
+    kubernetes.script("*", wrong)
+    first = fails()
+    again = fails()
+    assert again.startswith(f"not tried again, for it would fail again: {first}. Mend that and start a new run; or")
+    (failed,) = kubernetes.list(PYTORCHJOBS)
+    assert f"kubectl delete pytorchjobs.kubeflow.org {failed['metadata']['name']} -n kubeflow" in again
+    kubernetes.script("*", QUICK)
+    ClusterLauncher(pool, identity).run(replace(spec, settings={"batch_size": 128}))  # other settings are another job
+    kubernetes.delete(PYTORCHJOBS, failed["metadata"]["name"])
+    run()
+
+
+def test_a_crash_is_tried_again(kubernetes, fails, run):
+    kubernetes.script("*", Script(output=["starting"], exit_code=1))
+    fails()
+    kubernetes.script("*", QUICK)
+    run()
+    assert len(kubernetes.list(PYTORCHJOBS)) == 2
+
+
 def test_without_a_message_the_last_lines_explain(kubernetes, fails):
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", Script(output=["loading", "Traceback", "ValueError: planted"], exit_code=1))
