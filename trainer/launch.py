@@ -46,6 +46,8 @@ _LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError|Dist(Backend|Network|Store)Error"
 )
 """What torch says in a process that misses another one."""
+MISSED_ANOTHER = "the connection to another process was lost, so another node may have failed first: its log tells why"
+"""How the message of such a node ends; whoever looks for the cause looks elsewhere first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,9 +305,7 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, no
     rank, message, trace = _culprit(failures, exit_codes)
     print(trace, end="", file=sys.stderr)
     if node and _LOST_CONNECTION.search(message):
-        message += (
-            "; the connection to another process was lost, so another node may have failed first: its log tells why"
-        )
+        message += f"; {MISSED_ANOTHER}"
     process = f"process {rank} of {spec.processes_per_node}" if spec.processes_per_node > 1 else ""
     where = ", ".join(filter(None, [node, process]))
     kind = LaunchError if exit_codes.get(rank) == EXIT_CODE else CrashError

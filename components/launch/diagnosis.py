@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from components.launch.progress import Progress
 from components.launch.replicas import Replica, Termination
 from trainer.errors import EXIT_CODE
+from trainer.launch import MISSED_ANOTHER
 
 SHOWN_LINES = 5
 _PLAIN_ENDS = {"", "Completed", "Error"}
 """Reasons by which a container ended of itself, or was ended by whoever."""
-_ASKED_TO_END = {130, 137, 143}
-"""Exit codes after SIGINT, SIGKILL and SIGTERM: how replicas end because another one failed."""
+_KILLED = 137
+_ASKED_TO_END = {130, 143}
+"""Exit codes after SIGINT and SIGTERM: how replicas end because another one failed."""
 _AGAIN = "run again, which goes on from the last checkpoint"
 
 _ADVICE_BY_REASON: Mapping[str, str] = {
@@ -74,8 +76,9 @@ def first_failure(ends: Iterable[Termination], heard: Mapping[str, float]) -> Te
     """The one that is to blame; None if none failed.
 
     What Kubernetes itself ended (out of memory, evicted, preempted) goes first, since the others fail as soon as they miss it,
-    even before it has ended. Replicas that were asked to end come last. Of the rest, the earliest; times are in whole
-    seconds, and within one who fell silent first failed first.
+    even before it has ended. Then those that failed of themselves, those that were killed, those that say that they missed another one,
+    and last those that were asked to end. Of equals the earliest; times are in whole seconds, and within one who fell silent
+    first failed first.
 
     Args:
         ends: how each replica ended.
@@ -88,7 +91,11 @@ def first_failure(ends: Iterable[Termination], heard: Mapping[str, float]) -> Te
 def _weight(end: Termination) -> int:
     if end.reason not in _PLAIN_ENDS:
         return 0
-    return 2 if end.exit_code in _ASKED_TO_END else 1
+    if end.exit_code in _ASKED_TO_END:
+        return 4
+    if end.message.endswith(MISSED_ANOTHER):
+        return 3
+    return 2 if end.exit_code == _KILLED else 1
 
 
 def _advice(end: Termination) -> str:

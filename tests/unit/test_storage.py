@@ -221,7 +221,7 @@ def test_after_a_cut_only_what_is_missing_is_fetched(object_store, in_parts, rem
     for _ in range(6):
         object_store.delay(0, times=1, path="large")
     object_store.cut(PART // 2, path="large")
-    with pytest.raises(StorageError, match=r"fetched/large: gave up after 1 attempts.*what was transferred is kept"):
+    with pytest.raises(StorageError, match=r"fetched/large: gave up after 1 attempts.*what arrived whole is kept"):
         storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
     arrived = object_store.sent("large") - PART // 2
     assert arrived >= 6 * PART

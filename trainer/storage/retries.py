@@ -140,5 +140,5 @@ def _refusal(uri: str, error: Exception) -> StorageError:
 def _exhaustion(uri: str, error: Exception, attempts: int, seconds: float) -> StorageError:
     return StorageError(
         f"{uri}: gave up after {attempts} attempts in {seconds:.0f} s; the last time: {_told(error)}. See to {_store()} and the way "
-        f"there, then start again: what was transferred is kept (more attempts: {ATTEMPTS_VARIABLE})"
+        f"there, then start again: what arrived whole is kept (more attempts: {ATTEMPTS_VARIABLE})"
     )

@@ -11,6 +11,7 @@ from components.launch.diagnosis import explain_failure, first_failure
 from components.launch.progress import Limits, Progress
 from components.launch.replicas import Replica, Termination
 from components.launch.state import State
+from trainer.launch import MISSED_ANOTHER
 
 
 def end(replica="worker-0", exit_code=1, reason="Error", message="", second=10):
@@ -50,6 +51,14 @@ def test_within_a_second_it_is_who_fell_silent_first():
 def test_a_replica_that_was_killed_because_another_failed_is_not_to_blame(exit_code):
     killed, culprit = end("master-0", exit_code, second=9), end("worker-0", 2, second=10)
     assert first_failure([killed, culprit], {}) == culprit
+
+
+@pytest.mark.parametrize("exit_code", [1, 2, 137])
+def test_a_replica_that_missed_another_one_is_not_to_blame(exit_code):
+    missed_it = end("master-0", 1, message=f"distill: Broken pipe; {MISSED_ANOTHER}", second=9)
+    asked, culprit = end("worker-1", 143, second=8), end("worker-0", exit_code, second=10)
+    assert first_failure([asked, missed_it, culprit], {}) == culprit
+    assert first_failure([asked, missed_it], {}) == missed_it
 
 
 @pytest.mark.parametrize(
