@@ -31,13 +31,14 @@ def distill(
         job: What was launched where, how it ended, and its logs.
     """
     from components import task
-    from components.launching import Place
+    from components.launching import Place, Training
 
-    task.train(
-        "distill",
-        settings,
+    training = Training(
+        stage="distill",
+        settings=settings,
         inputs={"dataset": dataset, "teacher": teacher},
         outputs={"student": student, "evidence": evidence},
         place=Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
         job=job,
     )
+    task.train(training)

@@ -39,7 +39,7 @@ class Place:
         """Find what is wrong before anything starts.
 
         Raises:
-            SettingsError: there is no such pool, or a number makes no sense.
+            SettingsError: there is no such pool, or a number makes no sense or not on this pool.
         """
         if self.nodes < 1:
             raise SettingsError(f"nodes must be >= 1, got {self.nodes}")
@@ -50,7 +50,7 @@ class Place:
         if self.pool:
             from components.launch import pools
 
-            pools.get(self.pool)
+            pools.get(self.pool).processes(self.processes_per_node)
         elif os.environ.get("KFP_POD_NAME"):
             raise SettingsError(
                 "pool is empty, but the tasks' own pods on this cluster are too small to train in; name a node pool, such as cpu"
@@ -59,53 +59,47 @@ class Place:
             raise SettingsError(f"nodes = {self.nodes}, but this machine is one; name a node pool with pool")
 
 
-def launch(
-    stage: str,
-    settings: str,
-    *,
-    inputs: Mapping[str, dsl.Artifact],
-    outputs: Mapping[str, dsl.Artifact],
-    place: Place,
-    job: dsl.Artifact,
-) -> None:
-    """Run a training stage to its end, and keep a record of the launch.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training stage, as KFP's task has it."""
 
-    Args:
-        stage: its name.
-        settings: its section, as JSON text.
-        inputs: keyword of each input -> KFP's artifact.
-        outputs: keyword of each output -> KFP's artifact.
-        place: where.
-        job: takes the record: what was launched; of a cluster's job also how it ended, its events and its logs.
+    stage: str
+    """A key of `STAGES`."""
+    settings: str
+    """Its section of the settings, as JSON text."""
+    inputs: Mapping[str, dsl.Artifact]
+    """Keyword of each input -> KFP's artifact."""
+    outputs: Mapping[str, dsl.Artifact]
+    """Keyword of each output -> KFP's artifact."""
+    place: Place
+    job: dsl.Artifact
+    """Takes the record: what was launched; of a cluster's job also how it ended, its events and its logs."""
+
+
+def launch(training: Training) -> None:
+    """Run a training stage to its end, and keep a record of the launch.
 
     Raises:
         LaunchError: naming what failed, why, and the next move.
         SettingsError: there is no such pool.
     """
-    if place.pool:
-        _launch_on_a_pool(stage, settings, inputs=inputs, outputs=outputs, place=place, job=job)
+    if training.place.pool:
+        _launch_on_a_pool(training)
     else:
-        _launch_here(stage, settings, inputs=inputs, outputs=outputs, place=place, job=job)
+        _launch_here(training)
 
 
-def _launch_here(
-    stage: str,
-    settings: str,
-    *,
-    inputs: Mapping[str, dsl.Artifact],
-    outputs: Mapping[str, dsl.Artifact],
-    place: Place,
-    job: dsl.Artifact,
-) -> None:
+def _launch_here(training: Training) -> None:
+    place = training.place
     spec = JobSpec(
-        stage=stage,
-        settings=json.loads(settings),
-        inputs={name: artifact.path for name, artifact in inputs.items()},
-        outputs={name: artifact.path for name, artifact in outputs.items()},
+        stage=training.stage,
+        settings=json.loads(training.settings),
+        inputs={name: artifact.path for name, artifact in training.inputs.items()},
+        outputs={name: artifact.path for name, artifact in training.outputs.items()},
         nodes=place.nodes,
         processes_per_node=place.processes_per_node or _devices(),
     )
-    record = Path(job.path)
+    record = Path(training.job.path)
     record.mkdir(parents=True, exist_ok=True)
     (record / JOB).write_text(json.dumps(asdict(spec), indent=2))
     LocalLauncher().run(spec)
@@ -118,32 +112,25 @@ def _devices() -> int:
     return torch.cuda.device_count() or 1
 
 
-def _launch_on_a_pool(
-    stage: str,
-    settings: str,
-    *,
-    inputs: Mapping[str, dsl.Artifact],
-    outputs: Mapping[str, dsl.Artifact],
-    place: Place,
-    job: dsl.Artifact,
-) -> None:
+def _launch_on_a_pool(training: Training) -> None:
     from components.launch import identity, pools
     from components.launch.launcher import ClusterLauncher
 
-    kinds, pool, task = stages.STAGES[stage], pools.get(place.pool), identity.from_environment(stage)
-    written = {name: _output_uri(artifact, task.run, stage, name) for name, artifact in outputs.items()}
+    stage, place = stages.STAGES[training.stage], training.place
+    pool, task = pools.get(place.pool), identity.from_environment(stage.name)
+    written = {name: _output_uri(artifact, task.run, stage.name, name) for name, artifact in training.outputs.items()}
     spec = JobSpec(
-        stage=stage,
-        settings=json.loads(settings),
-        inputs={name: _input_uri(artifact, kinds.inputs[name]) for name, artifact in inputs.items()},
+        stage=stage.name,
+        settings=json.loads(training.settings),
+        inputs={name: _input_uri(artifact, stage.inputs[name]) for name, artifact in training.inputs.items()},
         outputs=written,
         nodes=place.nodes,
-        processes_per_node=place.processes_per_node or pool.processes_per_node,
+        processes_per_node=pool.processes(place.processes_per_node),
     )
-    ClusterLauncher(pool, task, record=job.uri).run(spec)
-    for name, artifact in outputs.items():
+    ClusterLauncher(pool, task, record=training.job.uri).run(spec)
+    for name, artifact in training.outputs.items():
         if written[name] != artifact.uri:
-            artifacts.copy(written[name], artifact.path, kinds.outputs[name])
+            artifacts.copy(written[name], artifact.path, stage.outputs[name])
 
 
 def _input_uri(artifact: dsl.Artifact, kind: artifacts.Kind) -> str:

@@ -31,13 +31,14 @@ def pretrain(
         job: What was launched where, how it ended, and its logs.
     """
     from components import task
-    from components.launching import Place
+    from components.launching import Place, Training
 
-    task.train(
-        "pretrain",
-        settings,
+    training = Training(
+        stage="pretrain",
+        settings=settings,
         inputs={"dataset": dataset},
         outputs={"teacher": teacher, "evidence": evidence},
         place=Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
         job=job,
     )
+    task.train(training)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components import launching
-from components.launching import Place
+from components.launching import Training
 from trainer import artifacts, stages, tracking
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
 from trainer.signals import ended_by_sigterm
@@ -93,34 +93,18 @@ def run_stage(
             _describe(artifact, stages.STAGES[stage].outputs[name], artifact.path)
 
 
-def train(
-    stage: str,
-    settings: str,
-    *,
-    inputs: Mapping[str, dsl.Artifact],
-    outputs: Mapping[str, dsl.Artifact],
-    place: Place,
-    job: dsl.Artifact,
-) -> None:
+def train(training: Training) -> None:
     """Run a training stage as a group of processes, here or on a node pool. Each output gets its kind and fingerprint as metadata.
-
-    Args:
-        stage: a key of `STAGES`.
-        settings: its section of the settings, as a JSON object.
-        inputs: keyword of each input -> KFP's artifact.
-        outputs: keyword of each output -> KFP's artifact.
-        place: where it runs.
-        job: takes the record of the launch.
 
     Raises:
         SystemExit: the stage failed with a message, which was told.
     """
-    with reporting(stage):
-        launching.launch(stage, settings, inputs=inputs, outputs=outputs, place=place, job=job)
-        for name, artifact in outputs.items():
+    with reporting(training.stage):
+        launching.launch(training)
+        for name, artifact in training.outputs.items():
             # A job on a cluster writes to the artifact's URI, and nothing is on this machine.
             written = artifact.path if artifacts.exists(artifact.path) else artifact.uri
-            _describe(artifact, stages.STAGES[stage].outputs[name], written)
+            _describe(artifact, stages.STAGES[training.stage].outputs[name], written)
 
 
 def _describe(artifact: dsl.Artifact, kind: artifacts.Kind, written: str) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from components import launching, sections
 from components.image import IMAGE
-from components.launch import pools
 from pipelines import commands, connection, runs, schedules, versions
 from pipelines import compile as compilation
 from trainer.errors import DeployError, SettingsError
@@ -130,7 +129,6 @@ def _parameters(options: argparse.Namespace) -> dict[str, str | int]:
         pool=options.pool or DEFAULT_POOL, nodes=options.nodes, processes_per_node=options.processes
     )
     place.check()
-    pools.get(place.pool).processes(options.processes)
     texts = {name: getattr(options, name) for name in ("recipe", "overrides", "dataset", "teacher", "experiment")}
     return {**texts, **dataclasses.asdict(place)}
 

@@ -117,7 +117,7 @@ def _abandoned_in_order(job: Job, follower: Follower, tell: Callable[[str], None
             f"; job {job.name} is left to itself: the same task, run again, follows it further" if job.may_exist else ""
         )
         raise LaunchError(f"{error}{left}") from error
-    except BaseException:
+    except BaseException:  # Ctrl-C and SIGTERM too
         _delete(job, follower, tell)
         raise
 

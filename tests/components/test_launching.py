@@ -8,7 +8,7 @@ import pytest
 from kfp import dsl
 
 from components import launching
-from components.launching import Place
+from components.launching import Place, Training
 from trainer import artifacts
 from trainer.errors import LaunchError, SettingsError
 
@@ -20,6 +20,10 @@ from trainer.errors import LaunchError, SettingsError
         ({"processes_per_node": -1}, r"processes_per_node must be >= 0 \(0: one for each device\), got -1"),
         ({"nodes": 2}, r"nodes = 2, but this machine is one; name a node pool with pool"),
         ({"pool": "gpu-a10"}, r"gpu-a10.*did you mean gpu-a10g"),
+        (
+            {"pool": "gpu-a100", "processes_per_node": 9},
+            r"processes_per_node must be 0 .* to 8 on pool gpu-a100, got 9",
+        ),
     ],
 )
 def test_a_place_that_can_not_be_is_named(place, message):
@@ -43,10 +47,16 @@ def test_what_was_launched_here_is_recorded_also_when_it_fails(tmp_path):
     inputs = {name: dsl.Artifact(uri=str(tmp_path / name)) for name in ("dataset", "teacher")}
     outputs = {name: dsl.Artifact(uri=str(tmp_path / name)) for name in ("student", "evidence")}
     job = dsl.Artifact(uri=str(tmp_path / "job"))
+    training = Training(
+        stage="distill",
+        settings='{"epochs": 1}',
+        inputs=inputs,
+        outputs=outputs,
+        place=Place(processes_per_node=1),
+        job=job,
+    )
     with pytest.raises(LaunchError, match="no such directory"):
-        launching.launch(
-            "distill", '{"epochs": 1}', inputs=inputs, outputs=outputs, place=Place(processes_per_node=1), job=job
-        )
+        launching.launch(training)
     recorded = json.loads((tmp_path / "job" / launching.JOB).read_text())
     assert recorded["stage"] == "distill"
     assert recorded["settings"] == {"epochs": 1}
@@ -59,8 +69,13 @@ def test_a_job_elsewhere_needs_a_store_that_both_reach(tmp_path, monkeypatch, ex
     monkeypatch.setenv(launching.ARTIFACTS, exchange)
     with artifacts.create(tmp_path / "dataset", "dataset", settings={}):
         pass
-    inputs = {"dataset": dsl.Artifact(uri=str(tmp_path / "dataset"))}
+    training = Training(
+        stage="pretrain",
+        settings="{}",
+        inputs={"dataset": dsl.Artifact(uri=str(tmp_path / "dataset"))},
+        outputs={},
+        place=Place(pool="cpu"),
+        job=dsl.Artifact(uri=str(tmp_path)),
+    )
     with pytest.raises(LaunchError, match=rf"TRAINER_ARTIFACTS='{exchange}': a cluster's job can not read"):
-        launching.launch(
-            "pretrain", "{}", inputs=inputs, outputs={}, place=Place(pool="cpu"), job=dsl.Artifact(uri=str(tmp_path))
-        )
+        launching.launch(training)

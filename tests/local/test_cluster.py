@@ -10,7 +10,7 @@ import pytest
 from kfp import dsl
 
 from components import task
-from components.launching import Place
+from components.launching import Place, Training
 from tests.pipelines.local_runs import SMALL, happened, start
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
@@ -76,8 +76,16 @@ def train_on_cluster(job, place, run, environment, store, monkeypatch):
         artifacts.copy(job.inputs[name], f"{root}/{name}", kind)
     inputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].inputs}
     outputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].outputs}
-    record = dsl.Artifact(uri=f"{root}/job")
-    task.train("distill", json.dumps(job.settings), inputs=inputs, outputs=outputs, place=place, job=record)
+    task.train(
+        Training(
+            stage="distill",
+            settings=json.dumps(job.settings),
+            inputs=inputs,
+            outputs=outputs,
+            place=place,
+            job=dsl.Artifact(uri=f"{root}/job"),
+        )
+    )
     return root, outputs
 
 

@@ -55,7 +55,7 @@ def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         futures = [pool.submit(work, item) for item in items]
         try:
             return [future.result() for future in futures]
-        except BaseException:
+        except BaseException:  # Ctrl-C and SIGTERM too
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -245,7 +245,7 @@ def _upload_in_parts(upload: _Upload) -> None:
     try:
         parts = _in_parallel(partial(_upload_part, upload, identity), range(1, upload.count + 1))
         _complete(upload, identity, parts)
-    except BaseException:
+    except BaseException:  # Ctrl-C and SIGTERM too: parts that nobody completes cost money
         try:
             _s3_call("abort_multipart_upload", upload.uri, UploadId=identity)
         except StorageError as error:
