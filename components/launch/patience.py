@@ -82,9 +82,8 @@ class Patience:
             if isinstance(error, LoginError) and not self._known:
                 raise error
             self._failures += 1
-            if (
-                self._failures == 1
-            ):  # often a kept connection that the server has closed; the next request opens another
+            # One failure is often a kept connection that the server has closed; the next request opens another.
+            if self._failures == 1:
                 self._lost_at = time.monotonic()
             elif self._failures == 2:
                 logger.warning("%s; waiting for it, %s at most", error, duration(self._limit_s))

@@ -27,6 +27,14 @@ def kubernetes(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def still_kubernetes(tmp_path, monkeypatch):
+    """A cluster in which nothing happens but what a test says."""
+    with KubernetesStandIn(tmp_path, operator=False, kubelet=False) as stand_in:
+        monkeypatch.setenv("KUBECONFIG", str(stand_in.kubeconfig))
+        yield stand_in
+
+
+@pytest.fixture
 def cluster(kubernetes):
     with Cluster.connect() as connected:
         yield connected

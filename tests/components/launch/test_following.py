@@ -14,16 +14,13 @@ from components.launch.progress import Limits, Progress
 from components.launch.record import Record
 from components.launch.submitting import Job
 from tests.stand_ins.kubernetes.resources import EVENTS, PYTORCHJOBS
-from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 
 pytestmark = pytest.mark.usefixtures("threads_end")
 
 
 @pytest.fixture
-def kubernetes(tmp_path, monkeypatch):
-    with KubernetesStandIn(tmp_path, operator=False, kubelet=False) as stand_in:
-        monkeypatch.setenv("KUBECONFIG", str(stand_in.kubeconfig))
-        yield stand_in
+def kubernetes(still_kubernetes):
+    return still_kubernetes
 
 
 @pytest.fixture

@@ -16,15 +16,12 @@ from components.launch.patience import Patience
 from components.launch.refusals import DeniedError
 from components.launch.submitting import Job
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
-from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 from trainer.errors import SettingsError
 
 
 @pytest.fixture
-def kubernetes(tmp_path, monkeypatch):
-    with KubernetesStandIn(tmp_path, operator=False, kubelet=False) as stand_in:
-        monkeypatch.setenv("KUBECONFIG", str(stand_in.kubeconfig))
-        yield stand_in
+def kubernetes(still_kubernetes):
+    return still_kubernetes
 
 
 @pytest.fixture

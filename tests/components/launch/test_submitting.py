@@ -12,16 +12,12 @@ from components.launch.patience import Patience
 from components.launch.refusals import ClusterError, DeniedError, NotInstalledError
 from components.launch.submitting import Job
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
-from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 from trainer.errors import LaunchError
 
 
 @pytest.fixture
-def kubernetes(tmp_path, monkeypatch):
-    """A cluster in which a job's state is what a test says."""
-    with KubernetesStandIn(tmp_path, operator=False, kubelet=False) as stand_in:
-        monkeypatch.setenv("KUBECONFIG", str(stand_in.kubeconfig))
-        yield stand_in
+def kubernetes(still_kubernetes):
+    return still_kubernetes
 
 
 @pytest.fixture
