@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,17 +25,14 @@ import trainer
 from components import launching, sections, task
 from components.image import tagged
 from components.launching import Place
+from pipelines import commands
 from pipelines import compile as compilation
 from trainer import config, runs, storage, tracking
 from trainer.errors import (
-    EXIT_CODE,
-    INTERRUPTED_EXIT_CODE,
     LaunchError,
     TrackingError,
-    TrainerError,
     writing_to,
 )
-from trainer.signals import ended_by_sigterm
 
 CODE = tuple(Path(folder) for package in (trainer, components) for folder in package.__path__)
 CACHE = runs.RUNS / ".cache"
@@ -64,18 +60,11 @@ class Request:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code. An error that the user can mend ends in one message."""
     request = _request(arguments)
-    try:
-        with ended_by_sigterm():
-            run(request)
-    except TrainerError as error:
-        if request.debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CODE
-    except KeyboardInterrupt:
-        print("interrupted; what was written is kept, and finished stages are not repeated", file=sys.stderr)
-        return INTERRUPTED_EXIT_CODE
-    return 0
+    return commands.exit_code(
+        lambda: run(request),
+        debug=request.debug,
+        interrupted="interrupted; what was written is kept, and finished stages are not repeated",
+    )
 
 
 def _request(arguments: Sequence[str] | None) -> Request:

@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_Commands = argparse._SubParsersAction  # argparse has no public name for it
+Commands = argparse._SubParsersAction  # argparse has no public name for it
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -122,18 +122,19 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--processes", type=_positive, default=1, metavar="N", help="how many processes train (default: %(default)s)"
+        "--processes", type=positive, default=1, metavar="N", help="how many processes train (default: %(default)s)"
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number for argparse, which has to be 1 or more."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
     return value
 
 
-def _add_run(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_run(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "run",
         help="run all stages of a recipe",
@@ -147,7 +148,7 @@ def _add_run(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_run)
 
 
-def _add_stage(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_stage(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "stage", help="run one stage on given inputs", description="Run one stage on given inputs."
     )
@@ -156,7 +157,7 @@ def _add_stage(commands: _Commands[argparse.ArgumentParser]) -> None:
         _add_one_stage(names, stage)
 
 
-def _add_one_stage(names: _Commands[argparse.ArgumentParser], stage: stages.Stage) -> None:
+def _add_one_stage(names: Commands[argparse.ArgumentParser], stage: stages.Stage) -> None:
     text = f"{stage.summary[0].upper()}{stage.summary[1:]}."
     parser = names.add_parser(stage.name, help=stage.summary, description=text)
     source = parser.add_mutually_exclusive_group()
@@ -183,7 +184,7 @@ def _add_one_stage(names: _Commands[argparse.ArgumentParser], stage: stages.Stag
     parser.set_defaults(command=_stage, stage=stage)
 
 
-def _add_config(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_config(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "config",
         help="show the resolved settings, each with its meaning",

@@ -13,6 +13,7 @@ import yaml
 from components.launch import identity, pools
 from components.launch.backends import BACKENDS
 from trainer import config, stages
+from trainer.cli import Commands, positive
 from trainer.errors import EXIT_CODE, TrainerError
 from trainer.launch import JobSpec, flag
 
@@ -40,9 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-_Commands = argparse._SubParsersAction  # argparse has no public name for it
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m components.launch",
@@ -58,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_render(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_render(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "render",
         help="print the job that would be sent",
@@ -66,10 +64,10 @@ def _add_render(commands: _Commands[argparse.ArgumentParser]) -> None:
         "names them. Nothing is sent.",
     )
     parser.add_argument("--pool", required=True, help="a node pool (`python -m components.launch pools`)")
-    parser.add_argument("--nodes", type=_positive, default=1, metavar="N", help="how many nodes (default: %(default)s)")
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="how many nodes (default: %(default)s)")
     parser.add_argument(
         "--processes",
-        type=_positive,
+        type=positive,
         default=0,
         metavar="N",
         help="training processes a node (default: the pool's own)",
@@ -87,7 +85,7 @@ def _add_render(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_render)
 
 
-def _add_reap(commands: _Commands[argparse.ArgumentParser]) -> None:
+def _add_reap(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "reap",
         help="delete jobs that were left over",
@@ -112,13 +110,6 @@ def _name(text: str) -> str:
     if not text:  # a shell's variable that is not set must not mean every run
         raise argparse.ArgumentTypeError("is empty; name a run, or say --all")
     return text
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
-    return value
 
 
 def _render(options: argparse.Namespace) -> None:
