@@ -26,7 +26,7 @@ TIMEOUT_S = (10, 60)
 class Api(kfp_server_api.ApiClient):  # type: ignore[misc]  # it has no types
     """The generated client; each of its requests has a time limit, and each refusal is a `DeployError`. A context manager."""
 
-    def __init__(self, place: places.Place) -> None:
+    def __init__(self, place: places.Location) -> None:
         super().__init__(place.configuration, cookie=place.cookies)
         self.place = place
         self.user_namespace: str | None = None

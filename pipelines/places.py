@@ -31,7 +31,7 @@ LOCAL_UI = "http://localhost:8080"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Location:
     """Where the API is."""
 
     configuration: kfp_server_api.Configuration
@@ -60,7 +60,7 @@ def port_forward(namespace: str) -> str:
     return f"kubectl port-forward --namespace {namespace} service/ml-pipeline-ui 8080:80"
 
 
-def find(host: str, namespace: str, environment: Mapping[str, str]) -> Place:
+def find(host: str, namespace: str, environment: Mapping[str, str]) -> Location:
     """Where the API is.
 
     Args:
@@ -81,7 +81,7 @@ def find(host: str, namespace: str, environment: Mapping[str, str]) -> Place:
     return _through_kubeconfig(namespace, environment)
 
 
-def _at_host(name: str, host: str, namespace: str, environment: Mapping[str, str]) -> Place:
+def _at_host(name: str, host: str, namespace: str, environment: Mapping[str, str]) -> Location:
     address = host.split("#")[0].rstrip("/")
     if not re.match(r"https?://[^/]", address):
         raise DeployError(f"{name} must start with http:// or https://, got {host!r}")
@@ -91,7 +91,7 @@ def _at_host(name: str, host: str, namespace: str, environment: Mapping[str, str
         if not Path(authority).is_file():
             raise DeployError(f"{AUTHORITY_VARIABLE}={authority} is no file; name the certificate authority's PEM file")
         configuration.ssl_ca_cert = authority
-    return Place(
+    return Location(
         configuration=configuration,
         address=address,
         found=f"from {name}",
@@ -102,9 +102,9 @@ def _at_host(name: str, host: str, namespace: str, environment: Mapping[str, str
     )
 
 
-def _in_cluster(namespace: str, environment: Mapping[str, str]) -> Place:
+def _in_cluster(namespace: str, environment: Mapping[str, str]) -> Location:
     configuration = _configuration(f"http://{SERVICE}.{namespace}.svc.cluster.local:8888")
-    return Place(
+    return Location(
         configuration=configuration,
         address=configuration.host,
         found="the service in this cluster",
@@ -115,7 +115,7 @@ def _in_cluster(namespace: str, environment: Mapping[str, str]) -> Place:
     )
 
 
-def _through_kubeconfig(namespace: str, environment: Mapping[str, str]) -> Place:
+def _through_kubeconfig(namespace: str, environment: Mapping[str, str]) -> Location:
     configuration = _configuration("")
     try:
         context = service_proxy.pass_through(
@@ -130,7 +130,7 @@ def _through_kubeconfig(namespace: str, environment: Mapping[str, str]) -> Place
             f"no Kubeflow Pipelines to be found: {HOST_VARIABLES[0]} is not set, this is no pod of a cluster, and {error}; "
             f"set {HOST_VARIABLES[0]} to the address of its UI or API, such as {LOCAL_UI} after: {port_forward(namespace)}"
         ) from error
-    return Place(
+    return Location(
         configuration=configuration,
         address=f"service {namespace}/{SERVICE}",
         found=f"through kubeconfig's context {context}",

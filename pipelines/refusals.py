@@ -7,7 +7,7 @@ import json
 import kfp_server_api
 from urllib3 import exceptions as transport
 
-from pipelines.places import AUTHORITY_VARIABLE, COOKIES_VARIABLE, HOST_VARIABLES, SERVICE, TOKEN_VARIABLE, Place
+from pipelines.places import AUTHORITY_VARIABLE, COOKIES_VARIABLE, HOST_VARIABLES, SERVICE, TOKEN_VARIABLE, Location
 from trainer.errors import DeployError
 
 NOT_FOUND, CONFLICT = 404, 409
@@ -25,7 +25,7 @@ class UnansweredError(DeployError):
     """No answer: what was asked for may have been done or not."""
 
 
-def refused(place: Place, namespace: str | None, error: kfp_server_api.ApiException) -> DeployError:
+def refused(place: Location, namespace: str | None, error: kfp_server_api.ApiException) -> DeployError:
     """What an answer other than 2xx means.
 
     Args:
@@ -51,7 +51,7 @@ def refused(place: Place, namespace: str | None, error: kfp_server_api.ApiExcept
     return RefusedError(status, f"{who} refuses ({answer})")
 
 
-def login_page(place: Place) -> DeployError:
+def login_page(place: Location) -> DeployError:
     """What a page means that comes instead of an answer."""
     return DeployError(
         f"{place.address} ({place.found}) answers with a page instead of the Kubeflow Pipelines API, most likely to log in; "
@@ -59,7 +59,7 @@ def login_page(place: Place) -> DeployError:
     )
 
 
-def not_there(place: Place) -> DeployError:
+def not_there(place: Location) -> DeployError:
     """What it means that there is no API at an address that answers."""
     if place.proxied:
         return DeployError(
@@ -72,7 +72,7 @@ def not_there(place: Place) -> DeployError:
     )
 
 
-def unanswered(place: Place, error: transport.HTTPError) -> DeployError:
+def unanswered(place: Location, error: transport.HTTPError) -> DeployError:
     """What a connection's failure means."""
     reason = getattr(error, "reason", None) or error
     where = f"{place.address} ({place.found})"
@@ -117,7 +117,7 @@ def _said(body: str | None) -> str:
     return f": {line[:400]}" if line else ""
 
 
-def _login_advice(place: Place) -> str:
+def _login_advice(place: Location) -> str:
     if place.proxied:
         return (
             f"the API server does not hand on who asks; set {HOST_VARIABLES[0]} to its own address, "
