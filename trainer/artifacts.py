@@ -29,11 +29,12 @@ from trainer.storage import FileRecord, cache
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["dataset", "model", "evidence", "report", "evaluation", "registration", "checkpoint"]
+Kind = Literal["dataset", "model", "teacher_outputs", "evidence", "report", "evaluation", "registration", "checkpoint"]
 
 SCHEMA_VERSIONS: Mapping[Kind, int] = {
     "dataset": 1,
     "model": 1,
+    "teacher_outputs": 1,
     "evidence": 1,
     "report": 1,
     "evaluation": 1,

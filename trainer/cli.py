@@ -172,6 +172,8 @@ def _add_one_stage(names: Commands[argparse.ArgumentParser], stage: stages.Stage
     _add_settings(parser)
     for name, kind in stage.inputs.items():
         parser.add_argument(f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"input: a {kind} directory")
+    for name, kind in stage.optional_inputs.items():
+        parser.add_argument(f"--{launch.flag(name)}", metavar="DIR", help=f"input, if needed: a {kind} directory")
     for name, kind in stage.outputs.items():
         parser.add_argument(
             f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"output: the {kind} directory to write"
@@ -208,7 +210,8 @@ def _stage(options: argparse.Namespace) -> None:
     settings = config.resolve(options.recipe, options.overrides)
     os.environ.setdefault(config.DEVICE_VARIABLE, settings.run.device)
     section = json.dumps(settings.for_stage(stage.name)) if options.settings is None else _checked_json(options)
-    inputs = {name: getattr(options, name) for name in stage.inputs}
+    given = {name: getattr(options, name) for name in (*stage.inputs, *stage.optional_inputs)}
+    inputs = {name: value for name, value in given.items() if value is not None}
     outputs = {name: getattr(options, name) for name in stage.outputs}
     if stage.launched and not options.worker:
         config.validate(stage.settings, json.loads(section), prefix=config.SECTION_OF_STAGE[stage.name])

@@ -32,6 +32,9 @@ NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Precision = Literal["auto", "fp32", "bf16"]
+Workers = NonNegative | Literal["auto"]
+ViewsOn = Literal["auto", "cpu", "device"]
+DecodeOn = Literal["cpu", "cuda"]
 
 
 class Section(BaseModel):
@@ -74,8 +77,25 @@ class DataSettings(Section):
     """An image with more pixels (width times height) is quarantined before it is decoded."""
     min_edge: Positive = 8
     """An image with a shorter edge is quarantined, in pixels."""
-    workers: NonNegative = 2
-    """Loader processes beside each training process; 0 loads in the training process itself."""
+    workers: Workers = "auto"
+    """Loader processes beside each training process; 0 loads in the training process itself, auto measures at the start."""
+    views_on: ViewsOn = "auto"
+    """Where views are made from stored images: in the loader (`cpu`) or on the training device; auto takes the device if it is a GPU."""
+    decode_on: DecodeOn = "cpu"
+    """Where stored JPEG images are decoded: in the loader, or on the GPU (nvJPEG)."""
+
+
+class LoadingSettings(Section):
+    """What the stages that learn or look at views share."""
+
+    seed: NonNegative | None = None
+    """Seed of weights, order and views; as `run.seed` where not given."""
+    workers: Workers | None = None
+    """Loader processes; as `data.workers` where not given."""
+    views_on: ViewsOn | None = None
+    """Where views are made; as `data.views_on` where not given."""
+    decode_on: DecodeOn | None = None
+    """Where stored images are decoded; as `data.decode_on` where not given."""
 
 
 class ModelSettings(Section):
@@ -98,6 +118,12 @@ class ViewSettings(Section):
     """Mirror half of the views left to right."""
     color_jitter: Fraction = 0.0
     """Largest relative change of brightness, contrast and saturation."""
+    randaugment_operations: NonNegative = 0
+    """Operations of RandAugment (Cubuk et al. 2020) applied one after another; 0 turns it off."""
+    randaugment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
+    """Their strength."""
+    erasing: Fraction = 0.0
+    """Share of the views in which a rectangle is erased (Zhong et al. 2020)."""
     mixup: NonNegativeFloat = 0.0
     """Alpha of mixup's Beta distribution (Zhang et al. 2018); 0 turns it off."""
     cutmix: NonNegativeFloat = 0.0
@@ -144,6 +170,8 @@ class TrainingSettings(Section):
     """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto compiles on GPUs only."""
+    gradient_compression: Literal["none", "bf16"] = "none"
+    """How gradients travel between processes; bf16 halves their bytes."""
     zero: bool = False
     """Shard the optimiser's state over the processes (ZeroRedundancyOptimizer)."""
     log_every: Positive = 10
@@ -202,7 +230,7 @@ class FinetuneSettings(TrainingSettings):
     """Augmentation."""
 
 
-class PretrainSettings(Section):
+class PretrainSettings(LoadingSettings):
     """The teacher: masked-autoencoder pretraining, then fine-tuning; or given weights."""
 
     teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
@@ -213,37 +241,80 @@ class PretrainSettings(Section):
     """Masked-autoencoder pretraining."""
     finetune: FinetuneSettings = FinetuneSettings()
     """Supervised fine-tuning."""
-    seed: NonNegative | None = None
-    """Seed of weights, order and views; as `run.seed` where not given."""
-    workers: NonNegative | None = None
-    """Loader processes; as `data.workers` where not given."""
 
 
-class DistillSettings(TrainingSettings):
-    """The student, trained on the teacher's logits and the labels: loss = kl_weight x T^2 x KL + label_weight x cross-entropy."""
+class ReinforceSettings(LoadingSettings):
+    """The teacher's outputs on augmented views of every training image, recorded once for all distillations."""
+
+    views: Positive = 30
+    """Views of each training image; epoch e of a distillation sees view e modulo `views`."""
+    top_k: Positive = 10
+    """Largest logits kept of each view; of the others only their sum's logarithm."""
+    features: bool = False
+    """Keep the teacher's pooled features too, for a feature loss."""
+    augmentation: ViewSettings | None = None
+    """Augmentation; as `distill.views` where not given."""
+    view_size: NonNegative = 0
+    """Edge of the views, in pixels; 0 is the teacher's input size."""
+    batch_size: Positive = 256
+    """Images a forward pass of the teacher."""
+    precision: Precision = "auto"
+    """`bf16` or `fp32`; auto takes bf16 on GPUs that have it."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile; auto compiles on GPUs only."""
+
+
+class DistillSettings(LoadingSettings, TrainingSettings):
+    """The student: loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels."""
 
     student: ModelSettings = ModelSettings(architecture="vit_tiny_patch16_224")
     """The student's model."""
+    teacher: Literal["online", "recorded"] = "online"
+    """`online` runs the teacher in every step; `recorded` reads the outputs that the stage reinforce recorded."""
+    teacher_batch: NonNegative = 0
+    """Images a forward pass of the online teacher; 0 chooses by the device."""
+    logit_loss: Literal["kl", "hard", "dkd", "dist"] = "kl"
+    """Between logits: `kl` (Hinton 2015), `hard` (DeiT, Touvron 2021), `dkd` (Zhao 2022) or `dist` (Huang 2022)."""
+    logit_weight: NonNegativeFloat = 0.9
+    """Weight of the logit loss; 0 learns from the labels alone."""
     temperature: Annotated[float, Field(gt=0)] = 2.0
     """Temperature T that softens both distributions (Hinton et al. 2015)."""
-    kl_weight: NonNegativeFloat = 0.9
-    """Weight of T^2 x KL(teacher || student); T^2 keeps the gradients' size independent of T."""
+    standardize_logits: bool = False
+    """Standardise the logits of both before they are compared (Sun et al. 2024)."""
+    dkd_alpha: NonNegativeFloat = 1.0
+    """DKD's weight of the target class."""
+    dkd_beta: NonNegativeFloat = 8.0
+    """DKD's weight of the other classes."""
+    dist_beta: NonNegativeFloat = 1.0
+    """DIST's weight of the relation between classes."""
+    dist_gamma: NonNegativeFloat = 1.0
+    """DIST's weight of the relation within a class."""
+    feature_loss: Literal["cosine", "mse"] = "cosine"
+    """Between the pooled features, the student's after a linear projection."""
+    feature_weight: NonNegativeFloat = 0.0
+    """Weight of the feature loss; 0 turns it off."""
     label_weight: NonNegativeFloat = 0.1
     """Weight of the cross-entropy with the labels."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Largest rate of stochastic depth in the student."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the label's target spread over all classes."""
-    seed: NonNegative | None = None
-    """Seed of weights, order and views; as `run.seed` where not given."""
-    workers: NonNegative | None = None
-    """Loader processes; as `data.workers` where not given."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether any loss compares with the teacher."""
+        return self.logit_weight > 0 or self.feature_weight > 0
 
     @model_validator(mode="after")
     def _has_a_loss(self) -> Self:
-        if self.kl_weight == 0 and self.label_weight == 0:
+        if not self.needs_teacher and self.label_weight == 0:
             raise ValueError(
-                "kl_weight and label_weight are both 0, so there is nothing to learn; give one of them a weight"
+                "logit_weight, feature_weight and label_weight are all 0, so there is nothing to learn; give one of them a weight"
+            )
+        if self.logit_loss == "dkd" and self.logit_weight and (self.views.mixup or self.views.cutmix):
+            raise ValueError(
+                "logit_loss is dkd, which needs one true class an image, but views.mixup or views.cutmix mixes them; "
+                "set both to 0 or choose another logit_loss"
             )
         return self
 
@@ -329,6 +400,8 @@ class Settings(Section):
     """Which images, and how `prepare` stores them."""
     pretrain: PretrainSettings = PretrainSettings()
     """The teacher."""
+    reinforce: ReinforceSettings = ReinforceSettings()
+    """The teacher's recorded outputs."""
     distill: DistillSettings = DistillSettings()
     """The student."""
     profile: ProfileSettings = ProfileSettings()
@@ -345,7 +418,7 @@ class Settings(Section):
             KeyError: the stage has no section.
         """
         section = getattr(self, SECTION_OF_STAGE[stage])
-        unread = {"workers"} if stage == "prepare" else set()
+        unread = {"workers", "views_on", "decode_on"} if stage == "prepare" else set()
         dumped: dict[str, Any] = section.model_dump(mode="json", exclude=unread)
         return dumped
 
@@ -353,6 +426,7 @@ class Settings(Section):
 SECTION_OF_STAGE: Mapping[str, str] = {
     "prepare": "data",
     "pretrain": "pretrain",
+    "reinforce": "reinforce",
     "distill": "distill",
     "profile": "profile",
     "evaluate": "evaluate",
@@ -444,14 +518,20 @@ def _merge(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def _inherit(settings: Settings) -> Settings:
-    """Fill seed and workers of the training stages from `run` and `data` where they are not given."""
-    inherited = {"seed": settings.run.seed, "workers": settings.data.workers}
+    """Fill what the stages take from `run`, `data` and one another where it is not given."""
+    data = settings.data
+    inherited = {
+        "seed": settings.run.seed,
+        "workers": data.workers,
+        "views_on": data.views_on,
+        "decode_on": data.decode_on,
+        "augmentation": settings.distill.views,
+    }
     update = {}
-    for stage in ("pretrain", "distill"):
+    for stage in ("pretrain", "reinforce", "distill"):
         section: Section = getattr(settings, stage)
-        update[stage] = section.model_copy(
-            update={key: value for key, value in inherited.items() if getattr(section, key) is None}
-        )
+        missing = {key: value for key, value in inherited.items() if getattr(section, key, value) is None}
+        update[stage] = section.model_copy(update=missing)
     return settings.model_copy(update=update)
 
 

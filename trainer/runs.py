@@ -25,7 +25,14 @@ SUMMARY = "summary.json"
 PLAN: Mapping[str, Mapping[str, str]] = {
     "prepare": {"dataset": "dataset"},
     "pretrain": {"dataset": "dataset", "teacher": "teacher", "evidence": "pretrain-evidence"},
-    "distill": {"dataset": "dataset", "teacher": "teacher", "student": "student", "evidence": "distill-evidence"},
+    "reinforce": {"dataset": "dataset", "teacher": "teacher", "teacher_outputs": "teacher-outputs"},
+    "distill": {
+        "dataset": "dataset",
+        "teacher": "teacher",
+        "teacher_outputs": "teacher-outputs",
+        "student": "student",
+        "evidence": "distill-evidence",
+    },
     "profile": {"pretrain_evidence": "pretrain-evidence", "distill_evidence": "distill-evidence", "report": "report"},
     "evaluate": {"dataset": "dataset", "teacher": "teacher", "student": "student", "evaluation": "evaluation"},
     "register": {
@@ -85,6 +92,8 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     tracking.start_parent(resolved, {"recipe": recipe})
     with _closed_if_it_fails():
         for name, places in PLAN.items():
+            if name == "reinforce" and settings.distill.teacher == "online":
+                continue
             directories = {keyword: str(directory / place) for keyword, place in places.items()}
             _run_stage(name, settings, directories, processes=processes, recipe=recipe, resolved=resolved)
     summary = (directory / "registration" / SUMMARY).read_bytes()
@@ -129,6 +138,7 @@ def _run_stage(
     start = time.monotonic()
     if stage.launched:
         inputs = {keyword: directories[keyword] for keyword in stage.inputs}
+        inputs |= {key: directories[key] for key in stage.optional_inputs if artifacts.exists(directories[key])}
         outputs = {keyword: directories[keyword] for keyword in stage.outputs}
         launch.run_stage(name, json.dumps(section), inputs=inputs, outputs=outputs, processes_per_node=processes)
     else:

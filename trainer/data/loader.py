@@ -7,7 +7,7 @@ is run a x W + r of the step (W processes), so that the union over processes doe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,26 +16,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from trainer.config import TrainingSettings
+from trainer.config import TrainingSettings, ViewSettings
+from trainer.data.batch import Batch, Recorded
 from trainer.data.dataset import Split
-from trainer.data.order import SampleOrder
-from trainer.data.views import Mixing, draw_mixing, make_views
+from trainer.data.order import Indices, SampleOrder, Taken
+from trainer.data.views.mixing import draw_mixing
+from trainer.data.views.rendering import make_views
 from trainer.errors import DataError, SettingsError
 
 
-class Batch(NamedTuple):
-    """A micro-batch of b samples."""
+class TeacherOutputs(Protocol):
+    """Recorded outputs of a teacher, as a loader reads them."""
 
-    images: Tensor
-    """Views, uint8 [b, 3, V, V]."""
-    labels: Tensor
-    """int64 [b]; -1 for a sample without label."""
-    keys: Tensor
-    """Sample keys, the bits of a uint64 as int64 [b]; on the CPU, where random numbers are drawn."""
-    numbers: Tensor
-    """View numbers (epochs), int64 [b]; on the CPU."""
-    mixing: Mixing | None
-    """How to mix the images, or None."""
+    def read(self, indices: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Recorded:
+        """The outputs for these samples (indices into the training set) and views."""
+        ...
 
 
 class Samples:
@@ -88,37 +83,75 @@ class Samples:
         return [f"{int(self.keys[index]):016x} {source}" for index, source in zip(indices, sources, strict=True)]
 
 
+class Views:
+    """The views of a training set's samples, batch by batch."""
+
+    def __init__(self, samples: Samples, *, size: int, seed: int, settings: ViewSettings) -> None:
+        """Of `size` x `size` pixels, drawn from `seed`."""
+        self.samples, self.size, self.seed, self.settings = samples, size, seed, settings
+
+    def batch(self, taken: Taken) -> Batch:
+        """The views that were taken from the order."""
+        indices, numbers, partners = taken
+        keys, labels = self.samples.keys[indices], self.samples.labels[indices]
+        mixing, shown, shown_numbers = None, indices, numbers
+        if partners is not None:
+            shown, shown_numbers, rows = _with_partners(indices, numbers, partners)
+            mixing = draw_mixing(
+                keys, numbers, rows, self.samples.labels[partners], seed=self.seed, settings=self.settings
+            )
+        images = make_views(
+            self.samples.read(shown),
+            self.samples.keys[shown],
+            shown_numbers,
+            seed=self.seed,
+            size=self.size,
+            settings=self.settings,
+        )
+        return Batch(
+            images=images,
+            labels=torch.from_numpy(labels),
+            keys=torch.from_numpy(keys.view(np.int64)),
+            numbers=torch.from_numpy(numbers),
+            mixing=mixing,
+        )
+
+
+def _with_partners(indices: Indices, numbers: Indices, partners: Indices) -> tuple[Indices, Indices, Indices]:
+    """The samples and view numbers of a batch with the partners that are not in it, and the row of each sample's partner."""
+    shown = list(zip(indices.tolist(), numbers.tolist(), strict=True))
+    wanted = list(zip(partners.tolist(), numbers.tolist(), strict=True))
+    rows = {pair: row for row, pair in enumerate(shown)}
+    for pair in wanted:
+        if pair not in rows:
+            rows[pair] = len(shown)
+            shown.append(pair)
+    pairs = np.array(shown, dtype=np.int64)
+    return pairs[:, 0], pairs[:, 1], np.array([rows[pair] for pair in wanted], dtype=np.int64)
+
+
 class MicroBatches(TorchDataset[Batch]):
     """Item p is the micro-batch that begins at position p of the order."""
 
     def __init__(
-        self, samples: Samples, order: SampleOrder, *, size: int, seed: int, settings: TrainingSettings, count: int
+        self, views: Views, order: SampleOrder, *, count: int, teacher_outputs: TeacherOutputs | None = None
     ) -> None:
-        """`count` samples a micro-batch, as views of `size` x `size` pixels."""
-        self._samples, self._order, self._size, self._seed = samples, order, size, seed
-        self._views, self._count = settings.views, count
+        """`count` samples a micro-batch."""
+        self._views, self._order, self._count, self._teacher_outputs = views, order, count, teacher_outputs
 
     def __getitem__(self, position: int) -> Batch:
-        stop = position + self._count
-        indices, epochs = self._order.take(position, stop)
-        keys = self._samples.keys[indices]
-        images = make_views(
-            self._samples.read(indices), keys, epochs, seed=self._seed, size=self._size, settings=self._views
-        )
-        return Batch(
-            images=images,
-            labels=torch.from_numpy(self._samples.labels[indices]),
-            keys=torch.from_numpy(keys.view(np.int64)),
-            numbers=torch.from_numpy(epochs),
-            mixing=draw_mixing(np.arange(position, stop), seed=self._seed, settings=self._views),
-        )
+        taken = self._order.take(position, position + self._count)
+        batch = self._views.batch(taken)
+        if self._teacher_outputs is None:
+            return batch
+        return batch._replace(recorded=self._teacher_outputs.read(taken.indices, taken.numbers))
 
 
 def micro_batch_size(settings: TrainingSettings, world_size: int) -> int:
     """Samples in a micro-batch of one process.
 
     Raises:
-        SettingsError: `batch_size` can not be dealt evenly, or in pairs where views are mixed.
+        SettingsError: `batch_size` can not be dealt evenly.
     """
     parts = world_size * settings.accumulation
     if settings.batch_size % parts:
@@ -126,13 +159,7 @@ def micro_batch_size(settings: TrainingSettings, world_size: int) -> int:
             f"batch_size = {settings.batch_size} can not be dealt evenly to {world_size} processes x {settings.accumulation} "
             f"micro-batches; choose a multiple of {parts}"
         )
-    count = settings.batch_size // parts
-    if count % 2 and (settings.views.mixup or settings.views.cutmix):
-        raise SettingsError(
-            f"batch_size = {settings.batch_size} gives micro-batches of {count}, but mixup and cutmix need pairs; "
-            f"choose a multiple of {2 * parts}"
-        )
-    return count
+    return settings.batch_size // parts
 
 
 def positions(

@@ -1,48 +1,49 @@
-"""The distillation objective: a frozen teacher, a student, and the losses between them."""
+"""The distillation objective: a student, a teacher or its recorded outputs, and the losses between them."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.config import DistillSettings
-from trainer.data.loader import Batch
-from trainer.data.views import mix
-from trainer.distillation.losses import agreement, distillation_kl
+from trainer.data.batch import Batch
+from trainer.distillation.losses import agreement, distillation_kl, recorded_kl
+from trainer.distillation.teacher import FrozenTeacher
 from trainer.models import Classifier
 from trainer.profiling.timeline import Timeline
-from trainer.training.classification import cross_entropy, soft_targets
+from trainer.training.classification import cross_entropy
 from trainer.training.loop import Losses
 
 
 class DistillObjective:
-    """loss = kl_weight x T^2 x KL(teacher || student) + label_weight x cross-entropy with the labels.
+    """loss = logit_weight x logit loss + label_weight x cross-entropy with the labels.
 
     Teacher and student see the same view, each resized and normalised as it wants it.
     """
 
-    def __init__(self, student: Classifier, teacher: Classifier, settings: DistillSettings) -> None:
-        """Train `student`; `teacher` is frozen here."""
+    def __init__(self, student: Classifier, teacher: FrozenTeacher | None, settings: DistillSettings) -> None:
+        """Train `student`; without a `teacher` the batches bring its recorded outputs."""
         self.model: nn.Module = student
-        self._teacher = teacher.eval().requires_grad_(False)
-        self._settings, self._classes = settings, len(student.card.labels)
+        self._teacher, self._settings = teacher, settings
 
     def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
-        """Named losses of a batch: `loss`, `label`, and with a `kl_weight` `kl` and the share of samples on which both agree.
+        """Named losses of a batch: `loss`, `label`, and with a `logit_weight` `logit` and the share of samples on which both agree.
 
-        Without a `kl_weight` the teacher is not asked: the student learns from the labels alone.
+        Where no loss compares with the teacher it is not asked: the student learns from the labels alone.
         """
         settings = self._settings
-        targets = soft_targets(batch.labels, self._classes, settings.label_smoothing)
-        images, targets = mix(batch.images, targets, batch.mixing)
-        if settings.kl_weight:
-            with timeline.range("teacher_forward"), torch.inference_mode():
-                teacher = self._teacher(images).float()
+        if settings.logit_weight and self._teacher is not None:
+            with timeline.range("teacher_forward"):
+                teacher = self._teacher(batch.images)
         with timeline.range("forward"):
-            student = model(images)
-            label = cross_entropy(student, targets)
-            if not settings.kl_weight:
+            student: Tensor = model(batch.images)
+            label = cross_entropy(student, batch.labels, batch.mixing, smoothing=settings.label_smoothing)
+            if not settings.logit_weight:
                 return {"loss": settings.label_weight * label, "label": label}
-            kl = distillation_kl(student, teacher, settings.temperature)
-            loss = settings.kl_weight * kl + settings.label_weight * label
-        return {"loss": loss, "kl": kl, "label": label, "agreement": agreement(student.detach(), teacher)}
+            if batch.recorded is not None:
+                logit = recorded_kl(student, batch.recorded, settings.temperature)
+                top_class = batch.recorded.indices[:, 0]
+            else:
+                logit = distillation_kl(student, teacher.logits, settings.temperature)
+                top_class = teacher.logits.argmax(1)
+            loss = settings.logit_weight * logit + settings.label_weight * label
+        return {"loss": loss, "logit": logit, "label": label, "agreement": agreement(student.detach(), top_class)}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from trainer.data.loader import Batch
-from trainer.data.views import mix
+from trainer.data.batch import Batch
 from trainer.models import Classifier
 from trainer.profiling.timeline import Timeline
-from trainer.training.classification import cross_entropy, soft_targets
+from trainer.training.classification import cross_entropy
 from trainer.training.loop import Losses
 
 
@@ -18,12 +17,10 @@ class FinetuneObjective:
     def __init__(self, model: Classifier, *, label_smoothing: float) -> None:
         """Train `model`; `label_smoothing` of each target is spread over all classes."""
         self.model: nn.Module = model
-        self._classes, self._smoothing = len(model.card.labels), label_smoothing
+        self._smoothing = label_smoothing
 
     def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
         """The cross-entropy of a batch."""
-        targets = soft_targets(batch.labels, self._classes, self._smoothing)
-        images, targets = mix(batch.images, targets, batch.mixing)
         with timeline.range("forward"):
-            loss = cross_entropy(model(images), targets)
+            loss = cross_entropy(model(batch.images), batch.labels, batch.mixing, smoothing=self._smoothing)
         return {"loss": loss}

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from trainer.config import MaeSettings
-from trainer.data.loader import Batch
+from trainer.data.batch import Batch
 from trainer.data.randomness import uniform
 from trainer.errors import ModelError
 from trainer.models import Classifier

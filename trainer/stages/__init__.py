@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer import config
 from trainer.artifacts import Kind
@@ -25,6 +25,8 @@ class Stage:
     """Keyword of each input directory -> kind of artifact."""
     outputs: Mapping[str, Kind]
     """Keyword of each output directory -> kind of artifact."""
+    optional_inputs: Mapping[str, Kind] = field(default_factory=dict)
+    """Keyword of each input directory that it can do without -> kind of artifact."""
     launched: bool = False
     """Whether it runs as a group of training processes, started by a launcher."""
     summary: str
@@ -50,9 +52,18 @@ STAGES: Mapping[str, Stage] = {
             summary="make the teacher: masked-autoencoder pretraining, then fine-tuning",
         ),
         Stage(
+            name="reinforce",
+            settings=config.ReinforceSettings,
+            inputs={"dataset": "dataset", "teacher": "model"},
+            outputs={"teacher_outputs": "teacher_outputs"},
+            launched=True,
+            summary="record the teacher's outputs on augmented views of the training images",
+        ),
+        Stage(
             name="distill",
             settings=config.DistillSettings,
             inputs={"dataset": "dataset", "teacher": "model"},
+            optional_inputs={"teacher_outputs": "teacher_outputs"},
             outputs={"student": "model", "evidence": "evidence"},
             launched=True,
             summary="train the student on the teacher's logits and the labels",

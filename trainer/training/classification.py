@@ -1,4 +1,4 @@
-"""Learning from labels: softened targets and their cross-entropy, in float32 whatever the precision of the forward pass.
+"""Learning from labels: the cross-entropy with softened and mixed labels, in float32 whatever the precision of the forward pass.
 
 Shapes: B samples, K classes.
 """
@@ -8,20 +8,31 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.data.batch import Mixing
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """-sum over classes of targets x log softmax(logits), mean over the batch.
+
+def cross_entropy(logits: Tensor, labels: Tensor, mixing: Mixing | None = None, *, smoothing: float = 0.0) -> Tensor:
+    """-sum over classes of target x log softmax(logits), mean over the batch.
+
+    The target of a sample is (1 - s) x one-hot + s / K (Szegedy et al. 2016), with the one-hot shared between its own label and its
+    partner's where views are mixed (Zhang et al. 2018).
 
     Args:
         logits: [B, K].
-        targets: distributions [B, K].
+        labels: int64 [B].
+        mixing: how the views were mixed, or None.
+        smoothing: s.
 
     Returns:
         A scalar.
     """
-    return -(targets * F.log_softmax(logits.float(), dim=1)).sum(1).mean()
+    log_probabilities = F.log_softmax(logits.float(), dim=1)
+    loss = -_of(log_probabilities, labels)
+    if mixing is not None:
+        loss = mixing.share * loss - (1 - mixing.share) * _of(log_probabilities, mixing.labels)
+    return ((1 - smoothing) * loss - smoothing * log_probabilities.mean(1)).mean()
 
 
-def soft_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
-    """(1 - s) x one-hot + s / K (Szegedy et al. 2016): int64 [B] to float32 [B, K]."""
-    return F.one_hot(labels, classes).float() * (1 - smoothing) + smoothing / classes
+def _of(log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    """The log probability of each sample's class, [B]."""
+    return log_probabilities.gather(1, labels.unsqueeze(1)).squeeze(1)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainingSettings
-from trainer.data.loader import Batch, MicroBatches, Samples, make_loader, micro_batch_size, positions
+from trainer.data.batch import Batch, Mixing, Recorded
+from trainer.data.loader import MicroBatches, Samples, TeacherOutputs, Views, make_loader, micro_batch_size, positions
 from trainer.data.order import SampleOrder
 from trainer.data.randomness import random_bits
-from trainer.data.views import Mixing
+from trainer.data.views.mixing import mix, mixes
 from trainer.errors import TrainingError
 from trainer.profiling.evidence import Recorder
 from trainer.profiling.timeline import Timeline
@@ -70,6 +71,12 @@ class Training:
     processes: Processes
     checkpoints: Checkpoints
     layer_decay: float = 1.0
+    view_seed: int | None = None
+    """Seed of the views; as `seed` where not given."""
+    view_count: int = 0
+    """How many views of a sample there are; 0: a new one each epoch."""
+    teacher_outputs: TeacherOutputs | None = None
+    """Recorded outputs, which travel with the batches."""
     validate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Measures a model on the validation split."""
 
@@ -77,6 +84,23 @@ class Training:
     def total_steps(self) -> int:
         """Optimiser steps of the whole training."""
         return step_count(self.settings, len(self.samples))
+
+    @property
+    def order(self) -> SampleOrder:
+        """Which sample comes when, as which view."""
+        return SampleOrder(
+            len(self.samples),
+            self.seed,
+            view_seed=self.view_seed,
+            views=self.view_count,
+            paired=mixes(self.settings.views),
+        )
+
+    @property
+    def views(self) -> Views:
+        """The views of the samples."""
+        seed = self.seed if self.view_seed is None else self.view_seed
+        return Views(self.samples, size=self.view_size, seed=seed, settings=self.settings.views)
 
 
 def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module:
@@ -134,12 +158,10 @@ class _Loop:
         """Each step with the stream of micro-batches, of which it takes `accumulation`."""
         training, processes = self._training, self._processes
         batches = MicroBatches(
-            training.samples,
-            SampleOrder(len(training.samples), training.seed),
-            size=training.view_size,
-            seed=training.seed,
-            settings=self._settings,
+            training.views,
+            training.order,
             count=micro_batch_size(self._settings, processes.world_size),
+            teacher_outputs=training.teacher_outputs,
         )
         starts = positions(
             self._settings,
@@ -297,7 +319,7 @@ def _check_finite(table: Tensor, steps: list[int], training: Training) -> None:
         return
     row = int(bad.any(1).nonzero()[0])
     ranks = bad[row].nonzero().flatten().tolist()
-    order = SampleOrder(len(training.samples), training.seed)
+    order = training.order
     count = micro_batch_size(settings, processes.world_size)
     names = [
         name
@@ -305,7 +327,7 @@ def _check_finite(table: Tensor, steps: list[int], training: Training) -> None:
         for start in positions(
             settings, first_step=steps[row], last_step=steps[row] + 1, rank=rank, world_size=processes.world_size
         )
-        for name in training.samples.names(order.take(start, start + count)[0])
+        for name in training.samples.names(order.take(start, start + count).indices)
     ]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     raise TrainingError(
@@ -323,11 +345,27 @@ def _wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) ->
     return DistributedDataParallel(compiled, gradient_as_bucket_view=True, forward_sync_buffers=False)
 
 
+Parts = TypeVar("Parts", Mixing, Recorded)
+
+
+def _map(parts: Parts | None, move: Callable[[Tensor], Tensor]) -> Parts | None:
+    """The same parts, each moved; one that is not there stays so."""
+    if parts is None:
+        return None
+    return parts._replace(**{name: move(part) for name, part in parts._asdict().items() if part is not None})
+
+
 def _move(batch: Batch, processes: Processes) -> Batch:
-    """The batch on the device; from page-locked memory the copy does not hold up the host."""
+    """The batch on the device, mixed; from page-locked memory the copy does not hold up the host."""
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(processes.device.torch_device, non_blocking=True)
 
-    mixing = Mixing(*map(move, batch.mixing)) if batch.mixing else None
-    return batch._replace(images=move(batch.images), labels=move(batch.labels), mixing=mixing)
+    mixing = _map(batch.mixing, move)
+    images = move(batch.images)
+    return batch._replace(
+        images=mix(images, mixing) if mixing else images,
+        labels=move(batch.labels),
+        mixing=mixing,
+        recorded=_map(batch.recorded, move),
+    )

@@ -16,6 +16,7 @@ from trainer.artifacts import Draft
 from trainer.config import DistillSettings, PretrainSettings, TrainingSettings
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import Samples
+from trainer.distillation.recording import Recording
 from trainer.models import Classifier
 from trainer.profiling.evidence import Recorder
 from trainer.tracking import Tracker
@@ -55,6 +56,7 @@ class Session:
         view_size: int,
         layer_decay: float = 1.0,
         labelled: bool = True,
+        teacher_outputs: Recording | None = None,
     ) -> nn.Module:
         """Run the training `name`, record its evidence, and give the trained model.
 
@@ -66,6 +68,7 @@ class Session:
             view_size: edge of the views, in pixels.
             layer_decay: factor of the learning rate from one block to the one below it.
             labelled: whether the model is a classifier, to be measured on the validation split.
+            teacher_outputs: recorded outputs, whose views are seen again.
         """
         checkpoints = Checkpoints(
             self.checkpoint_root,
@@ -92,6 +95,9 @@ class Session:
             processes=self.processes,
             checkpoints=checkpoints,
             layer_decay=layer_decay,
+            view_seed=teacher_outputs.description.seed if teacher_outputs else None,
+            view_count=teacher_outputs.description.views if teacher_outputs else 0,
+            teacher_outputs=teacher_outputs,
             validate=measure if labelled else None,
         )
         recorder = Recorder(
@@ -157,7 +163,7 @@ def open_session(
                 values=values,
                 parents=parents,
                 seed=settings.seed or 0,
-                workers=settings.workers or 0,
+                workers=2 if settings.workers == "auto" else settings.workers or 0,
                 model=model_draft,
                 evidence=evidence_draft,
                 checkpoint_root=checkpoint_root(model),

@@ -1,0 +1,56 @@
+"""What a loader gives to a training step.
+
+Shapes: b samples in a micro-batch, b + x images (x: partners that are mixed in and are no samples of this micro-batch), K recorded
+logits, D recorded features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Mixing(NamedTuple):
+    """How each sample's view is mixed with that of its partner."""
+
+    partner: Tensor
+    """Row of the partner among the images, int64 [b]; a sample may be its own."""
+    labels: Tensor
+    """The partner's label, int64 [b]."""
+    share: Tensor
+    """Weight of the sample itself in the target, float32 [b]; the partner has the rest."""
+    blend: Tensor
+    """Weight of the sample itself in its pixels outside of the box, float32 [b]; 1 for CutMix."""
+    box: Tensor
+    """Part that CutMix takes from the partner, as shares of the edge: left, top, right, bottom; float32 [b, 4]."""
+
+
+class Recorded(NamedTuple):
+    """What a teacher said of each sample's view when it was recorded."""
+
+    indices: Tensor
+    """Classes of the largest logits, int64 [b, K], the largest first."""
+    logits: Tensor
+    """Their logits, float32 [b, K]."""
+    rest: Tensor
+    """Log of the sum over all other classes of exp(logit / T) at T = 1 and T = 2, float32 [b, 2]; -inf where there are no others."""
+    features: Tensor | None
+    """Pooled features, float32 [b, D]."""
+
+
+class Batch(NamedTuple):
+    """A micro-batch of b samples."""
+
+    images: Tensor
+    """Views, uint8 [b + x, 3, V, V]; the first b are the samples' own. Once on the device: mixed, [b, 3, V, V]."""
+    labels: Tensor
+    """int64 [b]; -1 for a sample without label."""
+    keys: Tensor
+    """Sample keys, the bits of a uint64 as int64 [b]; on the CPU, where random numbers are drawn."""
+    numbers: Tensor
+    """View numbers, int64 [b]; on the CPU."""
+    mixing: Mixing | None = None
+    """How the images are mixed, or None."""
+    recorded: Recorded | None = None
+    """The teacher's recorded outputs, or None."""

@@ -1,0 +1,96 @@
+"""Mixup and CutMix: each view mixed with the same-numbered view of its partner.
+
+The partner is a function of (seed, view number) (`trainer.data.order`), the mixture one of (seed, sample key, view number); so
+what a teacher said of a mixed view can be recorded.
+
+Shapes: b samples, b + x images, V x V pixels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import scipy.special
+import torch
+from torch import Tensor
+
+from trainer.config import ViewSettings
+from trainer.data.batch import Mixing
+from trainer.data.randomness import uniform
+
+_KIND, _SHARE, _X, _Y = range(100, 104)
+"""Index of each draw."""
+
+
+def mixes(settings: ViewSettings) -> bool:
+    """Whether views are mixed at all."""
+    return settings.mixup > 0 or settings.cutmix > 0
+
+
+def draw_mixing(
+    keys: npt.NDArray[np.uint64],
+    numbers: npt.NDArray[np.int64],
+    partner: npt.NDArray[np.int64],
+    partner_labels: npt.NDArray[np.int64],
+    *,
+    seed: int,
+    settings: ViewSettings,
+) -> Mixing:
+    """How these samples' views are mixed with their partners'.
+
+    Args:
+        keys: key of each sample [b].
+        numbers: number of each sample's view [b].
+        partner: row of each sample's partner among the batch's images [b].
+        partner_labels: label of each sample's partner [b].
+        seed: of the views.
+        settings: mixup's and CutMix's alphas, of which one at least is above 0.
+    """
+
+    def draw(index: int) -> npt.NDArray[np.float64]:
+        return uniform(seed, keys, numbers, index)
+
+    kind_share = {(True, False): 0.0, (False, True): 1.0, (True, True): 0.5}[settings.mixup > 0, settings.cutmix > 0]
+    is_cutmix = draw(_KIND) < kind_share
+    quantile = draw(_SHARE)
+    share = np.where(is_cutmix, _beta(settings.cutmix, quantile), _beta(settings.mixup, quantile))
+    edge = np.sqrt(1 - share) / 2
+    x, y = draw(_X), draw(_Y)
+    box = np.clip(np.stack([x - edge, y - edge, x + edge, y + edge], axis=1), 0, 1)
+    box[~is_cutmix] = 0
+    outside = 1 - (box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1])
+    return Mixing(
+        partner=torch.from_numpy(partner),
+        labels=torch.from_numpy(partner_labels),
+        share=torch.from_numpy(np.where(is_cutmix, outside, share)).float(),
+        blend=torch.from_numpy(np.where(is_cutmix, 1.0, share)).float(),
+        box=torch.from_numpy(box).float(),
+    )
+
+
+def _beta(alpha: float, quantile: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Quantiles of Beta(alpha, alpha); ones where alpha is 0, which leaves the image as it is."""
+    if not alpha:
+        return np.ones_like(quantile)
+    values: npt.NDArray[np.float64] = scipy.special.betaincinv(alpha, alpha, quantile)
+    return values
+
+
+def mix(images: Tensor, mixing: Mixing) -> Tensor:
+    """Mix each sample's view with its partner's.
+
+    Args:
+        images: uint8 [b + x, 3, V, V], the first b the samples' own.
+        mixing: of the b samples, on the images' device.
+
+    Returns:
+        uint8 [b, 3, V, V].
+    """
+    own, partner = images[: len(mixing.partner)].float(), images.index_select(0, mixing.partner).float()
+    size = images.shape[-1]
+    centre = (torch.arange(size, device=images.device) + 0.5) / size
+    left, top, right, bottom = mixing.box.view(-1, 4, 1).unbind(1)
+    in_x, in_y = (centre >= left) & (centre < right), (centre >= top) & (centre < bottom)
+    inside = (in_y.unsqueeze(2) & in_x.unsqueeze(1)).unsqueeze(1)
+    mixed = torch.where(inside, partner, torch.lerp(partner, own, mixing.blend.view(-1, 1, 1, 1)))
+    return mixed.round_().to(torch.uint8)
