@@ -6,9 +6,12 @@ logits, D recorded features.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from trainer.data.views.parameters import ViewParameters
 
 
 class Mixing(NamedTuple):
@@ -43,13 +46,17 @@ class Batch(NamedTuple):
     """A micro-batch of b samples."""
 
     images: Tensor
-    """Views, uint8 [b + x, 3, V, V]; the first b are the samples' own. Once on the device: mixed, [b, 3, V, V]."""
+    """Views, uint8 [b + x, 3, V, V], or stored images [b + x, 3, S, S] where `views` says which views are still to be made of them; the
+    first b are the samples' own. Once on the device: views, mixed, [b, 3, V, V]."""
     labels: Tensor
     """int64 [b]; -1 for a sample without label."""
     keys: Tensor
     """Sample keys, the bits of a uint64 as int64 [b]; on the CPU, where random numbers are drawn."""
     numbers: Tensor
     """View numbers, int64 [b]; on the CPU."""
+    views: ViewParameters | None = None
+    """The b + x views that the device still has to make of stored images, or None where the loader made them; on the CPU, like the
+    random numbers that they were drawn from."""
     mixing: Mixing | None = None
     """How the images are mixed, or None."""
     recorded: Recorded | None = None
