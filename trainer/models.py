@@ -78,6 +78,13 @@ class Classifier(nn.Module):
         logits: Tensor = self.network(self.preprocess(images))
         return logits
 
+    def forward_with_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Raw images [B, 3, H, W] to logits [B, K] and the pooled features [B, D] that the head makes them of, in one forward pass."""
+        network: Any = self.network
+        features: Tensor = network.forward_head(network.forward_features(self.preprocess(images)), pre_logits=True)
+        logits: Tensor = network.get_classifier()(features)
+        return logits, features
+
 
 def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
     """Build an untrained model with a head for `labels`; the weights follow torch's generator.
@@ -153,6 +160,22 @@ def describe(model: Classifier) -> dict[str, Any]:
     """Its main figures: architecture, parameters, and edge of its input in pixels."""
     card = model.card
     return {"architecture": card.architecture, "parameters": parameter_count(model), "image_size": card.image_size}
+
+
+def feature_size(model: Classifier) -> int:
+    """Length D of the pooled features that the model's head reads.
+
+    Raises:
+        ModelError: its head is not one linear layer on pooled features.
+    """
+    network: Any = model.network
+    head = network.get_classifier()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"architecture {model.card.architecture!r} can not be compared by its features: its head is not one linear layer; "
+            "set distill.feature_weight=0 and reinforce.features=false, or choose another architecture"
+        )
+    return head.in_features
 
 
 def save(model: Classifier, directory: Path) -> None:
