@@ -305,6 +305,11 @@ class DistillSettings(LoadingSettings, TrainingSettings):
         """Whether any loss compares with the teacher."""
         return self.logit_weight > 0 or self.feature_weight > 0
 
+    @property
+    def reads_recording(self) -> bool:
+        """Whether the stage reinforce has to run first."""
+        return self.teacher == "recorded" and self.needs_teacher
+
     @model_validator(mode="after")
     def _has_a_loss(self) -> Self:
         if not self.needs_teacher and self.label_weight == 0:
