@@ -1,14 +1,14 @@
 """The prepared data set, as trainings and evaluations read it (`schema` says what is in it).
 
-A small split is decoded once into one tensor, so that a read is an index; a large one is memory-mapped and decoded at each read.
-Pillow decodes, as it did in the preparation; torchvision's decoders are deprecated.
+A small split is decoded once into one tensor, so that a read is an index; a large one is memory-mapped and decoded at each read,
+from the map's pages straight into the batch.
 
 Shapes: N images in a split, B images in a batch, S pixels along an edge.
 """
 
 from __future__ import annotations
 
-import io
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ import datasets  # type: ignore[import-untyped]  # the package ships no types
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from trainer import artifacts
-from trainer.data.schema import DESCRIPTION, Description, SplitName
+from trainer.data.decoding import BadImageError, Pixels, decode_square, decoder_of
+from trainer.data.schema import DESCRIPTION, SPLITS, Description, SplitName
 from trainer.errors import ArtifactError, DataError
 
 IN_MEMORY_BYTES = 512 * 1024**2
@@ -37,8 +38,8 @@ class Split:
     def __init__(self, directory: Path, name: SplitName, image_size: int) -> None:
         self.name = name
         self.image_size = image_size
-        self._table = datasets.load_from_disk(str(directory / name)).cast_column("image", datasets.Image(decode=False))
-        self._images = self._table.select_columns("image")
+        self._table = datasets.load_from_disk(str(directory / name))
+        self._files = _Files(self._table)
         self._decoded: Tensor | None = None
         columns = self._table.data
         self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
@@ -51,7 +52,11 @@ class Split:
         return len(self._table)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_decoded": None}
+        return self.__dict__ | {"_decoded": None, "_files": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._files = _Files(self._table)
 
     @property
     def names(self) -> Sequence[str]:
@@ -73,7 +78,7 @@ class Split:
     def load(self) -> None:
         """Decode a small split now instead of at the first read; a large one stays on the disk."""
         if self.in_memory and self._decoded is None:
-            self._decoded = self._decode(range(len(self)))
+            self._decoded = self._decode_all(range(len(self))).contiguous()
 
     def read(self, indices: Sequence[int]) -> Tensor:
         """The images at `indices` (0 <= index < N): uint8 [B, 3, S, S].
@@ -84,25 +89,58 @@ class Split:
         self.load()
         if self._decoded is not None:
             return self._decoded[torch.as_tensor(indices, dtype=torch.int64)]
-        return self._decode(indices)
+        return self._decode_all(indices)
 
-    def _decode(self, indices: Sequence[int]) -> Tensor:
-        images = torch.empty((len(indices), 3, self.image_size, self.image_size), dtype=torch.uint8)
-        if len(indices) == 0:
-            return images
-        for position, image in enumerate(self._images[[int(index) for index in indices]]["image"]):
-            try:
-                images[position] = _pixels(image["bytes"])
-            except (OSError, RuntimeError) as error:
-                name = self.names[int(indices[position])]
-                raise DataError(f"image {name} of split {self.name}: {error}; prepare the data set again") from error
+    def encoded(self, index: int) -> memoryview:
+        """The file of the image at `index` (0 <= index < N), in the memory-mapped data set."""
+        return self._files[index]
+
+    def decode(self, index: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:
+        """Decode the image at `index`, whether or not the split is kept decoded; see `decoding.decode_square`.
+
+        Raises:
+            DataError: it can not be decoded.
+        """
+        try:
+            return decode_square(self._files[index], self.image_size, out=out, shrink=shrink)
+        except BadImageError as error:
+            raise DataError(
+                f"image {self.names[index]} of split {self.name}: {error}; prepare the data set again"
+            ) from error
+
+    def _decode_all(self, indices: Sequence[int]) -> Tensor:
+        images = empty_images(len(indices), self.image_size)
+        rows = images.permute(0, 2, 3, 1).numpy()
+        for row, index in zip(rows, indices, strict=True):
+            self.decode(int(index), out=row)
         return images
 
 
-def _pixels(encoded: bytes) -> Tensor:
-    """Decode one image: uint8 [3, H, W]."""
-    with Image.open(io.BytesIO(encoded)) as image:
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+class _Files:
+    """The image files of a split's table, without a copy."""
+
+    def __init__(self, table: Any) -> None:
+        chunks = table.data.column("image").chunks
+        self._columns = [chunk.field("bytes") for chunk in chunks]
+        self._starts = np.cumsum([0, *map(len, chunks)]).tolist()
+
+    def __getitem__(self, index: int) -> memoryview:
+        if not 0 <= index < self._starts[-1]:
+            raise IndexError(f"image {index} of {self._starts[-1]}")
+        chunk = bisect_right(self._starts, index) - 1
+        return memoryview(self._columns[chunk][index - self._starts[chunk]].as_buffer())
+
+
+def empty_images(count: int, size: int) -> Tensor:
+    """Room for a batch, uint8 [count, 3, size, size] with the channels innermost in memory, as decoders write and convolutions like them.
+
+    In a loader process it is in shared memory from the start; otherwise the way to the training process would copy it.
+    """
+    shape = (count, size, size, 3)
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8).permute(0, 3, 1, 2)
+    storage = torch.UntypedStorage._new_shared(count * size * size * 3)
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape).permute(0, 3, 1, 2)
 
 
 class PreparedDataset:
@@ -114,6 +152,15 @@ class PreparedDataset:
         self.image_size = description.image_size
         self._directory = directory
         self._images = description.images
+
+    def decoder_name(self) -> str:
+        """What decodes the stored images, such as `simplejpeg 1.9.0`: another one may give slightly different pixels.
+
+        Raises:
+            ArtifactError: as `split`.
+        """
+        first = next((split for split in map(self.split, SPLITS) if len(split)), None)
+        return decoder_of(first.encoded(0)) if first is not None else "none"
 
     def split(self, name: SplitName) -> Split:
         """The images of one split.

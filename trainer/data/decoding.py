@@ -1,4 +1,7 @@
-"""One image file: from its bytes to an upright RGB picture, its content key, and the square that is stored.
+"""One image file: from its bytes to an upright RGB picture, its content key, and the square that is stored; and from there to pixels.
+
+Originals are decoded once, by Pillow, which reads nearly everything. Stored squares are decoded again and again: JPEG by simplejpeg
+(libjpeg-turbo straight into an array, and at a half, quarter or eighth of its size where that is enough), others by Pillow.
 
 Whatever is wrong with a file is a `BadImageError` with the reason. Imports nothing heavy, because every process that decodes loads it.
 """
@@ -14,6 +17,9 @@ from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
+import PIL
+import simplejpeg
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF")
@@ -31,6 +37,9 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """EXIF orientation -> what makes the picture upright."""
+
+
+_JPEG_SIGNATURE = b"\xff\xd8\xff"
 
 
 class BadImageError(ValueError):
@@ -150,3 +159,60 @@ def encode(image: Image.Image, encoding: Literal["jpeg", "png"], jpeg_quality: i
     else:
         image.save(buffer, "PNG")
     return buffer.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stored squares
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def is_jpeg(encoded: bytes | memoryview) -> bool:
+    """Whether these are the bytes of a JPEG file."""
+    return bytes(encoded[:3]) == _JPEG_SIGNATURE
+
+
+def decoder_of(encoded: bytes | memoryview) -> str:
+    """Name and version of what `decode_square` decodes such a file with."""
+    return f"simplejpeg {simplejpeg.__version__}" if is_jpeg(encoded) else f"pillow {PIL.__version__}"
+
+
+def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:
+    """Decode a stored square.
+
+    Args:
+        encoded: a JPEG or PNG file's bytes.
+        size: edge of the square, in pixels.
+        out: where the pixels go, uint8 [size, size, 3] in one piece; a new array where not given.
+        shrink: 1, 2, 4 or 8: a JPEG is decoded at this part of its size, by its DCT's lower frequencies; others are not shrunk.
+
+    Returns:
+        `out`, or RGB pixels uint8 [E, E, 3]; E is `size / shrink` rounded up for a JPEG, and `size` for others.
+
+    Raises:
+        BadImageError: it can not be decoded, or is no square of this size.
+    """
+    jpeg = is_jpeg(encoded)
+    edge = -(-size // shrink) if jpeg else size
+    try:
+        pixels = _decode_jpeg(encoded, edge, out) if jpeg else _decode_with_pillow(encoded)
+    except (OSError, ValueError) as error:
+        raise BadImageError(_reason(error)) from error
+    if pixels.shape != (edge, edge, 3):
+        raise BadImageError(f"{pixels.shape[1]} x {pixels.shape[0]} pixels instead of {edge} x {edge}")
+    if out is None:
+        return pixels
+    if not jpeg:
+        out[:] = pixels
+    return out
+
+
+def _decode_jpeg(encoded: bytes | memoryview, edge: int, out: Pixels | None) -> Pixels:
+    """At the smallest scale that has at least `edge` pixels; in `out`'s memory where given."""
+    pixels: Pixels = simplejpeg.decode_jpeg(encoded, min_height=edge, min_width=edge, buffer=out)
+    return pixels
+
+
+def _decode_with_pillow(encoded: bytes | memoryview) -> Pixels:
+    with Image.open(io.BytesIO(encoded)) as image:
+        return np.asarray(image.convert("RGB"))
