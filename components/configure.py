@@ -22,12 +22,14 @@ def configure(
     [
         ("prepare", str),
         ("pretrain", str),
+        ("reinforce", str),
         ("distill", str),
         ("profile", str),
         ("evaluate", str),
         ("register", str),
         ("source_version", str),
         ("weights_version", str),
+        ("distill_teacher", str),
         ("resolved", str),
     ],
 ):

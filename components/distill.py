@@ -1,4 +1,4 @@
-"""The task `distill`: data set and teacher -> student."""
+"""The task `distill`: data set and teacher, or its recorded outputs -> student."""
 
 from kfp import dsl
 
@@ -11,6 +11,7 @@ def distill(
     pool: str,
     nodes: int,
     processes_per_node: int,
+    teacher_outputs: str,
     dataset: dsl.Input[dsl.Dataset],
     teacher: dsl.Input[dsl.Model],
     student: dsl.Output[dsl.Model],
@@ -24,6 +25,7 @@ def distill(
         pool: Node pool to train on; empty: this task's own machine.
         nodes: How many machines of the pool.
         processes_per_node: Training processes on each machine; 0: one for each of its devices.
+        teacher_outputs: Where the teacher's recorded outputs are; empty: the teacher runs in every step.
         dataset: The prepared data set.
         teacher: The teacher's model directory.
         student: The student's model directory.
@@ -36,7 +38,7 @@ def distill(
     training = Training(
         stage="distill",
         settings=settings,
-        inputs={"dataset": dataset, "teacher": teacher},
+        inputs={"dataset": dataset.uri, "teacher": teacher.uri, "teacher_outputs": teacher_outputs},
         outputs={"student": student, "evidence": evidence},
         place=Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
         job=job,

@@ -67,13 +67,18 @@ class Training:
     """A key of `STAGES`."""
     settings: str
     """Its section of the settings, as JSON text."""
-    inputs: Mapping[str, dsl.Artifact]
-    """Keyword of each input -> KFP's artifact."""
+    inputs: Mapping[str, str]
+    """Keyword of each input -> its URI; empty where an optional one is not given."""
     outputs: Mapping[str, dsl.Artifact]
     """Keyword of each output -> KFP's artifact."""
     place: Place
     job: dsl.Artifact
     """Takes the record: what was launched; of a cluster's job also how it ended, its events and its logs."""
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Keyword of each input that is given -> its URI."""
+        return {name: uri for name, uri in self.inputs.items() if uri}
 
 
 def launch(training: Training) -> None:
@@ -94,7 +99,7 @@ def _launch_here(training: Training) -> None:
     spec = JobSpec(
         stage=training.stage,
         settings=json.loads(training.settings),
-        inputs={name: artifact.path for name, artifact in training.inputs.items()},
+        inputs=training.given,
         outputs={name: artifact.path for name, artifact in training.outputs.items()},
         nodes=place.nodes,
         processes_per_node=place.processes_per_node or _devices(),
@@ -122,7 +127,7 @@ def _launch_on_a_pool(training: Training) -> None:
     spec = JobSpec(
         stage=stage.name,
         settings=json.loads(training.settings),
-        inputs={name: _input_uri(artifact, stage.inputs[name]) for name, artifact in training.inputs.items()},
+        inputs={name: _shared(uri, stage.all_inputs[name]) for name, uri in training.given.items()},
         outputs=written,
         nodes=place.nodes,
         processes_per_node=pool.processes(place.processes_per_node),
@@ -133,13 +138,13 @@ def _launch_on_a_pool(training: Training) -> None:
             artifacts.copy(written[name], artifact.path, stage.outputs[name])
 
 
-def _input_uri(artifact: dsl.Artifact, kind: artifacts.Kind) -> str:
+def _shared(uri: str, kind: artifacts.Kind) -> str:
     """Where a job reads an input; one that lies on this machine is copied there first, once for each content."""
-    if storage.is_remote(artifact.uri):
-        return str(artifact.uri)
-    uri = storage.join(exchange_folder(), "inputs", artifacts.manifest(artifact.path, kind).fingerprint)
-    artifacts.copy(artifact.path, uri, kind)
-    return uri
+    if storage.is_remote(uri):
+        return uri
+    copy = storage.join(exchange_folder(), "inputs", artifacts.manifest(uri, kind).fingerprint)
+    artifacts.copy(uri, copy, kind)
+    return copy
 
 
 def _output_uri(artifact: dsl.Artifact, run: str, stage: str, name: str) -> str:

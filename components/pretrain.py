@@ -36,7 +36,7 @@ def pretrain(
     training = Training(
         stage="pretrain",
         settings=settings,
-        inputs={"dataset": dataset},
+        inputs={"dataset": dataset.uri},
         outputs={"teacher": teacher, "evidence": evidence},
         place=Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
         job=job,

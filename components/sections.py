@@ -16,16 +16,19 @@ from trainer.errors import TrackingError
 
 
 class Sections(NamedTuple):
-    """Each stage's own section, as JSON; and what the images and the teacher's given weights are now."""
+    """Each stage's own section, as JSON; what the images and the teacher's given weights are now; and how the teacher is asked."""
 
     prepare: str
     pretrain: str
+    reinforce: str
     distill: str
     profile: str
     evaluate: str
     register: str
     source_version: str
     weights_version: str
+    distill_teacher: str
+    """`recorded` if reinforce has to run before distill, `online` if not."""
     resolved: str
     """All settings, for the record."""
 
@@ -64,6 +67,7 @@ def configure(settings: config.Settings) -> Sections:
         **own,
         source_version=source_version,
         weights_version=weights_version(settings.pretrain.weights),
+        distill_teacher="recorded" if settings.distill.reads_recording else "online",
         resolved=canonical_json(resolved),
     )
 

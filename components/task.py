@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from components import launching
 from components.launching import Training
-from trainer import artifacts, stages, tracking
+from trainer import artifacts, stages, storage, tracking
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
 from trainer.signals import ended_by_sigterm
 
@@ -90,7 +89,7 @@ def run_stage(
         directories = {name: artifact.path for name, artifact in {**inputs, **outputs}.items()}
         stages.call(stage, settings, directories, **further)
         for name, artifact in outputs.items():
-            _describe(artifact, stages.STAGES[stage].outputs[name], artifact.path)
+            _describe(artifact, stages.STAGES[stage].outputs[name])
 
 
 def train(training: Training) -> None:
@@ -102,18 +101,21 @@ def train(training: Training) -> None:
     with reporting(training.stage):
         launching.launch(training)
         for name, artifact in training.outputs.items():
-            # A job on a cluster writes to the artifact's URI, and nothing is on this machine.
-            written = artifact.path if artifacts.exists(artifact.path) else artifact.uri
-            _describe(artifact, stages.STAGES[training.stage].outputs[name], written)
+            _describe(artifact, stages.STAGES[training.stage].outputs[name])
 
 
-def _describe(artifact: dsl.Artifact, kind: artifacts.Kind, written: str) -> None:
-    artifact.metadata.update(kind=kind, fingerprint=artifacts.manifest(written, kind).fingerprint)
+def _describe(artifact: dsl.Artifact, kind: artifacts.Kind) -> None:
+    artifact.metadata.update(kind=kind, fingerprint=artifacts.manifest(_written(artifact), kind).fingerprint)
+
+
+def _written(artifact: dsl.Artifact) -> str:
+    """Where the directory of an output is: on this machine, or at the artifact's URI, to which a job on a cluster writes."""
+    return str(artifact.path if artifacts.exists(artifact.path) else artifact.uri)
 
 
 def show_page(source: dsl.Artifact, file: str, page: dsl.HTML) -> None:
     """Show a page of a stage's directory in the Kubeflow UI."""
-    shutil.copyfile(Path(source.path) / file, page.path)
+    Path(page.path).write_bytes(storage.read_bytes(storage.join(_written(source), file)))
 
 
 def show_metrics(source: dsl.Artifact, metrics: dsl.Metrics) -> None:

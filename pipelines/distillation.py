@@ -14,6 +14,8 @@ from components.prepare import prepare
 from components.pretrain import pretrain
 from components.profile import profile
 from components.register import register
+from components.reinforce import reinforce
+from components.skip_reinforce import skip_reinforce
 from pipelines.pods import SMALL, WORK, on_cluster
 
 NAME = "distillation"
@@ -76,11 +78,24 @@ def distillation(
             dataset=prepared,
         )
         pretrained = on_cluster(pretraining, SMALL, retries=RETRIES).outputs
+        with dsl.If(settings.outputs["distill_teacher"] == "recorded", name="recorded"):
+            reinforcing = reinforce(
+                settings=settings.outputs["reinforce"],
+                pool=pool,
+                nodes=nodes,
+                processes_per_node=processes_per_node,
+                dataset=prepared,
+                teacher=pretrained["teacher"],
+            )
+            on_cluster(reinforcing, SMALL, retries=RETRIES)
+        with dsl.Else(name="online"):
+            skipping = on_cluster(skip_reinforce(), SMALL, retries=RETRIES)
         distilling = distill(
             settings=settings.outputs["distill"],
             pool=pool,
             nodes=nodes,
             processes_per_node=processes_per_node,
+            teacher_outputs=dsl.OneOf(reinforcing.outputs["Output"], skipping.output),
             dataset=prepared,
             teacher=pretrained["teacher"],
         )

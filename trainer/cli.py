@@ -210,7 +210,7 @@ def _stage(options: argparse.Namespace) -> None:
     settings = config.resolve(options.recipe, options.overrides)
     os.environ.setdefault(config.DEVICE_VARIABLE, settings.run.device)
     section = json.dumps(settings.for_stage(stage.name)) if options.settings is None else _checked_json(options)
-    given = {name: getattr(options, name) for name in (*stage.inputs, *stage.optional_inputs)}
+    given = {name: getattr(options, name) for name in stage.all_inputs}
     inputs = {name: value for name, value in given.items() if value is not None}
     outputs = {name: getattr(options, name) for name in stage.outputs}
     if stage.launched and not options.worker:

@@ -91,15 +91,24 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     tracking.check()
     tracking.start_parent(resolved, {"recipe": recipe})
     with _closed_if_it_fails():
-        for name, places in PLAN.items():
-            if name == "reinforce" and settings.distill.teacher == "online":
-                continue
+        for name, places in _plan(settings).items():
             directories = {keyword: str(directory / place) for keyword, place in places.items()}
             _run_stage(name, settings, directories, processes=processes, recipe=recipe, resolved=resolved)
     summary = (directory / "registration" / SUMMARY).read_bytes()
     storage.write_bytes(directory / SUMMARY, summary)
     content: dict[str, Any] = json.loads(summary)
     return content
+
+
+def _plan(settings: config.Settings) -> Mapping[str, Mapping[str, str]]:
+    """`PLAN`, or where the teacher runs in every step of the distillation what is left of it without recorded outputs."""
+    if settings.distill.reads_recording:
+        return PLAN
+    return {
+        stage: {keyword: place for keyword, place in places.items() if keyword != "teacher_outputs"}
+        for stage, places in PLAN.items()
+        if stage != "reinforce"
+    }
 
 
 @contextmanager
@@ -137,8 +146,7 @@ def _run_stage(
     logger.info("%s  starts", name)
     start = time.monotonic()
     if stage.launched:
-        inputs = {keyword: directories[keyword] for keyword in stage.inputs}
-        inputs |= {key: directories[key] for key in stage.optional_inputs if artifacts.exists(directories[key])}
+        inputs = {keyword: directories[keyword] for keyword in stage.all_inputs if keyword in directories}
         outputs = {keyword: directories[keyword] for keyword in stage.outputs}
         launch.run_stage(name, json.dumps(section), inputs=inputs, outputs=outputs, processes_per_node=processes)
     else:
@@ -151,6 +159,10 @@ def _is_complete(stage: stages.Stage, section: Mapping[str, Any], directories: M
     """Whether all outputs are there, whole, made with these settings from these inputs."""
     if stage.name == "prepare" or not all(artifacts.exists(directories[keyword]) for keyword in stage.outputs):
         return False  # the images may have changed, and only preparing them again can tell
-    inputs = {artifacts.read(directories[keyword], kind).fingerprint for keyword, kind in stage.inputs.items()}
+    inputs = {
+        artifacts.read(directories[keyword], kind).fingerprint
+        for keyword, kind in stage.all_inputs.items()
+        if keyword in directories
+    }
     outputs = [artifacts.read(directories[keyword], kind) for keyword, kind in stage.outputs.items()]
     return all(output.settings == section and inputs <= set(output.parents.values()) for output in outputs)

@@ -25,7 +25,7 @@ _DESCRIPTION = """Show what the launcher for clusters works with.
   python -m components.launch reap --orphaned                         those whose task's pod has ended"""
 
 LAUNCHED: Mapping[str, stages.Stage] = {name: stage for name, stage in stages.STAGES.items() if stage.launched}
-DIRECTORIES = sorted({name for stage in LAUNCHED.values() for name in (*stage.inputs, *stage.outputs)})
+DIRECTORIES = sorted({name for stage in LAUNCHED.values() for name in (*stage.all_inputs, *stage.outputs)})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,11 +114,12 @@ def _name(text: str) -> str:
 
 def _render(options: argparse.Namespace) -> None:
     pool, stage = pools.get(options.pool), LAUNCHED[options.stage]
+    settings = config.resolve(options.recipe, options.overrides)
     uris = {name: getattr(options, name) or f"s3://bucket/{options.run}/{name}" for name in DIRECTORIES}
     spec = JobSpec(
         stage=stage.name,
-        settings=config.resolve(options.recipe, options.overrides).for_stage(stage.name),
-        inputs={name: uris[name] for name in stage.inputs},
+        settings=settings.for_stage(stage.name),
+        inputs={name: uris[name] for name in (stage.all_inputs if settings.distill.reads_recording else stage.inputs)},
         outputs={name: uris[name] for name in stage.outputs},
         nodes=options.nodes,
         processes_per_node=options.processes,

@@ -32,6 +32,11 @@ class Stage:
     summary: str
     """What it does, in one line."""
 
+    @property
+    def all_inputs(self) -> dict[str, Kind]:
+        """Keyword of each input directory, the optional ones too -> kind of artifact."""
+        return {**self.inputs, **self.optional_inputs}
+
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage

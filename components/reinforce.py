@@ -1,0 +1,45 @@
+"""The task `reinforce`: data set and teacher -> teacher outputs."""
+
+from kfp import dsl
+
+from components.image import IMAGE
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def reinforce(
+    settings: str,
+    pool: str,
+    nodes: int,
+    processes_per_node: int,
+    dataset: dsl.Input[dsl.Dataset],
+    teacher: dsl.Input[dsl.Model],
+    teacher_outputs: dsl.Output[dsl.Artifact],
+    page: dsl.Output[dsl.HTML],
+    job: dsl.Output[dsl.Artifact],
+) -> str:
+    """Record the teacher's outputs on augmented views of the training images; gives where they are.
+
+    Args:
+        settings: The section `reinforce`, as JSON.
+        pool: Node pool to run on; empty: this task's own machine.
+        nodes: How many machines of the pool.
+        processes_per_node: Processes on each machine; 0: one for each of its devices.
+        dataset: The prepared data set.
+        teacher: The teacher's model directory.
+        teacher_outputs: The teacher's recorded outputs.
+        page: What they hold, as a page.
+        job: What was launched where, how it ended, and its logs.
+    """
+    from components import launching, task
+
+    training = launching.Training(
+        stage="reinforce",
+        settings=settings,
+        inputs={"dataset": dataset.uri, "teacher": teacher.uri},
+        outputs={"teacher_outputs": teacher_outputs},
+        place=launching.Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
+        job=job,
+    )
+    task.train(training)
+    task.show_page(teacher_outputs, "report.html", page)
+    return str(teacher_outputs.uri)
