@@ -98,6 +98,10 @@ class LoadingSettings(Section):
     """Where stored images are decoded; as `data.decode_on` where not given."""
 
 
+LOADING = frozenset({"workers", "views_on", "decode_on"})
+"""Settings of `data` that say how prepared images are loaded, and so do not change what is prepared."""
+
+
 class ModelSettings(Section):
     """A timm model."""
 
@@ -423,7 +427,7 @@ class Settings(Section):
             KeyError: the stage has no section.
         """
         section = getattr(self, SECTION_OF_STAGE[stage])
-        unread = {"workers", "views_on", "decode_on"} if stage == "prepare" else set()
+        unread = LOADING if stage == "prepare" else set()
         dumped: dict[str, Any] = section.model_dump(mode="json", exclude=unread)
         return dumped
 

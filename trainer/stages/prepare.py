@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainer import artifacts, tracking
 from trainer.artifacts import Artifact
-from trainer.config import DataSettings
+from trainer.config import LOADING, DataSettings
 from trainer.data.preparation import prepare
 
 
@@ -19,7 +19,7 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
         OutputError: the directory can not be written.
         TrackingError: MLflow does not answer or refuses.
     """
-    kept = settings.model_dump(mode="json", exclude={"workers"})  # loader processes: no matter of the data set
+    kept = settings.model_dump(mode="json", exclude=set(LOADING))
     with (
         tracking.stage_run("prepare", kept) as tracker,
         artifacts.create(dataset, "dataset", settings=kept) as draft,
