@@ -134,13 +134,13 @@ class _Files:
 def empty_images(count: int, size: int) -> Tensor:
     """Room for a batch, uint8 [count, 3, size, size] with the channels innermost in memory, as decoders write and convolutions like them.
 
-    In a loader process it is in shared memory from the start; otherwise the way to the training process would copy it.
+    In a loader process it is in shared memory from the start, as in torch's own collate; otherwise it would be copied there on its way
+    to the training process.
     """
-    shape = (count, size, size, 3)
-    if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8).permute(0, 3, 1, 2)
-    storage = torch.UntypedStorage._new_shared(count * size * size * 3)
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape).permute(0, 3, 1, 2)
+    images = torch.empty(0, dtype=torch.uint8)
+    if get_worker_info() is not None:
+        images.set_(torch.UntypedStorage._new_shared(count * size * size * 3))
+    return images.resize_(count, size, size, 3).permute(0, 3, 1, 2)
 
 
 class PreparedDataset:
