@@ -21,6 +21,7 @@ from trainer.data.batch import Batch, Recorded
 from trainer.data.dataset import Split
 from trainer.data.order import Indices, SampleOrder, Taken
 from trainer.data.views.mixing import draw_mixing
+from trainer.data.views.parameters import draw_views
 from trainer.data.views.rendering import make_views
 from trainer.errors import DataError, SettingsError
 
@@ -100,14 +101,11 @@ class Views:
             mixing = draw_mixing(
                 keys, numbers, rows, self.samples.labels[partners], seed=self.seed, settings=self.settings
             )
-        images = make_views(
-            self.samples.read(shown),
-            self.samples.keys[shown],
-            shown_numbers,
-            seed=self.seed,
-            size=self.size,
-            settings=self.settings,
+        stored = self.samples.read(shown)
+        parameters = draw_views(
+            self.samples.keys[shown], shown_numbers, stored=stored.shape[-1], seed=self.seed, settings=self.settings
         )
+        images = make_views(stored, parameters, self.size, self.settings)
         return Batch(
             images=images,
             labels=torch.from_numpy(labels),

@@ -1,0 +1,47 @@
+"""Brightness, contrast and saturation in one application.
+
+Shapes: B views, V x V pixels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GREY_WEIGHTS = (0.299, 0.587, 0.114)
+"""Shares of red, green and blue in grey (ITU-R BT.601)."""
+
+
+def adjust_colour(views: Tensor, factors: Tensor) -> Tensor:
+    """Change brightness, then contrast, then saturation, as torchvision's functions of these names do.
+
+    Each of the three is linear in the pixels, so they are one matrix for each view, here a factor for the pixel, one for its grey and an
+    offset. Pixels are cut to 0..255 once at the end, not in between as torchvision does, and rounded, not truncated.
+    Sums over pixels are exact, so a view does not depend on the batch around it.
+
+    Args:
+        views: uint8 [B, 3, V, V].
+        factors: of brightness, contrast and saturation, at least 0; float32 [B, 3], on the CPU.
+
+    Returns:
+        uint8 [B, 3, V, V].
+    """
+    brightness, contrast, saturation = factors.to(views.device, non_blocking=True).view(-1, 3, 1, 1, 1).unbind(1)
+    area = views.shape[-2] * views.shape[-1]
+    means = views.sum((2, 3), keepdim=True, dtype=torch.int32).float() / area
+    pixels = views.float()
+    gain = brightness * contrast
+    grey = _grey(pixels) * ((1 - saturation) * gain)
+    grey += (1 - contrast) * brightness * _grey(means)
+    return levels(pixels.mul_(saturation * gain).add_(grey))
+
+
+def _grey(pixels: Tensor) -> Tensor:
+    """[B, 3, H, W] to [B, 1, H, W]."""
+    red, green, blue = (pixels[:, channel] * weight for channel, weight in enumerate(GREY_WEIGHTS))
+    return (red + green + blue).unsqueeze(1)
+
+
+def levels(pixels: Tensor) -> Tensor:
+    """Float pixels as the nearest of the 256 levels; changes `pixels`."""
+    return pixels.round_().clamp_(0, 255).to(torch.uint8)

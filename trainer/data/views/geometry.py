@@ -1,0 +1,121 @@
+"""Crop, resize and mirror, for one image in a loader process or for a batch on a device.
+
+Both resize with an antialiased triangle filter restricted to the box, whose weights are whole numbers (fixed point), and round after
+each axis. So sums are exact in any order: a view has the same bits in every batch, and the two ways give the same bits unless an axis is
+shrunk to less than a quarter, where they differ by at most one level.
+
+Shapes: B images, S x S stored pixels, V x V pixels of a view, T taps of the filter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.data.views.parameters import ViewParameters
+
+
+def crop_sample(image: Tensor, box: Sequence[float], *, mirror: bool, out: Tensor) -> None:
+    """Crop, resize and mirror one image on the CPU.
+
+    torch's resize of uint8 images is the fastest way there is in our dependencies, and fastest for a decoder's interleaved pixels,
+    permuted.
+
+    Args:
+        image: uint8 [3, h, w], in any memory layout.
+        box: left, top, width, height in pixels of `image`. Fractions (of an image that was shrunk while it was decoded) are rounded to
+            whole pixels, which moves the view by at most half of one.
+        mirror: whether to mirror it left to right.
+        out: where the view goes, uint8 [3, V, V].
+    """
+    left, top, width, height = box
+    columns, rows = slice(round(left), round(left + width)), slice(round(top), round(top + height))
+    view = image[None, :, rows, columns]
+    if view.shape[-2:] != out.shape[-2:]:
+        view = F.interpolate(view, size=out.shape[-2:], mode="bilinear", antialias=True)
+    out.copy_(view[0].flip(-1) if mirror else view[0])
+
+
+def crop_batch(images: Tensor, parameters: ViewParameters, size: int) -> Tensor:
+    """Crop, resize and mirror a batch, image by image on the CPU and all at once on another device.
+
+    Args:
+        images: uint8 [B, 3, S, S].
+        parameters: of the B views.
+        size: edge V of the views, in pixels.
+
+    Returns:
+        uint8 [B, 3, V, V].
+    """
+    if images.device.type != "cpu":
+        return crop_by_products(images, parameters, size)
+    views = images.new_empty((len(images), 3, size, size))
+    for image, box, mirror, out in zip(images, parameters.box.tolist(), parameters.mirror.tolist(), views, strict=True):
+        crop_sample(image, box, mirror=mirror, out=out)
+    return views
+
+
+def crop_by_products(images: Tensor, parameters: ViewParameters, size: int) -> Tensor:
+    """`crop_batch` by a matrix product along each axis, in exact float32; the host waits for nothing."""
+    count, stored = len(images), images.shape[-1]
+    box, mirror = (part.to(images.device, non_blocking=True) for part in (parameters.box, parameters.mirror))
+    left, top, width, height = box.unbind(1)
+    with torch.autocast(images.device.type, enabled=False):
+        place = torch.arange(size, dtype=torch.float64, device=images.device).view(1, -1, 1)
+        mirrored = torch.where(mirror.view(-1, 1, 1), size - 1 - place, place)
+        columns, unit = _filter(left, width, mirrored, stored=stored)
+        pixels = images.reshape(count, 3 * stored, stored).float() @ columns.mT
+        pixels = _rounded(pixels, unit).view(count, 3, stored, size)
+        rows, unit = _filter(top, height, place, stored=stored)
+        pixels = _rounded(rows.unsqueeze(1) @ pixels, unit.unsqueeze(1))
+    return pixels.clamp_(0, 255).to(torch.uint8)
+
+
+def _rounded(sums: Tensor, unit: Tensor) -> Tensor:
+    """Weighted sums as whole levels, in place; `unit` is the sum of the weights, a power of two."""
+    return sums.add_(unit / 2).div_(unit).floor_()
+
+
+def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tuple[Tensor, Tensor]:
+    """Weights of the stored pixels along one axis, whole numbers, and what they add up to.
+
+    The numbers are those of torch's own resize of uint8 images, except that a product of weight and pixel stays below 2^24, so that
+    float32 is exact.
+
+    Args:
+        start: first pixel of each box, int64 [B].
+        length: pixels of each box, int64 [B].
+        place: which pixel of the view stands where, float64 [B or 1, V, 1].
+        stored: pixels S of the stored images.
+
+    Returns:
+        float32 [B, V, S] and float32 [B, 1, 1].
+    """
+    size = place.shape[1]
+    taps = 2 * math.ceil(max(stored / size, 1)) + 1
+    length = length.double().view(-1, 1, 1)
+    scale = length / size
+    support = scale.clamp(min=1)
+    centre = scale * (place + 0.5)
+    first = (centre - support + 0.5).floor_().clamp_(min=0)
+    pixel = first + torch.arange(taps, dtype=place.dtype, device=place.device)  # [B, V, T]
+    weights = (1 - (pixel - centre + 0.5).abs_() / support).clamp_(min=0)
+    weights *= pixel < torch.minimum((centre + support + 0.5).floor_(), length)
+    weights /= weights.sum(2, keepdim=True)
+    unit = _unit(weights.amax((1, 2), keepdim=True))
+    weights = weights.mul_(unit).add_(0.5).floor_().float()
+    dense = weights.new_zeros((len(start), size, stored + taps))  # a tap past the last pixel has no weight
+    dense.scatter_(2, pixel.long() + start.view(-1, 1, 1), weights)
+    return dense[:, :, :stored], unit.float()
+
+
+def _unit(peak: Tensor) -> Tensor:
+    """What stands for 1: 2^14, 2^15 or 2^16, the least with which the largest weight does not fit into 15 bits when it is doubled."""
+    unit = torch.full_like(peak, 2.0**16)
+    for power in (15, 14):
+        unit = torch.where((peak * 2.0 ** (power + 1) + 0.5).floor() >= 2**15, 2.0**power, unit)
+    return unit
