@@ -314,17 +314,48 @@ class DistillSettings(LoadingSettings, TrainingSettings):
         """Whether the stage reinforce has to run first."""
         return self.teacher == "recorded" and self.needs_teacher
 
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether the logit loss compares the logits of all classes, so that the largest ones alone are not enough."""
+        return self.logit_weight > 0 and (self.logit_loss in ("dkd", "dist") or self.standardize_logits)
+
     @model_validator(mode="after")
-    def _has_a_loss(self) -> Self:
-        if not self.needs_teacher and self.label_weight == 0:
-            raise ValueError(
-                "logit_weight, feature_weight and label_weight are all 0, so there is nothing to learn; give one of them a weight"
-            )
-        if self.logit_loss == "dkd" and self.logit_weight and (self.views.mixup or self.views.cutmix):
-            raise ValueError(
-                "logit_loss is dkd, which needs one true class an image, but views.mixup or views.cutmix mixes them; "
-                "set both to 0 or choose another logit_loss"
-            )
+    def _fits_together(self) -> Self:
+        mixes = self.views.mixup > 0 or self.views.cutmix > 0
+        is_dkd, is_dist, is_hard = (
+            self.logit_loss == name and self.logit_weight > 0 for name in ("dkd", "dist", "hard")
+        )
+        mistakes = [
+            (
+                self.logit_weight == self.label_weight == 0,
+                "logit_weight and label_weight are both 0, so nothing teaches the student's head; give one of them a weight",
+            ),
+            (
+                is_dkd and mixes,
+                (
+                    "logit_loss is dkd, which needs one true class an image, but views.mixup or views.cutmix mixes them; "
+                    "set both to 0 or choose another logit_loss"
+                ),
+            ),
+            (
+                is_dkd and self.dkd_alpha == self.dkd_beta == 0,
+                "logit_loss is dkd, but dkd_alpha and dkd_beta are both 0; give one of them a weight",
+            ),
+            (
+                is_dist and self.dist_beta == self.dist_gamma == 0,
+                "logit_loss is dist, but dist_beta and dist_gamma are both 0; give one of them a weight",
+            ),
+            (
+                is_hard and self.standardize_logits,
+                (
+                    "logit_loss is hard, which takes only the top class from the teacher, so there are no logits to standardise; "
+                    "set standardize_logits=false or choose another logit_loss"
+                ),
+            ),
+        ]
+        for is_made, message in mistakes:
+            if is_made:
+                raise ValueError(message)
         return self
 
 

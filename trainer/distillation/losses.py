@@ -1,6 +1,6 @@
 """Losses between a student's and a teacher's outputs, in float32 whatever the precision of the forward pass.
 
-Shapes: B samples, C classes, K recorded logits.
+Shapes: B samples, C classes, K recorded logits, D features.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ from torch import Tensor
 
 from trainer.data.batch import Recorded
 from trainer.distillation.outputs import complete
+
+_HALF_ROUNDING = 2.0**-11
+"""Largest relative error of a number that is stored in half precision."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between logits
 
 
 def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -30,14 +37,115 @@ def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Ten
     """
     student_log = F.log_softmax(student.float() / temperature, dim=1)
     teacher_log = F.log_softmax(teacher.float() / temperature, dim=1)
-    return temperature**2 * F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)
+    return temperature**2 * _kl(student_log, teacher_log)
+
+
+def hard_distillation(student: Tensor, top_class: Tensor) -> Tensor:
+    """Cross-entropy with the teacher's top class, mean over the batch (DeiT, Touvron et al. 2021, equation 3).
+
+    DeiT gives it and the cross-entropy with the labels the weight 1/2 each.
+
+    Args:
+        student: logits [B, C].
+        top_class: the teacher's, int64 [B].
+
+    Returns:
+        A scalar.
+    """
+    return F.cross_entropy(student.float(), top_class)
+
+
+def decoupled_kl(
+    student: Tensor, teacher: Tensor, labels: Tensor, *, temperature: float, alpha: float, beta: float
+) -> Tensor:
+    """T^2 x (alpha x TCKD + beta x NCKD), mean over the batch (DKD, Zhao et al. 2022, equation 7).
+
+    TCKD is the divergence between the two-way distributions (the true class, all others), NCKD that between the distributions over the
+    others alone. With p the teacher's probability of the true class, KL = TCKD + (1 - p) x NCKD: the plain divergence looks at the
+    others the less, the surer the teacher is.
+
+    Args:
+        student: logits [B, C].
+        teacher: logits [B, C].
+        labels: the true classes, int64 [B].
+        temperature: T > 0.
+        alpha: weight of TCKD.
+        beta: weight of NCKD.
+
+    Returns:
+        A scalar.
+    """
+    student_true, student_others = _decouple(student.float() / temperature, labels)
+    teacher_true, teacher_others = _decouple(teacher.float() / temperature, labels)
+    return temperature**2 * (alpha * _kl(student_true, teacher_true) + beta * _kl(student_others, teacher_others))
+
+
+def _decouple(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log probabilities of (true class, all others), [B, 2], and of each other class among the others, [B, C] with 0 at the true one."""
+    true = labels.unsqueeze(1)
+    log_others = F.log_softmax(logits.scatter(1, true, -math.inf), dim=1)
+    return _one_against_rest(logits, true), log_others.scatter(1, true, 0.0)
+
+
+def relation_loss(student: Tensor, teacher: Tensor, *, temperature: float, beta: float, gamma: float) -> Tensor:
+    """T^2 x (beta x inter + gamma x intra), of the probabilities at temperature T (DIST, Huang et al. 2022, equations 7 to 9).
+
+    inter is 1 - Pearson's correlation between the student's and the teacher's probabilities of a sample's classes, mean over the
+    samples; intra is the same of a class's samples, mean over the classes. T^2 stands in the authors' code. intra needs other samples:
+    it sees those of its micro-batch, so unlike the other losses it depends on how a batch is dealt to processes.
+
+    Args:
+        student: logits [B, C].
+        teacher: logits [B, C].
+        temperature: T > 0.
+        beta: weight of inter.
+        gamma: weight of intra.
+
+    Returns:
+        A scalar.
+    """
+    student_probabilities = (student.float() / temperature).softmax(1)
+    teacher_probabilities = (teacher.float() / temperature).softmax(1)
+    inter = 1 - _correlation(student_probabilities, teacher_probabilities, dim=1).mean()
+    intra = 1 - _correlation(student_probabilities, teacher_probabilities, dim=0).mean()
+    return temperature**2 * (beta * inter + gamma * intra)
+
+
+def _correlation(first: Tensor, second: Tensor, *, dim: int) -> Tensor:
+    """Pearson's correlation along a dimension; 0 where one of them is constant."""
+    return F.cosine_similarity(first - first.mean(dim, keepdim=True), second - second.mean(dim, keepdim=True), dim=dim)
+
+
+def standardize(logits: Tensor) -> Tensor:
+    """(logits - mean) / standard deviation of each sample, [B, C] (Sun et al. 2024, "Logit Standardization in Knowledge Distillation").
+
+    Applied to both before they are compared, it leaves the student its own size of logits; the temperature then counts in standard
+    deviations. The deviation is the paper's, over C (its code divides by C - 1).
+    """
+    centred = logits.float() - logits.float().mean(1, keepdim=True)
+    return centred / (centred.square().mean(1, keepdim=True).sqrt() + 1e-7)
+
+
+def _kl(student_log: Tensor, teacher_log: Tensor) -> Tensor:
+    """KL(teacher || student) of log probabilities, mean over the batch."""
+    return F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)
+
+
+def agreement(student: Tensor, top_class: Tensor) -> Tensor:
+    """Share of samples for which the student's top class is the teacher's; logits [B, C] and classes [B] to a scalar."""
+    return (student.argmax(1) == top_class).to(torch.float32).mean()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With the teacher's largest logits alone
 
 
 def recorded_kl(student: Tensor, teacher: Recorded, temperature: float) -> Tensor:
     """`distillation_kl` where only the teacher's K largest logits are known, and the sum of the rest.
 
-    The C - K other classes count as one outcome, whose probability is the student's and the teacher's sum over them. This is at most
-    the full divergence, and lacks of it only the teacher's mass of the rest times the divergence within the rest (chain rule).
+    The C - K other classes count as one outcome, whose probability is the student's and the teacher's sum over them. By the chain rule
+    the full divergence is this one + T^2 x (the teacher's mass of the rest) x KL within the rest, so this is at most the full one. The
+    rest's mass at T is exact for T = 1 and T = 2 and interpolated otherwise (`rest_logit`).
 
     Args:
         student: logits [B, C].
@@ -50,27 +158,67 @@ def recorded_kl(student: Tensor, teacher: Recorded, temperature: float) -> Tenso
     whole = complete(teacher, student.shape[1])
     if whole is not None:
         return distillation_kl(student, whole.logits, temperature)
-    scaled = student.float() / temperature
-    known = scaled.gather(1, teacher.indices)
-    rest = scaled.scatter(1, teacher.indices, -math.inf).logsumexp(1, keepdim=True)
-    student_log = F.log_softmax(torch.cat([known, rest], 1), dim=1)
+    student_log = _one_against_rest(student.float() / temperature, teacher.indices)
     teacher_rest = rest_logit(teacher, student.shape[1], temperature).unsqueeze(1)
     teacher_log = F.log_softmax(torch.cat([teacher.logits / temperature, teacher_rest], 1), dim=1)
-    return temperature**2 * F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)
+    return temperature**2 * _kl(student_log, teacher_log)
+
+
+def _one_against_rest(logits: Tensor, indices: Tensor) -> Tensor:
+    """Log probabilities of some classes, and of all others together in the last column.
+
+    Args:
+        logits: [B, C].
+        indices: int64 [B, K], K < C.
+
+    Returns:
+        [B, K + 1].
+    """
+    rest = logits.scatter(1, indices, -math.inf).logsumexp(1, keepdim=True)
+    return F.log_softmax(torch.cat([logits.gather(1, indices), rest], 1), dim=1)
 
 
 def rest_logit(teacher: Recorded, classes: int, temperature: float) -> Tensor:
     """Log of the sum of exp(logit / T) over the classes that were not recorded, [B].
 
-    f(s) = log sum exp(s x logit) is convex in s = 1 / T; known are f(0), the logarithm of their number, f(1/2) and f(1). Between them the
-    parabola through the three is taken.
+    With s = 1 / T it is f(s) = log sum exp(s x logit). Known are f(0), the logarithm of their number, f(1/2) and f(1); elsewhere the
+    parabola through these three is taken, held within `rest_bounds`.
     """
-    others = classes - teacher.indices.shape[1]
     s = 1 / temperature
-    at_0, at_1, at_half = math.log(others), teacher.rest[:, 0], teacher.rest[:, 1]
-    return (2 * s - 1) * (s - 1) * at_0 + 4 * s * (1 - s) * at_half + s * (2 * s - 1) * at_1
+    at_0, at_1, at_half = math.log(classes - teacher.indices.shape[1]), teacher.rest[:, 0], teacher.rest[:, 1]
+    parabola = (2 * s - 1) * (s - 1) * at_0 + 4 * s * (1 - s) * at_half + s * (2 * s - 1) * at_1
+    lower, upper = rest_bounds(teacher, classes, temperature)
+    return parabola.clamp(lower, upper)
 
 
-def agreement(student: Tensor, top_class: Tensor) -> Tensor:
-    """Share of samples for which the student's top class is the teacher's; logits [B, C] and classes [B] to a scalar."""
-    return (student.argmax(1) == top_class).to(torch.float32).mean()
+def rest_bounds(teacher: Recorded, classes: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest value of f(1 / T) that the stored numbers allow, [B] each (see `rest_logit`).
+
+    f is convex: a chord lies above it, and a chord's extension below. Its slope is a mean of the logits, so it is at most the smallest
+    recorded one, m; and f(s) / s falls, because the entropy f(s) - s x f'(s) is not negative.
+    """
+    s = 1 / temperature
+    at_0, at_1, at_half = math.log(classes - teacher.indices.shape[1]), teacher.rest[:, 0], teacher.rest[:, 1]
+    smallest = teacher.logits[:, -1]
+    steepest = smallest + smallest.abs() * _HALF_ROUNDING
+    low_chord = at_0 + 2 * s * (at_half - at_0)
+    high_chord = at_1 + 2 * (s - 1) * (at_1 - at_half)
+    if s <= 0.5:
+        return torch.stack([high_chord, at_half + (s - 0.5) * steepest, 2 * s * at_half]).amax(0), low_chord
+    if s <= 1:
+        return torch.stack([low_chord, at_1 + (s - 1) * steepest, s * at_1]).amax(0), high_chord
+    return high_chord, torch.minimum(at_1 + (s - 1) * steepest, s * at_1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between features
+
+
+def feature_cosine(student: Tensor, teacher: Tensor) -> Tensor:
+    """1 - cosine of the angle between the features, mean over the batch; [B, D] each to a scalar."""
+    return 1 - F.cosine_similarity(student.float(), teacher.float(), dim=1).mean()
+
+
+def feature_mse(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean squared difference of the features (FitNets, Romero et al. 2015, but for a factor); [B, D] each to a scalar."""
+    return F.mse_loss(student.float(), teacher.float())

@@ -2,48 +2,144 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 from torch import Tensor, nn
 
 from trainer.config import DistillSettings
-from trainer.data.batch import Batch
-from trainer.distillation.losses import agreement, distillation_kl, recorded_kl
+from trainer.data.batch import Batch, Recorded
+from trainer.distillation import losses
+from trainer.distillation.outputs import TeacherOutputs, all_logits, top_class
+from trainer.distillation.student import ProjectedStudent
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.models import Classifier
 from trainer.profiling.timeline import Timeline
 from trainer.training.classification import cross_entropy
 from trainer.training.loop import Losses
 
+Said = TeacherOutputs | Recorded
+"""What the teacher says of a batch."""
+
+LogitLoss = Callable[[Tensor, Said, Tensor], Tensor]
+"""The student's logits [B, C], what the teacher says, and the labels [B] to a scalar."""
+
+FeatureLoss = Callable[[Tensor, Tensor], Tensor]
+"""The student's projected features and the teacher's, [B, D] each, to a scalar."""
+
 
 class DistillObjective:
-    """loss = logit_weight x logit loss + label_weight x cross-entropy with the labels.
+    """loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels.
 
-    Teacher and student see the same view, each resized and normalised as it wants it.
+    Teacher and student see the same view, each resized and normalised as it wants it. A loss without a weight is not computed, and
+    where none compares with the teacher it is not asked: the student learns from the labels alone.
     """
 
-    def __init__(self, student: Classifier, teacher: FrozenTeacher | None, settings: DistillSettings) -> None:
-        """Train `student`; without a `teacher` the batches bring its recorded outputs."""
+    def __init__(
+        self, student: Classifier | ProjectedStudent, teacher: FrozenTeacher | None, settings: DistillSettings
+    ) -> None:
+        """Train `student`, a `ProjectedStudent` where there is a feature loss; without a `teacher` the batches bring recorded outputs."""
         self.model: nn.Module = student
         self._teacher, self._settings = teacher, settings
+        self._logit_loss = choose_logit_loss(settings)
+        self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
 
     def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
-        """Named losses of a batch: `loss`, `label`, and with a `logit_weight` `logit` and the share of samples on which both agree.
-
-        Where no loss compares with the teacher it is not asked: the student learns from the labels alone.
-        """
-        settings = self._settings
-        if settings.logit_weight and self._teacher is not None:
-            with timeline.range("teacher_forward"):
-                teacher = self._teacher(batch.images)
+        """Named losses of a batch: `loss`, of `logit`, `feature` and `label` those that have a weight, and the share of `agreement`."""
+        said = self._ask(batch, timeline)
         with timeline.range("forward"):
-            student: Tensor = model(batch.images)
-            label = cross_entropy(student, batch.labels, batch.mixing, smoothing=settings.label_smoothing)
-            if not settings.logit_weight:
-                return {"loss": settings.label_weight * label, "label": label}
-            if batch.recorded is not None:
-                logit = recorded_kl(student, batch.recorded, settings.temperature)
-                top_class = batch.recorded.indices[:, 0]
-            else:
-                logit = distillation_kl(student, teacher.logits, settings.temperature)
-                top_class = teacher.logits.argmax(1)
-            loss = settings.logit_weight * logit + settings.label_weight * label
-        return {"loss": loss, "logit": logit, "label": label, "agreement": agreement(student.detach(), top_class)}
+            logits, features = self._answer(model, batch.images)
+            parts = self._compare(logits, features, said, batch) if said is not None else {}
+            if self._settings.label_weight:
+                smoothing = self._settings.label_smoothing
+                parts["label"] = cross_entropy(logits, batch.labels, batch.mixing, smoothing=smoothing)
+            loss = self._weigh(parts)
+            if said is not None:
+                parts["agreement"] = losses.agreement(logits.detach(), top_class(said))
+        return {"loss": loss} | parts
+
+    def _ask(self, batch: Batch, timeline: Timeline) -> Said | None:
+        if not self._settings.needs_teacher:
+            return None
+        if self._teacher is None:
+            return batch.recorded
+        with timeline.range("teacher_forward"):
+            return self._teacher(batch.images)
+
+    def _answer(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The student's logits, and its projected features where they are compared."""
+        if self._settings.feature_weight:
+            logits, features = model(images, features=True)
+            return logits, features
+        return model(images), None
+
+    def _compare(self, logits: Tensor, features: Tensor | None, said: Said, batch: Batch) -> Losses:
+        parts: Losses = {}
+        if self._settings.logit_weight:
+            parts["logit"] = self._logit_loss(logits, said, batch.labels)
+        if features is not None:
+            assert said.features is not None, (
+                "the stage refuses recorded outputs without features, and asks a teacher for them"
+            )
+            parts["feature"] = self._feature_loss(features, said.features)
+        return parts
+
+    def _weigh(self, parts: Losses) -> Tensor:
+        settings = self._settings
+        weights = {"logit": settings.logit_weight, "feature": settings.feature_weight, "label": settings.label_weight}
+        first, *others = (weights[name] * part for name, part in parts.items())
+        return sum(others, first)
+
+
+def choose_logit_loss(settings: DistillSettings) -> LogitLoss:
+    """The loss that `logit_loss` names, with its settings."""
+    loss = partial(_LOGIT_LOSSES[settings.logit_loss], settings)
+    return partial(_standardized, loss) if settings.standardize_logits else loss
+
+
+def _kl(settings: DistillSettings, student: Tensor, said: Said, _labels: Tensor) -> Tensor:
+    if isinstance(said, Recorded):
+        return losses.recorded_kl(student, said, settings.temperature)
+    return losses.distillation_kl(student, said.logits, settings.temperature)
+
+
+def _hard(_settings: DistillSettings, student: Tensor, said: Said, _labels: Tensor) -> Tensor:
+    return losses.hard_distillation(student, top_class(said))
+
+
+def _dkd(settings: DistillSettings, student: Tensor, said: Said, labels: Tensor) -> Tensor:
+    return losses.decoupled_kl(
+        student,
+        all_logits(said, student.shape[1]),
+        labels,
+        temperature=settings.temperature,
+        alpha=settings.dkd_alpha,
+        beta=settings.dkd_beta,
+    )
+
+
+def _dist(settings: DistillSettings, student: Tensor, said: Said, _labels: Tensor) -> Tensor:
+    return losses.relation_loss(
+        student,
+        all_logits(said, student.shape[1]),
+        temperature=settings.temperature,
+        beta=settings.dist_beta,
+        gamma=settings.dist_gamma,
+    )
+
+
+def _standardized(loss: LogitLoss, student: Tensor, said: Said, labels: Tensor) -> Tensor:
+    """A loss between standardised logits."""
+    teacher = losses.standardize(all_logits(said, student.shape[1]))
+    return loss(losses.standardize(student), TeacherOutputs(teacher), labels)
+
+
+_LOGIT_LOSSES: Mapping[str, Callable[[DistillSettings, Tensor, Said, Tensor], Tensor]] = {
+    "kl": _kl,
+    "hard": _hard,
+    "dkd": _dkd,
+    "dist": _dist,
+}
+
+FEATURE_LOSSES: Mapping[str, FeatureLoss] = {"cosine": losses.feature_cosine, "mse": losses.feature_mse}
+"""Name of each feature loss -> its function."""

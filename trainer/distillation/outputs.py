@@ -27,3 +27,15 @@ def complete(recorded: Recorded, classes: int) -> TeacherOutputs | None:
         return None
     logits = recorded.logits.new_empty(len(recorded.logits), classes).scatter_(1, recorded.indices, recorded.logits)
     return TeacherOutputs(logits, recorded.features)
+
+
+def all_logits(outputs: TeacherOutputs | Recorded, classes: int) -> Tensor:
+    """The teacher's logits for all classes, [B, C]; the stage refuses recorded outputs that lack some where a loss needs them all."""
+    whole = complete(outputs, classes) if isinstance(outputs, Recorded) else outputs
+    assert whole is not None, f"{classes} logits are needed and fewer were recorded"
+    return whole.logits
+
+
+def top_class(outputs: TeacherOutputs | Recorded) -> Tensor:
+    """The class that the teacher finds likeliest, int64 [B]."""
+    return outputs.indices[:, 0] if isinstance(outputs, Recorded) else outputs.logits.argmax(1)
