@@ -6,12 +6,11 @@ logits, D recorded features.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from trainer.data.views.parameters import ViewParameters
+from trainer.data.views.parameters import ViewParameters
 
 
 class Mixing(NamedTuple):
@@ -46,8 +45,9 @@ class Batch(NamedTuple):
     """A micro-batch of b samples."""
 
     images: Tensor
-    """Views, uint8 [b + x, 3, V, V], or stored images [b + x, 3, S, S] where `views` says which views are still to be made of them; the
-    first b are the samples' own. Once on the device: views, mixed, [b, 3, V, V]."""
+    """Views, uint8 [b + x, 3, V, V], the first b the samples' own. Where `views` says which views the device still has to make: stored
+    images [b + x, 3, S, S], or their JPEG files one after another, uint8 [bytes], if `lengths` says where each ends. Once on the device:
+    views, mixed, [b, 3, V, V]."""
     labels: Tensor
     """int64 [b]; -1 for a sample without label."""
     keys: Tensor
@@ -59,5 +59,7 @@ class Batch(NamedTuple):
     random numbers that they were drawn from."""
     mixing: Mixing | None = None
     """How the images are mixed, or None."""
+    lengths: Tensor | None = None
+    """Bytes of each JPEG file that the device still has to decode, int64 [b + x], on the CPU; or None."""
     recorded: Recorded | None = None
     """The teacher's recorded outputs, or None."""

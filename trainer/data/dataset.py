@@ -40,7 +40,7 @@ class Split:
         self.image_size = image_size
         self._table = datasets.load_from_disk(str(directory / name))
         self._files = _Files(self._table)
-        self._decoded: Tensor | None = None
+        self._decoded: Tensor | None = None  # uint8 [N, S, S, 3]
         columns = self._table.data
         self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
         """Index of each image's class, or -1 where it has none, [N]."""
@@ -78,42 +78,50 @@ class Split:
     def load(self) -> None:
         """Decode a small split now instead of at the first read; a large one stays on the disk."""
         if self.in_memory and self._decoded is None:
-            self._decoded = self._decode_all(range(len(self))).contiguous()
+            self._decoded = self._decode_all(range(len(self)))
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """The images at `indices` (0 <= index < N): uint8 [B, 3, S, S].
+        """The images at `indices` (0 <= index < N): uint8 [B, 3, S, S], the channels innermost in memory.
 
         Raises:
             DataError: an image can not be decoded.
         """
         self.load()
-        if self._decoded is not None:
-            return self._decoded[torch.as_tensor(indices, dtype=torch.int64)]
-        return self._decode_all(indices)
+        if self._decoded is None:
+            return _channels_first(self._decode_all(indices))
+        images = empty_images(len(indices), self.image_size)
+        torch.index_select(self._decoded, 0, torch.as_tensor(indices, dtype=torch.int64), out=images)
+        return _channels_first(images)
 
-    def encoded(self, index: int) -> memoryview:
-        """The file of the image at `index` (0 <= index < N), in the memory-mapped data set."""
-        return self._files[index]
+    def picture(self, index: int, *, shrink: int = 1) -> Tensor:
+        """The image at `index` (0 <= index < N), which must not be changed: uint8 [3, E, E], the channels innermost in memory.
 
-    def decode(self, index: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:
-        """Decode the image at `index`, whether or not the split is kept decoded; see `decoding.decode_square`.
+        E is S, or `S / shrink` rounded up where a JPEG is decoded for it (`decoding.decode_square`).
 
         Raises:
             DataError: it can not be decoded.
         """
+        self.load()
+        pixels = torch.from_numpy(self._decode(index, shrink=shrink)) if self._decoded is None else self._decoded[index]
+        return pixels.permute(2, 0, 1)
+
+    def encoded(self, index: int) -> memoryview:
+        """The file of the image at `index` (0 <= index < N), where it lies in the memory-mapped data set."""
+        return self._files[index]
+
+    def _decode_all(self, indices: Sequence[int]) -> Tensor:
+        images = empty_images(len(indices), self.image_size)
+        for row, index in zip(images.numpy(), indices, strict=True):
+            self._decode(int(index), out=row)
+        return images
+
+    def _decode(self, index: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:
         try:
             return decode_square(self._files[index], self.image_size, out=out, shrink=shrink)
         except BadImageError as error:
             raise DataError(
                 f"image {self.names[index]} of split {self.name}: {error}; prepare the data set again"
             ) from error
-
-    def _decode_all(self, indices: Sequence[int]) -> Tensor:
-        images = empty_images(len(indices), self.image_size)
-        rows = images.permute(0, 2, 3, 1).numpy()
-        for row, index in zip(rows, indices, strict=True):
-            self.decode(int(index), out=row)
-        return images
 
 
 class _Files:
@@ -132,7 +140,7 @@ class _Files:
 
 
 def empty_images(count: int, size: int) -> Tensor:
-    """Room for a batch, uint8 [count, 3, size, size] with the channels innermost in memory, as decoders write and convolutions like them.
+    """Room for a batch, uint8 [count, size, size, 3]: in the order in which decoders write, and which convolutions like.
 
     In a loader process it is in shared memory from the start, as in torch's own collate; otherwise it would be copied there on its way
     to the training process.
@@ -140,7 +148,11 @@ def empty_images(count: int, size: int) -> Tensor:
     images = torch.empty(0, dtype=torch.uint8)
     if get_worker_info() is not None:
         images.set_(torch.UntypedStorage._new_shared(count * size * size * 3))
-    return images.resize_(count, size, size, 3).permute(0, 3, 1, 2)
+    return images.resize_(count, size, size, 3)
+
+
+def _channels_first(images: Tensor) -> Tensor:
+    return images.permute(0, 3, 1, 2)
 
 
 class PreparedDataset:

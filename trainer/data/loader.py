@@ -6,6 +6,7 @@ is run a x W + r of the step (W processes), so that the union over processes doe
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -16,13 +17,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from trainer.config import TrainingSettings, ViewSettings
+from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded
-from trainer.data.dataset import Split
+from trainer.data.dataset import Split, empty_images
+from trainer.data.gpu_decoding import check_gpu_decoding, join_files
 from trainer.data.order import Indices, SampleOrder, Taken
+from trainer.data.views.geometry import crop_sample
 from trainer.data.views.mixing import draw_mixing
-from trainer.data.views.parameters import draw_views
-from trainer.data.views.rendering import make_views
+from trainer.data.views.parameters import ViewParameters, draw_views
+from trainer.data.views.rendering import finish_views
 from trainer.errors import DataError, SettingsError
 
 
@@ -50,46 +53,81 @@ class Samples:
             )
         for split in self._splits:
             split.load()  # once, before loader processes are forked, which then share the decoded images
-        self._ends = np.cumsum([len(split) for split in self._splits])
+        self._ends = np.cumsum([len(split) for split in self._splits]).tolist()
+        self.image_size = self._splits[0].image_size
         self.labels = np.concatenate([split.labels for split in self._splits])
         self.keys = np.concatenate([split.keys for split in self._splits])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, indices: npt.NDArray[np.int64]) -> Tensor:
-        """Stored images, uint8 [B, 3, S, S]."""
+    @property
+    def in_memory(self) -> bool:
+        """Whether all images are kept decoded."""
+        return all(split.in_memory for split in self._splits)
+
+    def read(self, indices: Indices) -> Tensor:
+        """Stored images, uint8 [B, 3, S, S], the channels innermost in memory."""
         if len(self._splits) == 1:
             return self._splits[0].read(indices.tolist())
-        which = np.searchsorted(self._ends, indices, side="right")
-        starts = self._ends - [len(split) for split in self._splits]
-        images: Tensor | None = None
-        for number, split in enumerate(self._splits):
-            chosen = np.flatnonzero(which == number)
-            if len(chosen):
-                part = split.read((indices[chosen] - starts[number]).tolist())
-                images = part.new_empty((len(indices), *part.shape[1:])) if images is None else images
-                images[torch.from_numpy(chosen)] = part
-        assert images is not None, "no indices"
+        images = empty_images(len(indices), self.image_size).permute(0, 3, 1, 2)
+        for image, index in zip(images, indices.tolist(), strict=True):
+            image.copy_(self.picture(index))
         return images
 
-    def names(self, indices: npt.NDArray[np.int64]) -> list[str]:
+    def picture(self, index: int, *, shrink: int = 1) -> Tensor:
+        """One stored image, uint8 [3, E, E]; see `Split.picture`."""
+        split, place = self._place(index)
+        return split.picture(place, shrink=shrink)
+
+    def encoded(self, index: int) -> memoryview:
+        """The file of one stored image."""
+        split, place = self._place(index)
+        return split.encoded(place)
+
+    def _place(self, index: int) -> tuple[Split, int]:
+        number = bisect_right(self._ends, index)
+        split = self._splits[number]
+        return split, index - (self._ends[number] - len(split))
+
+    def names(self, indices: Indices) -> list[str]:
         """Key and source of each sample, for messages."""
-        which = np.searchsorted(self._ends, indices, side="right")
-        starts = self._ends - [len(split) for split in self._splits]
-        sources = [
-            self._splits[number].sources[int(index - starts[number])]
-            for number, index in zip(which, indices, strict=True)
-        ]
+        places = [self._place(index) for index in indices.tolist()]
+        sources = [split.sources[place] for split, place in places]
         return [f"{int(self.keys[index]):016x} {source}" for index, source in zip(indices, sources, strict=True)]
 
 
 class Views:
     """The views of a training set's samples, batch by batch."""
 
-    def __init__(self, samples: Samples, *, size: int, seed: int, settings: ViewSettings) -> None:
-        """Of `size` x `size` pixels, drawn from `seed`."""
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        size: int,
+        seed: int,
+        settings: ViewSettings,
+        on_device: bool = False,
+        decode_on: DecodeOn = "cpu",
+    ) -> None:
+        """Of `size` x `size` pixels, drawn from `seed`.
+
+        Args:
+            samples: of what.
+            size: edge V of the views, in pixels.
+            seed: of the views.
+            settings: how strongly to augment.
+            on_device: whether batches carry stored images, of which the device makes the views (`makes_views_on_device`).
+            decode_on: where stored images are decoded; images that are kept decoded are not decoded again.
+
+        Raises:
+            SettingsError: a GPU is to decode what it can not.
+        """
         self.samples, self.size, self.seed, self.settings = samples, size, seed, settings
+        self._on_device = on_device
+        self._encoded = decode_on == "cuda" and not samples.in_memory
+        if self._encoded:
+            check_gpu_decoding(samples.encoded(0), on_device=on_device)
 
     def batch(self, taken: Taken) -> Batch:
         """The views that were taken from the order."""
@@ -101,18 +139,58 @@ class Views:
             mixing = draw_mixing(
                 keys, numbers, rows, self.samples.labels[partners], seed=self.seed, settings=self.settings
             )
-        stored = self.samples.read(shown)
         parameters = draw_views(
-            self.samples.keys[shown], shown_numbers, stored=stored.shape[-1], seed=self.seed, settings=self.settings
+            self.samples.keys[shown],
+            shown_numbers,
+            stored=self.samples.image_size,
+            seed=self.seed,
+            settings=self.settings,
         )
-        images = make_views(stored, parameters, self.size, self.settings)
+        images, lengths = self._images(shown, parameters)
         return Batch(
             images=images,
             labels=torch.from_numpy(labels),
             keys=torch.from_numpy(keys.view(np.int64)),
             numbers=torch.from_numpy(numbers),
+            views=parameters if self._on_device else None,
             mixing=mixing,
+            lengths=lengths,
         )
+
+    def _images(self, indices: Indices, parameters: ViewParameters) -> tuple[Tensor, Tensor | None]:
+        """What a batch carries: views, or what the device makes them of, and the files' lengths if it has to decode them."""
+        if not self._on_device:
+            return self._make(indices, parameters), None
+        if not self._encoded:
+            return self.samples.read(indices), None
+        return join_files([self.samples.encoded(index) for index in indices.tolist()])
+
+    def _make(self, indices: Indices, parameters: ViewParameters) -> Tensor:
+        """Views, image by image into the batch: uint8 [B, 3, V, V]."""
+        views = empty_images(len(indices), self.size).permute(0, 3, 1, 2)
+        boxes, mirrors = parameters.box.tolist(), parameters.mirror.tolist()
+        for index, box, mirror, view in zip(indices.tolist(), boxes, mirrors, views, strict=True):
+            shrink = _shrink(box, self.size)
+            picture = self.samples.picture(index, shrink=shrink)
+            scale = shrink if picture.shape[-1] < self.samples.image_size else 1
+            crop_sample(picture, [edge / scale for edge in box], mirror=mirror, out=view)
+        return finish_views(views, parameters, self.settings)
+
+
+def _shrink(box: Sequence[int], size: int) -> int:
+    """At what part of its size a JPEG may be decoded for a view of `size` pixels, so that resizing never enlarges: 1, 2, 4 or 8."""
+    _, _, width, height = box
+    return next((shrink for shrink in (8, 4, 2) if min(width, height) >= shrink * size), 1)
+
+
+def makes_views_on_device(views_on: ViewsOn, device_kind: str) -> bool:
+    """Whether the training device makes the views, which relieves the loaders where the device is a GPU.
+
+    Args:
+        views_on: the setting.
+        device_kind: `cpu` or `cuda`.
+    """
+    return views_on == "device" or (views_on == "auto" and device_kind == "cuda")
 
 
 def _with_partners(indices: Indices, numbers: Indices, partners: Indices) -> tuple[Indices, Indices, Indices]:
