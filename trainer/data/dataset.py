@@ -136,7 +136,7 @@ class _Files:
         if not 0 <= index < self._starts[-1]:
             raise IndexError(f"image {index} of {self._starts[-1]}")
         chunk = bisect_right(self._starts, index) - 1
-        return memoryview(self._columns[chunk][index - self._starts[chunk]].as_buffer())
+        return memoryview(self._columns[chunk][index - self._starts[chunk]].as_buffer()).cast("B")
 
 
 def empty_images(count: int, size: int) -> Tensor:
