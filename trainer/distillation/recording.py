@@ -1,5 +1,8 @@
 """Recorded teacher outputs: for each view of each training image the largest logits and the sum of the rest, in records of fixed size.
 
+The artifact holds `recording.json` (`Description`), `keys.bin` (the samples' 64-bit keys, in the order of the training split), the
+shards (`trainer.distillation.shards`) and `report.html`.
+
 Shapes: N samples, B samples in a batch, K logits a record, C classes, D features.
 """
 
@@ -14,14 +17,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from trainer import artifacts
+from trainer import artifacts, storage
+from trainer.artifacts import Manifest
+from trainer.config import ViewSettings
 from trainer.data.batch import Recorded
-from trainer.distillation.outputs import TeacherOutputs
+from trainer.data.dataset import PreparedDataset
+from trainer.distillation import shards
 from trainer.errors import ArtifactError
 
 DESCRIPTION = "recording.json"
+KEYS = "keys.bin"
+REPORT = "report.html"
+
+MOST_MAPS = 256
+"""Shards that a process keeps open; each takes a file descriptor."""
+
+Records = npt.NDArray[np.void]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +42,9 @@ class Description:
     """What `recording.json` says: what the outputs depend on, and how a record looks."""
 
     samples: int
+    """Images of the training split."""
     views: int
+    """Views of each."""
     classes: int
     top_k: int
     """Logits a record; at most `classes`."""
@@ -42,71 +57,44 @@ class Description:
     augmentation: Mapping[str, Any]
     """The settings of the views."""
     decoder: str
-    """What decodes the stored images."""
+    """What decoded the stored images."""
+    teacher: str
+    """The teacher's architecture."""
+    precision: str
+    """Of the teacher's forward pass, `bf16` or `fp32`."""
+    dataset: Mapping[str, Any]
+    """The settings that made the data set."""
 
     @property
     def record(self) -> np.dtype[np.void]:
-        """Layout of a record."""
+        """Layout of a record, without gaps, little endian."""
         index = "<u2" if self.classes <= 2**16 else "<u4"
+        features = [("features", "<f2", (self.features,))] if self.features else []
         return np.dtype(
-            [
-                ("indices", index, (self.top_k,)),
-                ("logits", "<f2", (self.top_k,)),
-                ("rest", "<f4", (2,)),
-                ("features", "<f2", (self.features,)),
-            ]
+            [("indices", index, (self.top_k,)), ("logits", "<f2", (self.top_k,)), ("rest", "<f4", (2,)), *features]
         )
 
 
-def summarize(outputs: TeacherOutputs, description: Description) -> npt.NDArray[np.void]:
-    """The records of a batch, [B]."""
-    values, indices = outputs.logits.topk(description.top_k, dim=1)
-    others = outputs.logits.scatter(1, indices, -torch.inf)
-    rest = torch.stack([others.logsumexp(1), (others / 2).logsumexp(1)], 1)
-    records = np.zeros(len(values), dtype=description.record)
-    parts: dict[str, Tensor | None] = {"indices": indices, "logits": values, "rest": rest, "features": outputs.features}
-    for name, part in parts.items():
-        if part is not None:
-            records[name] = part.cpu().numpy()
-    return records
+def write_description(directory: Path, description: Description, keys: npt.NDArray[np.uint64]) -> None:
+    """Write `recording.json` and `keys.bin` into an artifact in the making."""
+    (directory / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2, ensure_ascii=False) + "\n")
+    (directory / KEYS).write_bytes(keys.astype("<u8").tobytes())
 
 
-class Recording:
-    """Recorded outputs, read by sample and view."""
+def describe(uri: str | Path) -> Description:
+    """What recorded outputs say of themselves; their records are neither fetched nor checked.
 
-    def __init__(self, path: Path, description: Description, fingerprint: str) -> None:
-        self.description, self.fingerprint = description, fingerprint
-        self._path = path
-        self._views: dict[int, np.memmap[Any, np.dtype[np.void]]] = {}
-
-    def read(self, indices: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Recorded:
-        """The outputs for these samples (indices into the training set) and views, [B] each."""
-        records = np.empty(len(indices), dtype=self.description.record)
-        for number in np.unique(numbers):
-            chosen = numbers == number
-            records[chosen] = self._view(int(number))[indices[chosen]]
-        features = records["features"].astype(np.float32) if self.description.features else None
-        return Recorded(
-            indices=torch.from_numpy(records["indices"].astype(np.int64)),
-            logits=torch.from_numpy(records["logits"].astype(np.float32)),
-            rest=torch.from_numpy(records["rest"].copy()),
-            features=None if features is None else torch.from_numpy(features),
-        )
-
-    def _view(self, number: int) -> np.memmap[Any, np.dtype[np.void]]:
-        if number not in self._views:
-            self._views[number] = np.memmap(self._path / shard_name(number), dtype=self.description.record, mode="r")
-        return self._views[number]
-
-
-def shard_name(number: int) -> str:
-    """File of a view's records."""
-    return f"view-{number:05d}.bin"
-
-
-def write_description(directory: Path, description: Description) -> None:
-    """Write `recording.json` into an artifact in the making."""
-    (directory / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2) + "\n")
+    Raises:
+        ArtifactError: there are no complete ones, or their description is not one.
+        StorageError: the store does not answer or refuses.
+    """
+    artifacts.manifest(uri, "teacher_outputs")
+    try:
+        return Description(**json.loads(storage.read_bytes(storage.join(uri, DESCRIPTION))))
+    except (ValueError, TypeError) as error:
+        raise ArtifactError(
+            f"teacher_outputs {uri}: {DESCRIPTION} does not describe recorded outputs ({error}); record them again"
+        ) from error
 
 
 def open_recording(uri: str | Path) -> Recording:
@@ -114,12 +102,161 @@ def open_recording(uri: str | Path) -> Recording:
 
     Raises:
         ArtifactError: they are missing, damaged, of another kind or of another schema version.
+        StorageError: the store does not answer or refuses.
     """
     artifact = artifacts.read(uri, "teacher_outputs")
-    try:
-        description = Description(**json.loads((artifact.path / DESCRIPTION).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    return Recording(artifact.path, describe(artifact.path), artifact.fingerprint)
+
+
+class Recording:
+    """Recorded outputs, read by sample and view.
+
+    Shards are mapped into memory when they are first read, in each process that reads them.
+    """
+
+    def __init__(self, path: Path, description: Description, fingerprint: str) -> None:
+        self.description, self.fingerprint = description, fingerprint
+        self._path = path
+        self._blocks = shards.block_count(description.samples)
+        self._block = shards.block_size(description.samples)
+        self._maps: dict[int, Records] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_maps": {}}
+
+    def read(self, indices: Indices, numbers: Indices) -> Recorded:
+        """The outputs for these samples (indices into the training split) and views, [B] each."""
+        blocks, rows = np.divmod(indices, self._block)
+        files = numbers * self._blocks + blocks
+        records = np.empty(len(indices), dtype=self.description.record)
+        for file in np.unique(files).tolist():
+            chosen = np.flatnonzero(files == file)
+            records[chosen] = self._map(file)[rows[chosen]]
+        return unpack(records)
+
+    def _map(self, file: int) -> Records:
+        if file not in self._maps:
+            if len(self._maps) >= MOST_MAPS:
+                self._maps.pop(next(iter(self._maps)))
+            view, block = divmod(file, self._blocks)
+            unit = shards.unit(view, block, self.description.samples)
+            self._maps[file] = np.memmap(
+                self._path / unit.name,
+                dtype=self.description.record,
+                mode="r",
+                offset=shards.HEADER_BYTES,
+                shape=(unit.count,),
+            )
+        return self._maps[file]
+
+
+def unpack(records: Records) -> Recorded:
+    """Records [B] as tensors."""
+    names = records.dtype.names or ()
+    return Recorded(
+        indices=torch.from_numpy(records["indices"].astype(np.int64)),
+        logits=torch.from_numpy(records["logits"].astype(np.float32)),
+        rest=torch.from_numpy(records["rest"].astype(np.float32)),
+        features=torch.from_numpy(records["features"].astype(np.float32)) if "features" in names else None,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whether recorded outputs fit a distillation
+
+
+def check_fits(
+    uri: str | Path, *, views: ViewSettings, data: PreparedDataset, dataset: str | Path, teacher: str | Path
+) -> Description:
+    """Refuse outputs that were recorded of something else; by manifests and descriptions, before any record or weight is read.
+
+    Args:
+        uri: the recorded outputs.
+        views: `distill.views`.
+        data: what the student learns from, opened.
+        dataset: where that is.
+        teacher: the model directory of the teacher that the student learns from.
+
+    Returns:
+        The description of the recorded outputs.
+
+    Raises:
+        ArtifactError: naming each difference and the next move.
+        StorageError: the store does not answer or refuses.
+    """
+    description, manifest = describe(uri), artifacts.manifest(uri, "teacher_outputs")
+    differences = [
+        _teacher_differs(description, manifest, teacher),
+        _dataset_differs(uri, description, manifest, data, dataset),
+        _decoder_differs(description, data),
+        _views_differ(description, views),
+    ]
+    if any(differences):
         raise ArtifactError(
-            f"teacher_outputs {uri}: {DESCRIPTION} does not describe recorded outputs ({error}); record them again"
-        ) from error
-    return Recording(artifact.path, description, artifact.fingerprint)
+            f"teacher_outputs {uri}: do not fit this distillation: " + "; and ".join(filter(None, differences))
+        )
+    return description
+
+
+def _teacher_differs(description: Description, manifest: Manifest, teacher: str | Path) -> str:
+    now, then = artifacts.manifest(teacher, "model"), manifest.parents["teacher"]
+    if now.fingerprint == then:
+        return ""
+    architecture = now.figures.get("architecture", "model")
+    return (
+        f"they were recorded from another teacher ({description.teacher} {then[:12]}), but {teacher} is {architecture} "
+        f"{now.fingerprint[:12]}; record again with the stage reinforce, or give the teacher that they are from"
+    )
+
+
+def _dataset_differs(
+    uri: str | Path, description: Description, manifest: Manifest, data: PreparedDataset, dataset: str | Path
+) -> str:
+    then = manifest.parents["dataset"]
+    if data.fingerprint == then:
+        return ""
+    changes = _changes("data", description.dataset, artifacts.manifest(dataset, "dataset").settings)
+    images = _images_that_differ(uri, data)
+    what = (
+        ", ".join([*changes, *([images] if images else [])])
+        or "its settings and images are the same, but stored differently"
+    )
+    return (
+        f"the data set has changed ({then[:12]}, now {data.fingerprint[:12]}): {what}; record again with the stage reinforce, or give the "
+        "data set that they were recorded on"
+    )
+
+
+def _changes(prefix: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Each setting that has another value now."""
+    return [
+        f"{prefix}.{name} was {then.get(name)} and is {now.get(name)}"
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    ]
+
+
+def _images_that_differ(uri: str | Path, data: PreparedDataset) -> str:
+    then = np.frombuffer(storage.read_bytes(storage.join(uri, KEYS)), dtype="<u8")
+    now = data.split("train").keys
+    gone, new = len(np.setdiff1d(then, now)), len(np.setdiff1d(now, then))
+    if gone or new:
+        return f"of {len(then):,} training images {gone:,} are gone and {new:,} are new"
+    return "" if np.array_equal(then, now) else "the training images are the same, in another order"
+
+
+def _decoder_differs(description: Description, data: PreparedDataset) -> str:
+    decoder = data.decoder_name()
+    if decoder == description.decoder:
+        return ""
+    return (
+        f"the images were decoded by {description.decoder}, but here by {decoder}, which may give other pixels; record again with the "
+        "stage reinforce, or install what they were recorded with"
+    )
+
+
+def _views_differ(description: Description, views: ViewSettings) -> str:
+    changes = _changes("distill.views", description.augmentation, views.model_dump(mode="json"))
+    if not changes:
+        return ""
+    return f"the views are others: {', '.join(changes)}; record again with the stage reinforce, or set distill.views to what it was"

@@ -1,0 +1,175 @@
+"""The page on recorded teacher outputs: what they hold of the teacher, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from trainer import html
+from trainer.distillation.coverage import EDGES, TEMPERATURES, Coverage, entries
+from trainer.distillation.recording import Description
+from trainer.distillation.reinforcement import Work
+
+_WIDTH, _HEIGHT = 720, 160
+_COLORS = ("#2563eb", "#ea580c")
+
+
+def figures(description: Description, held: Coverage, work: Work) -> dict[str, Any]:
+    """The main numbers, as `summary.json` shows them; the speed only where this job recorded anything."""
+    size = description.record.itemsize
+    speed = {"images_per_second": work.views / work.seconds} if work.views else {}
+    return {
+        "teacher": description.teacher,
+        "samples": description.samples,
+        "views": description.views,
+        "top_k": description.top_k,
+        **held.figures(),
+        "bytes_per_view": size,
+        "bytes_per_image": size * description.views,
+        "mib": size * description.views * description.samples / 2**20,
+        **speed,
+    }
+
+
+def render(description: Description, held: Coverage, work: Work, parents: Mapping[str, str]) -> str:
+    """The whole page, self-contained.
+
+    Args:
+        description: of the recorded outputs.
+        held: what they hold.
+        work: what this job recorded of it.
+        parents: `dataset` and `teacher` -> fingerprint.
+    """
+    return html.page(
+        "Recorded teacher outputs",
+        f"{description.views} views of {description.samples:,} training images, {description.top_k} of {description.classes:,} logits each",
+        [_mass(description, held), _answers(held), _cost(description, work), _origin(description, parents)],
+    )
+
+
+def _mass(description: Description, held: Coverage) -> str:
+    means = held.mean_mass()
+    rows = [
+        (f"T = {one}", f"{means[row]:.4%}", f"{held.quantile(0.05, one):.4%}", f"{held.quantile(0.01, one):.4%}")
+        for row, one in enumerate(TEMPERATURES)
+    ]
+    table = html.table(["temperature", "mean", "5 % of the views hold less than", "1 % of them less than"], rows)
+    if description.top_k == description.classes:
+        return html.section("Probability mass held", html.paragraph("All logits were recorded; nothing is missing."))
+    note = (
+        f"Share of the teacher's probability that falls on the {description.top_k} recorded classes. The others are known as one sum, so a "
+        "distillation at T = 1 or 2 loses only how the teacher divides the rest among them."
+    )
+    return html.section(
+        "Probability mass held",
+        html.paragraph(note),
+        table,
+        html.drawing(
+            _distribution(held),
+            "Views by the mass that is missing, on a logarithmic scale: T = 1 (blue), T = 2 (orange).",
+        ),
+        "<h3>With fewer or more entries</h3>",
+        _ladder(description, held),
+    )
+
+
+def _ladder(description: Description, held: Coverage) -> str:
+    counts = entries(description.top_k)
+    rows = [
+        (f"{count:,}", *(f"{mass:.4%}" for mass in masses), f"{_record_bytes(description, count)}")
+        for count, masses in zip(counts, held.mean_held().T, strict=True)
+    ]
+    twice = min(2 * description.top_k, description.classes)
+    rows.append(
+        (
+            f"{twice:,}",
+            *(f"at most {mass:.4%}" for mass in held.mean_mass_of_twice()),
+            f"{_record_bytes(description, twice)}",
+        )
+    )
+    headers = ["entries (reinforce.top_k)", *(f"mean mass at T = {one}" for one in TEMPERATURES), "bytes a view"]
+    return html.table(headers, rows)
+
+
+def _record_bytes(description: Description, entries: int) -> int:
+    """Of a record with this number of entries."""
+    entry = description.record["indices"].base.itemsize + description.record["logits"].base.itemsize
+    return description.record.itemsize + (entries - description.top_k) * entry
+
+
+def _distribution(held: Coverage) -> str:
+    """Two outlines over the missing mass from 1e-6 to 1, as SVG."""
+    groups = 60
+    per_group = (len(EDGES) - 1) // groups
+    lines, highest = [], 1
+    counts = [row[1:].reshape(groups, per_group).sum(1) for row in held.distribution]
+    none = [int(row[0]) for row in held.distribution]
+    highest = max(int(count.max()) for count in counts)
+    step = _WIDTH / groups
+    for count, color in zip(counts, _COLORS, strict=True):
+        heights = _HEIGHT * (1 - count / max(highest, 1))
+        points = " ".join(
+            f"{(group + side) * step:.1f},{heights[group]:.1f}" for group in range(groups) for side in (0, 1)
+        )
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+    decades = range(int(np.log10(EDGES[0])), 1)
+    ticks = [
+        f'<text x="{(decade - decades[0]) / (len(decades) - 1) * _WIDTH:.0f}" y="{_HEIGHT + 14}" font-size="11" fill="currentColor" '
+        f'text-anchor="{_anchor(decade, decades)}">{_percent(decade)}</text>'
+        for decade in decades
+    ]
+    below = f'<text x="0" y="-4" font-size="11" fill="currentColor">below the scale: {none[0]:,} and {none[1]:,} views</text>'
+    return (
+        f'<svg viewBox="0 -16 {_WIDTH} {_HEIGHT + 36}" width="{_WIDTH}" role="img" aria-label="Views by missing mass">'
+        f"{below}{''.join(lines)}{''.join(ticks)}</svg>"
+    )
+
+
+def _anchor(decade: int, decades: range) -> str:
+    return "start" if decade == decades[0] else "end" if decade == decades[-1] else "middle"
+
+
+def _percent(decade: int) -> str:
+    return f"{100 * 10.0**decade:g} %"
+
+
+def _answers(held: Coverage) -> str:
+    rows = [
+        ("the image's label is the teacher's top class", f"{held.labels_first / held.views:.2%}"),
+        ("the image's label is among the recorded classes", f"{held.labels_recorded / held.views:.2%}"),
+    ]
+    note = "Of all views. A view that is mixed with another image counts with its own image's label."
+    return html.section("Teacher and labels", html.table(["", "share of the views"], rows), html.paragraph(note))
+
+
+def _cost(description: Description, work: Work) -> str:
+    size = description.record.itemsize
+    rows: list[tuple[str, str]] = [
+        ("bytes a view", f"{size:,}"),
+        ("bytes an image, all views", f"{size * description.views:,}"),
+        ("all records, MiB", f"{size * description.views * description.samples / 2**20:,.1f}"),
+    ]
+    if work.views:
+        rows += [
+            ("views recorded by this job", f"{work.views:,}"),
+            ("seconds", f"{work.seconds:,.1f}"),
+            ("views a second, all processes", f"{work.views / work.seconds:,.1f}"),
+        ]
+    return html.section("Storage and time", html.table(["", ""], rows))
+
+
+def _origin(description: Description, parents: Mapping[str, str]) -> str:
+    rows = [
+        ("teacher", f"{description.teacher}, fingerprint {parents['teacher'][:12]}"),
+        ("data set", f"fingerprint {parents['dataset'][:12]}"),
+        ("precision of the teacher", description.precision),
+        ("seed of the views", description.seed),
+        ("edge of the views, pixels", description.view_size),
+        ("decoder", description.decoder),
+        ("features", f"{description.features}" if description.features else "none"),
+        *((f"distill.views.{name}", value) for name, value in description.augmentation.items()),
+    ]
+    note = "A distillation that differs in any of these, other than precision and seed, is refused."
+    return html.section("What was recorded", html.paragraph(note), html.table(["", ""], rows))

@@ -1,0 +1,328 @@
+"""Recording: views of training images through the teacher into shards, on one process or many.
+
+Work is a list of units (`shards.Unit`). The batches of a unit depend on the unit alone, so its records are the same on whatever
+process it is recorded. All batches have one size: a block is cut evenly, and where its last batch is short the block's last sample fills
+it up.
+
+Loader processes make views, the device works at a batch while the one before is read back, and a thread writes finished shards.
+
+Shapes: B samples in a batch, K logits a record, C classes, D features.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+
+from trainer import artifacts, storage
+from trainer.data.batch import Batch
+from trainer.data.loader import Views, make_loader
+from trainer.data.order import Indices, Taken, partners
+from trainer.data.views.mixing import mix, mixes
+from trainer.distillation import coverage, shards
+from trainer.distillation.coverage import Coverage
+from trainer.distillation.outputs import TeacherOutputs
+from trainer.distillation.recording import Description, Records
+from trainer.distillation.shards import Shelf, Unit, block_size
+from trainer.distillation.teacher import FrozenTeacher
+from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
+from trainer.training.processes import Processes
+from trainer.training.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 8
+"""Samples that a message names."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+class Part(NamedTuple):
+    """A batch of a unit."""
+
+    unit: Unit
+    start: int
+    """Where it begins in the unit."""
+
+
+def even_batch(samples: int, batch_size: int) -> int:
+    """Samples a batch: at most `batch_size`, and so many that the last batch of a block is nearly full."""
+    block = block_size(samples)
+    return math.ceil(block / math.ceil(block / batch_size))
+
+
+def parts_of(units: Iterable[Unit], batch: int) -> Iterator[Part]:
+    """The batches of all units, one unit after the other."""
+    return (Part(unit, start) for unit in units for start in range(0, unit.count, batch))
+
+
+class UnitBatches(TorchDataset[Batch]):
+    """Item `Part` is a full batch of views; where the unit ends before it does, the unit's last sample fills it up."""
+
+    def __init__(self, views: Views, count: int) -> None:
+        """`count` samples a batch."""
+        self._views, self._count = views, count
+        self._partners: tuple[int, Indices] | None = None
+
+    def __getitem__(self, part: Part) -> Batch:
+        unit = part.unit
+        rows = np.arange(part.start, part.start + self._count, dtype=np.int64)
+        indices = unit.first + np.minimum(rows, unit.count - 1)
+        return self._views.batch(Taken(indices, np.full_like(indices, unit.view), self._partners_of(unit, indices)))
+
+    def _partners_of(self, unit: Unit, indices: Indices) -> Indices | None:
+        if not mixes(self._views.settings):
+            return None
+        if self._partners is None or self._partners[0] != unit.view:
+            self._partners = unit.view, partners(len(self._views.samples), self._views.seed, unit.view)
+        return self._partners[1][indices]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records
+
+
+def record_batches(batches: Iterable[Tensor], teacher: FrozenTeacher, description: Description) -> Iterator[Records]:
+    """The records [B] of each batch of views, uint8 [B, 3, V, V] on the teacher's device.
+
+    A batch is read back when the next one is under way, so that the device never waits for the host.
+    """
+    waiting: _Outgoing | None = None
+    for images in batches:
+        started = _Outgoing(summarize(teacher(images), description.top_k))
+        if waiting is not None:
+            yield pack(waiting.arrive(), description)
+        waiting = started
+    if waiting is not None:
+        yield pack(waiting.arrive(), description)
+
+
+class Summary(NamedTuple):
+    """What is kept of a batch's outputs, still in full precision."""
+
+    indices: Tensor
+    """Classes of the largest logits, the largest first, int64 [B, K]."""
+    logits: Tensor
+    """float32 [B, K]."""
+    rest: Tensor
+    """Log of the sum over the other classes of exp(logit / T) at T = 1 and T = 2, float32 [B, 2]."""
+    features: Tensor | None
+    """float32 [B, D]."""
+
+
+@torch.inference_mode()
+def summarize(outputs: TeacherOutputs, top_k: int) -> Summary:
+    """The `top_k` largest logits of each sample and the sum of the rest."""
+    values, indices = outputs.logits.topk(top_k, dim=1)
+    others = outputs.logits.scatter(1, indices, -torch.inf)
+    rest = torch.stack([others.logsumexp(1), (others / 2).logsumexp(1)], 1)
+    return Summary(indices, values, rest, outputs.features)
+
+
+class _Outgoing:
+    """A summary on its way from the device to the host."""
+
+    def __init__(self, summary: Summary) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._summary = summary
+        if summary.logits.is_cuda:
+            self._summary = Summary(*(None if part is None else _to_pinned(part) for part in summary))  # type: ignore[arg-type]  # as before
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def arrive(self) -> Summary:
+        """The summary on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._summary
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def pack(summary: Summary, description: Description) -> Records:
+    """The records of a summary on the host, [B]; what half precision can not hold becomes infinite in them."""
+    records = np.empty(len(summary.logits), dtype=description.record)
+    with np.errstate(over="ignore"):
+        for name in description.record.names or ():
+            part = getattr(summary, name)
+            records[name] = part.numpy()
+    return records
+
+
+def unusable(records: Records) -> npt.NDArray[np.bool_]:
+    """Which records hold a number that is not finite, [B]; where no class is left over, the logarithm of the rest is -inf."""
+    bad: npt.NDArray[np.bool_] = (np.isnan(records["rest"]) | np.isposinf(records["rest"])).any(1)
+    for name in {"logits", "features"} & {*(records.dtype.names or ())}:
+        bad |= ~np.isfinite(records[name]).all(1)
+    return bad
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A job
+
+
+def plan_of(description: Description, parents: Mapping[str, str]) -> str:
+    """SHA-256 of all that the records depend on, as hexadecimal text."""
+    return artifacts.digest({"description": asdict(description), "parents": parents})
+
+
+class Work(NamedTuple):
+    """What one job has recorded, on all its processes."""
+
+    views: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforcement:
+    """One recording, on one of its processes."""
+
+    views: Views
+    teacher: FrozenTeacher
+    description: Description
+    shelf: Shelf
+    processes: Processes
+    batch_size: int
+    """Largest number of samples in a batch."""
+    workers: int
+    """Loader processes beside this process."""
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units."""
+        return shards.units(self.description.views, self.description.samples)
+
+    def record(self) -> Work:
+        """Record what an earlier job has not, this process its share of it.
+
+        Raises:
+            TrainingError: outputs are not finite; the samples are named, and the units that are finished are kept.
+            StorageError: the store does not answer or refuses.
+        """
+        found = self._found()
+        missing = [unit for unit in self.units if unit not in found]
+        if found and self.processes.is_first:
+            logger.info("reinforce  going on: %d of %d shards are there", len(found), len(self.units))
+        start = time.monotonic()
+        self._record(missing)
+        return Work(views=sum(unit.count for unit in missing), seconds=time.monotonic() - start)
+
+    def _found(self) -> set[Unit]:
+        """The units that an earlier job has finished; each process checks its share."""
+        names = self.processes.gather(self.shelf.names() if self.processes.is_first else set())[0]
+        there = [unit for unit in self.units if Path(unit.name).name in names]
+        whole = [unit for unit in self._share(there) if self._is_whole(unit)]
+        return {unit for units in self.processes.gather(whole) for unit in units}
+
+    def _share(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        return units[self.processes.rank :: self.processes.world_size]
+
+    def _is_whole(self, unit: Unit) -> bool:
+        try:
+            self.shelf.get(unit)
+        except ArtifactError as error:
+            logger.warning("recording again: %s", error)
+            return False
+        return True
+
+    def _record(self, missing: Sequence[Unit]) -> None:
+        mine, world_size = self._share(missing), self.processes.world_size
+        batch = even_batch(self.description.samples, self.batch_size)
+        total = sum(math.ceil(unit.count / batch) for unit in mine)
+        progress = Progress(
+            "reinforce",
+            first_step=0,
+            total_steps=total,
+            images_per_step=batch * world_size,
+            active=self.processes.is_first and total > 0,
+        )
+        stream = self._stream(mine, batch, progress)
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="shards") as writer, progress:
+            writing: Future[None] | None = None
+            for turn in range(math.ceil(len(missing) / world_size)):
+                if turn < len(mine):
+                    records = self._collect(mine[turn], stream)
+                    if writing is not None:
+                        writing.result()
+                    writing = writer.submit(self.shelf.put, mine[turn], records)
+                self.processes.barrier()  # none runs ahead so far that the others would miss it at the end
+            if writing is not None:
+                writing.result()
+
+    def _stream(self, units: Sequence[Unit], batch: int, progress: Progress) -> Iterator[Records]:
+        """The records of all batches of these units."""
+        loader = make_loader(
+            UnitBatches(self.views, batch),  # type: ignore[arg-type]  # any data set of batches will do
+            parts_of(units, batch),  # type: ignore[arg-type]  # as are its items' names
+            workers=self.workers,
+            pin_memory=self.processes.device.pins_memory,
+        )
+        images = (self._on_device(one) for one in loader)
+        for step, records in enumerate(record_batches(images, self.teacher, self.description)):
+            yield records
+            progress.show(step, {})
+
+    def _on_device(self, batch: Batch) -> Tensor:
+        device = self.processes.device.torch_device
+        images = batch.images.to(device, non_blocking=True)
+        return mix(images, batch.mixing) if batch.mixing else images
+
+    def _collect(self, unit: Unit, stream: Iterator[Records]) -> Records:
+        """The records of a unit, whose batches come next, [count]."""
+        records = np.empty(unit.count, dtype=self.description.record)
+        done = 0
+        while done < unit.count:
+            batch = next(stream)[: unit.count - done]
+            self._check(unit, done, batch)
+            records[done : done + len(batch)] = batch
+            done += len(batch)
+        return records
+
+    def _check(self, unit: Unit, start: int, records: Records) -> None:
+        rows = np.flatnonzero(unusable(records))
+        if not len(rows):
+            return
+        names = self.views.samples.names(unit.first + start + rows[:_NAMED])
+        more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+        raise TrainingError(
+            f"reinforce: the teacher's outputs on view {unit.view} are not finite, or larger than half precision holds (65,504), for "
+            f"{', '.join(names)}{more}; look at these samples and at the teacher, or use reinforce.precision=fp32; what is recorded "
+            "so far is kept"
+        )
+
+    def assemble(self, directory: Path) -> Coverage:
+        """Bring all shards into the artifact in the making, each process its share, and count what they hold.
+
+        Raises:
+            ArtifactError: a shard is not there or damaged.
+            StorageError: the store does not answer or refuses.
+            OutputError: the directory can not be written.
+        """
+        if self.processes.is_first:
+            storage.remove(directory / shards.FOLDER)
+        self.processes.barrier()
+        make_directory(directory / shards.FOLDER)
+        labels, classes, counted = self.views.samples.labels, self.description.classes, []
+        for unit in self._share(self.units):
+            content, records = self.shelf.get(unit)
+            with writing_to(directory):
+                (directory / unit.name).write_bytes(content)
+            counted.append(coverage.count(records, labels[unit.first : unit.first + unit.count], classes))
+        parts = self.processes.gather(coverage.total(counted) if counted else None)
+        return coverage.total(part for part in parts if part is not None)

@@ -1,0 +1,146 @@
+"""Shards: the files of recorded outputs, and what is kept of them while they are being made.
+
+A shard holds the records of one view of a block of samples. Its header says what it is and what it was made from, and holds the
+checksum of the records; so a half-written, damaged or foreign shard is recognised. Finished shards stand beside the checkpoints until
+the artifact is complete, keyed by what they were made from: an interrupted job finds them again, on any number of processes, on
+another machine, and in the next run of the pipeline, whose output has another place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer import storage
+from trainer.errors import ArtifactError, ObjectNotFoundError
+
+BLOCK = 16_384
+"""Most samples in a shard: 0.8 MB without features, and seconds to minutes of a teacher's work, which an interruption may lose."""
+FOLDER = "records"
+
+_MAGIC = b"VITRECRD"
+_VERSION = 1
+_HEADER = struct.Struct("<8s I I Q Q Q 32s 32s 24x")
+HEADER_BYTES = _HEADER.size
+
+Records = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One view of a block of samples: what is recorded, kept and found again as a whole."""
+
+    view: int
+    first: int
+    """Index of the first sample."""
+    count: int
+    """Number of samples."""
+    block: int
+
+    @property
+    def name(self) -> str:
+        """Its file, relative to the artifact."""
+        return f"{FOLDER}/view-{self.view:05d}-block-{self.block:05d}.bin"
+
+
+def block_count(samples: int) -> int:
+    """How many blocks the samples are cut into."""
+    return math.ceil(samples / BLOCK)
+
+
+def block_size(samples: int) -> int:
+    """Samples in each block; the last one may have a few less."""
+    return math.ceil(samples / block_count(samples))
+
+
+def unit(view: int, block: int, samples: int) -> Unit:
+    """A view of a block."""
+    size = block_size(samples)
+    first = block * size
+    return Unit(view=view, first=first, count=min(size, samples - first), block=block)
+
+
+def units(views: int, samples: int) -> list[Unit]:
+    """All of them, view by view."""
+    return [unit(view, block, samples) for view in range(views) for block in range(block_count(samples))]
+
+
+def encode(unit: Unit, records: Records, plan: str) -> bytes:
+    """The content of a shard.
+
+    Args:
+        unit: what was recorded.
+        records: of its samples, [count].
+        plan: SHA-256 of all that the records depend on, as hexadecimal text.
+    """
+    payload = records.tobytes()
+    digest = hashlib.sha256(payload).digest()
+    header = _HEADER.pack(
+        _MAGIC, _VERSION, records.itemsize, unit.view, unit.first, unit.count, bytes.fromhex(plan), digest
+    )
+    return header + payload
+
+
+def decode(unit: Unit, content: bytes, plan: str, record: np.dtype[np.void]) -> Records:
+    """The records of a shard, [count].
+
+    Raises:
+        ArtifactError: it is damaged, or another one.
+    """
+    wanted = HEADER_BYTES + unit.count * record.itemsize
+    if len(content) != wanted:
+        raise ArtifactError(f"{unit.name}: has {len(content)} bytes instead of {wanted}")
+    *told, digest = _HEADER.unpack_from(content)
+    expected = [_MAGIC, _VERSION, record.itemsize, unit.view, unit.first, unit.count, bytes.fromhex(plan)]
+    if told != expected:
+        raise ArtifactError(f"{unit.name}: is not the shard that belongs here")
+    payload = memoryview(content)[HEADER_BYTES:]
+    if hashlib.sha256(payload).digest() != digest:
+        raise ArtifactError(f"{unit.name}: is damaged (checksum)")
+    return np.frombuffer(payload, dtype=record)
+
+
+class Shelf:
+    """The finished shards of a recording in the making."""
+
+    def __init__(self, root: str | Path, plan: str, record: np.dtype[np.void]) -> None:
+        """Below `root`, for a plan (SHA-256 of all that the records depend on)."""
+        self.uri = storage.join(root, f"reinforce-{plan[:16]}")
+        self._plan, self._record = plan, record
+
+    def names(self) -> set[str]:
+        """Names of the files that are there, whole or not."""
+        return set(storage.children(storage.join(self.uri, FOLDER)))
+
+    def put(self, unit: Unit, records: Records) -> None:
+        """Keep a unit's records, whole or not at all.
+
+        Raises:
+            StorageError: the store does not answer or refuses.
+            OutputError: the file can not be written.
+        """
+        storage.write_bytes(storage.join(self.uri, unit.name), encode(unit, records, self._plan))
+
+    def get(self, unit: Unit) -> tuple[bytes, Records]:
+        """The content of a unit's shard, and its records [count].
+
+        Raises:
+            ArtifactError: there is none, or it is damaged, or another one.
+            StorageError: the store does not answer or refuses.
+        """
+        uri = storage.join(self.uri, unit.name)
+        try:
+            content = storage.read_bytes(uri)
+        except ObjectNotFoundError as error:
+            raise ArtifactError(f"{uri}: is not there") from error
+        return content, decode(unit, content, self._plan, self._record)
+
+    def remove(self) -> None:
+        """Drop all of them: the artifact is complete."""
+        storage.remove(self.uri)
