@@ -248,8 +248,10 @@ def positions(
             yield step * settings.batch_size + (micro * world_size + rank) * count
 
 
-def make_loader(batches: MicroBatches, starts: Iterable[int], *, workers: int, pin_memory: bool) -> DataLoader[Batch]:
-    """A loader that gives the micro-batches at `starts`, in this order, prefetched by `workers` processes."""
+def make_loader(
+    batches: TorchDataset[Batch], starts: Iterable[object], *, workers: int, pin_memory: bool
+) -> DataLoader[Batch]:
+    """A loader that gives the batches at `starts`, in this order, prefetched by `workers` processes."""
     return DataLoader(
         batches,
         batch_size=None,

@@ -268,8 +268,8 @@ class Reinforcement:
     def _stream(self, units: Sequence[Unit], batch: int, progress: Progress) -> Iterator[Records]:
         """The records of all batches of these units."""
         loader = make_loader(
-            UnitBatches(self.views, batch),  # type: ignore[arg-type]  # any data set of batches will do
-            parts_of(units, batch),  # type: ignore[arg-type]  # as are its items' names
+            UnitBatches(self.views, batch),
+            parts_of(units, batch),
             workers=self.workers,
             pin_memory=self.processes.device.pins_memory,
         )
