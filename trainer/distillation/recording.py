@@ -20,7 +20,7 @@ import torch
 
 from trainer import artifacts, storage
 from trainer.artifacts import Manifest
-from trainer.config import ViewSettings
+from trainer.config import DecodeOn, DistillSettings, ViewSettings
 from trainer.data.batch import Recorded
 from trainer.data.dataset import PreparedDataset
 from trainer.distillation import shards
@@ -73,6 +73,11 @@ class Description:
         return np.dtype(
             [("indices", index, (self.top_k,)), ("logits", "<f2", (self.top_k,)), ("rest", "<f4", (2,)), *features]
         )
+
+
+def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None) -> str:
+    """What decodes the stored images of a data set where `decode_on` says."""
+    return "nvJPEG" if decode_on == "cuda" else data.decoder_name()
 
 
 def write_description(directory: Path, description: Description, keys: npt.NDArray[np.uint64]) -> None:
@@ -166,13 +171,13 @@ def unpack(records: Records) -> Recorded:
 
 
 def check_fits(
-    uri: str | Path, *, views: ViewSettings, data: PreparedDataset, dataset: str | Path, teacher: str | Path
+    uri: str | Path, settings: DistillSettings, *, data: PreparedDataset, dataset: str | Path, teacher: str | Path
 ) -> Description:
     """Refuse outputs that were recorded of something else; by manifests and descriptions, before any record or weight is read.
 
     Args:
         uri: the recorded outputs.
-        views: `distill.views`.
+        settings: section `distill`.
         data: what the student learns from, opened.
         dataset: where that is.
         teacher: the model directory of the teacher that the student learns from.
@@ -188,8 +193,8 @@ def check_fits(
     differences = [
         _teacher_differs(description, manifest, teacher),
         _dataset_differs(uri, description, manifest, data, dataset),
-        _decoder_differs(description, data),
-        _views_differ(description, views),
+        _decoder_differs(description, decoder_name(data, settings.decode_on)),
+        _views_differ(description, settings.views),
     ]
     if any(differences):
         raise ArtifactError(
@@ -245,13 +250,12 @@ def _images_that_differ(uri: str | Path, data: PreparedDataset) -> str:
     return "" if np.array_equal(then, now) else "the training images are the same, in another order"
 
 
-def _decoder_differs(description: Description, data: PreparedDataset) -> str:
-    decoder = data.decoder_name()
+def _decoder_differs(description: Description, decoder: str) -> str:
     if decoder == description.decoder:
         return ""
     return (
         f"the images were decoded by {description.decoder}, but here by {decoder}, which may give other pixels; record again with the "
-        "stage reinforce, or install what they were recorded with"
+        "stage reinforce, or decode with what they were recorded with (its version, and distill.decode_on)"
     )
 
 

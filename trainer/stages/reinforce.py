@@ -93,7 +93,7 @@ def _describe(
         seed=settings.seed or 0,
         view_size=settings.view_size or teacher.card.image_size,
         augmentation=_augmentation(settings).model_dump(mode="json"),
-        decoder=data.decoder_name(),
+        decoder=recording.decoder_name(data, settings.decode_on),
         teacher=teacher.card.architecture,
         precision="bf16" if device.uses_bf16(settings.precision) else "fp32",
         dataset=dict(artifacts.manifest(dataset, "dataset").settings),
