@@ -32,6 +32,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Precision = Literal["auto", "fp32", "bf16"]
+Compile = Literal["auto", "on", "off"]
 Workers = NonNegative | Literal["auto"]
 ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
@@ -172,7 +173,7 @@ class TrainingSettings(Section):
     """Decay of the exponential moving average of the weights, which is then what is kept; 0 turns it off."""
     precision: Precision = "auto"
     """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Compile = "auto"
     """torch.compile; auto compiles on GPUs only."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """How gradients travel between processes; bf16 halves their bytes."""
@@ -264,7 +265,7 @@ class ReinforceSettings(LoadingSettings):
     """Images a forward pass of the teacher."""
     precision: Precision = "auto"
     """`bf16` or `fp32`; auto takes bf16 on GPUs that have it."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Compile = "auto"
     """torch.compile; auto compiles on GPUs only."""
 
 

@@ -1,38 +1,118 @@
-"""The frozen teacher, made as fast as the device allows without changing what it says."""
+"""The frozen teacher, made as fast as the device allows without changing what it says.
+
+Shapes: B images, D pooled features, C classes.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from collections.abc import Callable
+from typing import Any
 
-from trainer.config import Precision
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.config import Compile, Precision
 from trainer.distillation.outputs import TeacherOutputs
 from trainer.models import Classifier
 from trainer.training.devices import Device
+from trainer.training.kernels import use_fast_kernels
+
+CPU_BATCH = 8
+"""Images a forward pass on a CPU; more of them leave its caches."""
+GRAPH_BATCH = 64
+"""Up to so many images a forward pass the kernels of a compiled teacher are one CUDA graph: the host is slower than they are."""
 
 
 class FrozenTeacher:
     """Images to the teacher's outputs, without gradients."""
 
     def __init__(
-        self, model: Classifier, device: Device, *, precision: Precision, batch_size: int = 0, features: bool = False
+        self,
+        model: Classifier,
+        device: Device,
+        *,
+        precision: Precision,
+        batch_size: int = 0,
+        features: bool = False,
+        compile: Compile = "auto",  # noqa: A002  # as the setting
     ) -> None:
         """Freeze `model` and bring it to the device.
 
         Args:
             model: the teacher; it is changed and must not be used otherwise afterwards.
             device: where it runs.
-            precision: of its forward pass.
-            batch_size: images a forward pass; 0 chooses by the device.
+            precision: of its forward pass; with bf16 its weights are bf16 too, but for the head's.
+            batch_size: most images a forward pass; 0 is 8 on a CPU in float32, and else the whole batch.
             features: whether to give pooled features too.
+            compile: whether to compile it; auto compiles on GPUs only.
         """
         self._model = model.to(device.torch_device).eval().requires_grad_(False)
-        self._device, self._precision = device, precision
-        self._batch_size, self._features = batch_size, features
+        self._device, self._precision, self._features = device, precision, features
+        in_caches = device.kind == "cpu" and not device.uses_bf16(precision)
+        self._limit = batch_size or (CPU_BATCH if in_caches else 0)
+        self._compiles = device.compiles_with(compile)
+        self._compiled: dict[str, Callable[[Tensor], Tensor]] = {}
+        if not self._compiles:
+            use_fast_kernels(self._model, device, precision)
+        self._head = self._linear_head()
+        if device.uses_bf16(precision):
+            _convert(self._model, self._head)
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> TeacherOutputs:
-        """The outputs for uint8 images [B, 3, H, W]."""
+        """The outputs for uint8 images [B, 3, H, W].
+
+        A batch that is larger than a forward pass is dealt out evenly, the last part filled up: all passes have one shape. A linear head
+        computes in float32, so that rounding does not blur the logits once more.
+        """
+        parts = math.ceil(len(images) / (self._limit or len(images)))
+        size = math.ceil(len(images) / parts)
+        forward = self._forward(size)
         with self._device.autocast(self._precision):
-            parts = [self._model(part).float() for part in images.split(self._batch_size or len(images))]
-        return TeacherOutputs(torch.cat(parts))
+            # Copied at once, because the next replay of a CUDA graph writes over the outputs of the last one.
+            outputs = [forward(_filled(part, size)).to(torch.float32, copy=True) for part in images.split(size)]
+        joined = torch.cat(outputs)[: len(images)] if len(outputs) > 1 else outputs[0]
+        if self._head is None:
+            return TeacherOutputs(joined)
+        return TeacherOutputs(self._head(joined), joined if self._features else None)
+
+    @torch.inference_mode()
+    def _linear_head(self) -> nn.Linear | None:
+        """The linear layer that makes the logits of the pooled features; None in a network that ends in another way (such as VOLO's)."""
+        network: Any = self._model.network
+        head = network.get_classifier()
+        if not isinstance(head, nn.Linear):
+            return None
+        size = self._model.card.image_size
+        image = torch.full((1, 3, size, size), 128, dtype=torch.uint8, device=self._device.torch_device)
+        return head if torch.allclose(head(self._pooled(image)), self._model(image), atol=1e-4) else None
+
+    def _forward(self, size: int) -> Callable[[Tensor], Tensor]:
+        """The network for parts of `size` images: to pooled features [size, D], or to logits [size, C] where it has no linear head."""
+        forward = self._model if self._head is None else self._pooled
+        if not self._compiles:
+            return forward
+        mode = "reduce-overhead" if self._device.kind == "cuda" and size <= GRAPH_BATCH else "default"
+        if mode not in self._compiled:
+            self._compiled[mode] = torch.compile(forward, mode=mode, dynamic=False)
+        return self._compiled[mode]
+
+    def _pooled(self, images: Tensor) -> Tensor:
+        network: Any = self._model.network
+        pooled: Tensor = network.forward_head(network.forward_features(self._model.preprocess(images)), pre_logits=True)
+        return pooled
+
+
+def _convert(model: nn.Module, head: nn.Module | None) -> None:
+    """Keep in bf16 what autocast would convert in every forward pass: the same outputs, bit by bit."""
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and module is not head:
+            module.to(torch.bfloat16)
+
+
+def _filled(images: Tensor, size: int) -> Tensor:
+    """As many images as `size`, with black ones at the end."""
+    missing = size - len(images)
+    return F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing)) if missing else images

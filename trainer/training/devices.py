@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from trainer.config import DEVICE_VARIABLE, Precision
+from trainer.config import DEVICE_VARIABLE, Compile, Precision
 from trainer.errors import SettingsError
 
 
@@ -26,10 +26,17 @@ class Device:
     compiles: bool
     """Whether torch.compile pays for itself here."""
 
+    def uses_bf16(self, precision: Precision) -> bool:
+        """Whether this precision is bf16 here."""
+        return precision == "bf16" or (precision == "auto" and self.has_bf16)
+
+    def compiles_with(self, setting: Compile) -> bool:
+        """Whether torch.compile is used here."""
+        return setting == "on" or (setting == "auto" and self.compiles)
+
     def autocast(self, precision: Precision) -> AbstractContextManager[object]:
         """bf16 autocast, or none."""
-        enabled = precision == "bf16" or (precision == "auto" and self.has_bf16)
-        return torch.autocast(self.kind, dtype=torch.bfloat16, enabled=enabled)
+        return torch.autocast(self.kind, dtype=torch.bfloat16, enabled=self.uses_bf16(precision))
 
     @property
     def pins_memory(self) -> bool:

@@ -29,6 +29,7 @@ from trainer.profiling.timeline import Timeline
 from trainer.tracking import Tracker
 from trainer.training.averages import AveragedModel
 from trainer.training.checkpoints import Checkpoints, State
+from trainer.training.kernels import use_fast_kernels
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
 from trainer.training.processes import Processes
 from trainer.training.progress import Progress
@@ -143,6 +144,8 @@ class _Loop:
         self._training, self._settings, self._processes = training, settings, processes
         micro_batch_size(settings, processes.world_size)
         self._model = training.objective.model.to(processes.device.torch_device).train()
+        if not processes.device.compiles_with(settings.compile):
+            use_fast_kernels(self._model, processes.device, settings.precision)
         self._wrapped = _wrap(self._model, settings, processes)
         groups = parameter_groups(self._model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
@@ -338,8 +341,7 @@ def _check_finite(table: Tensor, steps: list[int], training: Training) -> None:
 
 def _wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> nn.Module:
     """Compile the model where asked, and let several processes share its gradients."""
-    compiles = settings.compile == "on" or (settings.compile == "auto" and processes.device.compiles)
-    compiled: Any = torch.compile(model) if compiles else model
+    compiled: Any = torch.compile(model) if processes.device.compiles_with(settings.compile) else model
     if processes.world_size == 1:
         return cast("nn.Module", compiled)
     return DistributedDataParallel(compiled, gradient_as_bucket_view=True, forward_sync_buffers=False)
