@@ -27,13 +27,16 @@ def adjust_colour(views: Tensor, factors: Tensor) -> Tensor:
         uint8 [B, 3, V, V].
     """
     brightness, contrast, saturation = factors.to(views.device, non_blocking=True).view(-1, 3, 1, 1, 1).unbind(1)
-    area = views.shape[-2] * views.shape[-1]
-    means = views.sum((2, 3), keepdim=True, dtype=torch.int32).float() / area
     pixels = views.float()
     gain = brightness * contrast
     grey = _grey(pixels) * ((1 - saturation) * gain)
-    grey += (1 - contrast) * brightness * _grey(means)
+    grey += (1 - contrast) * brightness * _grey(channel_means(views))
     return levels(pixels.mul_(saturation * gain).add_(grey))
+
+
+def channel_means(views: Tensor) -> Tensor:
+    """Mean level of each channel: uint8 [B, 3, V, V] to float32 [B, 3, 1, 1]; the sum is one of whole numbers, exact in any order."""
+    return views.sum((2, 3), keepdim=True, dtype=torch.int32).float() / (views.shape[-2] * views.shape[-1])
 
 
 def _grey(pixels: Tensor) -> Tensor:

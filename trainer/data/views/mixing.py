@@ -17,6 +17,8 @@ from torch import Tensor
 from trainer.config import ViewSettings
 from trainer.data.batch import Mixing
 from trainer.data.randomness import uniform
+from trainer.data.views.colour import levels
+from trainer.data.views.geometry import inside
 
 _KIND, _SHARE, _X, _Y = range(100, 104)
 """Index of each draw."""
@@ -87,10 +89,5 @@ def mix(images: Tensor, mixing: Mixing) -> Tensor:
         uint8 [b, 3, V, V].
     """
     own, partner = images[: len(mixing.partner)].float(), images.index_select(0, mixing.partner).float()
-    size = images.shape[-1]
-    centre = (torch.arange(size, device=images.device) + 0.5) / size
-    left, top, right, bottom = mixing.box.view(-1, 4, 1).unbind(1)
-    in_x, in_y = (centre >= left) & (centre < right), (centre >= top) & (centre < bottom)
-    inside = (in_y.unsqueeze(2) & in_x.unsqueeze(1)).unsqueeze(1)
-    mixed = torch.where(inside, partner, torch.lerp(partner, own, mixing.blend.view(-1, 1, 1, 1)))
-    return mixed.round_().to(torch.uint8)
+    blended = own.sub_(partner).mul_(mixing.blend.view(-1, 1, 1, 1)).add_(partner)
+    return levels(torch.where(inside(mixing.box, images.shape[-1]), partner, blended))

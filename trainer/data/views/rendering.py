@@ -13,7 +13,9 @@ from torch import Tensor
 
 from trainer.config import ViewSettings
 from trainer.data.views.colour import adjust_colour
+from trainer.data.views.erasing import erase
 from trainer.data.views.geometry import crop_batch
+from trainer.data.views.operations import apply_operations
 from trainer.data.views.parameters import ViewParameters
 
 
@@ -45,4 +47,6 @@ def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettin
     """
     if settings.color_jitter:
         views = adjust_colour(views, parameters.colour)
-    return views
+    if settings.randaugment_operations:
+        views = apply_operations(views, parameters, settings.randaugment_magnitude)
+    return erase(views, parameters.erased) if settings.erasing else views

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torchvision.transforms import v2
+
+from trainer.config import ViewSettings
+from trainer.data.views.parameters import OPERATIONS, draw_views
+
+STRONG = ViewSettings(min_scale=0.3, color_jitter=0.4, randaugment_operations=3, erasing=0.5)
+KEYS = np.array([5, 2**63 + 1, 77, 123456789], dtype=np.uint64)
+NUMBERS = np.array([0, 1, 2, 3])
+
+
+def same(one, two):
+    return all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
+
+
+def test_a_draw_does_not_depend_on_the_batch_around_it():
+    whole = draw_views(KEYS, NUMBERS, stored=64, seed=1, settings=STRONG)
+    for row in range(4):
+        alone = draw_views(KEYS[[row]], NUMBERS[[row]], stored=64, seed=1, settings=STRONG)
+        assert same(alone, [part[[row]] for part in whole])
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"numbers": NUMBERS + 4}, {"keys": KEYS + np.uint64(1)}])
+def test_seed_number_and_key_each_give_other_draws(change):
+    base = {"keys": KEYS, "numbers": NUMBERS, "seed": 1}
+    one, two = (draw_views(**arguments, stored=64, settings=STRONG) for arguments in (base, base | change))
+    assert not (one.box == two.box).all(1).any()
+    assert not (one.colour == two.colour).any()
+
+
+@pytest.mark.parametrize("off", ["min_scale", "flip", "color_jitter", "randaugment_operations", "erasing"])
+def test_turning_one_part_off_changes_no_other_draw(draw, off):
+    part = {"min_scale": "box", "flip": "mirror", "color_jitter": "colour", "erasing": "erased"}.get(off, "operations")
+    weaker = STRONG.model_copy(update={off: 1.0 if off == "min_scale" else 0})
+    one, two = draw(200, STRONG)._asdict(), draw(200, weaker)._asdict()
+    changed = {name for name in one if not torch.equal(one[name], two[name])}
+    assert changed == ({part, "negative"} if part == "operations" else {part})
+
+
+def test_more_operations_leave_the_first_as_they_are(draw):
+    one, more = (draw(50, ViewSettings(randaugment_operations=count)).operations for count in (1, 4))
+    assert torch.equal(one[:, 0], more[:, 0])
+    assert not torch.equal(more[:, 0], more[:, 1])
+
+
+def test_no_augmentation_is_the_whole_image_unchanged(draw):
+    plain = draw(8, ViewSettings(min_scale=1, flip=False), stored=57)
+    assert torch.equal(plain.box, torch.tensor([0, 0, 57, 57]).expand(8, 4))
+    assert not plain.mirror.any()
+    assert (plain.colour == 1).all()
+    assert plain.operations.shape == plain.negative.shape == (8, 0)
+    assert not plain.erased.any()
+
+
+def test_boxes_have_uniform_areas_and_log_uniform_aspects_and_lie_anywhere(draw):
+    size = 4000  # pixels hardly round
+    left, top, width, height = draw(4000, ViewSettings(min_scale=0.2), stored=size).box.double().unbind(1)
+    assert (torch.stack([left, top, width, height]) >= 0).all()
+    assert (torch.stack([left + width, top + height]) <= size).all()
+    area, aspect = width * height / size**2, width / height
+    assert stats.kstest(area, stats.uniform(0.2, 0.8).cdf).pvalue > 0.01
+    small = area < 3 / 4  # any ratio of the sides fits
+    assert stats.kstest(aspect[small].log(), stats.uniform(-np.log(4 / 3), 2 * np.log(4 / 3)).cdf).pvalue > 0.01
+    free = (width < size) & (height < size)
+    for place in (left / (size - width), top / (size - height)):
+        assert stats.kstest(place[free], stats.uniform().cdf).pvalue > 0.01
+
+
+def test_boxes_are_distributed_like_torchvisions(draw):
+    torch.manual_seed(0)
+    theirs = v2.RandomResizedCrop(1, scale=(0.1, 0.7), ratio=(3 / 4, 4 / 3))
+    image = torch.zeros(3, 300, 300, dtype=torch.uint8)
+    drawn = [theirs.make_params([image]) for _ in range(1500)]
+    boxes = draw(6000, ViewSettings(min_scale=0.1), stored=300).box.double()
+    ours = boxes[boxes[:, 2] * boxes[:, 3] < 0.7 * 300**2]  # theirs draws large ones again, so leave them out
+    for index, name in enumerate(("left", "top", "width", "height")):
+        assert stats.ks_2samp(ours[:, index], [one[name] for one in drawn]).pvalue > 0.01, name
+
+
+def test_half_of_the_views_are_mirrored(draw):
+    assert 0.47 < draw(4000, ViewSettings()).mirror.double().mean() < 0.53
+
+
+def test_colour_factors_are_uniform_around_one(draw):
+    colour = draw(4000, ViewSettings(color_jitter=0.4)).colour
+    for factors in colour.unbind(1):
+        assert stats.kstest(factors, stats.uniform(0.6, 0.8).cdf).pvalue > 0.01
+    assert (np.abs(np.corrcoef(colour.T.numpy()) - np.eye(3)) < 0.06).all()
+
+
+def test_operations_are_uniform_in_both_directions_and_independent(draw):
+    drawn = draw(14_000, ViewSettings(randaugment_operations=2))
+    for place in (0, 1):
+        counts = torch.bincount(drawn.operations[:, place], minlength=len(OPERATIONS))
+        assert len(counts) == len(OPERATIONS) == 14
+        assert stats.chisquare(counts).pvalue > 0.01
+        assert 0.48 < drawn.negative[:, place].double().mean() < 0.52
+    pairs = torch.bincount(drawn.operations[:, 0] * 14 + drawn.operations[:, 1], minlength=196)
+    assert stats.chisquare(pairs).pvalue > 0.01
+
+
+def test_the_asked_share_of_views_has_a_rectangle_of_the_papers_sizes(draw):
+    left, top, right, bottom = draw(4000, ViewSettings(erasing=0.3)).erased.double().unbind(1)
+    erased = right > left
+    assert 0.27 < erased.double().mean() < 0.33
+    width, height = (right - left)[erased], (bottom - top)[erased]
+    assert left.min() >= 0
+    assert top.min() >= 0
+    assert right.max() <= 1
+    assert bottom.max() <= 1
+    assert stats.kstest(width * height, stats.uniform(0.02, 1 / 3 - 0.02).cdf).pvalue > 0.01
+    assert 0.29 < (width / height).min() < 0.4
+    assert 2.5 < (width / height).max() < 3.4

@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+import torch
+
+from trainer.config import ViewSettings
+from trainer.data.views.geometry import crop_by_products, crop_sample
+from trainer.data.views.parameters import draw_views
+from trainer.data.views.rendering import finish_views, make_views
+
+STRONG = ViewSettings(min_scale=0.2, color_jitter=0.4, randaugment_operations=3, erasing=0.5)
+KEYS = np.array([5, 2**63 + 1, 77, 123456789, 6, 7, 8, 9, 10, 11, 12, 13], dtype=np.uint64)
+NUMBERS = np.arange(12) % 5
+SIZES = [(32, 32), (72, 64), (256, 224), (100, 224)]
+
+
+def views(pictures, keys, numbers, size, settings=STRONG, *, seed=0):
+    drawn = draw_views(keys, numbers, stored=pictures.shape[-1], seed=seed, settings=settings)
+    return make_views(pictures, drawn, size, settings)
+
+
+@pytest.mark.parametrize(("stored", "size"), SIZES)
+def test_a_view_does_not_depend_on_the_batch_around_it(images, stored, size):
+    pictures = images(12, stored, "noise")
+    whole = views(pictures, KEYS, NUMBERS, size)
+    assert whole.dtype == torch.uint8
+    assert whole.shape == (12, 3, size, size)
+    for rows in ([0], [11], [3, 1], [5, 6, 7, 8, 9, 10, 11]):
+        assert torch.equal(views(pictures[rows], KEYS[rows], NUMBERS[rows], size), whole[rows])
+
+
+@pytest.mark.parametrize(("stored", "size"), SIZES)
+@pytest.mark.parametrize("kind", ["smooth", "noise", "digits"])
+def test_a_loaders_way_and_a_devices_way_agree(images, stored, size, kind):
+    pictures = images(12, stored, kind)
+    drawn = draw_views(KEYS, NUMBERS, stored=stored, seed=3, settings=STRONG)
+    in_loader = torch.empty(12, 3, size, size, dtype=torch.uint8)
+    for picture, box, mirror, out in zip(pictures, drawn.box.tolist(), drawn.mirror.tolist(), in_loader, strict=True):
+        interleaved = picture.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        crop_sample(interleaved, box, mirror=mirror, out=out)
+    in_loader = finish_views(in_loader, drawn, STRONG)
+    on_device = finish_views(crop_by_products(pictures, drawn, size), drawn, STRONG)
+    assert torch.equal(in_loader, on_device)
+    assert torch.equal(in_loader, make_views(pictures, drawn, size, STRONG))
+
+
+@pytest.mark.parametrize("change", [{"numbers": NUMBERS + 5}, {"seed": 1}, {"keys": KEYS + np.uint64(100)}])
+def test_seed_key_and_number_each_give_other_views(images, change):
+    pictures, base = images(12, 40), {"keys": KEYS, "numbers": NUMBERS, "seed": 0}
+    one, two = (views(pictures, size=32, **arguments) for arguments in (base, base | change))
+    assert all(not torch.equal(left, right) for left, right in zip(one, two, strict=True))
+
+
+def test_without_augmentation_the_image_stays_as_it_is(images):
+    pictures = images(12, 32, "noise")
+    assert torch.equal(views(pictures, KEYS, NUMBERS, 32, ViewSettings(min_scale=1, flip=False)), pictures)
+
+
+def test_half_of_the_views_are_mirrored(images):
+    picture = images(1, 16)
+    keys = np.arange(400, dtype=np.uint64)
+    plain = ViewSettings(min_scale=1, flip=True)
+    shown = views(picture.expand(400, -1, -1, -1), keys, np.zeros(400, dtype=np.int64), 16, plain)
+    mirrored = sum(torch.equal(view, picture[0].flip(2)) for view in shown)
+    kept = sum(torch.equal(view, picture[0]) for view in shown)
+    assert mirrored + kept == 400
+    assert 160 < mirrored < 240
+
+
+def test_stored_images_are_left_as_they_are(images):
+    pictures = images(12, 32, "noise")
+    before = pictures.clone()
+    views(pictures, KEYS, NUMBERS, 32, STRONG.model_copy(update={"min_scale": 1.0}))
+    assert torch.equal(pictures, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("stored", "size"), SIZES)
+def test_a_gpus_views_are_the_cpus_within_one_level_and_nothing_waits_for_it(images, stored, size):
+    pictures = images(12, stored)
+    settings = STRONG.model_copy(
+        update={"randaugment_operations": 1}
+    )  # a later operation may enlarge a difference of one level
+    drawn = draw_views(KEYS, NUMBERS, stored=stored, seed=3, settings=settings)
+    on_gpu = pictures.cuda()
+    make_views(on_gpu, drawn, size, settings)  # the first use of a kernel may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours = make_views(on_gpu, drawn, size, settings)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (ours.cpu().int() - make_views(pictures, drawn, size, settings).int()).abs().max() <= 1

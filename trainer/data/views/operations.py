@@ -1,0 +1,134 @@
+"""RandAugment's operations (Cubuk et al. 2020), with torchvision's names, ranges and meanings, on those views of a batch that drew them.
+
+Shapes: n views, V x V pixels. An amount is signed, and 1 is the largest that torchvision has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.data.views.colour import adjust_colour, levels
+from trainer.data.views.parameters import OPERATIONS, ViewParameters
+
+_Map = tuple[tuple[float, float, float], tuple[float, float, float]]
+
+_LARGEST_SHEAR, _LARGEST_SHIFT, _LARGEST_ANGLE, _LARGEST_CHANGE = 0.3, 150 / 331, math.radians(30), 0.9
+
+
+def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float) -> Tensor:
+    """Apply each view's operations, one after another.
+
+    Which views an operation changes is decided on the host, so the device is never waited for.
+
+    Args:
+        views: uint8 [B, 3, V, V]; changed in place.
+        parameters: of the B views, on the CPU.
+        magnitude: strength of the operations, 0 to 10.
+
+    Returns:
+        `views`.
+    """
+    for numbers, negative in zip(parameters.operations.unbind(1), parameters.negative.unbind(1), strict=True):
+        amounts = torch.where(negative, -magnitude / 10, magnitude / 10)
+        for family, apply in _FAMILIES.items():
+            members = torch.tensor([OPERATIONS.index(name) for name in family])
+            rows = torch.isin(numbers, members).nonzero().squeeze(1)
+            if len(rows):
+                names = [OPERATIONS[number] for number in numbers[rows].tolist()]
+                on_device = rows.to(views.device, non_blocking=True)
+                changed = apply(views.index_select(0, on_device), names, amounts[rows].tolist())
+                views.index_copy_(0, on_device, changed)
+    return views
+
+
+def _warp(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
+    """Bilinear, black outside of the image; torchvision's default is the nearest pixel, which leaves ragged edges."""
+    size = views.shape[-1]
+    maps = torch.tensor([_inverse_map(name, amount, size) for name, amount in zip(names, amounts, strict=True)])
+    maps = maps.to(views.device, non_blocking=True).view(-1, 2, 3, 1, 1)
+    centred = torch.arange(size, dtype=torch.float32, device=views.device) + (0.5 - size / 2)
+    x, y = centred.view(1, 1, size), centred.view(1, size, 1)
+    grid = maps[:, :, 0] * x + maps[:, :, 1] * y + maps[:, :, 2]  # [n, 2, V, V], in pixels from the centre
+    grid = grid.mul_(2 / size).permute(0, 2, 3, 1)
+    return levels(F.grid_sample(views.float(), grid, mode="bilinear", padding_mode="zeros", align_corners=False))
+
+
+def _inverse_map(name: str, amount: float, size: int) -> _Map:
+    """From a place in the new view to its place in the old one, both in pixels from the centre."""
+    shear, shift = _LARGEST_SHEAR * amount, int(_LARGEST_SHIFT * size * amount)
+    if name == "shear_x":  # about the upper left corner
+        return (1, shear, shear * size / 2), (0, 1, 0)
+    if name == "shear_y":
+        return (1, 0, 0), (shear, 1, shear * size / 2)
+    if name == "translate_x":
+        return (1, 0, -shift), (0, 1, 0)
+    if name == "translate_y":
+        return (1, 0, 0), (0, 1, -shift)
+    cosine, sine = math.cos(_LARGEST_ANGLE * amount), math.sin(_LARGEST_ANGLE * amount)
+    return (cosine, -sine, 0), (sine, cosine, 0)
+
+
+def _recolour(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
+    factors = torch.ones(len(names), 3)
+    for row, (name, amount) in enumerate(zip(names, amounts, strict=True)):
+        factors[row, ("brightness", "contrast", "colour").index(name)] += _LARGEST_CHANGE * amount
+    return adjust_colour(views, factors)
+
+
+def _sharpen(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
+    """Away from, or towards, the image smoothed with weights 1 around a 5; the outermost pixels stay."""
+    pixels = views.float()
+    inner = pixels[:, :, 1:-1, 1:-1]
+    smooth = F.avg_pool2d(pixels, 3, stride=1, divisor_override=1).add_(4 * inner).div_(13).round_()
+    change = (_LARGEST_CHANGE * torch.tensor(amounts)).to(views.device, non_blocking=True).view(-1, 1, 1, 1)
+    inner += (inner - smooth).mul_(change)
+    return levels(pixels)
+
+
+def _posterize(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
+    """Keep the upper bits, at least four."""
+    dropped = round(4 * abs(amounts[0]))
+    return views & (0xFF << dropped & 0xFF)
+
+
+def _solarize(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
+    """Invert the brighter pixels."""
+    return torch.where(views >= 255 * (1 - abs(amounts[0])), 255 - views, views)
+
+
+def _autocontrast(views: Tensor, _: list[str], __: list[float]) -> Tensor:
+    """Stretch each channel to 0..255; one of a single level stays."""
+    pixels = views.float()
+    darkest, brightest = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
+    extent = brightest - darkest
+    stretched = (pixels - darkest).mul_(255).div_(extent.clamp(min=1))
+    return levels(torch.where(extent > 0, stretched, pixels))
+
+
+def _equalize(views: Tensor, _: list[str], __: list[float]) -> Tensor:
+    """Give each channel's levels equal shares, by Pillow's rule; a channel of hardly more than one level stays."""
+    flat = views.flatten(2).long()
+    counts = flat.new_zeros((*flat.shape[:2], 256))
+    counts.scatter_add_(2, flat, torch.ones_like(flat))
+    below = counts.cumsum(2) - counts
+    brightest = flat.amax(2, keepdim=True)
+    step = below.gather(2, brightest).div_(255, rounding_mode="floor")  # the pixels that are not of the brightest level
+    table = (below + step // 2).div_(step.clamp(min=1), rounding_mode="floor").clamp_(0, 255)
+    return torch.where(step > 0, table.gather(2, flat), flat).to(torch.uint8).view_as(views)
+
+
+_FAMILIES: dict[tuple[str, ...], Callable[[Tensor, list[str], list[float]], Tensor]] = {
+    ("shear_x", "shear_y", "translate_x", "translate_y", "rotate"): _warp,
+    ("brightness", "contrast", "colour"): _recolour,
+    ("sharpness",): _sharpen,
+    ("posterize",): _posterize,
+    ("solarize",): _solarize,
+    ("autocontrast",): _autocontrast,
+    ("equalize",): _equalize,
+}
+"""Operations that one function applies together."""
