@@ -10,6 +10,7 @@ def register(
     settings: str,
     recipe: str,
     resolved: str,
+    teacher_outputs: str,
     dataset: dsl.Input[dsl.Dataset],
     teacher: dsl.Input[dsl.Model],
     student: dsl.Input[dsl.Model],
@@ -25,6 +26,7 @@ def register(
         settings: The section `register`, as JSON.
         recipe: The recipe's name.
         resolved: All settings of the run, as JSON.
+        teacher_outputs: Where the teacher's recorded outputs are; empty: the teacher ran in every step.
         dataset: The prepared data set.
         teacher: The teacher's model directory.
         student: The student's model directory.
@@ -47,5 +49,5 @@ def register(
         "report": report,
         "evaluation": evaluation,
     }
-    outputs, run = {"registration": registration}, {"recipe": recipe, "resolved": json.loads(resolved)}
-    task.run_stage("register", settings, inputs=inputs, outputs=outputs, **run)
+    run = {"recipe": recipe, "resolved": json.loads(resolved), "teacher_outputs": teacher_outputs or None}
+    task.run_stage("register", settings, inputs=inputs, outputs={"registration": registration}, **run)

@@ -90,12 +90,13 @@ def distillation(
             on_cluster(reinforcing, SMALL, retries=RETRIES)
         with dsl.Else(name="online"):
             skipping = on_cluster(skip_reinforce(), SMALL, retries=RETRIES)
+        recorded = dsl.OneOf(reinforcing.outputs["Output"], skipping.output)
         distilling = distill(
             settings=settings.outputs["distill"],
             pool=pool,
             nodes=nodes,
             processes_per_node=processes_per_node,
-            teacher_outputs=dsl.OneOf(reinforcing.outputs["Output"], skipping.output),
+            teacher_outputs=recorded,
             dataset=prepared,
             teacher=pretrained["teacher"],
         )
@@ -117,6 +118,7 @@ def distillation(
             settings=settings.outputs["register"],
             recipe=recipe,
             resolved=settings.outputs["resolved"],
+            teacher_outputs=recorded,
             dataset=prepared,
             teacher=pretrained["teacher"],
             student=distilled["student"],

@@ -43,6 +43,7 @@ PLAN: Mapping[str, Mapping[str, str]] = {
         "distill_evidence": "distill-evidence",
         "report": "report",
         "evaluation": "evaluation",
+        "teacher_outputs": "teacher-outputs",
         "registration": "registration",
     },
 }

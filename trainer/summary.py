@@ -30,6 +30,7 @@ def build(
     settings: Mapping[str, Any],
     seconds: Mapping[str, float],
     dataset: Mapping[str, Any],
+    recording: Mapping[str, Any] | None,
     evaluation: Mapping[str, Any],
     registered: Registered,
     reports: Mapping[str, str],
@@ -41,6 +42,7 @@ def build(
         settings: all resolved settings.
         seconds: stage -> how long it took.
         dataset: figures of the data set.
+        recording: figures of the teacher's recorded outputs; None where the teacher ran in every step.
         evaluation: figures of the evaluation.
         registered: where MLflow keeps the run.
         reports: name -> path.
@@ -51,6 +53,7 @@ def build(
         "settings": dict(settings),
         "stages": {name: {"seconds": round(taken, 3)} for name, taken in seconds.items()},
         "dataset": {key: dataset[key] for key in DATASET_KEYS},
+        **({"teacher_outputs": dict(recording)} if recording is not None else {}),
         "teacher": {**{key: teacher[key] for key in TEACHER_KEYS}, "test": {"top1": teacher["test"]["top1"]}},
         "student": {key: student[key] for key in STUDENT_KEYS},
         "verdict": dict(evaluation["verdict"]),
@@ -75,7 +78,8 @@ def _main_figures(summary: Mapping[str, Any]) -> dict[str, str]:
     data, teacher, student, verdict = (summary[key] for key in ("dataset", "teacher", "student", "verdict"))
     version = summary["mlflow"]["model_version"]
     promoted = "promoted" if verdict["passed"] else "not promoted"
-    return {
+    recorded = {"reinforce": _recorded(summary["teacher_outputs"])} if "teacher_outputs" in summary else {}
+    return recorded | {
         "prepare": f"{data['train']:,} train, {data['val']:,} val, {data['test']:,} test images of {data['classes']:,} classes",
         "pretrain": f"teacher {teacher['test']['top1']:.1%} test top-1",
         "distill": f"student {student['test']['top1']:.1%} test top-1, agrees with the teacher on {student['test']['agreement']:.1%}",
@@ -85,6 +89,13 @@ def _main_figures(summary: Mapping[str, Any]) -> dict[str, str]:
         if version
         else "nothing is tracked",
     }
+
+
+def _recorded(outputs: Mapping[str, Any]) -> str:
+    return (
+        f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {outputs['top_k']} logits each hold "
+        f"{outputs['mass']['t1']['mean']:.2%} of the probability"
+    )
 
 
 def _comparison(summary: Mapping[str, Any]) -> list[str]:

@@ -44,13 +44,13 @@ def test_a_task_of_a_cluster_is_too_small_to_train_in(monkeypatch):
 
 
 def test_what_was_launched_here_is_recorded_also_when_it_fails(tmp_path):
-    inputs = {name: dsl.Artifact(uri=str(tmp_path / name)) for name in ("dataset", "teacher")}
+    inputs = {name: str(tmp_path / name) for name in ("dataset", "teacher")}
     outputs = {name: dsl.Artifact(uri=str(tmp_path / name)) for name in ("student", "evidence")}
     job = dsl.Artifact(uri=str(tmp_path / "job"))
     training = Training(
         stage="distill",
         settings='{"epochs": 1}',
-        inputs=inputs,
+        inputs=inputs | {"teacher_outputs": ""},
         outputs=outputs,
         place=Place(processes_per_node=1),
         job=job,
@@ -60,7 +60,7 @@ def test_what_was_launched_here_is_recorded_also_when_it_fails(tmp_path):
     recorded = json.loads((tmp_path / "job" / launching.JOB).read_text())
     assert recorded["stage"] == "distill"
     assert recorded["settings"] == {"epochs": 1}
-    assert recorded["inputs"] == {name: str(tmp_path / name) for name in inputs}
+    assert recorded["inputs"] == inputs
 
 
 @pytest.mark.parametrize("exchange", ["", "/mnt/exchange"])
@@ -72,7 +72,7 @@ def test_a_job_elsewhere_needs_a_store_that_both_reach(tmp_path, monkeypatch, ex
     training = Training(
         stage="pretrain",
         settings="{}",
-        inputs={"dataset": dsl.Artifact(uri=str(tmp_path / "dataset"))},
+        inputs={"dataset": str(tmp_path / "dataset")},
         outputs={},
         place=Place(pool="cpu"),
         job=dsl.Artifact(uri=str(tmp_path)),

@@ -30,7 +30,12 @@ def test_each_stage_gets_its_own_section_only():
     ("overrides", "changed"),
     [
         ("distill.temperature=3.5", {"distill"}),
-        ("data.workers=1", {"pretrain", "distill"}),
+        ("distill.teacher=recorded", {"distill", "distill_teacher"}),
+        ("distill.views.flip=true", {"reinforce", "distill"}),
+        ("reinforce.views=7", {"reinforce"}),
+        ("run.seed=7", {"pretrain", "reinforce", "distill"}),
+        ("data.workers=1", {"pretrain", "reinforce", "distill"}),
+        ("pretrain.finetune.epochs=3", {"pretrain"}),
         ("data.image_size=64", {"prepare"}),
         ("evaluate.gate.max_accuracy_drop=0.5", {"evaluate"}),
         ("tracking.experiment=other", set()),
@@ -40,6 +45,31 @@ def test_a_changed_setting_changes_the_sections_that_read_it_and_no_other(overri
     before = sections.configure(sections.resolve("digits"))._asdict()
     after = sections.configure(sections.resolve("digits", overrides))._asdict()
     assert {name for name in before if before[name] != after[name]} == changed | {"resolved"}
+
+
+def test_a_distillation_reads_the_views_that_were_recorded_unless_they_are_named():
+    def augmentation(overrides):
+        return json.loads(sections.configure(sections.resolve("digits", overrides)).reinforce)["augmentation"]
+
+    assert augmentation("")["min_scale"] == config.resolve("digits").distill.views.min_scale
+    assert augmentation("distill.views.min_scale=0.9")["min_scale"] == 0.9
+    assert augmentation("distill.views.min_scale=0.9 reinforce.augmentation.min_scale=0.5")["min_scale"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ("", "online"),
+        ("distill.teacher=recorded", "recorded"),
+        (
+            "distill.teacher=recorded distill.logit_weight=0 distill.feature_weight=1 reinforce.features=true",
+            "recorded",
+        ),
+        ("distill.teacher=recorded distill.logit_weight=0", "online"),
+    ],
+)
+def test_the_teacher_is_recorded_if_it_is_asked_for_and_a_loss_compares_with_it(overrides, asked):
+    assert sections.configure(sections.resolve("digits", overrides)).distill_teacher == asked
 
 
 def test_named_parameters_go_before_the_overrides():

@@ -43,6 +43,15 @@ def test_a_page_is_copied(evaluation, tmp_path):
     assert (tmp_path / "page").read_text() == "<p>report</p>"
 
 
+def test_a_page_that_a_job_wrote_comes_from_the_store(object_store, tmp_path):
+    uri = f"minio://{object_store.bucket}/outputs"
+    with artifacts.create(uri, "teacher_outputs", settings={}) as draft:
+        (draft.path / "report.html").write_text("<p>recorded</p>")
+    page = dsl.HTML(uri=str(tmp_path / "page"))
+    task.show_page(dsl.Artifact(uri=uri), "report.html", page)
+    assert (tmp_path / "page").read_text() == "<p>recorded</p>"
+
+
 def test_an_error_becomes_one_message_in_the_file_that_somebody_reads(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv(task.ERROR_FILE, str(tmp_path / "error.txt"))
     with pytest.raises(SystemExit) as ended, task.reporting("prepare"):

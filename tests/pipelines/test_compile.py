@@ -29,9 +29,34 @@ def pods():
     return platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
 
 
+GROUP, BRANCHES = "exit-handler-1", "condition-branches-2"
+"""What `finish` waits for; and in it, the branches of which one is run."""
+
+
+def group(compiled, name):
+    """The tasks of a group."""
+    return compiled["components"][f"comp-{name}"]["dag"]["tasks"]
+
+
+def branches_of(compiled):
+    """Name of each branch -> its tasks."""
+    return {task["taskInfo"]["name"]: group(compiled, name) for name, task in group(compiled, BRANCHES).items()}
+
+
 def stages_of(compiled):
-    """The tasks in the group that `finish` waits for."""
-    return compiled["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    """The tasks that `finish` waits for, those of the branches too."""
+    outer = {name: task for name, task in group(compiled, GROUP).items() if name != BRANCHES}
+    return outer | {name: task for tasks in branches_of(compiled).values() for name, task in tasks.items()}
+
+
+def source_of(compiled, task, kind, name):
+    """Task and output that a task's artifact or parameter comes from, also where a branch takes it from outside."""
+    given = stages_of(compiled)[task]["inputs"][f"{kind}s"][name]
+    for inner, outer in (("condition-3", BRANCHES), (BRANCHES, GROUP)):
+        passed = given.get(f"componentInput{kind.title()}")
+        given = group(compiled, outer)[inner]["inputs"][f"{kind}s"][passed] if passed else given
+    output = given[f"taskOutput{kind.title()}"]
+    return output["producerTask"], output[f"output{kind.title()}Key"]
 
 
 def test_the_committed_file_is_fresh():
@@ -59,8 +84,8 @@ def test_compiling_imports_nothing_heavy():
 
 
 def test_every_stage_is_a_task_of_its_name(compiled):
-    assert set(stages_of(compiled)) == {"configure", *STAGES}
-    assert compilation.task_names(compilation.compiled_text()) == {"configure", *STAGES, "finish"}
+    assert set(stages_of(compiled)) == {"configure", *STAGES, "skip-reinforce"}
+    assert compilation.task_names(compilation.compiled_text()) == {*stages_of(compiled), "finish"}
 
 
 def test_finish_runs_however_the_stages_end(compiled):
@@ -69,33 +94,67 @@ def test_finish_runs_however_the_stages_end(compiled):
     assert last["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
 
 
-def test_nothing_is_conditional(compiled):
-    """kfp.local skips a branch whose condition it can not resolve, and succeeds."""
-    tasks = stages_of(compiled).values()
-    assert all("triggerPolicy" not in task and "iterator" not in task for task in tasks)
-    assert [name for name, component in compiled["components"].items() if "dag" in component] == ["comp-exit-handler-1"]
+def test_reinforce_alone_is_conditional(compiled):
+    """kfp.local skips a branch whose condition it can not resolve; that these two are resolved, the runs of the next file show."""
+    assert {name: set(tasks) for name, tasks in branches_of(compiled).items()} == {
+        "recorded": {"reinforce"},
+        "online": {"skip-reinforce"},
+    }
+    conditions = [task["triggerPolicy"]["condition"] for task in group(compiled, BRANCHES).values()]
+    asked = "inputs.parameter_values['pipelinechannel--configure-distill_teacher'] == 'recorded'"
+    assert conditions == [asked, f"!({asked})"]
+    others = [task for task in stages_of(compiled).values() if "triggerPolicy" in task or "iterator" in task]
+    assert others == []
+    groups = {name for name, component in compiled["components"].items() if "dag" in component}
+    assert groups == {f"comp-{name}" for name in (GROUP, BRANCHES, "condition-3", "condition-4")}
+
+
+@pytest.mark.parametrize("reader", ["distill", "register"])
+def test_the_place_of_the_recorded_outputs_comes_from_the_branch_that_ran(compiled, reader):
+    producer, output = source_of(compiled, reader, "parameter", "teacher_outputs")
+    assert producer == BRANCHES
+    outputs = compiled["components"][f"comp-{BRANCHES}"]["dag"]["outputs"]["parameters"]
+    selectors = outputs[output]["valueFromOneof"]["parameterSelectors"]
+    assert [selector["producerSubtask"] for selector in selectors] == list(group(compiled, BRANCHES))
+    for selector, maker in zip(selectors, ("reinforce", "skip-reinforce"), strict=True):
+        inner = compiled["components"][f"comp-{selector['producerSubtask']}"]["dag"]["outputs"]["parameters"]
+        made = {"producerSubtask": maker, "outputParameterKey": "Output"}
+        assert inner[selector["outputParameterKey"]]["valueFromParameter"] == made
 
 
 def test_artifacts_come_from_the_stage_that_makes_them(compiled):
     for name, stage in STAGES.items():
         given = stages_of(compiled)[name]["inputs"].get("artifacts", {})
         assert set(given) == set(stage.inputs)
-        for keyword, source in given.items():
-            producer, output = (source["taskOutputArtifact"][key] for key in ("producerTask", "outputArtifactKey"))
+        for keyword in given:
+            producer, output = source_of(compiled, name, "artifact", keyword)
             assert STAGES[producer].outputs[output] == stage.inputs[keyword]
             assert keyword in {output, f"{producer}_{output}"}
 
 
 def test_every_stage_gets_its_own_section(compiled):
     for name in SECTION_OF_STAGE:
-        settings = stages_of(compiled)[name]["inputs"]["parameters"]["settings"]["taskOutputParameter"]
-        assert settings == {"producerTask": "configure", "outputParameterKey": name}
+        assert source_of(compiled, name, "parameter", "settings") == ("configure", name)
+
+
+@pytest.mark.parametrize(
+    ("ran", "missing"),
+    [
+        ({*STAGES, "configure", "finish"} - {"reinforce"} | {"skip-reinforce"}, set()),
+        ({*STAGES, "configure", "finish"}, set()),
+        ({*STAGES, "configure", "finish"} - {"reinforce", "register"}, {"register", "reinforce"}),
+        ({"configure", "finish"}, {*STAGES}),
+    ],
+    ids=["online", "recorded", "no branch", "nothing"],
+)
+def test_what_should_have_run_and_did_not(ran, missing):
+    assert compilation.left_out(compilation.compiled_text(), ran) == missing
 
 
 def test_caching(compiled):
     tasks = {**stages_of(compiled), "finish": compiled["root"]["dag"]["tasks"]["finish"]}
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
-    assert cached == {"prepare", "pretrain", "distill", "profile"}
+    assert cached == {"prepare", "pretrain", "reinforce", "skip-reinforce", "distill", "profile"}
 
 
 def test_every_parameter_has_a_default_and_a_description(compiled):
@@ -140,9 +199,15 @@ def test_a_task_that_only_launches_asks_for_little_and_all_have_limits(compiled)
             resources
         )
         memory[name.removeprefix("exec-")] = float(resources["resourceMemoryLimit"].removesuffix("Gi"))
-    assert {name for name, limit in memory.items() if limit <= 2} == {"configure", "pretrain", "distill", "finish"}
+    launching = {name for name, stage in STAGES.items() if stage.launched}
+    assert {name for name, limit in memory.items() if limit <= 2} == {
+        *launching,
+        "configure",
+        "skip-reinforce",
+        "finish",
+    }
 
 
 def test_only_what_is_safe_is_repeated(compiled):
     repeated = {name for name, task in stages_of(compiled).items() if "retryPolicy" in task}
-    assert repeated == {"prepare", "pretrain", "distill", "profile", "evaluate"}
+    assert repeated == {*STAGES, "skip-reinforce"} - {"register"}

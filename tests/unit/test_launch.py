@@ -32,12 +32,12 @@ def spec(**changes):
 def test_the_command_is_one_that_the_command_line_takes(name, monkeypatch):
     stage, called = stages.STAGES[name], {}
     monkeypatch.setattr(stages, "call", lambda *arguments, **_: called.update(arguments=arguments))
-    places = {keyword: f"/{keyword}" for keyword in (*stage.inputs, *stage.outputs)}
+    places = {keyword: f"/{keyword}" for keyword in (*stage.all_inputs, *stage.outputs)}
     settings = config.Settings().for_stage(name)
     job = spec(
         stage=name,
         settings=settings,
-        inputs={keyword: places[keyword] for keyword in stage.inputs},
+        inputs={keyword: places[keyword] for keyword in stage.all_inputs},
         outputs={keyword: places[keyword] for keyword in stage.outputs},
     )
     arguments = job.arguments()

@@ -35,6 +35,7 @@ def built(**changes):
         "dataset": {
             "train": 1437, "val": 180, "test": 180, "unlabeled": 0, "classes": 10, "quarantined": 2, "leakage": 0,
         },
+        "recording": None,
         "evaluation": {"teacher": TEACHER, "student": STUDENT, "verdict": {"passed": True, "reasons": []}},
         "registered": Registered(tracking_uri="sqlite:///x.db", run_id="abc", model_name="vit-student", model_version="3"),
         "reports": {"data": "/runs/x/dataset/card.html", "evaluation": "/runs/x/evaluation/report.html"},
@@ -100,6 +101,22 @@ def test_table_shows_what_a_reader_looks_for():
         "sqlite:///x.db (run abc)",
     ):
         assert expected in text, expected
+
+
+def test_recorded_outputs_have_their_keys_and_their_line_and_no_others_do():
+    recorded = {
+        "samples": 1437, "views": 30, "top_k": 10, "mib": 1.97, "bytes_per_view": 48,
+        "mass": {"t1": {"mean": 0.99876, "p5": 0.99, "p1": 0.98}},
+    }  # fmt: skip
+    seconds = {"prepare": 1.0, "reinforce": 12.5, "distill": 40.0}
+    content = built(recording=recorded, seconds=seconds)
+    assert content["teacher_outputs"] == recorded
+    assert list(content["stages"]) == list(seconds)
+    (line,) = (line for line in summary.table(content).splitlines() if line.startswith("reinforce"))
+    assert "12.5" in line
+    assert "30 views of 1,437 images in 2.0 MiB, 10 logits each hold 99.88% of the probability" in line
+    assert "reinforce" not in summary.table(built())
+    assert "teacher_outputs" not in built()
 
 
 def test_table_is_aligned():

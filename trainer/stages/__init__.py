@@ -99,6 +99,7 @@ STAGES: Mapping[str, Stage] = {
                 "report": "report",
                 "evaluation": "evaluation",
             },
+            optional_inputs={"teacher_outputs": "teacher_outputs"},
             outputs={"registration": "registration"},
             summary="log the student to MLflow, register it, and promote it if it passed",
         ),

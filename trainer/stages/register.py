@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer import artifacts, models, served_student, summary, tracking
-from trainer.artifacts import Artifact
+from trainer import artifacts, models, served_student, storage, summary, tracking
+from trainer.artifacts import Artifact, Manifest
 from trainer.config import RegisterSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.schema import CARD
+from trainer.distillation import recording
 from trainer.errors import TrackingError
 from trainer.launch import flag
 from trainer.stages import STAGES, evaluate
@@ -51,6 +52,7 @@ def run(
     registration: str | Path,
     recipe: str,
     resolved: Mapping[str, Any],
+    teacher_outputs: str | Path | None = None,
 ) -> Artifact:
     """Register the student where MLflow is set up, and write `summary.json` in any case.
 
@@ -68,13 +70,14 @@ def run(
         registration: output.
         recipe: name or path of the run's recipe, for the summary.
         resolved: all settings of the run, for the summary and MLflow.
+        teacher_outputs: input, the teacher's recorded outputs, where the student learned from them.
 
     Raises:
         TrackingError: MLflow does not answer or refuses; says where the student is and how to register it later.
         TrainerError: as the parts that it calls.
     """
     start = time.monotonic()
-    given = {
+    given: dict[str, str | Path] = {
         "dataset": dataset,
         "teacher": teacher,
         "student": student,
@@ -84,19 +87,28 @@ def run(
         "evaluation": evaluation,
     }
     inputs = {name: artifacts.read(given[name], kind) for name, kind in STAGES["register"].inputs.items()}
+    made: dict[str, Manifest] = dict(inputs)
+    if teacher_outputs:  # of the records, which may be many gigabytes, only what they say of themselves is needed
+        given["teacher_outputs"] = teacher_outputs
+        made["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs")
     values = settings.model_dump(mode="json")
-    parents = {name: artifact.fingerprint for name, artifact in inputs.items()}
+    parents = {name: manifest.fingerprint for name, manifest in made.items()}
     with artifacts.create(registration, "registration", settings=values, parents=parents) as draft:
-        with _retold(settings, inputs, recipe, registration):
-            registered = _register(settings, inputs, recipe, resolved)
+        reports = _reports(inputs)
+        if teacher_outputs:
+            reports["reinforce"] = draft.path / "reinforce.html"
+            reports["reinforce"].write_bytes(storage.read_bytes(storage.join(teacher_outputs, recording.REPORT)))
+        with _retold(settings, given | {"registration": registration}, recipe):
+            registered = _register(settings, inputs, reports, recipe, resolved)
         content = summary.build(
             recipe=recipe,
             settings=resolved,
-            seconds=_seconds(inputs) | {"register": time.monotonic() - start},
+            seconds=_seconds(made) | {"register": time.monotonic() - start},
             dataset=inputs["dataset"].figures,
+            recording=made["teacher_outputs"].figures if teacher_outputs else None,
             evaluation=inputs["evaluation"].figures,
             registered=registered,
-            reports={name: str(path.resolve()) for name, path in _reports(inputs).items()},
+            reports={name: str(path.resolve()) for name, path in reports.items()},
         )
         (draft.path / SUMMARY).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         draft.figures.update(content["mlflow"])
@@ -104,14 +116,11 @@ def run(
 
 
 @contextmanager
-def _retold(
-    settings: RegisterSettings, inputs: Mapping[str, Artifact], recipe: str, registration: str | Path
-) -> Iterator[None]:
-    """Add to MLflow's failure that nothing is lost, and the command that goes on from here."""
+def _retold(settings: RegisterSettings, places: Mapping[str, str | Path], recipe: str) -> Iterator[None]:
+    """Add to MLflow's failure that nothing is lost, and the command that goes on from here with the same inputs and output."""
     try:
         yield
     except TrackingError as error:
-        places = {**{name: artifact.path for name, artifact in inputs.items()}, "registration": registration}
         words = [
             f"{tracking.URI}={tracking.shown(tracking.uri() or '')}",
             *("python", "-m", "trainer", "stage", "register"),
@@ -120,20 +129,21 @@ def _retold(
             *(word for name, place in places.items() for word in (f"--{flag(name)}", str(place))),
         ]
         raise TrackingError(
-            f"{error}. The student is safe in {inputs['student'].path}; register it later with `{shlex.join(words)}`"
+            f"{error}. The student is safe in {places['student']}; register it later with `{shlex.join(words)}`"
         ) from error
 
 
-def _seconds(inputs: Mapping[str, Artifact]) -> dict[str, float]:
-    """Stage -> how long it took, by the first output of each."""
-    made = {
+def _seconds(made: Mapping[str, Manifest]) -> dict[str, float]:
+    """Stage -> how long it took, by the first output of each that ran."""
+    outputs = {
         "prepare": "dataset",
         "pretrain": "teacher",
+        "reinforce": "teacher_outputs",
         "distill": "student",
         "profile": "report",
         "evaluate": "evaluation",
     }
-    return {stage: inputs[name].seconds for stage, name in made.items()}
+    return {stage: made[name].seconds for stage, name in outputs.items() if name in made}
 
 
 def _reports(inputs: Mapping[str, Artifact]) -> dict[str, Path]:
@@ -148,7 +158,11 @@ def _reports(inputs: Mapping[str, Artifact]) -> dict[str, Path]:
 
 
 def _register(
-    settings: RegisterSettings, inputs: Mapping[str, Artifact], recipe: str, resolved: Mapping[str, Any]
+    settings: RegisterSettings,
+    inputs: Mapping[str, Artifact],
+    reports: Mapping[str, Path],
+    recipe: str,
+    resolved: Mapping[str, Any],
 ) -> Registered:
     """Log and register, if this run is tracked."""
     tracking_uri = tracking.uri()
@@ -160,7 +174,7 @@ def _register(
         with tracking.explained():
             run_id = tracking.start_parent(resolved, {"recipe": recipe}) or str(tracker.run_id)
             client = tracking.client()
-            _log_results(client, run_id, inputs)
+            _log_results(client, run_id, figures, reports)
             model = _log_model(client, run_id, inputs)
             version = _create_version(client, settings, model, run_id, _version_tags(inputs))
             if figures["verdict"]["passed"]:
@@ -171,15 +185,15 @@ def _register(
     )
 
 
-def _log_results(client: MlflowClient, run_id: str, inputs: Mapping[str, Artifact]) -> None:
+def _log_results(client: MlflowClient, run_id: str, evaluation: Mapping[str, Any], reports: Mapping[str, Path]) -> None:
     """The run's reports, pictures and figures."""
     from mlflow.entities import Metric
 
-    for name, page in _reports(inputs).items():
+    for name, page in reports.items():
         client.log_artifact(run_id, str(page), f"reports/{name}")
-    client.log_dict(run_id, dict(inputs["evaluation"].figures), "evaluation.json")
+    client.log_dict(run_id, dict(evaluation), "evaluation.json")
     now_ms = int(time.time() * 1000)
-    figures = tracking.numbers(inputs["evaluation"].figures)
+    figures = tracking.numbers(evaluation)
     client.log_batch(run_id, metrics=[Metric(name, value, now_ms, 0) for name, value in figures.items()])
 
 
@@ -234,9 +248,11 @@ def conda_environment() -> dict[str, Any]:
 
 
 def _version_tags(inputs: Mapping[str, Artifact]) -> dict[str, str]:
-    figures = inputs["evaluation"].figures
+    figures, parents = inputs["evaluation"].figures, inputs["student"].parents
+    fingerprints = {name: inputs[name].fingerprint for name in ("dataset", "teacher", "student")}
+    fingerprints |= {name: parents[name] for name in ("teacher_outputs",) if name in parents}
     return {
-        **{f"{name}_fingerprint": inputs[name].fingerprint for name in ("dataset", "teacher", "student")},
+        **{f"{name}_fingerprint": value for name, value in fingerprints.items()},
         "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
         "test_top1": f"{figures['student']['test']['top1']:.4f}",
     }

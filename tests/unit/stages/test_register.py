@@ -14,6 +14,7 @@ import torch
 
 from trainer import artifacts, models, tracking
 from trainer.config import EvaluateSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
+from trainer.distillation import recording
 from trainer.errors import TrackingError
 from trainer.stages import evaluate, register
 
@@ -188,6 +189,30 @@ def test_without_tracking_the_summary_is_still_written(inputs, evaluations, monk
     assert summary["student"]["test"]["top1"] > 0.3
 
 
+@pytest.fixture
+def recorded(inputs, object_store, monkeypatch, tmp_path):
+    """The inputs, with recorded outputs that lie in a store and whose records can not be fetched."""
+    uri, figures = f"s3://{object_store.bucket}/outputs", {"views": 2, "mass": {"t1": {"mean": 0.9}}}
+    with artifacts.create(uri, "teacher_outputs", settings={}) as draft:
+        (draft.path / recording.REPORT).write_text("<p>what they hold</p>")
+        (draft.path / "shard.bin").write_bytes(bytes(1000))
+        draft.figures.update(figures)
+    object_store.answer(404, path=".*shard.bin")
+    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "another cache"))
+    return inputs | {"teacher_outputs": uri}
+
+
+def test_recorded_outputs_are_summed_up_and_their_page_is_kept(recorded, evaluations, monkeypatch, tmp_path):
+    monkeypatch.delenv(tracking.URI, raising=False)
+    artifact = run(recorded, evaluations[PASSING], tmp_path / "registration")
+    outputs, summary = artifacts.manifest(recorded["teacher_outputs"], "teacher_outputs"), read_summary(artifact)
+    assert artifact.parents["teacher_outputs"] == outputs.fingerprint
+    assert summary["teacher_outputs"] == outputs.figures
+    assert list(summary["stages"])[:4] == ["prepare", "pretrain", "reinforce", "distill"]
+    assert summary["stages"]["reinforce"]["seconds"] == outputs.seconds
+    assert Path(summary["reports"]["reinforce"]).read_text() == "<p>what they hold</p>"
+
+
 def test_mlflow_down_says_where_the_student_is_and_how_to_go_on(inputs, evaluations, monkeypatch, tmp_path):
     monkeypatch.setenv(tracking.URI, "http://127.0.0.1:9")
     with pytest.raises(TrackingError) as caught:
@@ -198,4 +223,11 @@ def test_mlflow_down_says_where_the_student_is_and_how_to_go_on(inputs, evaluati
     assert "MLFLOW_TRACKING_URI=http://127.0.0.1:9 python -m trainer stage register" in message
     assert "--set register.model_name=" in message
     assert f"--registration {tmp_path / 'registration'}" in message
+    assert "--teacher-outputs" not in message
+
+
+def test_mlflow_down_names_the_recorded_outputs_too(recorded, evaluations, monkeypatch, tmp_path):
+    monkeypatch.setenv(tracking.URI, "http://127.0.0.1:9")
+    with pytest.raises(TrackingError, match=f"--teacher-outputs {recorded['teacher_outputs']} "):
+        run(recorded, evaluations[PASSING], tmp_path / "registration")
     assert not artifacts.exists(tmp_path / "registration")
