@@ -27,10 +27,12 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from trainer import artifacts, storage
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, Mixing
+from trainer.data.gpu_decoding import decode_jpegs
 from trainer.data.loader import Views, make_loader
 from trainer.data.order import Indices, Taken, partners
 from trainer.data.views.mixing import mix, mixes
+from trainer.data.views.rendering import make_views
 from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
 from trainer.distillation.outputs import TeacherOutputs
@@ -90,6 +92,19 @@ class UnitBatches(TorchDataset[Batch]):
         if self._partners is None or self._partners[0] != unit.view:
             self._partners = unit.view, partners(len(self._views.samples), self._views.seed, unit.view)
         return self._partners[1][indices]
+
+
+def images_on(device: torch.device, batch: Batch, views: Views) -> Tensor:
+    """The images that the teacher sees, on its device: uint8 [B, 3, V, V]."""
+    images = batch.images
+    images = (
+        images.to(device, non_blocking=True) if batch.lengths is None else decode_jpegs(images, batch.lengths, device)
+    )
+    if batch.views is not None:
+        images = make_views(images, batch.views, views.size, views.settings)
+    if batch.mixing is not None:
+        images = mix(images, Mixing(*(part.to(device, non_blocking=True) for part in batch.mixing)))
+    return images
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,15 +288,12 @@ class Reinforcement:
             workers=self.workers,
             pin_memory=self.processes.device.pins_memory,
         )
-        images = (self._on_device(one) for one in loader)
-        for step, records in enumerate(record_batches(images, self.teacher, self.description)):
-            yield records
-            progress.show(step, {})
-
-    def _on_device(self, batch: Batch) -> Tensor:
         device = self.processes.device.torch_device
-        images = batch.images.to(device, non_blocking=True)
-        return mix(images, batch.mixing) if batch.mixing else images
+        images = (images_on(device, one, self.views) for one in loader)
+        records = record_batches(images, self.teacher, self.description)
+        for step, part in enumerate(parts_of(units, batch)):
+            yield next(records)
+            progress.show(step, {"view": part.unit.view})
 
     def _collect(self, unit: Unit, stream: Iterator[Records]) -> Records:
         """The records of a unit, whose batches come next, [count]."""
@@ -320,9 +332,18 @@ class Reinforcement:
         make_directory(directory / shards.FOLDER)
         labels, classes, counted = self.views.samples.labels, self.description.classes, []
         for unit in self._share(self.units):
-            content, records = self.shelf.get(unit)
+            content, records = self._get(unit)
             with writing_to(directory):
                 (directory / unit.name).write_bytes(content)
             counted.append(coverage.count(records, labels[unit.first : unit.first + unit.count], classes))
         parts = self.processes.gather(coverage.total(counted) if counted else None)
         return coverage.total(part for part in parts if part is not None)
+
+    def _get(self, unit: Unit) -> tuple[bytes, Records]:
+        try:
+            return self.shelf.get(unit)
+        except ArtifactError as error:
+            raise ArtifactError(
+                f"reinforce: {error}; run it again, it goes on from what is there. Where there are several machines, TRAINER_CHECKPOINTS "
+                "has to name a place that all of them reach, such as s3://BUCKET/NAME"
+            ) from error

@@ -95,14 +95,14 @@ def decode(unit: Unit, content: bytes, plan: str, record: np.dtype[np.void]) -> 
     """
     wanted = HEADER_BYTES + unit.count * record.itemsize
     if len(content) != wanted:
-        raise ArtifactError(f"{unit.name}: has {len(content)} bytes instead of {wanted}")
+        raise ArtifactError(f"has {len(content)} bytes instead of {wanted}")
     *told, digest = _HEADER.unpack_from(content)
     expected = [_MAGIC, _VERSION, record.itemsize, unit.view, unit.first, unit.count, bytes.fromhex(plan)]
     if told != expected:
-        raise ArtifactError(f"{unit.name}: is not the shard that belongs here")
+        raise ArtifactError("is not the shard that belongs here")
     payload = memoryview(content)[HEADER_BYTES:]
     if hashlib.sha256(payload).digest() != digest:
-        raise ArtifactError(f"{unit.name}: is damaged (checksum)")
+        raise ArtifactError("is damaged (checksum)")
     return np.frombuffer(payload, dtype=record)
 
 
@@ -139,7 +139,10 @@ class Shelf:
             content = storage.read_bytes(uri)
         except ObjectNotFoundError as error:
             raise ArtifactError(f"{uri}: is not there") from error
-        return content, decode(unit, content, self._plan, self._record)
+        try:
+            return content, decode(unit, content, self._plan, self._record)
+        except ArtifactError as error:
+            raise ArtifactError(f"{uri}: {error}") from error
 
     def remove(self) -> None:
         """Drop all of them: the artifact is complete."""

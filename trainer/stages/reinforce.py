@@ -7,7 +7,7 @@ from pathlib import Path
 from trainer import artifacts, models, tracking
 from trainer.config import ReinforceSettings, ViewSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
-from trainer.data.loader import Samples, Views
+from trainer.data.loader import Samples, Views, makes_views_on_device
 from trainer.distillation import recording, recording_report
 from trainer.distillation.recording import Description
 from trainer.distillation.reinforcement import Reinforcement, plan_of
@@ -43,13 +43,20 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
     ):
         description = _describe(settings, data, dataset, model, len(samples), processes.device)
         job = Reinforcement(
-            views=Views(samples, size=description.view_size, seed=description.seed, settings=_augmentation(settings)),
+            views=Views(
+                samples,
+                size=description.view_size,
+                seed=description.seed,
+                settings=_augmentation(settings),
+                on_device=makes_views_on_device(settings.views_on or "auto", processes.device.kind),
+                decode_on=settings.decode_on or "cpu",
+            ),
             teacher=FrozenTeacher(
                 model,
                 processes.device,
                 precision=settings.precision,
-                batch_size=settings.batch_size,
                 features=settings.features,
+                compile=settings.compile,
             ),
             description=description,
             shelf=Shelf(checkpoint_root(teacher_outputs), plan_of(description, parents), description.record),
