@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -38,7 +39,35 @@ def use(model: dsl.Input[dsl.Model]) -> str:
 
 
 @dsl.component(base_image="test", install_kfp_package=False)
-def fail(message: str) -> None:
+def choose(mode: str) -> NamedTuple("Choice", [("mode", str)]):
+    return (mode,)
+
+
+@dsl.component(base_image="test", install_kfp_package=False)
+def place(model: dsl.Input[dsl.Model], copy: dsl.Output[dsl.Model]) -> str:
+    import shutil
+
+    from trainer import artifacts
+
+    shutil.copytree(model.path, copy.path)
+    copy.metadata.update(kind="model", fingerprint=artifacts.read(copy.path, "model").fingerprint)
+    return copy.uri
+
+
+@dsl.component(base_image="test", install_kfp_package=False)
+def nowhere() -> str:
+    return ""
+
+
+@dsl.component(base_image="test", install_kfp_package=False)
+def read(uri: str) -> str:
+    from pathlib import Path
+
+    return (Path(uri) / "weights").read_text() if uri else "nothing"
+
+
+@dsl.component(base_image="test", install_kfp_package=False)
+def fail(message: str) -> str:
     from components import task
     from trainer.errors import DataError
 
@@ -68,6 +97,19 @@ def hang() -> None:
 @dsl.pipeline(name="good")
 def good(text: str = "weights") -> None:
     use(model=make(text=text).outputs["model"]).set_caching_options(False)
+
+
+@dsl.pipeline(name="branching")
+def branching(mode: str = "placed", message: str = "") -> None:
+    """As the product's: a condition on a named output, and a URI from the branch that ran."""
+    chosen, made = choose(mode=mode), make(text="weights")
+    with dsl.If(chosen.outputs["mode"] == "placed"):
+        placing = place(model=made.outputs["model"])
+    with dsl.Elif(chosen.outputs["mode"] == "failing"):
+        failing = fail(message=message)
+    with dsl.Else():
+        placed_nowhere = nowhere()
+    read(uri=dsl.OneOf(placing.outputs["Output"], failing.output, placed_nowhere.output)).set_caching_options(False)
 
 
 @dsl.pipeline(name="failing")
@@ -185,6 +227,34 @@ def test_fresh_makes_all_again_and_replaces_what_was_there(run):
     third, events = run(good)
     assert outcome(events, "make") == "cached"
     assert third["make"].outputs["model"].path == second["make"].outputs["model"].path
+
+
+def test_the_branch_that_is_asked_for_runs_and_the_other_does_not(run):
+    placed, events = run(branching)
+    assert set(placed) == {"choose", "make", "place", "read"}
+    assert [event for event in events if event[1] == "place"] == [("started", "place"), ("ran", "place")]
+    assert placed["read"].outputs == {"Output": "weights"}
+    other, events = run(branching, mode="")
+    assert set(other) == {"choose", "make", "nowhere", "read"}
+    assert other["read"].outputs == {"Output": "nothing"}
+    assert outcome(events, "make") == "cached"
+
+
+def test_what_a_branch_made_comes_from_the_cache_unless_it_is_damaged(run):
+    first, _ = run(branching)
+    second, events = run(branching)
+    assert outcome(events, "place") == "cached"
+    assert second["read"].outputs == {"Output": "weights"}
+    (Path(first["place"].outputs["copy"].path) / "weights").write_text("weirdos")
+    third, events = run(branching)
+    assert outcome(events, "place") == "ran"
+    assert third["place"].outputs["Output"] != first["place"].outputs["Output"]
+    assert third["read"].outputs == {"Output": "weights"}
+
+
+def test_a_task_that_fails_in_a_branch_ends_the_run_with_its_own_message(run):
+    with pytest.raises(local_tasks.TaskError, match=r"^fail: no views$"):
+        run(branching, mode="failing", message="no views")
 
 
 def test_a_failed_task_ends_the_run_with_its_own_message(run, capsys):
