@@ -166,16 +166,31 @@ def feature_size(model: Classifier) -> int:
     """Length D of the pooled features that the model's head reads.
 
     Raises:
-        ModelError: its head is not one linear layer on pooled features.
+        ModelError: its logits are not one linear layer of pooled features.
     """
-    network: Any = model.network
-    head = network.get_classifier()
-    if not isinstance(head, nn.Linear):
+    head = linear_head(model)
+    if head is None:
         raise ModelError(
-            f"architecture {model.card.architecture!r} can not be compared by its features: its head is not one linear layer; "
+            f"architecture {model.card.architecture!r} can not be compared by its features: its logits are not one linear layer of them; "
             "set distill.feature_weight=0 and reinforce.features=false, or choose another architecture"
         )
     return head.in_features
+
+
+@torch.no_grad()
+def linear_head(model: Classifier) -> nn.Linear | None:
+    """The linear layer that makes the logits of the pooled features; None in a network that ends in another way (such as VOLO's)."""
+    network: Any = model.network
+    head = network.get_classifier()
+    if not isinstance(head, nn.Linear):
+        return None
+    size, was_training = model.card.image_size, model.training
+    image = torch.full((1, 3, size, size), 128, dtype=torch.uint8, device=head.weight.device)
+    model.eval()
+    logits, _ = model.forward_with_features(image)
+    found = torch.allclose(logits, model(image), atol=1e-4)
+    model.train(was_training)
+    return head if found else None
 
 
 def save(model: Classifier, directory: Path) -> None:

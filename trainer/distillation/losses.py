@@ -212,13 +212,15 @@ def rest_bounds(teacher: Recorded, classes: int, temperature: float) -> tuple[Te
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Between features
+#
+# A teacher in inference mode gives tensors that no backward pass may keep: they go through an operation of their own first.
 
 
 def feature_cosine(student: Tensor, teacher: Tensor) -> Tensor:
     """1 - cosine of the angle between the features, mean over the batch; [B, D] each to a scalar."""
-    return 1 - F.cosine_similarity(student.float(), teacher.float(), dim=1).mean()
+    return 1 - (F.normalize(student.float()) * F.normalize(teacher.float())).sum(1).mean()
 
 
 def feature_mse(student: Tensor, teacher: Tensor) -> Tensor:
     """Mean squared difference of the features (FitNets, Romero et al. 2015, but for a factor); [B, D] each to a scalar."""
-    return F.mse_loss(student.float(), teacher.float())
+    return (student.float() - teacher.float()).square().mean()

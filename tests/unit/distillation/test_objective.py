@@ -1,76 +1,183 @@
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from trainer import models
 from trainer.config import DistillSettings, ModelSettings, ViewSettings
-from trainer.data.loader import Batch
-from trainer.data.views import draw_mixing
-from trainer.distillation.losses import distillation_kl
+from trainer.data.batch import Batch, Recorded
+from trainer.data.views.mixing import draw_mixing, mix
+from trainer.distillation.losses import distillation_kl, recorded_kl
 from trainer.distillation.objective import DistillObjective
+from trainer.distillation.student import ProjectedStudent
+from trainer.distillation.teacher import FrozenTeacher
+from trainer.training.averages import AveragedModel
+from trainer.training.classification import cross_entropy
+from trainer.training.devices import choose_device
 
 LABELS = ("a", "b", "c")
+IMAGES = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+BATCH = Batch(IMAGES, torch.tensor([0, 1, 2, 0]), torch.arange(4), torch.zeros(4, dtype=torch.int64))
+RECORDED = Recorded(
+    torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]]),
+    torch.tensor([[3.0, 1.0], [2.0, 0.5], [4.0, -1.0], [1.0, 0.5]]),
+    torch.tensor([[0.5, 0.25], [-1.0, -0.5], [-2.0, -1.0], [0.0, 0.0]]),
+    torch.ones(4, 5),
+)
 
 
-def classifier(size, seed, *, drop_path=0.0):
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+
+
+def classifier(size, seed, *, drop_path=0.0, dim=16):
     torch.manual_seed(seed)
-    arguments = {"img_size": size, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    arguments = {"img_size": size, "patch_size": 8, "embed_dim": dim, "depth": 2, "num_heads": 2}
     settings = ModelSettings(architecture="vit_tiny_patch16_224", args=arguments)
     return models.create(settings, LABELS, drop_path=drop_path)
 
 
-def batch(mixing=None):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return Batch(images, torch.tensor([0, 1, 2, 0]), torch.arange(4), torch.zeros(4, dtype=torch.int64), mixing)
+def frozen(model, *, features=False):
+    return FrozenTeacher(model, choose_device(), precision="fp32", features=features)
 
 
 @pytest.fixture
 def losses(timeline):
-    return lambda objective, mixing=None: objective(objective.model, batch(mixing), timeline)
+    def compute(objective, batch=BATCH):
+        return objective(objective.model, batch, timeline)
+
+    return compute
+
+
+def values(result):
+    return {name: float(part.detach()) for name, part in result.items()}
 
 
 def test_the_loss_is_the_weighted_sum_of_its_parts(losses):
-    settings = DistillSettings(kl_weight=0.7, label_weight=0.2, temperature=3.0)
-    teacher, student = classifier(32, 1), classifier(16, 2)
-    result = losses(DistillObjective(student, teacher, settings))
-    images = batch().images
-    kl = distillation_kl(student(images), teacher(images), 3.0).detach()
-    label = torch.nn.functional.cross_entropy(student(images), batch().labels).detach()
-    assert float(result["kl"].detach()) == pytest.approx(float(kl), rel=1e-5)
-    assert float(result["label"].detach()) == pytest.approx(float(label), rel=1e-5)
-    assert float(result["loss"].detach()) == pytest.approx(0.7 * float(kl) + 0.2 * float(label), rel=1e-5)
+    settings = DistillSettings(logit_weight=0.7, label_weight=0.2, temperature=3.0)
+    teacher, student = classifier(32, 1).eval(), classifier(16, 2)
+    expected = distillation_kl(student(IMAGES), teacher(IMAGES), 3.0).detach()
+    result = values(losses(DistillObjective(student, frozen(teacher), settings)))
+    label = float(F.cross_entropy(student(IMAGES), BATCH.labels).detach())
+    assert result["logit"] == pytest.approx(float(expected), rel=1e-4)
+    assert result["label"] == pytest.approx(label, rel=1e-5)
+    assert result["loss"] == pytest.approx(0.7 * result["logit"] + 0.2 * label, rel=1e-5)
+    assert set(result) == {"loss", "logit", "label", "agreement"}
 
 
-def test_without_a_weight_the_teacher_is_not_asked(losses):
-    teacher, student = classifier(32, 1), classifier(32, 2)
-    teacher.register_forward_pre_hook(lambda *_: pytest.fail("the teacher was asked"))
-    result = losses(DistillObjective(student, teacher, DistillSettings(kl_weight=0, label_weight=0.5)))
-    assert set(result) == {"loss", "label"}
-    assert float(result["loss"].detach()) == pytest.approx(0.5 * float(result["label"].detach()))
+def test_features_are_compared_after_the_projection(losses):
+    settings = DistillSettings(feature_weight=2.0, logit_weight=0.5, label_weight=0.25, feature_loss="mse")
+    teacher, student = classifier(32, 1, dim=24), ProjectedStudent(classifier(16, 2), 24)
+    target = frozen(teacher, features=True)(IMAGES).features.clone()
+    result = values(losses(DistillObjective(student, frozen(teacher, features=True), settings)))
+    assert set(result) == {"loss", "logit", "feature", "label", "agreement"}
+    feature = F.mse_loss(student(IMAGES, features=True)[1], target).detach()
+    assert result["feature"] == pytest.approx(float(feature), rel=1e-5)
+    parts = 0.5 * result["logit"] + 2 * result["feature"] + 0.25 * result["label"]
+    assert result["loss"] == pytest.approx(parts, rel=1e-5)
 
 
-def test_only_the_student_learns(losses):
-    teacher, student = classifier(32, 1, drop_path=0.5).train(), classifier(32, 2)
-    objective = DistillObjective(student, teacher, DistillSettings())
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"label_weight": 0}, {"loss", "logit", "agreement"}),
+        ({"logit_weight": 0, "feature_weight": 1}, {"loss", "feature", "label", "agreement"}),
+        ({"logit_weight": 0}, {"loss", "label"}),
+    ],
+    ids=str,
+)
+def test_a_loss_without_a_weight_is_not_computed(losses, settings, names):
+    chosen = DistillSettings(**settings)
+    student = ProjectedStudent(classifier(32, 2), 16) if chosen.feature_weight else classifier(32, 2)
+    objective = DistillObjective(student, frozen(classifier(32, 1), features=chosen.feature_weight > 0), chosen)
+    assert set(losses(objective)) == names
+
+
+def test_where_no_loss_compares_the_teacher_is_not_asked(losses):
+    model = classifier(32, 1)
+    teacher = frozen(model)
+    model.network.patch_embed.register_forward_pre_hook(lambda *_: pytest.fail("the teacher was asked"))
+    settings = DistillSettings(logit_weight=0, label_weight=0.5)
+    result = values(losses(DistillObjective(classifier(32, 2), teacher, settings)))
+    assert result["loss"] == pytest.approx(0.5 * result["label"])
+
+
+def test_a_student_that_is_the_teacher_has_nothing_to_learn_from_it(losses):
+    result = values(losses(DistillObjective(classifier(32, 1), frozen(classifier(32, 1)), DistillSettings())))
+    assert result["logit"] == pytest.approx(0, abs=1e-6)
+    assert result["agreement"] == 1
+
+
+WAYS = [
+    {"logit_loss": "kl"},
+    {"logit_loss": "hard"},
+    {"logit_loss": "dkd"},
+    {"logit_loss": "dist"},
+    {"standardize_logits": True},
+    {"feature_weight": 1.0, "feature_loss": "cosine"},
+    {"feature_weight": 1.0, "feature_loss": "mse"},
+]
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_only_the_student_learns_and_all_of_it(losses, settings):
+    chosen = DistillSettings(**settings)
+    teacher = classifier(32, 1, drop_path=0.5, dim=24).train()
+    student = ProjectedStudent(classifier(32, 2), 24) if chosen.feature_weight else classifier(32, 2)
+    objective = DistillObjective(student, frozen(teacher, features=chosen.feature_weight > 0), chosen)
     losses(objective)["loss"].backward()
     assert not teacher.training
     assert all(not parameter.requires_grad and parameter.grad is None for parameter in teacher.parameters())
     assert all(parameter.grad is not None for parameter in student.parameters())
+    AveragedModel(objective.model, 0.9).update(0)
 
 
-def test_a_student_that_is_the_teacher_has_nothing_to_learn_from_it(losses):
-    teacher, student = classifier(32, 1), classifier(32, 1)
-    result = losses(DistillObjective(student, teacher, DistillSettings()))
-    assert float(result["kl"].detach()) == pytest.approx(0, abs=1e-6)
-    assert float(result["agreement"]) == 1
+def test_recorded_outputs_take_the_teachers_place(losses):
+    student = ProjectedStudent(classifier(32, 2), 5)
+    settings = DistillSettings(feature_weight=1.0, temperature=1.5)
+    result = losses(DistillObjective(student, None, settings), BATCH._replace(recorded=RECORDED))
+    logits, features = student(IMAGES, features=True)
+    assert torch.equal(result["logit"], recorded_kl(logits, RECORDED, 1.5))
+    assert float(result["feature"].detach()) == pytest.approx(
+        1 - float(F.cosine_similarity(features, RECORDED.features).mean().detach()), rel=1e-5
+    )
+    agreed = (logits.argmax(1) == RECORDED.indices[:, 0]).float().mean()
+    assert float(result["agreement"]) == float(agreed)
 
 
-def test_teacher_and_student_see_the_same_mixed_view(losses):
+def test_mixed_views_are_seen_by_both_and_share_their_labels(losses):
     seen = []
-    teacher, student = classifier(32, 1), classifier(32, 2)
-    for model in (teacher, student):
-        model.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
-    mixing = draw_mixing(torch.arange(4).numpy(), seed=0, settings=ViewSettings(mixup=1.0))
-    losses(DistillObjective(student, teacher, DistillSettings()), mixing)
-    assert torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[0], batch().images.float())
+    model, student = classifier(32, 1), classifier(32, 2)
+    teacher = frozen(model)
+    for one in (model, student):
+        one.network.patch_embed.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    partner = np.array([1, 0, 3, 2])
+    mixing = draw_mixing(
+        np.arange(4, dtype=np.uint64),
+        np.zeros(4, dtype=np.int64),
+        partner,
+        BATCH.labels.numpy()[partner],
+        seed=0,
+        settings=ViewSettings(mixup=1.0),
+    )
+    mixed = mix(IMAGES, mixing)
+    settings = DistillSettings(label_smoothing=0.1)
+    result = losses(DistillObjective(student, teacher, settings), BATCH._replace(images=mixed, mixing=mixing))
+    assert torch.allclose(seen[0].float(), seen[1])
+    assert not torch.equal(mixed, IMAGES)
+    label = cross_entropy(student(mixed), BATCH.labels, mixing, smoothing=0.1)
+    assert float(result["label"].detach()) == pytest.approx(float(label.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_a_step_reads_no_value_back(losses, settings):
+    """Tensors without values stand in for those of a device: whatever waits for a value raises."""
+    chosen = DistillSettings(**settings)
+    student = ProjectedStudent(classifier(32, 2), 5) if chosen.feature_weight else classifier(32, 2)
+    whole = RECORDED._replace(indices=torch.arange(3).expand(4, 3), logits=torch.ones(4, 3))
+    recorded = Recorded(*(part.to("meta") for part in (whole if chosen.needs_all_logits else RECORDED)))
+    batch = BATCH._replace(images=IMAGES.to("meta"), labels=BATCH.labels.to("meta"), recorded=recorded)
+    result = losses(DistillObjective(student.to("meta"), None, chosen), batch)
+    result["loss"].backward()
+    assert all(part.shape == () for part in result.values())

@@ -51,13 +51,13 @@ def test_other_architectures_have_features_too(architecture):
     assert features.shape == (1, models.feature_size(model))
 
 
-def test_a_head_of_several_layers_is_refused():
-    arguments = {"img_size": 32, "depth": 1}
-    model = models.create(ModelSettings(architecture="deit_tiny_distilled_patch16_224", args=arguments), LABELS)
-    with pytest.raises(
-        ModelError, match=r"'deit_tiny_distilled_patch16_224' can not be compared by its features.*feature_weight=0"
-    ):
+@pytest.mark.parametrize("architecture", ["deit_tiny_distilled_patch16_224", "volo_d1_224"])
+def test_a_model_whose_logits_are_not_one_layer_of_its_features_is_refused(architecture):
+    arguments = {"img_size": 32, "depth": 1} if architecture.startswith("deit") else {}
+    model = models.create(ModelSettings(architecture=architecture, args=arguments), LABELS)
+    with pytest.raises(ModelError, match=f"'{architecture}' can not be compared by its features.*feature_weight=0"):
         ProjectedStudent(model, 24)
+    assert model.training
 
 
 def test_weight_decay_spares_what_the_bare_classifier_spares(student):
