@@ -39,10 +39,10 @@ def resolve(
     """The settings of a run from the pipeline's parameters, of which the named ones go before `overrides`.
 
     Raises:
-        SettingsError: an unknown recipe or setting, or a value that is not allowed.
+        SettingsError: an unknown recipe or setting, a value that is not allowed, or sections that do not fit together.
     """
     named = {"data.source": dataset, "pretrain.weights": teacher, "tracking.experiment": experiment}
-    return config.resolve(recipe, " ".join([overrides, *_as_overrides(named)]))
+    return config.resolve_run(recipe, " ".join([overrides, *_as_overrides(named)]))
 
 
 def _as_overrides(named: Mapping[str, str]) -> list[str]:

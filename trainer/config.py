@@ -548,6 +548,36 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
     return _inherit(validate(Settings, _merge(Settings().model_dump(), values)))
 
 
+def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
+    """As `resolve`, for a run of all stages, which must not end in a late stage because an early one was set otherwise.
+
+    Raises:
+        SettingsError: as `resolve`; or distill would refuse what reinforce is set to record.
+    """
+    settings = resolve(recipe, overrides)
+    if settings.distill.reads_recording:
+        _check_recording(settings.distill, settings.reinforce)
+    return settings
+
+
+def _check_recording(distill: DistillSettings, reinforce: ReinforceSettings) -> None:
+    mistakes = []
+    if distill.feature_weight and not reinforce.features:
+        mistakes.append(
+            f"distill.feature_weight is {distill.feature_weight:g}, but reinforce.features is false, so there would be no features to "
+            "learn from; set reinforce.features=true or distill.teacher=online"
+        )
+    recorded = dict(reinforce.augmentation or ViewSettings())
+    others = [f"{name} ({recorded[name]}, not {value})" for name, value in distill.views if recorded[name] != value]
+    if others:
+        mistakes.append(
+            f"reinforce.augmentation differs from distill.views in {', '.join(others)}, so the student would see other views than the "
+            "teacher; leave it out, and it is as distill.views"
+        )
+    if mistakes:
+        raise SettingsError("\n".join(mistakes))
+
+
 def _merge(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults with the changes laid over them, group by group."""
     merged = dict(defaults)

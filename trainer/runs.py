@@ -85,7 +85,7 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     Raises:
         TrainerError: as the stages.
     """
-    settings = config.resolve(recipe, overrides)
+    settings = config.resolve_run(recipe, overrides)
     directory = new_directory(recipe, output)
     os.environ.update(environment(settings, directory))
     resolved = settings.model_dump(mode="json")

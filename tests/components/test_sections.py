@@ -57,6 +57,25 @@ def test_a_distillation_reads_the_views_that_were_recorded_unless_they_are_named
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "distill.feature_weight=1",
+            r"distill\.feature_weight is 1, but reinforce\.features is false, .*; set reinforce\.features",
+        ),
+        (
+            "reinforce.augmentation.min_scale=0.5 reinforce.augmentation.flip=false",
+            r"reinforce\.augmentation differs from distill\.views in min_scale \(0\.5, not 0\.6\), so .*; leave it out",
+        ),
+    ],
+)
+def test_what_distill_would_refuse_is_refused_before_anything_starts(overrides, message):
+    sections.resolve("digits", overrides)
+    with pytest.raises(SettingsError, match=message):
+        sections.resolve("digits", f"{overrides} distill.teacher=recorded")
+
+
+@pytest.mark.parametrize(
     ("overrides", "asked"),
     [
         ("", "online"),
