@@ -115,11 +115,12 @@ def _name(text: str) -> str:
 def _render(options: argparse.Namespace) -> None:
     pool, stage = pools.get(options.pool), LAUNCHED[options.stage]
     settings = config.resolve(options.recipe, options.overrides)
+    inputs = stage.all_inputs if settings.distill.reads_recording else stage.inputs
     uris = {name: getattr(options, name) or f"s3://bucket/{options.run}/{name}" for name in DIRECTORIES}
     spec = JobSpec(
         stage=stage.name,
         settings=settings.for_stage(stage.name),
-        inputs={name: uris[name] for name in (stage.all_inputs if settings.distill.reads_recording else stage.inputs)},
+        inputs={name: uris[name] for name in inputs},
         outputs={name: uris[name] for name in stage.outputs},
         nodes=options.nodes,
         processes_per_node=options.processes,

@@ -34,6 +34,23 @@ def test_the_printed_manifest_is_what_the_launcher_sends(capsys):
     assert "&id" not in printed
 
 
+@pytest.mark.parametrize(
+    ("command", "places"),
+    [
+        ("", ["dataset", "teacher", "student", "evidence"]),
+        ("--set distill.teacher=recorded", ["dataset", "teacher", "teacher_outputs", "student", "evidence"]),
+        ("--stage reinforce --set distill.teacher=recorded", ["dataset", "teacher", "teacher_outputs"]),
+    ],
+)
+def test_recorded_outputs_are_an_input_where_the_settings_ask_for_them(command, places, capsys):
+    assert main(["render", "--pool", "cpu", *command.split()]) == 0
+    master = yaml.safe_load(capsys.readouterr().out)["spec"]["pytorchReplicaSpecs"]["Master"]
+    arguments = master["template"]["spec"]["containers"][0]["args"]
+    assert [text for text in arguments if text.startswith("s3://")] == [
+        f"s3://bucket/example/{name}" for name in places
+    ]
+
+
 def test_the_other_backend_is_a_choice(capsys):
     assert (
         main(["render", "--pool", "neuron-trn1-16", "--stage", "pretrain", "--backend", "trainjob", "--processes", "4"])
