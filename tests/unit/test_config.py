@@ -51,10 +51,39 @@ def test_overrides_are_text_or_toml():
     }  # fmt: skip
 
 
-def test_seed_and_workers_are_inherited_unless_given():
-    settings = config.resolve("", "run.seed=7 data.workers=5 distill.seed=1 pretrain.workers=0")
-    assert (settings.pretrain.seed, settings.distill.seed) == (7, 1)
-    assert (settings.pretrain.workers, settings.distill.workers) == (0, 5)
+def test_seed_and_loading_are_inherited_unless_given():
+    settings = config.resolve(
+        "", "run.seed=7 data.workers=5 data.decode_on=cuda distill.seed=1 pretrain.workers=0 reinforce.decode_on=cpu"
+    )
+    assert (settings.pretrain.seed, settings.reinforce.seed, settings.distill.seed) == (7, 7, 1)
+    assert (settings.pretrain.workers, settings.reinforce.workers, settings.distill.workers) == (0, 5, 5)
+    assert (settings.pretrain.decode_on, settings.reinforce.decode_on) == ("cuda", "cpu")
+    assert config.resolve("", "data.workers=auto").distill.workers == "auto"
+
+
+def test_what_is_recorded_is_what_the_student_will_see():
+    settings = config.resolve("digits", "distill.teacher=recorded distill.views.mixup=0.5")
+    assert settings.reinforce.augmentation == settings.distill.views
+    assert config.resolve("digits", "reinforce.augmentation.mixup=0.5").reinforce.augmentation.mixup == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needs"),
+    [
+        ("", (True, False, False)),
+        ("distill.teacher=recorded", (True, True, False)),
+        ("distill.teacher=recorded distill.logit_weight=0 distill.label_weight=1", (False, False, False)),
+        ("distill.logit_weight=0 distill.feature_weight=1", (True, False, False)),
+        ("distill.logit_loss=hard", (True, False, False)),
+        ("distill.logit_loss=dkd", (True, False, True)),
+        ("distill.logit_loss=dist", (True, False, True)),
+        ("distill.standardize_logits=true", (True, False, True)),
+        ("distill.logit_loss=dkd distill.logit_weight=0", (False, False, False)),
+    ],
+)
+def test_a_distillation_says_what_it_needs_of_the_teacher(overrides, needs):
+    distill = config.resolve("digits", overrides).distill
+    assert (distill.needs_teacher, distill.reads_recording, distill.needs_all_logits) == needs
 
 
 def test_a_stage_gets_its_own_section_only():
@@ -77,7 +106,18 @@ WRONG = {
     "distill.zero=perhaps": r"distill.zero must be true or false, got 'perhaps'",
     "distill=3": r"distill is a group of settings and can not be 3",
     "distill.temperature.x=3": r"distill.temperature",
-    "distill.kl_weight=0 distill.label_weight=0": r"distill: kl_weight and label_weight are both 0",
+    "distill.logit_weight=0 distill.label_weight=0": r"distill: logit_weight and label_weight are both 0.*give one of them a weight",
+    "distill.kl_weight=1": r"unknown setting distill.kl_weight; did you mean distill.logit_weight",
+    "distill.logit_loss=mse": r"distill.logit_loss must be 'kl', 'hard', 'dkd' or 'dist', got 'mse'",
+    "distill.teacher=offline": r"distill.teacher must be 'online' or 'recorded', got 'offline'",
+    "distill.logit_loss=dkd distill.views.mixup=0.8": r"distill: logit_loss is dkd, .* views.cutmix mixes them; set both to 0",
+    "distill.logit_loss=dkd distill.dkd_alpha=0 distill.dkd_beta=0": r"distill: logit_loss is dkd, but dkd_alpha and dkd_beta are both 0",
+    "distill.logit_loss=dist distill.dist_beta=0 distill.dist_gamma=0": r"distill: logit_loss is dist, but dist_beta and dist_gamma",
+    "distill.logit_loss=hard distill.standardize_logits=true": r"distill: logit_loss is hard.*set standardize_logits=false",
+    "distill.teacher=recorded distill.feature_weight=2": r"distill.feature_weight is 2, but reinforce.features is false.*=true",
+    "distill.teacher=recorded reinforce.augmentation.min_scale=0.1": (
+        r"reinforce.augmentation and distill.views differ in min_scale \(0.1 and 0.6\), flip \(True and False\).*leave .* out"
+    ),
     "pretrain.mae.mask_ratio=1": r"pretrain.mae.mask_ratio must be < 1.*, got 1",
     "distill.temperature=nan": r"distill.temperature must be a finite number",
     "evaluate.latency_batch_sizes=[4,0]": r"evaluate.latency_batch_sizes.1 must be >= 1, got 0",
