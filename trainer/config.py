@@ -279,13 +279,13 @@ class DistillSettings(LoadingSettings, TrainingSettings):
     teacher_batch: NonNegative = 0
     """Images a forward pass of the online teacher; 0 chooses by the device."""
     logit_loss: Literal["kl", "hard", "dkd", "dist"] = "kl"
-    """Between logits: `kl` (Hinton et al. 2015), `hard` (DeiT's, Touvron et al. 2021), `dkd` (Zhao et al. 2022), `dist` (Huang et al. 2022);
-    recorded outputs serve `dkd` and `dist` only with as many logits a view (`reinforce.top_k`) as there are classes."""
+    """Between logits: `kl` (Hinton et al. 2015), `hard` (DeiT's, Touvron et al. 2021), `dkd` (Zhao et al. 2022), `dist` (Huang et al.
+    2022); recorded outputs serve `dkd` and `dist` only with as many logits a view (`reinforce.top_k`) as there are classes."""
     logit_weight: NonNegativeFloat = 0.9
     """Weight of the logit loss; 0 turns it off."""
     temperature: Annotated[float, Field(gt=0)] = 2.0
-    """Temperature T that softens both distributions (`hard` has none); from recorded outputs `kl` is exact for T = 1 and 2, close between and
-    above, and rough below 1."""
+    """Temperature T that softens both distributions (`hard` has none); from recorded outputs `kl` is exact for T = 1 and 2, close between
+    and above, and rough below 1."""
     standardize_logits: bool = False
     """Standardise the logits of both before they are compared, so that T counts in standard deviations (Sun et al. 2024); recorded outputs
     serve it as they serve `dkd`."""
@@ -549,9 +549,7 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
     values = load_recipe(recipe) if recipe else {}
     for key, value in parse_overrides(overrides).items():
         _set(values, key, value)
-    settings = _inherit(validate(Settings, _merge(Settings().model_dump(), values)))
-    _check_stages_fit(settings)
-    return settings
+    return _inherit(validate(Settings, _merge(Settings().model_dump(), values)))
 
 
 def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
@@ -610,33 +608,6 @@ def _inherit(settings: Settings) -> Settings:
         missing = {key: value for key, value in inherited.items() if getattr(section, key, value) is None}
         update[stage] = section.model_copy(update=missing)
     return settings.model_copy(update=update)
-
-
-def _check_stages_fit(settings: Settings) -> None:
-    """Refuse outputs that reinforce would record and distill then refuse.
-
-    Raises:
-        SettingsError: naming the settings of both stages.
-    """
-    distill, reinforce = settings.distill, settings.reinforce
-    if not distill.reads_recording:
-        return
-    if distill.feature_weight and not reinforce.features:
-        raise SettingsError(
-            f"distill.feature_weight is {distill.feature_weight:g}, but reinforce.features is false, so no features would be recorded; "
-            "set reinforce.features=true or distill.teacher=online"
-        )
-    recorded, seen = reinforce.augmentation or distill.views, distill.views
-    if recorded != seen:
-        differences = [
-            f"{name} ({getattr(recorded, name)} and {getattr(seen, name)})"
-            for name in ViewSettings.model_fields
-            if getattr(recorded, name) != getattr(seen, name)
-        ]
-        raise SettingsError(
-            f"reinforce.augmentation and distill.views differ in {', '.join(differences)}, but the student learns from the views that were "
-            "recorded; leave reinforce.augmentation out, or set both alike"
-        )
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

@@ -84,9 +84,7 @@ def _open_recording(
         raise SettingsError(
             "distill.teacher is recorded, but no recorded outputs were given; run the stage reinforce and give teacher_outputs"
         )
-    _check_content(
-        settings, student, uri, check_fits(uri, views=settings.views, data=data, dataset=dataset, teacher=teacher)
-    )
+    _check_content(settings, student, uri, check_fits(uri, settings, data=data, dataset=dataset, teacher=teacher))
     return open_recording(uri)
 
 
