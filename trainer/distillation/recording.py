@@ -9,6 +9,7 @@ Shapes: N samples, B samples in a batch, K logits a record, C classes, D feature
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ class Description:
     """Images of the training split."""
     views: int
     """Views of each."""
+    block: int
+    """Samples in a shard; the last one of a view may have fewer."""
     classes: int
     top_k: int
     """Logits a record; at most `classes`."""
@@ -122,8 +125,7 @@ class Recording:
     def __init__(self, path: Path, description: Description, fingerprint: str) -> None:
         self.description, self.fingerprint = description, fingerprint
         self._path = path
-        self._blocks = shards.block_count(description.samples)
-        self._block = shards.block_size(description.samples)
+        self._blocks = math.ceil(description.samples / description.block)
         self._maps: dict[int, Records] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,7 +133,7 @@ class Recording:
 
     def read(self, indices: Indices, numbers: Indices) -> Recorded:
         """The outputs for these samples (indices into the training split) and views, [B] each."""
-        blocks, rows = np.divmod(indices, self._block)
+        blocks, rows = np.divmod(indices, self.description.block)
         files = numbers * self._blocks + blocks
         records = np.empty(len(indices), dtype=self.description.record)
         for file in np.unique(files).tolist():
@@ -144,7 +146,7 @@ class Recording:
             if len(self._maps) >= MOST_MAPS:
                 self._maps.pop(next(iter(self._maps)))
             view, block = divmod(file, self._blocks)
-            unit = shards.unit(view, block, self.description.samples)
+            unit = shards.unit(view, block, samples=self.description.samples, size=self.description.block)
             self._maps[file] = np.memmap(
                 self._path / unit.name,
                 dtype=self.description.record,

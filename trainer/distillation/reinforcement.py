@@ -37,7 +37,7 @@ from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
 from trainer.distillation.outputs import TeacherOutputs
 from trainer.distillation.recording import Description, Records
-from trainer.distillation.shards import Shelf, Unit, block_size
+from trainer.distillation.shards import Shelf, Unit
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
 from trainer.training.processes import Processes
@@ -61,9 +61,8 @@ class Part(NamedTuple):
     """Where it begins in the unit."""
 
 
-def even_batch(samples: int, batch_size: int) -> int:
+def even_batch(block: int, batch_size: int) -> int:
     """Samples a batch: at most `batch_size`, and so many that the last batch of a block is nearly full."""
-    block = block_size(samples)
     return math.ceil(block / math.ceil(block / batch_size))
 
 
@@ -221,7 +220,8 @@ class Reinforcement:
     @property
     def units(self) -> list[Unit]:
         """All units."""
-        return shards.units(self.description.views, self.description.samples)
+        description = self.description
+        return shards.units(description.views, samples=description.samples, size=description.block)
 
     def record(self) -> Work:
         """Record what an earlier job has not, this process its share of it.
@@ -258,7 +258,7 @@ class Reinforcement:
 
     def _record(self, missing: Sequence[Unit]) -> None:
         mine, world_size = self._share(missing), self.processes.world_size
-        batch = even_batch(self.description.samples, self.batch_size)
+        batch = even_batch(self.description.block, self.batch_size)
         total = sum(math.ceil(unit.count / batch) for unit in mine)
         progress = Progress(
             "reinforce",

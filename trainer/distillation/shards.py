@@ -49,26 +49,21 @@ class Unit:
         return f"{FOLDER}/view-{self.view:05d}-block-{self.block:05d}.bin"
 
 
-def block_count(samples: int) -> int:
-    """How many blocks the samples are cut into."""
-    return math.ceil(samples / BLOCK)
-
-
 def block_size(samples: int) -> int:
-    """Samples in each block; the last one may have a few less."""
-    return math.ceil(samples / block_count(samples))
+    """Samples in each block, at most `BLOCK`; the last block may have a few less."""
+    return math.ceil(samples / math.ceil(samples / BLOCK))
 
 
-def unit(view: int, block: int, samples: int) -> Unit:
-    """A view of a block."""
-    size = block_size(samples)
+def unit(view: int, block: int, *, samples: int, size: int) -> Unit:
+    """A view of a block, where `samples` are cut into blocks of `size`."""
     first = block * size
     return Unit(view=view, first=first, count=min(size, samples - first), block=block)
 
 
-def units(views: int, samples: int) -> list[Unit]:
+def units(views: int, *, samples: int, size: int) -> list[Unit]:
     """All of them, view by view."""
-    return [unit(view, block, samples) for view in range(views) for block in range(block_count(samples))]
+    blocks = range(math.ceil(samples / size))
+    return [unit(view, block, samples=samples, size=size) for view in range(views) for block in blocks]
 
 
 def encode(unit: Unit, records: Records, plan: str) -> bytes:

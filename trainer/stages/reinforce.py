@@ -8,7 +8,7 @@ from trainer import artifacts, models, tracking
 from trainer.config import ReinforceSettings, ViewSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples, Views, makes_views_on_device
-from trainer.distillation import recording, recording_report
+from trainer.distillation import recording, recording_report, shards
 from trainer.distillation.recording import Description
 from trainer.distillation.reinforcement import Reinforcement, plan_of
 from trainer.distillation.shards import Shelf
@@ -94,6 +94,7 @@ def _describe(
     return Description(
         samples=samples,
         views=settings.views,
+        block=shards.block_size(samples),
         classes=len(data.classes),
         top_k=min(settings.top_k, len(data.classes)),
         features=models.feature_size(teacher) if settings.features else 0,

@@ -1,0 +1,97 @@
+"""How units become batches and batches become records."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.distillation.test_recording import DESCRIPTION
+from trainer.config import ViewSettings
+from trainer.data.loader import make_loader
+from trainer.distillation import reinforcement
+from trainer.distillation.outputs import TeacherOutputs
+from trainer.distillation.recording import unpack
+from trainer.distillation.reinforcement import Part, UnitBatches, even_batch, parts_of, plan_of
+from trainer.distillation.shards import Unit
+
+
+class Numbered:
+    """Views whose pixels are the sample's index and the view's number, and of which the loader asks all that it needs."""
+
+    def __init__(self, count, settings):
+        self.samples, self.seed, self.settings = range(count), 5, settings
+
+    def batch(self, taken):
+        return taken
+
+
+@pytest.mark.parametrize(
+    ("block", "batch_size", "batch"),
+    [(1257, 256, 252), (2640, 256, 240), (100, 256, 100), (16_384, 256, 256), (7, 1, 1)],
+)
+def test_batches_are_so_even_that_hardly_any_view_is_computed_twice(block, batch_size, batch):
+    assert even_batch(block, batch_size) == batch
+    batches = -(-block // batch)
+    assert batches * batch - block < batches
+
+
+def test_a_batch_that_reaches_over_the_end_of_its_unit_repeats_the_last_sample():
+    units = [Unit(view=2, first=10, count=7, block=1), Unit(view=3, first=0, count=10, block=0)]
+    parts = list(parts_of(units, 4))
+    assert [(part.unit.view, part.start) for part in parts] == [(2, 0), (2, 4), (3, 0), (3, 4), (3, 8)]
+    batches = UnitBatches(Numbered(17, ViewSettings()), 4)
+    taken = [batches[part] for part in parts]
+    assert [one.indices.tolist() for one in taken[:2]] == [[10, 11, 12, 13], [14, 15, 16, 16]]
+    assert taken[4].indices.tolist() == [8, 9, 9, 9]
+    assert taken[0].numbers.tolist() == [2, 2, 2, 2]
+    assert taken[0].partners is None
+
+
+def test_partners_are_those_of_the_view_whatever_was_loaded_before():
+    settings = ViewSettings(cutmix=1)
+    unit, other = Unit(view=1, first=0, count=17, block=0), Unit(view=2, first=0, count=17, block=0)
+    batches = UnitBatches(Numbered(17, settings), 17)
+    first, between, again = (batches[Part(one, 0)].partners for one in (unit, other, unit))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, between)
+    assert np.array_equal(first[first], np.arange(17))
+
+
+def test_batches_come_in_order_from_loader_processes():
+    units = [Unit(view=view, first=0, count=5, block=0) for view in range(3)]
+    parts = list(parts_of(units, 2))
+    for workers in (0, 2):
+        loader = make_loader(UnitBatches(Numbered(5, ViewSettings()), 2), parts, workers=workers, pin_memory=False)
+        loaded = [(int(one.numbers[0]), int(one.indices[0])) for one in loader]
+        assert loaded == [(part.unit.view, part.start) for part in parts]
+
+
+def test_a_batch_is_read_back_when_the_next_one_is_under_way():
+    description, order = replace(DESCRIPTION, classes=3, top_k=3), []
+
+    def teacher(images):
+        order.append(f"asked {int(images[0, 0])}")
+        return TeacherOutputs(images.float())
+
+    batches = [torch.tensor([[number, 2, 1]]) for number in (10, 20, 30)]
+    for records in reinforcement.record_batches(iter(batches), teacher, description):
+        order.append(f"got {int(unpack(records).logits[0, 0])}")
+    assert order == ["asked 10", "asked 20", "got 10", "asked 30", "got 20", "got 30"]
+
+
+OTHER = {
+    "augmentation": {"flip": False},
+    "dataset": {"source": "digits"},
+    **{name: f"another {name}" for name in ("decoder", "teacher", "precision")},
+}
+
+
+@pytest.mark.parametrize("name", asdict(DESCRIPTION))
+def test_whatever_changes_the_records_changes_the_plan(name):
+    parents = {"dataset": "d", "teacher": "t"}
+    plan = plan_of(DESCRIPTION, parents)
+    value = OTHER[name] if name in OTHER else getattr(DESCRIPTION, name) + 1
+    assert plan_of(replace(DESCRIPTION, **{name: value}), parents) != plan
+    assert plan_of(DESCRIPTION, parents | {"teacher": "another"}) != plan
+    assert plan_of(replace(DESCRIPTION), dict(reversed(parents.items()))) == plan

@@ -1,0 +1,259 @@
+"""The stage: records that are what the teacher says of the views, found again after a failure, refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.stages.conftest import write_dataset
+from trainer import artifacts, models, stages, storage
+from trainer.config import DistillSettings, ReinforceSettings, ViewSettings
+from trainer.data.dataset import open_dataset
+from trainer.data.loader import Samples, Views
+from trainer.data.order import Taken, partners
+from trainer.data.views.mixing import mix
+from trainer.distillation.recording import check_fits, open_recording
+from trainer.errors import ArtifactError, StorageError, TrainingError
+from trainer.stages import reinforce
+
+VIEWS = ViewSettings(min_scale=0.5, mixup=0.8, cutmix=1.0)
+SETTINGS = ReinforceSettings(views=3, top_k=4, augmentation=VIEWS, batch_size=150, seed=7, workers=0)
+
+
+@pytest.fixture(autouse=True)
+def untracked(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
+
+
+def record(trained_digits, output, settings=SETTINGS, **changes):
+    section = settings.model_copy(update=changes)
+    reinforce.run(section, dataset=trained_digits.dataset, teacher=trained_digits.teacher, teacher_outputs=output)
+    return Path(output)
+
+
+@pytest.fixture(scope="module")
+def outputs(trained_digits, tmp_path_factory):
+    """Recorded outputs of the trained teacher, with features."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        return record(trained_digits, tmp_path_factory.mktemp("recorded") / "outputs", features=True)
+
+
+def shards_of(path):
+    return {file.name: file.read_bytes() for file in sorted((Path(path) / "records").iterdir())}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is recorded
+
+
+def test_a_record_is_what_the_teacher_says_of_the_sample_s_view(trained_digits, outputs):
+    """Views, mixing and outputs computed once more, a few samples at a time, in the order of a training."""
+    samples = Samples([open_dataset(trained_digits.dataset).split("train")])
+    views = Views(samples, size=16, seed=7, settings=VIEWS)
+    teacher, recording = models.load(trained_digits.teacher), open_recording(outputs)
+    indices, numbers = np.array([3, 999, 500, 42, 3]), np.array([0, 2, 1, 1, 2])
+    others = np.array([partners(1000, 7, number)[index] for index, number in zip(indices, numbers, strict=True)])
+    batch = views.batch(Taken(indices, numbers, others))
+    with torch.inference_mode():
+        logits, features = teacher.forward_with_features(mix(batch.images, batch.mixing))
+    read = recording.read(indices, numbers)
+    values, classes = logits.topk(4, dim=1)
+    assert torch.equal(read.indices, classes)
+    assert torch.allclose(read.logits, values, rtol=6e-4, atol=1e-4)
+    assert torch.allclose(read.features, features, rtol=6e-4, atol=1e-4)
+    rest = logits.scatter(1, classes, -torch.inf)
+    assert torch.allclose(read.rest, torch.stack([rest.logsumexp(1), (rest / 2).logsumexp(1)], 1), atol=1e-4)
+
+
+def test_the_artifact_says_what_it_is_and_leaves_nothing_beside_it(outputs):
+    manifest = artifacts.read(outputs, "teacher_outputs")
+    assert set(manifest.parents) == {"dataset", "teacher"}
+    assert set(manifest.files) == {
+        *(f"records/view-{view:05d}-block-00000.bin" for view in range(3)),
+        *("recording.json", "keys.bin", "report.html"),
+    }
+    assert storage.children(outputs.parent / "checkpoints") == []
+    figures = manifest.figures
+    assert figures["bytes_per_view"] == 4 * 2 + 4 * 2 + 2 * 4 + 48 * 2
+    assert figures["samples"] * figures["views"] == 3000
+    assert figures["mib"] == pytest.approx(3000 * 120 / 2**20)
+    assert 0.5 < figures["mass"]["t2"]["p1"] < figures["mass"]["t2"]["p5"] < figures["mass"]["t1"]["mean"] < 1
+    assert 0.2 < figures["teacher_top1"] < figures["label_recorded"] < 1
+    assert figures["images_per_second"] > 0
+
+
+def test_the_report_stands_alone_and_names_what_matters(outputs):
+    page = (outputs / "report.html").read_text()
+    assert len(page) < 60_000
+    assert "http" not in page.replace("http-equiv", "")
+    for text in (
+        "3 views of 1,000 training images, 4 of 10 logits each",
+        "T = 2",
+        "at most",
+        "distill.views.mixup",
+        "0.8",
+    ):
+        assert text in page, text
+
+
+def test_loader_processes_and_a_second_run_change_nothing(trained_digits, outputs, tmp_path):
+    again = record(trained_digits, tmp_path / "outputs", features=True, workers=2)
+    assert shards_of(again) == shards_of(outputs)
+    assert (again / "keys.bin").read_bytes() == (outputs / "keys.bin").read_bytes()
+
+
+def test_more_entries_than_classes_are_all_classes(trained_digits, tmp_path):
+    path = record(trained_digits, tmp_path / "outputs", views=1, top_k=100)
+    read = open_recording(path).read(np.arange(5), np.zeros(5, dtype=np.int64))
+    assert read.indices.shape == (5, 10)
+    assert torch.isneginf(read.rest).all()
+    assert artifacts.manifest(path, "teacher_outputs").figures["mass"]["t1"]["mean"] == 1
+    assert "All logits were recorded" in (path / "report.html").read_text()
+
+
+def test_shards_of_an_earlier_recording_do_not_stay(trained_digits, tmp_path):
+    record(trained_digits, tmp_path / "outputs", views=2)
+    path = record(trained_digits, tmp_path / "outputs", views=1)
+    assert list(shards_of(path)) == ["view-00000-block-00000.bin"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interruptions
+
+
+def test_a_teacher_that_fails_on_a_view_stops_with_the_samples_named(trained_digits, tmp_path):
+    model = models.load(trained_digits.teacher)
+    with torch.no_grad():
+        model.network.head.bias[3] = torch.nan
+    with artifacts.create(tmp_path / "teacher", "model", settings={}) as draft:
+        models.save(model, draft.path)
+    with pytest.raises(
+        TrainingError,
+        match=r"outputs on view 0 are not finite, .* for [0-9a-f]{16} digits/0, .* and 135 more; look at these samples",
+    ):
+        reinforce.run(
+            SETTINGS, dataset=trained_digits.dataset, teacher=tmp_path / "teacher", teacher_outputs=tmp_path / "outputs"
+        )
+    assert not artifacts.exists(tmp_path / "outputs")
+
+
+def test_a_store_that_fails_in_the_middle_costs_nothing_that_was_finished(
+    trained_digits, outputs, object_store, caplog
+):
+    places = {
+        "dataset": str(trained_digits.dataset),
+        "teacher": str(trained_digits.teacher),
+        "teacher_outputs": object_store.uri("run", "outputs"),
+    }
+    section = SETTINGS.model_copy(update={"features": True}).model_dump_json()
+    object_store.answer(403, method="PUT", path="view-00002")
+    with pytest.raises(StorageError, match="view-00002"):
+        stages.call("reinforce", section, places)
+    object_store.clear()
+    (kept,) = {key.rsplit("/records/")[0] for key in object_store.keys("run/checkpoints")}
+    assert len(object_store.keys(kept)) == 2
+    damaged = bytearray(object_store.get(f"{kept}/records/view-00001-block-00000.bin"))
+    damaged[200] ^= 1
+    object_store.put(f"{kept}/records/view-00001-block-00000.bin", bytes(damaged))
+
+    with caplog.at_level(logging.INFO):
+        stages.call("reinforce", section, places)
+    assert "view-00001-block-00000.bin: is damaged (checksum)" in caplog.text
+    assert "going on: 1 of 3 shards are there" in caplog.text
+    assert not object_store.keys("run/checkpoints")
+    recording = artifacts.read(places["teacher_outputs"], "teacher_outputs")
+    assert shards_of(recording.path) == shards_of(outputs)
+    assert recording.figures["mass"] == artifacts.manifest(outputs, "teacher_outputs").figures["mass"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whether it fits
+
+
+def check(outputs, trained_digits, *, dataset=None, teacher=None, **settings):
+    dataset = dataset or trained_digits.dataset
+    return check_fits(
+        outputs,
+        DistillSettings(teacher="recorded", **({"views": VIEWS} | settings)),
+        data=open_dataset(dataset),
+        dataset=dataset,
+        teacher=teacher or trained_digits.teacher,
+    )
+
+
+def test_outputs_fit_the_teacher_and_data_that_they_are_from(outputs, trained_digits):
+    assert check(outputs, trained_digits, temperature=5).top_k == 4
+
+
+def test_another_teacher_is_refused(outputs, trained_digits):
+    then = artifacts.manifest(trained_digits.teacher, "model").fingerprint[:12]
+    now = artifacts.manifest(trained_digits.student, "model").fingerprint[:12]
+    with pytest.raises(
+        ArtifactError,
+        match=rf"outputs: do not fit this distillation: they were recorded from another teacher \(vit_tiny_patch16_224 {then}\), but "
+        rf".*student is model {now}; record again with the stage reinforce, or give the teacher that they are from",
+    ):
+        check(outputs, trained_digits, teacher=trained_digits.student)
+
+
+def test_other_views_are_refused_with_every_difference(outputs, trained_digits):
+    views = VIEWS.model_copy(update={"flip": False, "mixup": 0.2})
+    with pytest.raises(
+        ArtifactError,
+        match=r"the views are others: distill.views.flip was True and is False, distill.views.mixup was 0.8 and is 0.2; record again",
+    ):
+        check(outputs, trained_digits, views=views)
+
+
+def test_another_decoder_is_refused(outputs, trained_digits):
+    with pytest.raises(
+        ArtifactError, match=r"decoded by pillow [\d.]+, but here by nvJPEG, which may give other pixels"
+    ):
+        check(outputs, trained_digits, decode_on="cuda")
+
+
+def test_a_changed_data_set_is_refused_with_its_settings_and_images(outputs, trained_digits, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "tests.unit.stages.conftest.IMAGES",
+        {"train": range(10, 1003), "val": range(1200, 1300), "test": range(1300, 1500), "unlabeled": range(1500, 1501)},
+    )
+    write_dataset(tmp_path / "dataset")
+    manifest = json.loads((tmp_path / "dataset" / "manifest.json").read_text())
+    manifest["settings"] = {"source": "digits", "image_size": 16}
+    covered = ("kind", "schema_version", "settings", "parents", "files")
+    manifest["fingerprint"] = artifacts.digest({key: manifest[key] for key in covered})
+    (tmp_path / "dataset" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        ArtifactError,
+        match=r"the data set has changed \([0-9a-f]{12}, now [0-9a-f]{12}\): data.image_size was None and is 16, of 1,000 training images "
+        r"10 are gone and 3 are new; record again",
+    ):
+        check(outputs, trained_digits, dataset=tmp_path / "dataset")
+
+
+def test_the_same_images_stored_differently_are_refused(outputs, trained_digits, tmp_path):
+    shutil.copytree(trained_digits.dataset, tmp_path / "dataset")
+    with artifacts.create(tmp_path / "dataset", "dataset", settings={"source": "digits"}) as draft:
+        (draft.path / "card.html").write_text("<p>another card</p>")
+    with pytest.raises(ArtifactError, match="its settings and images are the same, but stored differently"):
+        check(outputs, trained_digits, dataset=tmp_path / "dataset")
+
+
+def test_all_that_differs_is_said_at_once_without_reading_a_record(outputs, trained_digits, tmp_path):
+    shutil.copytree(outputs, tmp_path / "outputs", ignore=shutil.ignore_patterns("records"))
+    with pytest.raises(ArtifactError, match=r"(?s)another teacher.*; and the views are others"):
+        check(
+            tmp_path / "outputs",
+            trained_digits,
+            teacher=trained_digits.student,
+            views=ViewSettings(),
+            student={"architecture": "x"},
+        )
