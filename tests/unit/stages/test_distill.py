@@ -1,0 +1,217 @@
+"""The stage distill on real digits, with the teacher online and with what the stage reinforce really recorded of it."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+from trainer import artifacts, config, models
+from trainer.config import DistillSettings, ReinforceSettings
+from trainer.errors import ArtifactError, SettingsError
+from trainer.profiling.evidence import read_evidence
+from trainer.stages import distill, reinforce
+
+VIEWS = {"min_scale": 0.5, "flip": False}
+STUDENT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+QUICK = {
+    "epochs": 2,
+    "batch_size": 200,
+    "base_learning_rate": 8e-3,
+    "warmup_epochs": 0,
+    "log_every": 1,
+    "checkpoint_every": 0,
+    "workers": 0,
+    "seed": 3,
+    "student": {"architecture": "vit_tiny_patch16_224", "args": STUDENT},
+    "evidence": {"operators_steps": 0},
+    "views": VIEWS,
+}
+"""A distillation of ten steps."""
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture(scope="module")
+def record(trained_digits, tmp_path_factory):
+    """Records the trained teacher's outputs on the digits, with settings."""
+
+    def run(**settings):
+        outputs = tmp_path_factory.mktemp("recorded") / "outputs"
+        quick = {"views": 2, "seed": 3, "workers": 0, "batch_size": 250, "augmentation": VIEWS}
+        section = config.validate(ReinforceSettings, quick | settings)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("TRAINER_DEVICE", "cpu")
+            reinforce.run(
+                section, dataset=trained_digits.dataset, teacher=trained_digits.teacher, teacher_outputs=outputs
+            )
+        return outputs
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def complete(record):
+    """All logits and the features."""
+    return record(top_k=10, features=True)
+
+
+@pytest.fixture(scope="module")
+def sparse(record):
+    """Three logits of ten, and no features."""
+    return record(top_k=3)
+
+
+class Distillation:
+    """One distillation of the digits' teacher, and what came out."""
+
+    def __init__(self, digits, folder, teacher_outputs=None, **settings):
+        self.student, self.evidence = folder / "student", folder / "evidence"
+        distill.run(
+            config.validate(DistillSettings, QUICK | settings),
+            dataset=digits.dataset,
+            teacher=digits.teacher,
+            student=self.student,
+            evidence=self.evidence,
+            teacher_outputs=teacher_outputs,
+        )
+
+    def curves(self):
+        """Name of each loss -> its value at each step."""
+        (training,) = read_evidence(self.evidence).trainings
+        return {name: torch.tensor(series.values) for name, series in training.metrics.items()}
+
+
+@pytest.fixture
+def distilled(trained_digits, tmp_path):
+    """Runs a distillation below this test's folder."""
+    return lambda name, *inputs, **settings: Distillation(trained_digits, tmp_path / name, *inputs, **settings)
+
+
+FOLLOWING = {
+    "kl and features": {"feature_weight": 1.0},
+    "dkd": {"logit_loss": "dkd", "temperature": 4.0},
+    "dist of standardised logits": {"logit_loss": "dist", "standardize_logits": True},
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_with_all_logits_recorded_a_distillation_follows_the_one_with_its_teacher(distilled, complete, name):
+    """Same seeds, same views: what differs is that logits and features were rounded to half precision."""
+    online = distilled("online", **FOLLOWING[name]).curves()
+    recorded = distilled("recorded", complete, teacher="recorded", **FOLLOWING[name]).curves()
+    assert online.keys() == recorded.keys()
+    assert torch.allclose(online["loss"], recorded["loss"], rtol=2e-3)
+    assert not torch.equal(online["loss"], recorded["loss"])
+
+
+def test_the_hard_loss_is_the_same_from_three_recorded_logits(distilled, sparse):
+    online = distilled("online", logit_loss="hard").curves()
+    recorded = distilled("recorded", sparse, teacher="recorded", logit_loss="hard").curves()
+    assert torch.equal(online["loss"], recorded["loss"])
+
+
+def test_mixed_views_are_recorded_as_the_student_sees_them(distilled, record):
+    views = VIEWS | {"mixup": 0.8, "cutmix": 1.0}
+    online = distilled("online", views=views).curves()
+    recorded = distilled("recorded", record(top_k=10, augmentation=views), teacher="recorded", views=views).curves()
+    assert torch.allclose(online["loss"], recorded["loss"], rtol=2e-3)
+
+
+def test_recorded_outputs_stand_in_for_the_teachers_weights(trained_digits, sparse, tmp_path):
+    """Of the teacher only the manifest is read; the divergence from three logits and the rest is at most the full one."""
+    manifest = tmp_path / "teacher" / artifacts.MANIFEST
+    manifest.parent.mkdir()
+    shutil.copy(trained_digits.teacher / artifacts.MANIFEST, manifest)
+    bare = dataclasses.replace(trained_digits, teacher=manifest.parent)
+    recorded = Distillation(bare, tmp_path / "recorded", sparse, teacher="recorded")
+    online = Distillation(trained_digits, tmp_path / "online")
+    assert recorded.curves()["logit"][0] <= online.curves()["logit"][0]
+    parents = artifacts.manifest(recorded.student, "model").parents
+    assert parents["teacher_outputs"] == artifacts.manifest(sparse, "teacher_outputs").fingerprint
+    assert parents["teacher"] == artifacts.manifest(trained_digits.teacher, "model").fingerprint
+
+
+@pytest.mark.parametrize("settings", [{"epochs": 1}, {"epochs": 1, "teacher": "recorded", "logit_weight": 0}], ids=str)
+def test_recorded_outputs_that_no_loss_reads_are_not_opened(distilled, tmp_path, settings):
+    student = distilled("student", tmp_path / "there is nothing here", **settings).student
+    assert set(artifacts.manifest(student, "model").parents) == {"dataset", "teacher"}
+
+
+def test_the_projection_is_not_kept_but_the_average_of_the_student_is(distilled):
+    settings = {"epochs": 1, "feature_weight": 1.0, "label_weight": 0.5}
+    averaged = distilled("averaged", ema_decay=0.5, **settings)
+    last = distilled("last", **settings)
+    kept = [models.load(one.student).network.state_dict() for one in (averaged, last)]
+    assert not [name for name in kept[0] if "projection" in name]
+    assert any(not torch.equal(value, kept[1][name]) for name, value in kept[0].items())
+    assert "val_top1" in averaged.curves()
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(8, 16), (24, 24)])
+def test_a_view_is_as_large_as_the_larger_input(distilled, size, wanted):
+    seen = set()
+
+    def look(module, inputs):
+        if isinstance(module, models.Classifier) and module.training:
+            seen.add(tuple(inputs[0].shape[-2:]))
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    student = {"architecture": "vit_tiny_patch16_224", "args": STUDENT | {"img_size": size}}
+    try:
+        distilled("student", student=student, epochs=1)
+    finally:
+        hook.remove()
+    assert seen == {(wanted, wanted)}
+
+
+REFUSED = {
+    "not given": (
+        {},
+        SettingsError,
+        r"distill\.teacher is recorded, but no recorded outputs were given; run the stage reinforce",
+    ),
+    "a loss that needs all": (
+        {"logit_loss": "dkd"},
+        SettingsError,
+        r"distill\.logit_loss=dkd needs the teacher's logits of all 10 classes, but .* holds the 3 largest .*reinforce\.top_k=10",
+    ),
+    "standardised logits": (
+        {"standardize_logits": True},
+        SettingsError,
+        r"distill\.logit_loss=kl with standardize_logits needs .* distill\.teacher=online",
+    ),
+    "features": (
+        {"feature_weight": 0.5},
+        SettingsError,
+        r"distill\.feature_weight is 0\.5, but .* holds no features; .*reinforce\.features=true",
+    ),
+    "a larger student": (
+        {"student": {"architecture": "vit_tiny_patch16_224", "args": STUDENT | {"img_size": 32}}},
+        SettingsError,
+        r"vit_tiny_patch16_224 takes images of 32 pixels, but the views of .* have 16; .*reinforce\.view_size=32",
+    ),
+    "other views": (
+        {"views": {"min_scale": 0.7, "flip": False}},
+        ArtifactError,
+        r"distill\.views\.min_scale was 0\.5 and is 0\.7",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_recorded_outputs_that_do_not_serve_are_refused_before_they_are_read(trained_digits, sparse, tmp_path, name):
+    settings, kind, message = REFUSED[name]
+    described = tmp_path / "outputs"
+    shutil.copytree(sparse, described)
+    for shard in described.rglob("*.records"):
+        shard.unlink()
+    with pytest.raises(kind, match=message):
+        Distillation(
+            trained_digits, tmp_path / "out", None if name == "not given" else described, teacher="recorded", **settings
+        )
+    assert not (tmp_path / "out").exists()
