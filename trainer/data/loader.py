@@ -28,6 +28,9 @@ from trainer.data.views.parameters import ViewParameters, draw_views
 from trainer.data.views.rendering import finish_views
 from trainer.errors import DataError, SettingsError
 
+PREFETCHED = 2
+"""Micro-batches that each loader process makes ahead."""
+
 
 class TeacherOutputs(Protocol):
     """Recorded outputs of a teacher, as a loader reads them."""
@@ -213,10 +216,11 @@ class MicroBatches(TorchDataset[Batch]):
         self, views: Views, order: SampleOrder, *, count: int, teacher_outputs: TeacherOutputs | None = None
     ) -> None:
         """`count` samples a micro-batch."""
-        self._views, self._order, self._count, self._teacher_outputs = views, order, count, teacher_outputs
+        self.count = count
+        self._views, self._order, self._teacher_outputs = views, order, teacher_outputs
 
     def __getitem__(self, position: int) -> Batch:
-        taken = self._order.take(position, position + self._count)
+        taken = self._order.take(position, position + self.count)
         batch = self._views.batch(taken)
         if self._teacher_outputs is None:
             return batch
@@ -248,16 +252,25 @@ def positions(
             yield step * settings.batch_size + (micro * world_size + rank) * count
 
 
-def make_loader(
-    batches: TorchDataset[Batch], starts: Iterable[object], *, workers: int, pin_memory: bool
-) -> DataLoader[Batch]:
-    """A loader that gives the batches at `starts`, in this order, prefetched by `workers` processes."""
+def make_loader(batches: MicroBatches, starts: Iterable[int], *, workers: int, pin_memory: bool) -> DataLoader[Batch]:
+    """A loader that gives the micro-batches at `starts`, in this order, made ahead by `workers` processes.
+
+    It is meant to be read once, for a whole training: its processes then live as long as that. They have one thread each, and share what
+    the splits keep decoded where they are forked, as on Linux.
+
+    Args:
+        batches: what is loaded.
+        starts: positions in the order.
+        workers: processes; with 0 a batch is made when it is asked for.
+        pin_memory: whether batches arrive in page-locked memory, for transfers that overlap with the device's work.
+    """
     return DataLoader(
         batches,
         batch_size=None,
         sampler=starts,
         num_workers=workers,
         pin_memory=pin_memory,
+        prefetch_factor=PREFETCHED if workers else None,
         worker_init_fn=_use_one_thread,
     )
 
