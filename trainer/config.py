@@ -118,21 +118,21 @@ class ViewSettings(Section):
     min_scale: Annotated[float, Field(gt=0, le=1)] = 0.35
     """Smallest share of the image's area that a random crop keeps; 1 turns cropping off."""
     max_aspect: Annotated[float, Field(ge=1)] = 4 / 3
-    """Largest ratio of the crop's sides."""
+    """Largest ratio of the crop's sides, either way."""
     flip: bool = True
     """Mirror half of the views left to right."""
     color_jitter: Fraction = 0.0
     """Largest relative change of brightness, contrast and saturation."""
     randaugment_operations: NonNegative = 0
-    """Operations of RandAugment (Cubuk et al. 2020) applied one after another; 0 turns it off."""
+    """Operations of RandAugment (Cubuk et al. 2020) that a view gets, one after another; 0 turns it off."""
     randaugment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
-    """Their strength."""
+    """Their strength: 10 shears by 0.3, turns by 30 degrees, shifts by 45 % and changes colours by 90 %."""
     erasing: Fraction = 0.0
-    """Share of the views in which a rectangle is erased (Zhong et al. 2020)."""
+    """Share of the views in which a rectangle of 2 to 33 % of the area becomes the view's mean colour (Zhong et al. 2020)."""
     mixup: NonNegativeFloat = 0.0
     """Alpha of mixup's Beta distribution (Zhang et al. 2018); 0 turns it off."""
     cutmix: NonNegativeFloat = 0.0
-    """Alpha of CutMix's Beta distribution (Yun et al. 2019); 0 turns it off. With mixup too, each pair gets one of them."""
+    """Alpha of CutMix's Beta distribution (Yun et al. 2019); 0 turns it off. With mixup too, each view gets one of them."""
 
 
 class EvidenceSettings(Section):

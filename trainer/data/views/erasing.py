@@ -5,11 +5,9 @@ Shapes: B views, V x V pixels.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from trainer.data.views.colour import channel_means, levels
-from trainer.data.views.geometry import inside
 
 
 def erase(views: Tensor, boxes: Tensor) -> Tensor:
@@ -24,8 +22,8 @@ def erase(views: Tensor, boxes: Tensor) -> Tensor:
     """
     rows = (boxes[:, 2] > boxes[:, 0]).nonzero().squeeze(1)
     if len(rows):
-        on_device = rows.to(views.device, non_blocking=True)
-        whole = views.index_select(0, on_device)
-        hole = inside(boxes[rows].to(views.device, non_blocking=True), views.shape[-1])
-        views.index_copy_(0, on_device, torch.where(hole, levels(channel_means(whole)), whole))
+        means = levels(channel_means(views.index_select(0, rows.to(views.device, non_blocking=True))))
+        edges = (boxes[rows] * views.shape[-1]).round().long().tolist()
+        for row, (left, top, right, bottom), mean in zip(rows.tolist(), edges, means, strict=True):
+            views[row, :, top:bottom, left:right] = mean
     return views

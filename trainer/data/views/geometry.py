@@ -119,19 +119,3 @@ def _unit(peak: Tensor) -> Tensor:
     for power in (15, 14):
         unit = torch.where((peak * 2.0 ** (power + 1) + 0.5).floor() >= 2**15, 2.0**power, unit)
     return unit
-
-
-def inside(boxes: Tensor, size: int) -> Tensor:
-    """The pixels of a view whose centre lies in a box.
-
-    Args:
-        boxes: as shares of the edge: left, top, right, bottom; float32 [B, 4].
-        size: edge V of the views, in pixels.
-
-    Returns:
-        bool [B, 1, V, V].
-    """
-    centre = (torch.arange(size, device=boxes.device) + 0.5) / size
-    left, top, right, bottom = boxes.view(-1, 4, 1).unbind(1)
-    columns, rows = (centre >= left) & (centre < right), (centre >= top) & (centre < bottom)
-    return (rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)

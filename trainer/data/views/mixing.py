@@ -17,11 +17,11 @@ from torch import Tensor
 from trainer.config import ViewSettings
 from trainer.data.batch import Mixing
 from trainer.data.randomness import uniform
+from trainer.data.views.chunks import chunks
 from trainer.data.views.colour import levels
-from trainer.data.views.geometry import inside
 
-_KIND, _SHARE, _X, _Y = range(100, 104)
-"""Index of each draw."""
+_MIXING = 0x6D6978696E67
+"""Keeps mixing's draws apart from those of the views."""
 
 
 def mixes(settings: ViewSettings) -> bool:
@@ -48,16 +48,11 @@ def draw_mixing(
         seed: of the views.
         settings: mixup's and CutMix's alphas, of which one at least is above 0.
     """
-
-    def draw(index: int) -> npt.NDArray[np.float64]:
-        return uniform(seed, keys, numbers, index)
-
+    kind, quantile, x, y = uniform(_MIXING, seed, keys, numbers, np.arange(4)[:, None])
     kind_share = {(True, False): 0.0, (False, True): 1.0, (True, True): 0.5}[settings.mixup > 0, settings.cutmix > 0]
-    is_cutmix = draw(_KIND) < kind_share
-    quantile = draw(_SHARE)
+    is_cutmix = kind < kind_share
     share = np.where(is_cutmix, _beta(settings.cutmix, quantile), _beta(settings.mixup, quantile))
     edge = np.sqrt(1 - share) / 2
-    x, y = draw(_X), draw(_Y)
     box = np.clip(np.stack([x - edge, y - edge, x + edge, y + edge], axis=1), 0, 1)
     box[~is_cutmix] = 0
     outside = 1 - (box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1])
@@ -88,6 +83,17 @@ def mix(images: Tensor, mixing: Mixing) -> Tensor:
     Returns:
         uint8 [b, 3, V, V].
     """
-    own, partner = images[: len(mixing.partner)].float(), images.index_select(0, mixing.partner).float()
-    blended = own.sub_(partner).mul_(mixing.blend.view(-1, 1, 1, 1)).add_(partner)
-    return levels(torch.where(inside(mixing.box, images.shape[-1]), partner, blended))
+    mixed = torch.empty_like(images[: len(mixing.partner)])
+    for rows in chunks(mixed):
+        own, partner = images[rows].float(), images[mixing.partner[rows]].float()
+        weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(_inside(mixing.box[rows], images.shape[-1]), 0)
+        mixed[rows] = levels(own.sub_(partner).mul_(weight).add_(partner))
+    return mixed
+
+
+def _inside(boxes: Tensor, size: int) -> Tensor:
+    """The pixels whose centre lies in a box: float32 [b, 4] to bool [b, 1, V, V]."""
+    centre = (torch.arange(size, device=boxes.device) + 0.5) / size
+    left, top, right, bottom = boxes.view(-1, 4, 1).unbind(1)
+    columns, rows = (centre >= left) & (centre < right), (centre >= top) & (centre < bottom)
+    return (rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)

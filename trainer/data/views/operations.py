@@ -34,14 +34,14 @@ def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float
         `views`.
     """
     for numbers, negative in zip(parameters.operations.unbind(1), parameters.negative.unbind(1), strict=True):
-        amounts = torch.where(negative, -magnitude / 10, magnitude / 10)
-        for family, apply in _FAMILIES.items():
-            members = torch.tensor([OPERATIONS.index(name) for name in family])
-            rows = torch.isin(numbers, members).nonzero().squeeze(1)
-            if len(rows):
-                names = [OPERATIONS[number] for number in numbers[rows].tolist()]
-                on_device = rows.to(views.device, non_blocking=True)
-                changed = apply(views.index_select(0, on_device), names, amounts[rows].tolist())
+        amounts = torch.where(negative, -magnitude / 10, magnitude / 10).tolist()
+        names = [OPERATIONS[number] for number in numbers.tolist()]
+        for apply, family in _FAMILIES.items():
+            rows = [row for row, name in enumerate(names) if name in family]
+            if rows:
+                on_device = torch.tensor(rows).to(views.device, non_blocking=True)
+                chosen = views.index_select(0, on_device)
+                changed = apply(chosen, [names[row] for row in rows], [amounts[row] for row in rows])
                 views.index_copy_(0, on_device, changed)
     return views
 
@@ -84,7 +84,9 @@ def _sharpen(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
     """Away from, or towards, the image smoothed with weights 1 around a 5; the outermost pixels stay."""
     pixels = views.float()
     inner = pixels[:, :, 1:-1, 1:-1]
-    smooth = F.avg_pool2d(pixels, 3, stride=1, divisor_override=1).add_(4 * inner).div_(13).round_()
+    three = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
+    nine = three[..., :-2] + three[..., 1:-1] + three[..., 2:]
+    smooth = nine.add_(4 * inner).div_(13).round_()
     change = (_LARGEST_CHANGE * torch.tensor(amounts)).to(views.device, non_blocking=True).view(-1, 1, 1, 1)
     inner += (inner - smooth).mul_(change)
     return levels(pixels)
@@ -122,13 +124,13 @@ def _equalize(views: Tensor, _: list[str], __: list[float]) -> Tensor:
     return torch.where(step > 0, table.gather(2, flat), flat).to(torch.uint8).view_as(views)
 
 
-_FAMILIES: dict[tuple[str, ...], Callable[[Tensor, list[str], list[float]], Tensor]] = {
-    ("shear_x", "shear_y", "translate_x", "translate_y", "rotate"): _warp,
-    ("brightness", "contrast", "colour"): _recolour,
-    ("sharpness",): _sharpen,
-    ("posterize",): _posterize,
-    ("solarize",): _solarize,
-    ("autocontrast",): _autocontrast,
-    ("equalize",): _equalize,
+_FAMILIES: dict[Callable[[Tensor, list[str], list[float]], Tensor], set[str]] = {
+    _warp: {"shear_x", "shear_y", "translate_x", "translate_y", "rotate"},
+    _recolour: {"brightness", "contrast", "colour"},
+    _sharpen: {"sharpness"},
+    _posterize: {"posterize"},
+    _solarize: {"solarize"},
+    _autocontrast: {"autocontrast"},
+    _equalize: {"equalize"},
 }
-"""Operations that one function applies together."""
+"""The operations that each function applies, together."""

@@ -7,7 +7,6 @@ Shapes: B views, R operations of RandAugment.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +18,11 @@ from trainer.config import ViewSettings
 from trainer.data.randomness import uniform
 
 Numbers = npt.NDArray[np.float64]
-_Draw = Callable[..., Numbers]
 
 _AREA, _ASPECT, _LEFT, _TOP, _MIRROR, _BRIGHTNESS, _CONTRAST, _SATURATION = range(8)
-_ERASED, _ERASED_AREA, _ERASED_ASPECT, _ERASED_LEFT, _ERASED_TOP = range(20, 25)
-_OPERATION, _NEGATIVE = 30, 31  # followed by the operation's place; 100 and above belong to mixing
+_ERASED, _ERASED_AREA, _ERASED_ASPECT, _ERASED_LEFT, _ERASED_TOP = range(8, 13)
+_OPERATIONS = 13
+"""Index of the first of RandAugment's draws, two for each operation: which one, and its direction."""
 
 OPERATIONS = (
     "identity",
@@ -81,29 +80,26 @@ def draw_views(
         seed: of the views.
         settings: how strongly to augment.
     """
-
-    def draw(index: int) -> Numbers:
-        return uniform(seed, keys, numbers, index)
-
-    count, rounds = len(keys), settings.randaugment_operations
-    places = np.arange(rounds)
-    words = (seed, keys[:, None], numbers[:, None])
+    rounds = settings.randaugment_operations
+    indices = np.arange(_OPERATIONS + 2 * rounds)
+    drawn = uniform(seed, keys[:, None], numbers[:, None], indices).T
+    operations, negative = drawn[_OPERATIONS::2], drawn[_OPERATIONS + 1 :: 2]
     return ViewParameters(
-        box=torch.from_numpy(_crops(draw, stored, settings)),
-        mirror=torch.from_numpy(draw(_MIRROR) < 0.5 if settings.flip else np.zeros(count, dtype=bool)),
-        colour=torch.from_numpy(_colour_factors(draw, settings.color_jitter)).float(),
-        operations=torch.from_numpy((uniform(*words, _OPERATION, places) * len(OPERATIONS)).astype(np.int64)),
-        negative=torch.from_numpy(uniform(*words, _NEGATIVE, places) < 0.5),
-        erased=torch.from_numpy(_erased(draw, settings.erasing)).float(),
+        box=torch.from_numpy(_crops(drawn, stored, settings)),
+        mirror=torch.from_numpy(settings.flip & (drawn[_MIRROR] < 0.5)),
+        colour=torch.from_numpy(1 + settings.color_jitter * (2 * drawn[_BRIGHTNESS : _SATURATION + 1].T - 1)).float(),
+        operations=torch.from_numpy((len(OPERATIONS) * operations.T).astype(np.int64)),
+        negative=torch.from_numpy(negative.T < 0.5),
+        erased=torch.from_numpy(_erased(drawn, settings.erasing)).float(),
     )
 
 
-def _crops(draw: _Draw, stored: int, settings: ViewSettings) -> npt.NDArray[np.int64]:
+def _crops(drawn: Numbers, stored: int, settings: ViewSettings) -> npt.NDArray[np.int64]:
     """Boxes [B, 4] as torchvision's RandomResizedCrop draws them: the share of the area uniform, the ratio of the sides log-uniform."""
-    area = settings.min_scale + (1 - settings.min_scale) * draw(_AREA)
-    sides = stored * _sides(area, draw(_ASPECT), settings.max_aspect)
+    area = settings.min_scale + (1 - settings.min_scale) * drawn[_AREA]
+    sides = stored * _sides(area, drawn[_ASPECT], settings.max_aspect)
     sides = np.clip(np.rint(sides), 1, stored).astype(np.int64)
-    corner = np.stack([draw(_LEFT), draw(_TOP)], axis=1) * (stored - sides + 1)
+    corner = drawn[[_LEFT, _TOP]].T * (stored - sides + 1)
     return np.concatenate([corner.astype(np.int64), sides], axis=1)
 
 
@@ -117,13 +113,9 @@ def _sides(area: Numbers, quantile: Numbers, max_aspect: float) -> Numbers:
     return np.stack([np.sqrt(area * aspect), np.sqrt(area / aspect)], axis=1)
 
 
-def _colour_factors(draw: _Draw, strength: float) -> Numbers:
-    return np.stack([1 + strength * (2 * draw(index) - 1) for index in (_BRIGHTNESS, _CONTRAST, _SATURATION)], axis=1)
-
-
-def _erased(draw: _Draw, share: float) -> Numbers:
+def _erased(drawn: Numbers, share: float) -> Numbers:
     """Rectangles [B, 4]: left, top, right, bottom."""
     smallest, largest = ERASED_AREA
-    sides = _sides(smallest + (largest - smallest) * draw(_ERASED_AREA), draw(_ERASED_ASPECT), ERASED_ASPECT)
-    corner = np.stack([draw(_ERASED_LEFT), draw(_ERASED_TOP)], axis=1) * (1 - sides)
-    return np.concatenate([corner, corner + sides], axis=1) * (draw(_ERASED) < share)[:, None]
+    sides = _sides(smallest + (largest - smallest) * drawn[_ERASED_AREA], drawn[_ERASED_ASPECT], ERASED_ASPECT)
+    corner = drawn[[_ERASED_LEFT, _ERASED_TOP]].T * (1 - sides)
+    return np.concatenate([corner, corner + sides], axis=1) * (drawn[_ERASED] < share)[:, None]

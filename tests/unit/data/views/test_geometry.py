@@ -5,7 +5,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as reference
 
 from trainer.config import ViewSettings
-from trainer.data.views.geometry import crop_batch, crop_by_products, crop_sample, inside
+from trainer.data.views.geometry import crop_batch, crop_by_products, crop_sample
 
 SIZES = [(32, 32), (72, 64), (256, 224), (100, 224)]
 
@@ -106,12 +106,3 @@ def test_a_box_of_an_image_shrunk_while_it_was_decoded_shows_the_same_part(image
     crop_sample(half, [edge / 2 for edge in box], mirror=True, out=views[1])
     steepest = max(difference(whole[..., 1:], whole[..., :-1]), difference(whole[:, 1:], whole[:, :-1]))
     assert difference(*views) <= 2 * steepest + 1  # moved by half of its pixels, so by one stored pixel along each axis
-
-
-def test_pixels_are_inside_of_a_box_when_their_centres_are():
-    boxes = torch.tensor([[0.25, 0, 0.5, 1], [0, 0, 0, 0], [0.13, 0.9, 0.37, 0.99]])
-    mask = inside(boxes, 4)
-    assert mask.shape == (3, 1, 4, 4)
-    assert mask[0, 0].tolist() == [[False, True, False, False]] * 4
-    assert not mask[1:].any()
-    assert inside(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), 7).all()

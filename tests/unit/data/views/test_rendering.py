@@ -33,7 +33,9 @@ def test_a_view_does_not_depend_on_the_batch_around_it(images, stored, size):
 def test_a_loaders_way_and_a_devices_way_agree(images, stored, size, kind):
     pictures = images(12, stored, kind)
     drawn = draw_views(KEYS, NUMBERS, stored=stored, seed=3, settings=STRONG)
-    in_loader = torch.empty(12, 3, size, size, dtype=torch.uint8)
+    in_loader = torch.empty(12, size, size, 3, dtype=torch.uint8).permute(
+        0, 3, 1, 2
+    )  # interleaved, like decoders' pixels
     for picture, box, mirror, out in zip(pictures, drawn.box.tolist(), drawn.mirror.tolist(), in_loader, strict=True):
         interleaved = picture.permute(1, 2, 0).contiguous().permute(2, 0, 1)
         crop_sample(interleaved, box, mirror=mirror, out=out)
