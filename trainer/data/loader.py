@@ -252,15 +252,17 @@ def positions(
             yield step * settings.batch_size + (micro * world_size + rank) * count
 
 
-def make_loader(batches: MicroBatches, starts: Iterable[int], *, workers: int, pin_memory: bool) -> DataLoader[Batch]:
-    """A loader that gives the micro-batches at `starts`, in this order, made ahead by `workers` processes.
+def make_loader(
+    batches: TorchDataset[Batch], starts: Iterable[object], *, workers: int, pin_memory: bool
+) -> DataLoader[Batch]:
+    """A loader that gives the batches at `starts`, in this order, made ahead by `workers` processes.
 
     It is meant to be read once, for a whole training: its processes then live as long as that. They have one thread each, and share what
     the splits keep decoded where they are forked, as on Linux.
 
     Args:
-        batches: what is loaded.
-        starts: positions in the order.
+        batches: what is loaded, `MicroBatches` for a training.
+        starts: its items, for a training positions in the order.
         workers: processes; with 0 a batch is made when it is asked for.
         pin_memory: whether batches arrive in page-locked memory, for transfers that overlap with the device's work.
     """
