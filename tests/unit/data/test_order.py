@@ -1,39 +1,100 @@
 import numpy as np
 import pytest
 
-from trainer.data.order import SampleOrder
+from trainer.data.order import SampleOrder, pairing, partners
+
+PLAIN, PAIRED = {}, {"paired": True}
 
 
-def test_an_epoch_has_every_sample_once():
-    order = SampleOrder(101, seed=3)
+@pytest.mark.parametrize("settings", [PLAIN, PAIRED, {"views": 2}, {"views": 2, "paired": True}])
+@pytest.mark.parametrize("count", [1, 2, 100, 101])
+def test_an_epoch_has_every_sample_once(count, settings):
+    order = SampleOrder(count, seed=3, **settings)
     for epoch in range(3):
-        indices, epochs = order.take(epoch * 101, (epoch + 1) * 101)
-        assert sorted(indices) == list(range(101))
-        assert set(epochs) == {epoch}
+        taken = order.take(epoch * count, (epoch + 1) * count)
+        assert sorted(taken.indices) == list(range(count))
+        assert set(taken.numbers) == {epoch % settings.get("views", 3)}
 
 
-def test_epochs_and_seeds_are_shuffled_differently():
-    orders = [tuple(SampleOrder(50, seed).take(epoch * 50, epoch * 50 + 50)[0]) for seed in (0, 1) for epoch in (0, 1)]
+@pytest.mark.parametrize("settings", [PLAIN, PAIRED])
+def test_epochs_and_seeds_are_shuffled_differently(settings):
+    orders = [
+        tuple(SampleOrder(50, seed, **settings).take(epoch * 50, epoch * 50 + 50).indices)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    ]
     assert len(set(orders)) == 4
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 250])
-def test_the_stream_does_not_depend_on_the_batch_size(size):
-    whole = SampleOrder(101, seed=3).take(0, 500)
-    order = SampleOrder(101, seed=3)
+@pytest.mark.parametrize("settings", [PAIRED, {"views": 2, "paired": True}])
+def test_the_stream_does_not_depend_on_the_batch_size(size, settings):
+    whole = SampleOrder(101, seed=3, **settings).take(0, 500)
+    order = SampleOrder(101, seed=3, **settings)
     parts = [order.take(start, min(start + size, 500)) for start in range(0, 500, size)]
-    for column in (0, 1):
-        assert np.concatenate([part[column] for part in parts]).tolist() == whole[column].tolist()
+    for name in ("indices", "numbers", "partners"):
+        assert np.concatenate([getattr(part, name) for part in parts]).tolist() == getattr(whole, name).tolist()
 
 
-def test_going_on_needs_the_position_alone():
-    assert (
-        SampleOrder(101, seed=3).take(333, 400)[0].tolist() == SampleOrder(101, seed=3).take(0, 400)[0][333:].tolist()
-    )
+@pytest.mark.parametrize("settings", [PLAIN, PAIRED, {"views": 2, "paired": True}])
+def test_going_on_needs_the_position_alone(settings):
+    whole, rest = (SampleOrder(101, seed=3, **settings).take(start, 400) for start in (0, 333))
+    assert whole.indices[333:].tolist() == rest.indices.tolist()
+    assert whole.numbers[333:].tolist() == rest.numbers.tolist()
+    if settings:
+        assert whole.partners[333:].tolist() == rest.partners.tolist()
 
 
 def test_places_are_spread_evenly_over_epochs():
-    firsts = [int(SampleOrder(10, seed=9).take(epoch * 10, epoch * 10 + 1)[0][0]) for epoch in range(2000)]
+    firsts = [int(SampleOrder(10, seed=9).take(epoch * 10, epoch * 10 + 1).indices[0]) for epoch in range(2000)]
     counts = np.bincount(firsts, minlength=10)
     assert counts.min() > 140
     assert counts.max() < 260
+
+
+def test_nothing_is_paired_where_nothing_is_mixed():
+    assert SampleOrder(10, seed=0).take(0, 5).partners is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 100, 101])
+def test_partners_are_mutual_and_only_the_odd_sample_is_alone(count):
+    partner = partners(count, 5, 3)
+    assert partner[partner].tolist() == list(range(count))
+    assert np.flatnonzero(partner == np.arange(count)).tolist() == (pairing(count, 5, 3)[-1:].tolist() * (count % 2))
+
+
+def test_pairs_are_drawn_anew_for_each_view_and_seed():
+    drawn = {tuple(partners(100, seed, number)) for seed in (0, 1) for number in (0, 1, 2)}
+    assert len(drawn) == 6
+
+
+@pytest.mark.parametrize("count", [100, 101])
+def test_an_epoch_shows_the_pairs_of_its_view_side_by_side(count):
+    taken = SampleOrder(count, seed=7, view_seed=11, paired=True).take(4 * count, 5 * count)
+    assert taken.partners.tolist() == partners(count, 11, 4)[taken.indices].tolist()
+    places = {int(index): place for place, index in enumerate(taken.indices)}
+    gaps = [abs(places[int(partner)] - place) for place, partner in enumerate(taken.partners)]
+    assert max(gaps) == 1
+    assert sum(gap == 0 for gap in gaps) == count % 2
+
+
+def test_recorded_views_come_again_with_the_same_pairs_in_another_order():
+    order = SampleOrder(60, seed=1, view_seed=2, views=3, paired=True)
+    first, again = order.take(60, 120), order.take(60 * 4, 60 * 5)
+    assert set(first.numbers) == set(again.numbers) == {1}
+    pairs = [dict(zip(taken.indices.tolist(), taken.partners.tolist(), strict=True)) for taken in (first, again)]
+    assert pairs[0] == pairs[1]
+    assert first.indices.tolist() != again.indices.tolist()
+
+
+def test_the_order_follows_its_own_seed_and_the_pairs_that_of_the_views():
+    one, two = (SampleOrder(60, seed, view_seed=2, paired=True).take(0, 60) for seed in (0, 1))
+    assert one.indices.tolist() != two.indices.tolist()
+    assert one.partners[np.argsort(one.indices)].tolist() == two.partners[np.argsort(two.indices)].tolist()
+
+
+def test_a_batch_that_reaches_over_several_epochs_has_the_partners_of_each():
+    taken = SampleOrder(5, seed=3, paired=True).take(0, 15)
+    for epoch in range(3):
+        part = slice(5 * epoch, 5 * epoch + 5)
+        assert taken.partners[part].tolist() == partners(5, 3, epoch)[taken.indices[part]].tolist()

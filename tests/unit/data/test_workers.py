@@ -1,0 +1,85 @@
+"""The choice of loader processes, and what it is measured by."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.data.workers import choose_workers, measure_loading, usable_cores
+
+
+@pytest.mark.parametrize(
+    ("batch", "step", "cores", "processes", "workers"),
+    [
+        (0.100, 0.100, 64, 1, 2),  # as fast as the step is not fast enough: a margin is kept
+        (0.400, 0.100, 64, 1, 5),
+        (0.400, 0.100, 64, 8, 5),
+        (0.400, 0.100, 16, 8, 1),  # as many as there are cores for
+        (0.400, 0.100, 8, 8, 0),
+        (0.400, 0.100, 2, 1, 1),
+        (0.400, 0.100, 1, 1, 0),  # one core is for the training
+        (0.002, 0.100, 64, 1, 0),  # not worth a process
+        (0.004, 0.100, 64, 1, 1),
+        (0.100, 0.000, 64, 8, 7),  # a step that takes no time takes all that can be had
+    ],
+)
+def test_the_fewest_that_keep_up_with_the_step(
+    batch: float, step: float, cores: int, processes: int, workers: int
+) -> None:
+    assert choose_workers(batch, step, cores=cores, processes=processes) == workers
+
+
+class Slow:
+    """Micro-batches that take as long as they are told to, and remember what they were asked for."""
+
+    count = 16
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds, self.asked, self.threads = list(seconds), [], set()
+
+    def __getitem__(self, position: int) -> None:
+        self.asked.append(position)
+        self.threads.add(torch.get_num_threads())
+        time.sleep(self.seconds[min(len(self.asked), len(self.seconds)) - 1])
+
+
+def test_loading_is_measured_with_one_thread_and_without_the_first_batch() -> None:
+    before, batches = torch.get_num_threads(), Slow(0.2, 0.02, 0.02, 0.1)
+    assert 0.015 < measure_loading(batches, 160) < 0.09
+    assert batches.asked == [160, 176, 192, 208]
+    assert batches.threads == {1}
+    assert torch.get_num_threads() == before
+
+
+def test_measuring_ends_where_batches_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.workers._LIMIT_S", 0.05)
+    batches = Slow(0.06)
+    assert measure_loading(batches, 0) >= 0.06
+    assert batches.asked == [0, 16]
+
+
+@pytest.mark.parametrize(("limit", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
+def test_a_containers_cpu_limit_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, cores: int | None
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(48)), raising=False)
+    (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    assert usable_cores(tmp_path) == (cores or 48)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", 48)])
+def test_a_containers_cpu_limit_counts_in_the_older_form_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(48)), raising=False)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
+    assert usable_cores(tmp_path) == cores
+
+
+def test_without_a_limit_all_cores_count(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path) >= 1
