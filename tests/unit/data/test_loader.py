@@ -1,21 +1,41 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 from trainer.config import TrainingSettings, ViewSettings
-from trainer.data.loader import MicroBatches, Samples, make_loader, micro_batch_size, positions
-from trainer.data.order import SampleOrder
+from trainer.data.batch import Recorded
+from trainer.data.loader import (
+    MicroBatches,
+    Samples,
+    Views,
+    _with_partners,
+    make_loader,
+    makes_views_on_device,
+    micro_batch_size,
+    positions,
+)
+from trainer.data.order import SampleOrder, Taken
+from trainer.data.views.mixing import mixes
+from trainer.data.views.rendering import make_views
 from trainer.errors import DataError, SettingsError
 
 
 class Images:
-    """A split that is made up: image i is filled with the number i."""
+    """A split that is made up: image i is filled with the number i, or patterned."""
 
-    def __init__(self, count, first=0):
+    in_memory = True
+    image_size = 8
+
+    def __init__(self, count, first=0, patterned=False):
         self.numbers = np.arange(first, first + count)
         self.labels = self.numbers % 7
         self.keys = self.numbers.astype(np.uint64) * np.uint64(1_000_003)
         self.sources = [f"image-{number}" for number in self.numbers]
+        pixels = np.arange(3 * 8 * 8).reshape(1, 3, 8, 8) * 7 * patterned + self.numbers.reshape(-1, 1, 1, 1)
+        self.pixels = torch.from_numpy(pixels % 256).to(torch.uint8)
 
     def __len__(self):
         return len(self.numbers)
@@ -24,21 +44,23 @@ class Images:
         """Everything is in memory."""
 
     def read(self, indices):
-        values = torch.from_numpy(self.numbers[list(indices)]).to(torch.uint8)
-        return values.view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+        return self.pixels[list(indices)]
+
+    def picture(self, index, shrink=1):
+        assert shrink == 1
+        return self.pixels[index]
 
 
 PLAIN = ViewSettings(min_scale=1, flip=False)
+MIXED = ViewSettings(min_scale=0.5, color_jitter=0.3, mixup=0.5, cutmix=0.5)
 
 
-def batches(samples, settings, world_size=1, seed=0):
+def batches(samples, settings, world_size=1, seed=0, on_device=False, **further):
     return MicroBatches(
-        samples,
-        SampleOrder(len(samples), seed),
-        size=8,
-        seed=seed,
-        settings=settings,
+        Views(samples, size=8, seed=seed, settings=settings.views, on_device=on_device),
+        SampleOrder(len(samples), seed, paired=mixes(settings.views)),
         count=micro_batch_size(settings, world_size),
+        **further,
     )
 
 
@@ -55,27 +77,52 @@ def step_of(settings, samples, step, world_size):
 
 @pytest.mark.parametrize(("world_size", "accumulation"), [(2, 1), (1, 4), (4, 2), (3, 1)])
 def test_a_step_has_the_same_samples_and_views_however_it_is_dealt(world_size, accumulation):
-    samples = Samples([Images(50)])
-    views = ViewSettings(min_scale=0.5, color_jitter=0.3, mixup=0.5, cutmix=0.5)
-    alone = TrainingSettings(batch_size=48, views=views)
-    shared = TrainingSettings(batch_size=48, accumulation=accumulation, views=views)
+    samples = Samples([Images(51, patterned=True)])
+    alone = TrainingSettings(batch_size=48, views=MIXED)
+    shared = TrainingSettings(batch_size=48, accumulation=accumulation, views=MIXED)
     for step in (0, 1, 5):
         (whole,) = step_of(alone, samples, step, 1)
         parts = step_of(shared, samples, step, world_size)
-        assert torch.equal(torch.cat([part.images for part in parts]), whole.images)
-        assert torch.equal(torch.cat([part.keys for part in parts]), whole.keys)
-        assert torch.equal(torch.cat([part.numbers for part in parts]), whole.numbers)
-        assert torch.equal(torch.cat([part.mixing.share for part in parts]), whole.mixing.share)
+        own = [part.images[: len(part.labels)] for part in parts]
+        assert torch.equal(torch.cat(own), whole.images[:48])
+        partners = [part.images[part.mixing.partner] for part in parts]
+        assert torch.equal(torch.cat(partners), whole.images[whole.mixing.partner])
+        for name in ("labels", "keys", "numbers"):
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+        for name in ("labels", "share", "blend", "box"):
+            assert torch.equal(torch.cat([getattr(part.mixing, name) for part in parts]), getattr(whole.mixing, name))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_processes_do_not_change_what_is_loaded(workers):
-    settings = TrainingSettings(batch_size=16, views=ViewSettings(min_scale=0.5))
-    source = batches(Samples([Images(50)]), settings)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_loader_processes_do_not_change_what_is_loaded(workers, on_device):
+    settings = TrainingSettings(batch_size=16, views=MIXED)
+    source = batches(Samples([Images(50, patterned=True)]), settings, on_device=on_device)
     starts = list(positions(settings, first_step=2, last_step=8, rank=0, world_size=1))
     loaded = list(make_loader(source, iter(starts), workers=workers, pin_memory=False))
     assert [batch.keys.tolist() for batch in loaded] == [source[start].keys.tolist() for start in starts]
-    assert all(torch.equal(batch.images, source[start].images) for batch, start in zip(loaded, starts, strict=True))
+    for batch, start in zip(loaded, starts, strict=True):
+        assert torch.equal(batch.images, source[start].images)
+        assert torch.equal(batch.mixing.share, source[start].mixing.share)
+
+
+def test_the_device_makes_the_same_views_of_what_it_is_given():
+    settings = TrainingSettings(batch_size=16, views=MIXED)
+    samples = Samples([Images(51, patterned=True)])
+    made, given = batches(samples, settings), batches(samples, settings, on_device=True)
+    for start in (0, 40):
+        batch = given[start]
+        assert batch.views is not None
+        assert made[start].views is None
+        assert torch.equal(make_views(batch.images, batch.views, 8, MIXED), made[start].images)
+
+
+@pytest.mark.parametrize(
+    ("views_on", "kind", "on_device"),
+    [("auto", "cuda", True), ("auto", "cpu", False), ("cpu", "cuda", False), ("device", "cpu", True)],
+)
+def test_where_views_are_made(views_on, kind, on_device):
+    assert makes_views_on_device(views_on, kind) == on_device
 
 
 def test_several_splits_are_read_as_one():
@@ -83,6 +130,7 @@ def test_several_splits_are_read_as_one():
     assert len(samples) == 15
     indices = np.array([14, 0, 9, 10, 3])
     assert samples.read(indices)[:, 0, 0, 0].tolist() == [104, 0, 9, 100, 3]
+    assert [int(samples.picture(index)[0, 0, 0]) for index in indices.tolist()] == [104, 0, 9, 100, 3]
     assert samples.labels[indices].tolist() == [104 % 7, 0, 2, 100 % 7, 3]
     assert [name.split()[1] for name in samples.names(indices)] == [
         "image-104",
@@ -100,6 +148,74 @@ def test_labels_and_keys_stay_with_their_images():
     assert torch.equal(batch.keys, numbers * 1_000_003)
 
 
+def test_partners_stay_with_their_samples():
+    settings = TrainingSettings(batch_size=32, views=PLAIN.model_copy(update={"mixup": 1.0}))
+    source = batches(Samples([Images(51)]), settings)
+    for start in (0, 32, 64):  # the second reaches over the end of an epoch
+        batch, taken = source[start], SampleOrder(51, 0, paired=True).take(start, start + 32)
+        shown = batch.images[:, 0, 0, 0].long()
+        assert shown[:32].tolist() == taken.indices.tolist()
+        assert shown[batch.mixing.partner].tolist() == taken.partners.tolist()
+        assert torch.equal(batch.mixing.labels, torch.from_numpy(taken.partners % 7))
+
+
+def numbered(*values):
+    return np.array(values, dtype=np.int64)
+
+
+def test_partners_within_a_batch_are_not_loaded_twice():
+    indices, numbers, rows = _with_partners(numbered(4, 7, 5), numbered(0, 0, 0), numbered(7, 4, 5))
+    assert indices.tolist() == [4, 7, 5]
+    assert numbers.tolist() == [0, 0, 0]
+    assert rows.tolist() == [1, 0, 2]
+
+
+def test_partners_outside_of_a_batch_are_added_once_each():
+    # Sample 4 stands in the batch twice, in another epoch with another view, where it has another partner.
+    indices, numbers, rows = _with_partners(numbered(4, 5, 4, 4), numbered(0, 0, 1, 0), numbered(9, 5, 5, 9))
+    assert indices.tolist() == [4, 5, 4, 4, 9, 5]
+    assert numbers.tolist() == [0, 0, 1, 0, 0, 1]
+    assert rows.tolist() == [4, 1, 5, 4]
+
+
+def test_recorded_outputs_are_read_for_what_is_shown():
+    class Outputs:
+        def read(self, indices, numbers):
+            return Recorded(torch.from_numpy(indices), torch.from_numpy(numbers), torch.zeros(()), None)
+
+    source = batches(Samples([Images(50)]), TrainingSettings(batch_size=64, views=PLAIN), teacher_outputs=Outputs())
+    batch = source[128]
+    assert torch.equal(batch.recorded.indices * 1_000_003, batch.keys)
+    assert torch.equal(batch.recorded.logits, batch.numbers)
+
+
+def test_each_loader_process_has_one_thread_and_fills_shared_memory():
+    class Facts:
+        def __getitem__(self, position):
+            images = Views(Samples([Images(50)]), size=8, seed=0, settings=PLAIN).batch(
+                Taken(numbered(position), numbered(0), None)
+            )
+            return torch.get_num_threads(), images.images.is_shared(), get_worker_info().id
+
+    facts = list(make_loader(Facts(), iter(range(4)), workers=2, pin_memory=False))
+    assert list(map(tuple, facts)) == [(1, True, 0), (1, True, 1)] * 2
+
+
+def test_an_error_in_a_loader_process_keeps_its_kind_and_message():
+    class Broken(Images):
+        def picture(self, index, shrink=1):
+            raise DataError(f"image {index}: broken")
+
+    source = batches(Samples([Broken(50)]), TrainingSettings(batch_size=2, views=PLAIN))
+    with pytest.raises(DataError, match=r"image \d+: broken"):
+        next(iter(make_loader(source, iter([0, 2]), workers=1, pin_memory=False)))
+
+
+def test_views_are_in_the_order_of_memory_that_convolutions_like():
+    batch = batches(Samples([Images(50)]), TrainingSettings(batch_size=4, views=PLAIN))[0]
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_set_without_images_is_refused():
     with pytest.raises(DataError, match="no images to train on"):
         Samples([Images(0)])
@@ -108,5 +224,13 @@ def test_a_set_without_images_is_refused():
 def test_a_batch_that_can_not_be_dealt_is_refused_with_the_next_move():
     with pytest.raises(SettingsError, match=r"batch_size = 100 .* 3 processes x 2 .* multiple of 6"):
         micro_batch_size(TrainingSettings(batch_size=100, accumulation=2), 3)
-    with pytest.raises(SettingsError, match=r"micro-batches of 5.*pairs.*multiple of 4"):
-        micro_batch_size(TrainingSettings(batch_size=10, views=ViewSettings(mixup=1.0)), 2)
+
+
+def test_processes_share_the_positions_of_a_step_among_them():
+    settings = TrainingSettings(batch_size=12, accumulation=2)
+    starts = sorted(
+        start for rank in range(3) for start in positions(settings, first_step=4, last_step=6, rank=rank, world_size=3)
+    )
+    assert starts[0] == 48
+    assert {after - before for before, after in pairwise(starts)} == {2}
+    assert len(starts) == 12
