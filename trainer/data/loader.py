@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from trainer.data.views.geometry import crop_sample
 from trainer.data.views.mixing import draw_mixing
 from trainer.data.views.parameters import ViewParameters, draw_views
 from trainer.data.views.rendering import finish_views
-from trainer.errors import DataError, SettingsError
+from trainer.errors import DataError, SettingsError, TrainerError
 
 PREFETCHED = 2
 """Micro-batches that each loader process makes ahead."""
@@ -253,21 +253,25 @@ def positions(
 
 
 def make_loader(
-    batches: TorchDataset[Batch], starts: Iterable[object], *, workers: int, pin_memory: bool
-) -> DataLoader[Batch]:
-    """A loader that gives the batches at `starts`, in this order, made ahead by `workers` processes.
+    batches: TorchDataset[Batch], starts: Iterable[Any], *, workers: int, pin_memory: bool
+) -> Iterator[Batch]:
+    """The micro-batches at `starts`, in this order, made ahead by `workers` processes.
 
-    It is meant to be read once, for a whole training: its processes then live as long as that. They have one thread each, and share what
-    the splits keep decoded where they are forked, as on Linux.
+    It is meant to be read once, for a whole training: its processes live as long as that. They have one thread each, and share what the
+    splits keep decoded where they are forked, as on Linux.
 
     Args:
-        batches: what is loaded, `MicroBatches` for a training.
-        starts: its items, for a training positions in the order.
+        batches: what is loaded.
+        starts: what `batches` is asked for, such as positions in the order.
         workers: processes; with 0 a batch is made when it is asked for.
         pin_memory: whether batches arrive in page-locked memory, for transfers that overlap with the device's work.
+
+    Raises:
+        TrainerError: as it was raised in a loader process, when its batch's turn comes.
+        DataError: a loader process was killed.
     """
-    return DataLoader(
-        batches,
+    loader: DataLoader[Batch | TrainerError] = DataLoader(
+        _Outcomes(batches),
         batch_size=None,
         sampler=starts,
         num_workers=workers,
@@ -275,6 +279,36 @@ def make_loader(
         prefetch_factor=PREFETCHED if workers else None,
         worker_init_fn=_use_one_thread,
     )
+    outcomes = iter(loader)
+    while (outcome := _next(outcomes, workers)) is not None:
+        if isinstance(outcome, TrainerError):
+            raise outcome
+        yield outcome
+
+
+class _Outcomes(TorchDataset[Batch | TrainerError]):
+    """Micro-batches, or the errors in their place: torch would put the traceback of the process into an error's message."""
+
+    def __init__(self, batches: TorchDataset[Batch]) -> None:
+        self._batches = batches
+
+    def __getitem__(self, start: Any) -> Batch | TrainerError:
+        try:
+            return self._batches[start]
+        except TrainerError as error:
+            return error
+
+
+def _next(outcomes: Iterator[Batch | TrainerError], workers: int) -> Batch | TrainerError | None:
+    try:
+        return next(outcomes, None)
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise DataError(
+            f"one of {workers} loader processes died ({str(error).splitlines()[0]}), probably for lack of memory, or of shared memory "
+            "(/dev/shm), where they put their batches; lower data.workers or batch_size, or give the machine more"
+        ) from error
 
 
 def _use_one_thread(_worker: int) -> None:

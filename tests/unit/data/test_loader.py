@@ -1,3 +1,5 @@
+import os
+import signal
 from itertools import pairwise
 
 import numpy as np
@@ -201,14 +203,45 @@ def test_each_loader_process_has_one_thread_and_fills_shared_memory():
     assert list(map(tuple, facts)) == [(1, True, 0), (1, True, 1)] * 2
 
 
-def test_an_error_in_a_loader_process_keeps_its_kind_and_message():
-    class Broken(Images):
-        def picture(self, index, shrink=1):
-            raise DataError(f"image {index}: broken")
+class Broken(Images):
+    """A split whose image 0 is refused, and whose image 1 ends the process that reads it."""
 
-    source = batches(Samples([Broken(50)]), TrainingSettings(batch_size=2, views=PLAIN))
-    with pytest.raises(DataError, match=r"image \d+: broken"):
-        next(iter(make_loader(source, iter([0, 2]), workers=1, pin_memory=False)))
+    def picture(self, index, shrink=1):
+        if index == 0:
+            raise DataError("image 0: broken; prepare the data set again")
+        if get_worker_info() is not None and index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().picture(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_loader_process_is_its_message_alone(workers):
+    source = batches(Samples([Broken(1)]), TrainingSettings(batch_size=2, views=PLAIN))
+    with pytest.raises(DataError) as caught:
+        next(make_loader(source, [0, 2], workers=workers, pin_memory=False))
+    assert str(caught.value) == "image 0: broken; prepare the data set again"
+
+
+def test_an_error_is_met_when_its_batch_is_due():
+    settings = TrainingSettings(batch_size=2, views=PLAIN)
+    bad = int(np.flatnonzero(SampleOrder(50, 0).take(0, 50).indices == 0)[0]) // 2
+    source = batches(Samples([Broken(50)]), settings)
+    starts = [start for start in range(0, 50, 2) if 1 not in SampleOrder(50, 0).take(start, start + 2).indices]
+    loaded = make_loader(source, starts, workers=1, pin_memory=False)
+    for _ in range(starts.index(2 * bad)):
+        next(loaded)
+    with pytest.raises(DataError, match="image 0"):
+        next(loaded)
+
+
+def test_the_death_of_a_loader_process_is_said():
+    source = batches(Samples([Broken(2)]), TrainingSettings(batch_size=2, views=PLAIN))
+    place = int(SampleOrder(2, 0).take(0, 2).indices.tolist().index(1))
+    source.count = 1
+    with pytest.raises(
+        DataError, match=r"one of 1 loader processes died .*(killed|exited unexpectedly).*lower data\.workers"
+    ):
+        next(make_loader(source, [place], workers=1, pin_memory=False))
 
 
 def test_views_are_in_the_order_of_memory_that_convolutions_like():
