@@ -262,7 +262,7 @@ class ReinforceSettings(LoadingSettings):
     view_size: NonNegative = 0
     """Edge of the views, in pixels; 0 is the teacher's input size."""
     batch_size: Positive = 256
-    """Images a forward pass of the teacher."""
+    """Most images that are loaded, and passed through the teacher, at once; a CPU in fp32 takes them eight at a time."""
     precision: Precision = "auto"
     """`bf16` or `fp32`; auto takes bf16 on GPUs that have it."""
     compile: Compile = "auto"

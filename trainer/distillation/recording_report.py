@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from trainer.distillation.coverage import EDGES, TEMPERATURES, Coverage, entries
 from trainer.distillation.recording import Description
 from trainer.distillation.reinforcement import Work
 
-_WIDTH, _HEIGHT = 720, 160
+_WIDTH, _HEIGHT, _BARS = 720, 160, 60
 _COLORS = ("#2563eb", "#ea580c")
 
 
@@ -101,30 +102,30 @@ def _record_bytes(description: Description, entries: int) -> int:
 
 def _distribution(held: Coverage) -> str:
     """Two outlines over the missing mass from 1e-6 to 1, as SVG."""
-    groups = 60
-    per_group = (len(EDGES) - 1) // groups
-    lines, highest = [], 1
-    counts = [row[1:].reshape(groups, per_group).sum(1) for row in held.distribution]
-    none = [int(row[0]) for row in held.distribution]
-    highest = max(int(count.max()) for count in counts)
-    step = _WIDTH / groups
-    for count, color in zip(counts, _COLORS, strict=True):
-        heights = _HEIGHT * (1 - count / max(highest, 1))
-        points = " ".join(
-            f"{(group + side) * step:.1f},{heights[group]:.1f}" for group in range(groups) for side in (0, 1)
-        )
-        lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+    below, *_ = held.distribution.T.tolist()
+    bars = held.distribution[:, 1:].reshape(len(TEMPERATURES), _BARS, -1).sum(2)
+    heights = _HEIGHT * (1 - bars / max(bars.max(), 1))
+    lines = [
+        f'<polyline points="{_outline(row)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+        for row, color in zip(heights.tolist(), _COLORS, strict=True)
+    ]
     decades = range(int(np.log10(EDGES[0])), 1)
     ticks = [
         f'<text x="{(decade - decades[0]) / (len(decades) - 1) * _WIDTH:.0f}" y="{_HEIGHT + 14}" font-size="11" fill="currentColor" '
         f'text-anchor="{_anchor(decade, decades)}">{_percent(decade)}</text>'
         for decade in decades
     ]
-    below = f'<text x="0" y="-4" font-size="11" fill="currentColor">below the scale: {none[0]:,} and {none[1]:,} views</text>'
+    left_out = f"below the scale: {below[0]:,} views at T = 1, {below[1]:,} at T = 2"
     return (
         f'<svg viewBox="0 -16 {_WIDTH} {_HEIGHT + 36}" width="{_WIDTH}" role="img" aria-label="Views by missing mass">'
-        f"{below}{''.join(lines)}{''.join(ticks)}</svg>"
+        f'<text x="0" y="-4" font-size="11" fill="currentColor">{left_out}</text>{"".join(lines)}{"".join(ticks)}</svg>'
     )
+
+
+def _outline(heights: Sequence[float]) -> str:
+    """The points of a line along the tops of bars."""
+    step = _WIDTH / len(heights)
+    return " ".join(f"{(bar + side) * step:.1f},{height:.1f}" for bar, height in enumerate(heights) for side in (0, 1))
 
 
 def _anchor(decade: int, decades: range) -> str:
@@ -169,7 +170,10 @@ def _origin(description: Description, parents: Mapping[str, str]) -> str:
         ("edge of the views, pixels", description.view_size),
         ("decoder", description.decoder),
         ("features", f"{description.features}" if description.features else "none"),
-        *((f"distill.views.{name}", value) for name, value in description.augmentation.items()),
+        *((f"distill.views.{name}", json.dumps(value)) for name, value in description.augmentation.items()),
     ]
-    note = "A distillation that differs in any of these, other than precision and seed, is refused."
+    note = (
+        "A distillation of another teacher, on another data set, with other views or another decoder is refused; it takes the seed and the "
+        "size of the views from here."
+    )
     return html.section("What was recorded", html.paragraph(note), html.table(["", ""], rows))
