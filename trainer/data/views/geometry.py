@@ -1,8 +1,8 @@
 """Crop, resize and mirror, for one image in a loader process or for a batch on a device.
 
 Both resize with an antialiased triangle filter restricted to the box, whose weights are whole numbers (fixed point), and round after
-each axis. So sums are exact in any order: a view has the same bits in every batch, and the two ways give the same bits unless an axis is
-shrunk to less than a quarter, where they differ by at most one level.
+each axis. So sums are exact in any order: a view has the same bits in every batch and on every device, and the two ways give the same
+bits, except that they differ by at most one level where an axis is shrunk to less than a quarter.
 
 Shapes: B images, S x S stored pixels, V x V pixels of a view, T taps of the filter.
 """
@@ -60,18 +60,20 @@ def crop_batch(images: Tensor, parameters: ViewParameters, size: int) -> Tensor:
 
 
 def crop_by_products(images: Tensor, parameters: ViewParameters, size: int) -> Tensor:
-    """`crop_batch` by a matrix product along each axis, in exact float32; the host waits for nothing."""
+    """`crop_batch` by a matrix product along each axis, without waiting for the device.
+
+    Exact in plain float32 only: not under autocast, nor with TF32, which torch has off by default.
+    """
     count, stored = len(images), images.shape[-1]
     box, mirror = (part.to(images.device, non_blocking=True) for part in (parameters.box, parameters.mirror))
     left, top, width, height = box.unbind(1)
-    with torch.autocast(images.device.type, enabled=False):
-        place = torch.arange(size, dtype=torch.float64, device=images.device).view(1, -1, 1)
-        mirrored = torch.where(mirror.view(-1, 1, 1), size - 1 - place, place)
-        columns, unit = _filter(left, width, mirrored, stored=stored)
-        pixels = images.reshape(count, 3 * stored, stored).float() @ columns.mT
-        pixels = _rounded(pixels, unit).view(count, 3, stored, size)
-        rows, unit = _filter(top, height, place, stored=stored)
-        pixels = _rounded(rows.unsqueeze(1) @ pixels, unit.unsqueeze(1))
+    place = torch.arange(size, dtype=torch.float64, device=images.device).view(1, -1, 1)
+    mirrored = torch.where(mirror.view(-1, 1, 1), size - 1 - place, place)
+    columns, unit = _filter(left, width, mirrored, stored=stored)
+    pixels = images.reshape(count, 3 * stored, stored).float() @ columns.mT
+    pixels = _rounded(pixels, unit).view(count, 3, stored, size)
+    rows, unit = _filter(top, height, place, stored=stored)
+    pixels = _rounded(rows.unsqueeze(1) @ pixels, unit.unsqueeze(1))
     return pixels.clamp_(0, 255).to(torch.uint8)
 
 

@@ -34,7 +34,7 @@ def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float
         `views`.
     """
     for numbers, negative in zip(parameters.operations.unbind(1), parameters.negative.unbind(1), strict=True):
-        amounts = torch.where(negative, -magnitude / 10, magnitude / 10).tolist()
+        amounts = [-magnitude / 10 if backwards else magnitude / 10 for backwards in negative.tolist()]
         names = [OPERATIONS[number] for number in numbers.tolist()]
         for apply, family in _FAMILIES.items():
             rows = [row for row, name in enumerate(names) if name in family]

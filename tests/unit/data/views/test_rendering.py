@@ -12,6 +12,13 @@ KEYS = np.array([5, 2**63 + 1, 77, 123456789, 6, 7, 8, 9, 10, 11, 12, 13], dtype
 NUMBERS = np.arange(12) % 5
 SIZES = [(32, 32), (72, 64), (256, 224), (100, 224)]
 
+GOLDEN_BOXES = [[4, 23, 153, 188], [18, 20, 194, 169]]
+GOLDEN_OPERATIONS = [[3, 8, 4], [10, 12, 11]]
+GOLDEN_DIRECTIONS = [[False, True, True], [True, True, False]]
+GOLDEN_COLOURS = [[1.2069, 1.0389, 1.0386], [1.1492, 0.7817, 1.2347]]
+GOLDEN_RECTANGLES = [[0.4235, 0.1905, 0.9117, 0.8022], [0.3426, 0.022, 0.7192, 0.8919]]
+GOLDEN_SUMS = [21257576, 21301675]
+
 
 def views(pictures, keys, numbers, size, settings=STRONG, *, seed=0):
     drawn = draw_views(keys, numbers, stored=pictures.shape[-1], seed=seed, settings=settings)
@@ -45,6 +52,20 @@ def test_a_loaders_way_and_a_devices_way_agree(images, stored, size, kind):
     assert torch.equal(in_loader, make_views(pictures, drawn, size, STRONG))
 
 
+def test_views_are_what_they_were_when_teachers_outputs_were_recorded():
+    """Whoever changes these numbers makes recorded outputs worthless: raise the schema version of `teacher_outputs` with them."""
+    settings, keys, numbers = STRONG.model_copy(update={"erasing": 1.0}), KEYS[:2], np.array([0, 7])
+    drawn = draw_views(keys, numbers, stored=256, seed=3, settings=settings)
+    assert drawn.box.tolist() == GOLDEN_BOXES
+    assert drawn.operations.tolist() == GOLDEN_OPERATIONS
+    assert drawn.negative.tolist() == GOLDEN_DIRECTIONS
+    assert drawn.colour.tolist() == [pytest.approx(row, abs=1e-4) for row in GOLDEN_COLOURS]
+    assert drawn.erased.tolist() == [pytest.approx(row, abs=1e-4) for row in GOLDEN_RECTANGLES]
+    pictures = (torch.arange(2 * 3 * 256 * 256) % 251).to(torch.uint8).view(2, 3, 256, 256)
+    shown = make_views(pictures, drawn, 224, settings.model_copy(update={"randaugment_operations": 0}))
+    assert [int(view.int().sum()) for view in shown] == GOLDEN_SUMS
+
+
 @pytest.mark.parametrize("change", [{"numbers": NUMBERS + 5}, {"seed": 1}, {"keys": KEYS + np.uint64(100)}])
 def test_seed_key_and_number_each_give_other_views(images, change):
     pictures, base = images(12, 40), {"keys": KEYS, "numbers": NUMBERS, "seed": 0}
@@ -73,6 +94,14 @@ def test_stored_images_are_left_as_they_are(images):
     before = pictures.clone()
     views(pictures, KEYS, NUMBERS, 32, STRONG.model_copy(update={"min_scale": 1.0}))
     assert torch.equal(pictures, before)
+
+
+@pytest.mark.parametrize(("stored", "size"), SIZES)
+def test_nothing_is_read_back_from_a_device(stored, size):
+    drawn = draw_views(KEYS, NUMBERS, stored=stored, seed=3, settings=STRONG)
+    on_device = torch.empty(12, 3, stored, stored, dtype=torch.uint8, device="meta")  # reading its pixels raises
+    shown = make_views(on_device, drawn, size, STRONG)
+    assert (shown.device.type, shown.shape, shown.dtype) == ("meta", (12, 3, size, size), torch.uint8)
 
 
 @pytest.mark.gpu
