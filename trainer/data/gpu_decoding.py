@@ -7,7 +7,6 @@ decode to differs slightly from what libjpeg-turbo gives, so recorded teacher ou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -39,8 +38,6 @@ def check_gpu_decoding(encoded: bytes | memoryview, *, on_device: bool) -> None:
         raise SettingsError(
             f"data.decode_on is cuda, which decodes JPEG only, but the stored images are none; {_BACK}, or prepare with data.encoding=jpeg"
         )
-    if find_spec("torchcodec") is None:
-        raise SettingsError(f"data.decode_on is cuda, which needs the package torchcodec; install it, or {_BACK}")
 
 
 def join_files(files: Sequence[memoryview]) -> tuple[Tensor, Tensor]:
@@ -62,11 +59,12 @@ def decode_jpegs(joined: Tensor, lengths: Tensor, device: torch.device) -> Tenso
     Raises:
         DataError: a file can not be decoded.
     """
-    from torchcodec.decoders import decode_jpeg  # here, because it is needed with data.decode_on=cuda only
+    from torchcodec.decoders import decode_jpeg  # type: ignore[attr-defined]  # here, because few need it
 
     try:
-        return torch.stack(decode_jpeg(list(joined.split(lengths.tolist())), mode="RGB", device=device))
+        images = decode_jpeg(list(joined.split(lengths.tolist())), mode="RGB", device=device)
     except RuntimeError as error:
         raise DataError(
             f"a batch of {len(lengths)} images can not be decoded on the GPU: {error}; {_BACK} to see which, or prepare the data set again"
         ) from error
+    return torch.stack(list(images))
