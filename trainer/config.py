@@ -8,10 +8,11 @@ distillation setting leaves a cached teacher valid. This module imports no torch
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 import tomllib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -628,8 +629,23 @@ def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: st
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        messages = [_explain(section, details, prefix) for details in error.errors()]
+        messages = [_explain(section, alternatives, prefix) for alternatives in _by_setting(error.errors())]
         raise SettingsError("\n".join(messages)) from error
+
+
+_ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")
+"""What pydantic adds to the location of an error in a setting that has alternatives, such as a whole number or auto."""
+
+
+def _by_setting(errors: Iterable[ErrorDetails]) -> list[list[ErrorDetails]]:
+    """The errors of each setting; several where it has alternatives, of which none is met."""
+    groups: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for details in errors:
+        location = details["loc"]
+        is_alternative = len(location) > 1 and _ALTERNATIVE.fullmatch(str(location[-1]))
+        details["loc"] = location[:-1] if is_alternative else location
+        groups.setdefault(details["loc"], []).append(details)
+    return list(groups.values())
 
 
 _COMPARISONS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
@@ -648,26 +664,35 @@ _TYPE_NAMES = {
 }
 
 
-def _explain(section: type[Section], details: ErrorDetails, prefix: str) -> str:
-    location = [str(part) for part in details["loc"]]
-    name = ".".join(([prefix] if prefix else []) + location)
-    kind, value, context = details["type"], details.get("input"), details.get("ctx", {})
+def _explain(section: type[Section], alternatives: Sequence[ErrorDetails], prefix: str) -> str:
+    """The message for a setting; of the errors there is one for each alternative that it has."""
+    details = alternatives[0]
+    name = ".".join(([prefix] if prefix else []) + [str(part) for part in details["loc"]])
+    kind, value = details["type"], details.get("input")
     if kind == "extra_forbidden":
         known = [f"{prefix}.{setting}" if prefix else setting for setting, *_ in walk(section)]
         return f"unknown setting {name}{_nearest(name, known)}; `python -m trainer config RECIPE` lists all"
-    if kind in _COMPARISONS:
-        return f"{name} must be {_COMPARISONS[kind]} {context[_LIMITS[kind]]}, got {value!r}"
-    if kind == "literal_error":
-        return f"{name} must be {context['expected']}, got {value!r}"
-    if kind in _TYPE_NAMES:
-        return f"{name} must be {_TYPE_NAMES[kind]}, got {value!r}"
+    allowed = [text for one in alternatives if (text := _allowed(one))]
+    if allowed:
+        return f"{name} must be {' or '.join(allowed)}, got {value!r}"
     if kind == "model_type":
         return (
             f"{name} is a group of settings and can not be {value!r}; set one of its members, such as {name}.NAME=VALUE"
         )
     if kind == "value_error":
-        return f"{name}: {context['error']}"
+        return f"{name}: {details['ctx']['error']}"
     return f"{name}: {details['msg']}, got {value!r}"
+
+
+def _allowed(details: ErrorDetails) -> str:
+    """What a value must be; empty where that is not what the error is about."""
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in _COMPARISONS:
+        return f"{_COMPARISONS[kind]} {context[_LIMITS[kind]]}"
+    if kind == "literal_error":
+        expected: str = context["expected"]
+        return expected.strip("'") if expected.count("'") == 2 else expected  # a single one is quoted for no reason
+    return _TYPE_NAMES.get(kind, "")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -177,3 +177,22 @@ def test_every_setting_has_a_type_and_a_meaning():
 
 def test_the_learning_rate_grows_with_the_batch():
     assert config.TrainingSettings(base_learning_rate=1e-3, batch_size=1024).peak_learning_rate() == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.workers=foo", "data.workers must be a whole number or auto, got 'foo'"),
+        ("data.workers=-1", "data.workers must be >= 0 or auto, got -1"),
+        ("distill.workers=1.5", "distill.workers must be a whole number or auto, got 1.5"),
+        (
+            "pretrain.teacher.args.depth=[1]",
+            "pretrain.teacher.args.depth must be a whole number or a number or text or true or false, got [1]",
+        ),
+        ("distill.views_on=gpu", "distill.views_on must be 'auto', 'cpu' or 'device', got 'gpu'"),
+    ],
+)
+def test_a_setting_with_alternatives_is_explained_in_one_message(override, message):
+    with pytest.raises(SettingsError) as caught:
+        config.resolve("digits", override)
+    assert str(caught.value) == message
