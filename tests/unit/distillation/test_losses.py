@@ -152,11 +152,12 @@ def test_its_gradient_is_the_slope_of_the_formula(name):
         assert float(student.grad[place]) == pytest.approx(slope, rel=1e-3, abs=2e-5)
 
 
+@pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("name", LOSSES)
-def test_it_is_computed_in_float32_from_half_precision(name):
+def test_it_is_computed_in_float32_from_half_precision(name, autocast):
     ours, by_hand = LOSSES[name]
     student = logits(0).bfloat16()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         loss = ours(student)
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(by_hand(student.double()), rel=1e-5)
@@ -331,6 +332,15 @@ def test_the_rest_lies_within_its_bounds(name, temperature):
         assert (value <= upper + tolerance).all()
     if temperature in (1.0, 2.0) or name == "flat":
         assert (estimate - truth).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("temperature", [1.25, 1.5, 3.0, 4.0, 8.0])
+@pytest.mark.parametrize(("scale", "closeness"), [(1.0, 0.01), (3.0, 0.15)])
+def test_the_rest_of_usual_logits_is_known_closely(scale, closeness, temperature):
+    teacher = logits(8, 64, 100, scale=scale)
+    recorded = record(teacher, 10)
+    truth = (teacher.double().scatter(1, recorded.indices, -math.inf) / temperature).logsumexp(1)
+    assert (losses.rest_logit(recorded, 100, temperature) - truth).abs().max() < closeness
 
 
 def kl_within(p, q, chosen):
