@@ -68,6 +68,8 @@ class Recorder:
             self._window.missing = "recorded by rank 0 only"
         clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
         self.timeline = Timeline(clock, window=self._window)
+        self.workers: int | None = None
+        """Loader processes beside this process."""
         self._metrics: dict[str, ThinnedTable] = {}
         self._monitor: Monitor | None = None
         self._began_unix = 0.0
@@ -173,6 +175,7 @@ class Recorder:
             host=platform.node(),
             cores=_usable_cores(),
             memory_bytes=psutil.virtual_memory().total,
+            workers=self.workers,
             process=ProcessRecord(pid=process.pid, started_unix=process.create_time(), imported_unix=_IMPORTED_UNIX),
             began_unix=self._began_unix,
             first_step_s=None if first is None else (first - self._origin_ns) * 1e-9,

@@ -90,6 +90,8 @@ class RankRecord(Record):
     """Cores that the process may use."""
     memory_bytes: Count
     """Memory of the machine."""
+    workers: Count | None = None
+    """Loader processes beside the process; none where nothing was loaded."""
     process: ProcessRecord
     began_unix: float
     """When the recording began."""

@@ -288,6 +288,12 @@ class Timeline:
         self.origin_ns = self._nanoseconds()
         self._begin_outside(self._clock.mark())
 
+    def catch_up(self) -> None:
+        """Wait for the device to pass the end of the last step, and take in what was on its way."""
+        if self._pending:
+            self._clock.wait(self._pending[-1].marks[-1])
+        self._take_in_passed()
+
     def finish(self) -> None:
         """End the recording: wait for the device to pass the last mark and take in what is on its way."""
         segment = self._current()

@@ -10,30 +10,41 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.config import TrainingSettings
-from trainer.data.batch import Batch, Mixing, Recorded
-from trainer.data.loader import MicroBatches, Samples, TeacherOutputs, Views, make_loader, micro_batch_size, positions
+from trainer.config import DecodeOn, TrainingSettings, ViewsOn, Workers
+from trainer.data.batch import Batch
+from trainer.data.loader import (
+    MicroBatches,
+    Samples,
+    TeacherOutputs,
+    Views,
+    makes_views_on_device,
+    micro_batch_size,
+    positions,
+)
 from trainer.data.order import SampleOrder
 from trainer.data.randomness import random_bits
-from trainer.data.views.mixing import mix, mixes
+from trainer.data.views.mixing import mixes
 from trainer.errors import TrainingError
 from trainer.profiling.evidence import Recorder
 from trainer.profiling.timeline import Timeline
 from trainer.tracking import Tracker
 from trainer.training.averages import AveragedModel
 from trainer.training.checkpoints import Checkpoints, State
-from trainer.training.kernels import use_fast_kernels
+from trainer.training.feeding import Feed
+from trainer.training.loading import Loading
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
 from trainer.training.processes import Processes
 from trainer.training.progress import Progress
+from trainer.training.reporting import Report
 from trainer.training.schedules import learning_rate_at, step_count
+from trainer.training.wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +78,7 @@ class Training:
     """Edge of the views, in pixels."""
     settings: TrainingSettings
     seed: int
-    workers: int
+    workers: Workers
     """Loader processes beside this process."""
     processes: Processes
     checkpoints: Checkpoints
@@ -78,6 +89,10 @@ class Training:
     """How many views of a sample there are; 0: a new one each epoch."""
     teacher_outputs: TeacherOutputs | None = None
     """Recorded outputs, which travel with the batches."""
+    views_on: ViewsOn = "auto"
+    """Where views are made."""
+    decode_on: DecodeOn = "cpu"
+    """Where stored images are decoded."""
     validate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Measures a model on the validation split."""
 
@@ -100,8 +115,29 @@ class Training:
     @property
     def views(self) -> Views:
         """The views of the samples."""
-        seed = self.seed if self.view_seed is None else self.view_seed
-        return Views(self.samples, size=self.view_size, seed=seed, settings=self.settings.views)
+        return Views(
+            self.samples,
+            size=self.view_size,
+            seed=self.seed if self.view_seed is None else self.view_seed,
+            settings=self.settings.views,
+            on_device=makes_views_on_device(self.views_on, self.processes.device.kind),
+            decode_on=self.decode_on,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        return learning_rate_at(step, self.settings, samples=len(self.samples))
+
+    def positions(self, first_step: int, last_step: int, rank: int) -> Iterator[int]:
+        """Where the micro-batches of a process begin in the order."""
+        world_size = self.processes.world_size
+        return positions(self.settings, first_step=first_step, last_step=last_step, rank=rank, world_size=world_size)
+
+    def names(self, step: int, rank: int) -> list[str]:
+        """The samples that a process sees in a step."""
+        count, order = micro_batch_size(self.settings, self.processes.world_size), self.order
+        starts = self.positions(step, step + 1, rank)
+        return [name for start in starts for name in self.samples.names(order.take(start, start + count).indices)]
 
 
 def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module:
@@ -116,24 +152,45 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     """
     loop = _Loop(training)
     first_step = loop.resume()
-    settings, processes = training.settings, training.processes
-    report = _Report(training, recorder, tracker, first_step)
+    settings, processes, timeline = training.settings, training.processes, recorder.timeline
+    report = _report(training, recorder, tracker, first_step)
     with recorder, report.progress:
-        for step, batches in loop.steps(first_step):
-            with recorder.timeline.step(step, images=settings.batch_size):
-                losses = loop.step(step, batches, recorder.timeline)
+        for step, feed in loop.steps(first_step, recorder):
+            with timeline.step(step, images=settings.batch_size):
+                losses = loop.step(step, feed, timeline)
             report.add(step, losses)
-            if report.is_due(step):
-                report.publish(step)
+            loop.check_graphs(step + 1 - first_step)
             if loop.validation_is_due(step) and training.validate is not None:
-                with recorder.timeline.range("evaluate"):
+                with timeline.range("evaluate"):
                     report.metrics(step, training.validate(loop.result))
             if loop.checkpoint_is_due(step):
-                report.publish(step)
-                with recorder.timeline.range("checkpoint"):
+                report.flush()
+                with timeline.range("checkpoint"):
                     loop.save(step + 1)
+        report.flush()
     processes.barrier()
     return loop.result
+
+
+def _report(training: Training, recorder: Recorder, tracker: Tracker, first_step: int) -> Report:
+    settings, processes = training.settings, training.processes
+    progress = Progress(
+        training.name,
+        first_step=first_step,
+        total_steps=training.total_steps,
+        images_per_step=settings.batch_size,
+        active=processes.is_first,
+    )
+    return Report(
+        training.name,
+        processes,
+        recorder,
+        tracker,
+        progress,
+        log_every=settings.log_every,
+        learning_rate=training.learning_rate,
+        samples=training.names,
+    )
 
 
 class _Loop:
@@ -144,9 +201,7 @@ class _Loop:
         self._training, self._settings, self._processes = training, settings, processes
         micro_batch_size(settings, processes.world_size)
         self._model = training.objective.model.to(processes.device.torch_device).train()
-        if not processes.device.compiles_with(settings.compile):
-            use_fast_kernels(self._model, processes.device, settings.precision)
-        self._wrapped = _wrap(self._model, settings, processes)
+        self._wrapped, self._graphs = wrap(self._model, settings, processes)
         groups = parameter_groups(self._model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         self._optimizer = make_optimizer(groups, settings, processes)
@@ -157,38 +212,37 @@ class _Loop:
         """The model to keep."""
         return self._average.model if self._average else self._model
 
-    def steps(self, first_step: int) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """Each step with the stream of micro-batches, of which it takes `accumulation`."""
+    def steps(self, first_step: int, recorder: Recorder) -> Iterator[tuple[int, Feed]]:
+        """Each step with the feed of micro-batches, of which it takes `accumulation`."""
         training, processes = self._training, self._processes
+        views = training.views
         batches = MicroBatches(
-            training.views,
+            views,
             training.order,
             count=micro_batch_size(self._settings, processes.world_size),
             teacher_outputs=training.teacher_outputs,
         )
-        starts = positions(
-            self._settings,
-            first_step=first_step,
-            last_step=training.total_steps,
-            rank=processes.rank,
-            world_size=processes.world_size,
+        starts = training.positions(first_step, training.total_steps, processes.rank)
+        loading = Loading(
+            batches,
+            starts,
+            accumulation=self._settings.accumulation,
+            workers=training.workers,
+            processes=processes,
+            recorder=recorder,
         )
-        loader = make_loader(batches, starts, workers=training.workers, pin_memory=processes.device.pins_memory)
-        stream = iter(loader)
+        feed = Feed(iter(loading), views, processes.device)
         for step in range(first_step, training.total_steps):
-            yield step, stream
+            yield step, feed
 
-    def step(self, step: int, batches: Iterator[Batch], timeline: Timeline) -> Losses:
+    def step(self, step: int, feed: Feed, timeline: Timeline) -> Losses:
         """One optimiser step; gives the mean losses of this process's micro-batches, left on the device."""
         settings, processes = self._settings, self._processes
         torch.manual_seed(int(random_bits(_NOISE, self._training.seed, step, processes.rank)) >> 1)
-        set_learning_rate(self._optimizer, learning_rate_at(step, settings, samples=len(self._training.samples)))
+        set_learning_rate(self._optimizer, self._training.learning_rate(step))
         means: Losses = {}
         for micro in range(settings.accumulation):
-            with timeline.range("data"):
-                batch = next(batches)
-            with timeline.range("to_device"):
-                batch = _move(batch, processes)
+            batch = feed.take(timeline)
             with self._synchronised(last=micro == settings.accumulation - 1):
                 with processes.device.autocast(settings.precision):
                     losses = self._training.objective(self._wrapped, batch, timeline)
@@ -196,9 +250,15 @@ class _Loop:
                     (losses["loss"] / settings.accumulation).backward()
             for name, loss in losses.items():
                 means[name] = means.get(name, 0) + loss.detach() / settings.accumulation
+            feed.send(timeline)
         with timeline.range("optimizer"):
             self._update(step)
         return means
+
+    def check_graphs(self, steps: int) -> None:
+        """After `steps` steps of this process: warn where the compiler does not do what it is meant to."""
+        if self._graphs is not None:
+            self._graphs.check(self._training.name, steps)
 
     def _update(self, step: int) -> None:
         if self._settings.clip_norm:
@@ -259,115 +319,3 @@ class _Loop:
         if self._processes.is_first:
             logger.info("%s  going on after step %d from a checkpoint", self._training.name, state.step)
         return state.step
-
-
-class _Report:
-    """Reads the losses back every `log_every` steps, checks that they are finite, and passes them on."""
-
-    def __init__(self, training: Training, recorder: Recorder, tracker: Tracker, first_step: int) -> None:
-        self._training, self._recorder, self._tracker = training, recorder, tracker
-        self._waiting: list[tuple[int, Losses]] = []
-        self.progress = Progress(
-            training.name,
-            first_step=first_step,
-            total_steps=training.total_steps,
-            images_per_step=training.settings.batch_size,
-            active=training.processes.is_first,
-        )
-
-    def add(self, step: int, losses: Losses) -> None:
-        """Keep a step's losses, on the device, until they are read back."""
-        self._waiting.append((step, losses))
-
-    def is_due(self, step: int) -> bool:
-        """Whether this step's end is the time to read losses back."""
-        return (step + 1) % self._training.settings.log_every == 0 or step + 1 == self._training.total_steps
-
-    def publish(self, step: int) -> None:
-        """Read the waiting losses back (the only time that the host waits for the device) and report their means."""
-        if not self._waiting:
-            return
-        names = list(self._waiting[0][1])
-        steps = [number for number, _ in self._waiting]
-        table = torch.stack([torch.stack([losses[name].float() for name in names]) for _, losses in self._waiting])
-        self._waiting.clear()
-        _check_finite(table, steps, self._training)
-        means = self._training.processes.mean(table).mean(0).tolist()
-        rate = learning_rate_at(step, self._training.settings, samples=len(self._training.samples))
-        values = dict(zip(names, means, strict=True)) | {"learning_rate": rate}
-        self.progress.show(step, values)
-        self.metrics(step, values)
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass metrics on to the evidence and to MLflow."""
-        self._recorder.metrics(step, values)
-        self._tracker.metrics(step, {f"{self._training.name}/{name}": value for name, value in values.items()})
-        if "val_top1" in values:
-            self.progress.say(f"{self._training.name}  step {step + 1}  validation top-1 {values['val_top1']:.2%}")
-
-
-def _check_finite(table: Tensor, steps: list[int], training: Training) -> None:
-    """Stop all processes if any loss of any of them is not finite.
-
-    Args:
-        table: this process's losses, [steps, losses].
-        steps: number of each step.
-        training: tells which samples were in it.
-    """
-    processes, settings = training.processes, training.settings
-    bad = torch.zeros(len(steps), processes.world_size, device=table.device)
-    bad[:, processes.rank] = (~torch.isfinite(table)).any(1).float()
-    bad = processes.total(bad).cpu()
-    if not bad.any():
-        return
-    row = int(bad.any(1).nonzero()[0])
-    ranks = bad[row].nonzero().flatten().tolist()
-    order = training.order
-    count = micro_batch_size(settings, processes.world_size)
-    names = [
-        name
-        for rank in ranks
-        for start in positions(
-            settings, first_step=steps[row], last_step=steps[row] + 1, rank=rank, world_size=processes.world_size
-        )
-        for name in training.samples.names(order.take(start, start + count).indices)
-    ]
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    raise TrainingError(
-        f"{training.name}: the loss is not finite at step {steps[row] + 1} (process {', '.join(map(str, ranks))}; samples {shown}); "
-        f"lower {training.name} base_learning_rate or clip_norm, use precision=fp32, or look at these samples"
-    )
-
-
-def _wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> nn.Module:
-    """Compile the model where asked, and let several processes share its gradients."""
-    compiled: Any = torch.compile(model) if processes.device.compiles_with(settings.compile) else model
-    if processes.world_size == 1:
-        return cast("nn.Module", compiled)
-    return DistributedDataParallel(compiled, gradient_as_bucket_view=True, forward_sync_buffers=False)
-
-
-Parts = TypeVar("Parts", Mixing, Recorded)
-
-
-def _map(parts: Parts | None, move: Callable[[Tensor], Tensor]) -> Parts | None:
-    """The same parts, each moved; one that is not there stays so."""
-    if parts is None:
-        return None
-    return parts._replace(**{name: move(part) for name, part in parts._asdict().items() if part is not None})
-
-
-def _move(batch: Batch, processes: Processes) -> Batch:
-    """The batch on the device, mixed; from page-locked memory the copy does not hold up the host."""
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(processes.device.torch_device, non_blocking=True)
-
-    mixing = _map(batch.mixing, move)
-    images = move(batch.images)
-    return batch._replace(
-        images=mix(images, mixing) if mixing else images,
-        labels=move(batch.labels),
-        mixing=mixing,
-        recorded=_map(batch.recorded, move),
-    )

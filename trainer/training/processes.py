@@ -29,6 +29,8 @@ class Processes:
     world_size: int
     local_rank: int
     device: Device
+    local_world_size: int = 1
+    """Processes on this machine."""
 
     @property
     def is_first(self) -> bool:
@@ -81,7 +83,13 @@ def join_processes() -> Iterator[Processes]:
         return
     device_id = device.torch_device if device.kind == "cuda" else None
     dist.init_process_group(device.backend, timeout=TIMEOUT, device_id=device_id)
-    processes = Processes(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=local_rank, device=device)
+    processes = Processes(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=local_rank,
+        device=device,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
     prove_one_group(processes, expected=world_size)
     yield processes
     # Not after an exception: the others must not miss this process before it has left its message.

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer import models, tracking
 from trainer.artifacts import Draft
-from trainer.config import DistillSettings, PretrainSettings, TrainingSettings
+from trainer.config import DistillSettings, LoadingSettings, PretrainSettings, TrainingSettings
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import Samples
 from trainer.distillation.recording import Recording
@@ -38,7 +38,8 @@ class Session:
     """The stage's whole section: a training depends on those before it."""
     parents: Mapping[str, str]
     seed: int
-    workers: int
+    loading: LoadingSettings
+    """The stage's section, as far as it says who loads and who makes views."""
     model: Draft
     """The model directory in the making."""
     evidence: Draft
@@ -91,7 +92,9 @@ class Session:
             view_size=view_size,
             settings=settings,
             seed=self.seed,
-            workers=self.workers,
+            workers="auto" if self.loading.workers is None else self.loading.workers,
+            views_on=self.loading.views_on or "auto",
+            decode_on=self.loading.decode_on or "cpu",
             processes=self.processes,
             checkpoints=checkpoints,
             layer_decay=layer_decay,
@@ -163,7 +166,7 @@ def open_session(
                 values=values,
                 parents=parents,
                 seed=settings.seed or 0,
-                workers=2 if settings.workers == "auto" else settings.workers or 0,
+                loading=settings,
                 model=model_draft,
                 evidence=evidence_draft,
                 checkpoint_root=checkpoint_root(model),

@@ -1,0 +1,116 @@
+"""Micro-batches on their way to the device, one ahead of the training.
+
+Shapes: b samples in a micro-batch, b + x images, V pixels along the edge of a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.data.batch import Batch, Mixing, Recorded
+from trainer.data.gpu_decoding import decode_jpegs
+from trainer.data.loader import Views
+from trainer.data.views.mixing import mix
+from trainer.data.views.rendering import make_views
+from trainer.profiling.timeline import Timeline
+from trainer.training.devices import Device
+
+
+class Feed:
+    """Sends the next micro-batch to the device while that computes with the present one.
+
+    On a GPU the copy goes over a stream of its own, from page-locked memory, so neither the host nor the computation waits for it. On a CPU
+    nothing is copied; the order of things is the same.
+    """
+
+    def __init__(self, batches: Iterator[Batch], views: Views, device: Device) -> None:
+        """Of these micro-batches, in their order; `views` tells how the device makes what the loader left to it."""
+        self._batches, self._views, self._device = batches, views, device
+        self._stream = torch.cuda.Stream(device.torch_device) if device.kind == "cuda" else None
+        self._sent: Batch | None = None
+
+    def take(self, timeline: Timeline) -> Batch:
+        """The next micro-batch, on the device: views, mixed."""
+        if self._sent is None:
+            self.send(timeline)
+        with timeline.range("to_device"):
+            batch, self._sent = self._sent, None
+            assert batch is not None, "no more is taken than the loader gives"
+            self._receive(batch)
+            return render(batch, self._views, self._device)
+
+    def send(self, timeline: Timeline) -> None:
+        """Start to send the next micro-batch, if there is one more; call it when the device has enough to do."""
+        with timeline.range("data"):
+            batch = next(self._batches, None)
+        if batch is not None:
+            with timeline.range("to_device"), self._on_stream():
+                self._sent = _moved(batch, self._device)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def _receive(self, batch: Batch) -> None:
+        """Let the computation wait for the copies, and keep their memory until it is through with them."""
+        if self._stream is None:
+            return
+        computing = torch.cuda.current_stream(self._device.torch_device)
+        computing.wait_stream(self._stream)
+        for tensor in _tensors(batch):
+            if tensor.is_cuda:
+                tensor.record_stream(computing)
+
+
+def render(batch: Batch, views: Views, device: Device) -> Batch:
+    """The batch with its views, made where the loader left them to the device, and mixed: uint8 [b, 3, V, V].
+
+    Args:
+        batch: on the device, but for what `Batch` says is on the CPU.
+        views: tells how views are made.
+        device: where that is.
+    """
+    images = batch.images
+    if batch.lengths is not None:
+        images = decode_jpegs(images, batch.lengths, device.torch_device)
+    if batch.views is not None:
+        images = make_views(images, batch.views, views.size, views.settings)
+    if batch.mixing is not None:
+        images = mix(images, batch.mixing)
+    return batch._replace(images=images, views=None, lengths=None)
+
+
+def _moved(batch: Batch, device: Device) -> Batch:
+    """The batch with the parts that the device computes with on it; from page-locked memory the host does not wait for the copies."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device.torch_device, non_blocking=True)
+
+    return batch._replace(
+        images=move(batch.images)
+        if batch.lengths is None
+        else batch.images,  # files are decoded from the host's memory
+        labels=move(batch.labels),
+        mixing=_each(batch.mixing, move),
+        recorded=_each(batch.recorded, move),
+    )
+
+
+Parts = TypeVar("Parts", Mixing, Recorded)
+
+
+def _each(parts: Parts | None, move: Callable[[Tensor], Tensor]) -> Parts | None:
+    """The same parts, each moved; one that is not there stays so."""
+    if parts is None:
+        return None
+    return parts._replace(**{name: move(part) for name, part in parts._asdict().items() if part is not None})
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    """All that `_moved` moves."""
+    parts = [batch.images, batch.labels, *(batch.mixing or ()), *(batch.recorded or ())]
+    return [part for part in parts if part is not None]

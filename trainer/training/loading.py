@@ -1,0 +1,76 @@
+"""How many loader processes serve a training; it is measured in the first steps where the settings leave it open."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from trainer.config import Workers
+from trainer.data.batch import Batch
+from trainer.data.loader import MicroBatches, make_loader
+from trainer.data.workers import choose_workers, measure_loading, usable_cores
+from trainer.profiling.evidence import Recorder
+from trainer.training.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+WARM_STEPS, TIMED_STEPS = 3, 5
+"""Steps that may compile or fill caches, and those after them whose time counts."""
+
+
+class Loading:
+    """The micro-batches of one training process; which they are does not depend on who loads them.
+
+    `auto` loads in the training process until the step's time is known. Where the CPU trains, that is always: a core that loads is one that
+    does not train.
+    """
+
+    def __init__(
+        self,
+        batches: MicroBatches,
+        starts: Iterator[int],
+        *,
+        accumulation: int,
+        workers: Workers,
+        processes: Processes,
+        recorder: Recorder,
+    ) -> None:
+        """Of the micro-batches that begin at `starts`, `accumulation` of them a step."""
+        self._batches, self._starts, self._accumulation = batches, starts, accumulation
+        self._workers, self._processes, self._recorder = workers, processes, recorder
+
+    def __iter__(self) -> Iterator[Batch]:
+        workers, device = self._workers, self._processes.device
+        if workers == "auto" and device.kind == "cpu":
+            workers = 0
+        if workers == "auto":
+            for start in islice(self._starts, (WARM_STEPS + TIMED_STEPS) * self._accumulation):
+                yield self._batches[start]
+            workers = self._choose()
+        self._recorder.workers = workers
+        if self._processes.is_first:
+            logger.info("loader processes beside each training process: %d (%s)", workers, self._reason)
+        yield from make_loader(self._batches, self._starts, workers=workers, pin_memory=device.pins_memory)
+
+    @property
+    def _reason(self) -> str:
+        if self._workers != "auto":
+            return "as workers says"
+        return "the CPU trains" if self._processes.device.kind == "cpu" else "measured"
+
+    def _choose(self) -> int:
+        """As many as keep up with the step, by the measurements of the process that needs most."""
+        step = self._step_seconds() / self._accumulation
+        batch = measure_loading(self._batches, 0)
+        chosen = choose_workers(batch, step, cores=usable_cores(), processes=self._processes.local_world_size)
+        return max(self._processes.gather(chosen))
+
+    def _step_seconds(self) -> float:
+        """Median time of a step without the wait for its data."""
+        timeline = self._recorder.timeline
+        timeline.catch_up()
+        steps = timeline.steps
+        return float(np.median((steps.column("seconds") - steps.column("data"))[WARM_STEPS:]))

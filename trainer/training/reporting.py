@@ -1,0 +1,151 @@
+"""What a training says of itself while it runs: losses, read back without holding up the device, and metrics.
+
+Shapes: W processes, S steps, L losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.errors import TrainingError
+from trainer.profiling.evidence import Recorder
+from trainer.tracking import Tracker
+from trainer.training.processes import Processes
+from trainer.training.progress import Progress
+
+_NAMED = 8
+"""Samples that a message names."""
+
+Samples = Callable[[int, int], Sequence[str]]
+"""Step and rank to the names of the samples that this process saw in it."""
+
+
+class Report:
+    """Passes losses on every `log_every` steps, and checks that they are finite.
+
+    The losses of an interval leave the device together, those of all processes, and are taken in when they have arrived: at once on a CPU,
+    on a GPU during the next interval. So the host waits for them only at the end, and before a checkpoint.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        processes: Processes,
+        recorder: Recorder,
+        tracker: Tracker,
+        progress: Progress,
+        *,
+        log_every: int,
+        learning_rate: Callable[[int], float],
+        samples: Samples,
+    ) -> None:
+        """Of the training `name`.
+
+        Args:
+            name: `mae`, `finetune` or `distill`.
+            processes: this process among the others.
+            recorder: takes metrics into the evidence.
+            tracker: takes them to MLflow.
+            progress: shows them.
+            log_every: steps between two points.
+            learning_rate: of each step.
+            samples: for the message on a loss that is not finite.
+        """
+        self._name, self._processes = name, processes
+        self._recorder, self._tracker, self.progress = recorder, tracker, progress
+        self._log_every, self._learning_rate, self._samples = log_every, learning_rate, samples
+        self._waiting: list[tuple[int, Mapping[str, Tensor]]] = []
+        self._sent: _Losses | None = None
+
+    def add(self, step: int, losses: Mapping[str, Tensor]) -> None:
+        """Take a step's losses, scalars on the device; at the end of an interval they are sent.
+
+        Raises:
+            TrainingError: a loss that arrived is not finite.
+        """
+        self._waiting.append((step, losses))
+        if self._sent is not None and self._sent.arrived:
+            self._publish()
+        if (step + 1) % self._log_every == 0:
+            self._send()
+
+    def flush(self) -> None:
+        """Wait for all losses and pass them on.
+
+        Raises:
+            TrainingError: one of them is not finite.
+        """
+        if self._waiting:
+            self._send()
+        self._publish()
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass metrics on to the evidence and to MLflow."""
+        self._recorder.metrics(step, values)
+        self._tracker.metrics(step, {f"{self._name}/{name}": value for name, value in values.items()})
+        if "val_top1" in values:
+            self.progress.say(f"{self._name}  step {step + 1}  validation top-1 {values['val_top1']:.2%}")
+
+    def _send(self) -> None:
+        self._publish()
+        self._sent = _Losses(self._waiting, self._processes)
+        self._waiting = []
+        if self._sent.arrived:
+            self._publish()
+
+    def _publish(self) -> None:
+        if self._sent is None:
+            return
+        sent, self._sent = self._sent, None
+        table = sent.table()
+        self._check_finite(table, sent.steps)
+        step, means = sent.steps[-1], table.mean((0, 1)).tolist()
+        values = dict(zip(sent.names, means, strict=True)) | {"learning_rate": self._learning_rate(step)}
+        self.progress.show(step, values)
+        self.metrics(step, values)
+
+    def _check_finite(self, table: Tensor, steps: Sequence[int]) -> None:
+        """Stop at the first step in which a loss of any process, [W, S, L], is not finite; all processes see the same losses."""
+        bad = (~torch.isfinite(table)).any(2)
+        if not bad.any():
+            return
+        row = int(bad.any(0).nonzero()[0])
+        ranks = bad[:, row].nonzero().flatten().tolist()
+        names = [name for rank in ranks for name in self._samples(steps[row], rank)]
+        shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        raise TrainingError(
+            f"{self._name}: the loss is not finite at step {steps[row] + 1} (process {', '.join(map(str, ranks))}; samples {shown}); "
+            f"lower {self._name} base_learning_rate or clip_norm, use precision=fp32, or look at these samples"
+        )
+
+
+class _Losses:
+    """The losses of some steps, of all processes, on their way to the host."""
+
+    def __init__(self, waiting: Sequence[tuple[int, Mapping[str, Tensor]]], processes: Processes) -> None:
+        self.steps = [step for step, _ in waiting]
+        self.names = list(waiting[0][1])
+        own = torch.stack([torch.stack([losses[name].float() for name in self.names]) for _, losses in waiting])
+        everyone = own.new_zeros(processes.world_size, *own.shape)
+        everyone[processes.rank] = own
+        everyone = processes.total(everyone)
+        self._event: torch.cuda.Event | None = None
+        self._table = everyone
+        if everyone.is_cuda:
+            self._table = torch.empty(everyone.shape, pin_memory=True).copy_(everyone, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether they can be read without waiting."""
+        return self._event is None or self._event.query()
+
+    def table(self) -> Tensor:
+        """The losses [W, S, L] on the host; waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._table

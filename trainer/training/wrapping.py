@@ -1,0 +1,91 @@
+"""A model made ready for training on its device: faster kernels, or compiled; and shared by several processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.config import TrainingSettings
+from trainer.training.kernels import use_fast_kernels
+from trainer.training.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+WARM_STEPS = 3
+"""Steps in which graphs are compiled without a warning."""
+
+
+class Graphs:
+    """A backend of torch.compile that is torch's own, and counts the graphs that it compiles."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._compile = torch._dynamo.lookup_backend("inductor")
+        self._seen = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        """Compile one graph; torch.compile calls it."""
+        self.count += 1
+        compiled: Callable[..., Any] = self._compile(graph, inputs)
+        return compiled
+
+    def check(self, name: str, steps: int) -> None:
+        """Warn if, `steps` steps after the start of the training `name`, nothing was compiled or something again."""
+        if steps == WARM_STEPS and not self.count:
+            logger.warning("%s  nothing of the model was compiled, so it trains uncompiled; set compile=off", name)
+        if steps > WARM_STEPS and self.count > self._seen:
+            logger.warning(
+                "%s  compiled again after %d steps (%d graphs by now), which costs time", name, steps, self.count
+            )
+        self._seen = self.count
+
+
+def wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> tuple[nn.Module, Graphs | None]:
+    """Make a model, on its device, ready to be trained; its weights stay its own.
+
+    One process compiles the whole model. Several compile its repeated blocks, so that gradients are exchanged while the backward pass goes
+    on, block by block.
+
+    Returns:
+        What the training calls, and the counter of its graphs where it is compiled.
+    """
+    graphs = Graphs() if processes.device.compiles_with(settings.compile) else None
+    if graphs is None:
+        use_fast_kernels(model, processes.device, settings.precision)
+    elif processes.world_size == 1:
+        whole: Any = torch.compile(model, backend=graphs)
+        return whole, graphs
+    else:
+        for block in list(repeated_blocks(model)) or [model]:
+            block.compile(backend=graphs)
+    return (_share(model, settings) if processes.world_size > 1 else model), graphs
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that a network is a sequence of: the elements of its outermost lists of modules of one kind."""
+    for child in model.children():
+        kinds = {type(element) for element in child.children()}
+        if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 1 and len(kinds) == 1:
+            yield from child
+        else:
+            yield from repeated_blocks(child)
+
+
+def _share(model: nn.Module, settings: TrainingSettings) -> DistributedDataParallel:
+    """Let the processes exchange the gradients of a model."""
+    shared = DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        forward_sync_buffers=False,
+        # Torch learns a static graph from the first backward pass, and fails an assertion of its own if that is not synchronised.
+        static_graph=settings.accumulation == 1,
+    )
+    if settings.gradient_compression == "bf16":
+        shared.register_comm_hook(None, bf16_compress_hook)
+    return shared
