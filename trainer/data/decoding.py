@@ -215,4 +215,4 @@ def _decode_jpeg(encoded: bytes | memoryview, edge: int, out: Pixels | None) -> 
 
 def _decode_with_pillow(encoded: bytes | memoryview) -> Pixels:
     with Image.open(io.BytesIO(encoded)) as image:
-        return np.asarray(image.convert("RGB"))
+        return np.array(image.convert("RGB"))

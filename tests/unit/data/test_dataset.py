@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from PIL import Image
 
@@ -21,6 +22,7 @@ from trainer.data.schema import SPLITS, Description, features
 from trainer.errors import ArtifactError, DataError
 
 SIZE = 12
+CHUNKS = (slice(0, 3), slice(3, 4), slice(4, 7))
 COUNTS = {"train": 7, "val": 3, "test": 2, "unlabeled": 0}
 
 
@@ -70,6 +72,38 @@ def test_reads_the_pixels_that_were_written_in_the_order_asked_for(
     assert images.dtype == torch.uint8
     torch.testing.assert_close(images, torch.stack([pillow(files[index]) for index in indices]), rtol=0, atol=0)
     assert split.read([]).shape == (0, 3, SIZE, SIZE)
+
+
+@pytest.mark.parametrize("limit", [10**9, 0], ids=["in memory", "from disk"])
+def test_one_picture_and_its_file(prepared: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", limit)
+    split = open_dataset(prepared).split("train")
+    files = [image["bytes"] for image in rows("train", 7)["image"]]
+    for index in (6, 0):
+        assert bytes(split.encoded(index)) == files[index]
+        torch.testing.assert_close(split.picture(index), pillow(files[index]), rtol=0, atol=0)
+
+
+def test_rows_are_found_in_any_chunk_of_the_table(tmp_path: Path) -> None:
+    names = rows("train", 7)
+    chunks = [datasets.Dataset.from_dict({k: v[s] for k, v in names.items()}, features=features()) for s in CHUNKS]
+    path = tmp_path / "dataset"
+    with artifacts.create(path, "dataset", settings={}) as draft:
+        datasets.concatenate_datasets(chunks).save_to_disk(str(draft.path / "train"), num_shards=3)
+        Description(classes=("a", "b"), image_size=SIZE, images={"train": 7}).write(draft.path)
+    split = open_dataset(path).split("train")
+    assert [bytes(split.encoded(index)) for index in range(7)] == [image["bytes"] for image in names["image"]]
+
+
+def test_the_decoder_is_that_of_the_stored_images(prepared: Path, tmp_path: Path) -> None:
+    assert open_dataset(prepared).decoder_name().startswith("pillow ")
+    photo = simplejpeg.encode_jpeg(np.zeros((SIZE, SIZE, 3), dtype=np.uint8))
+    table = {"image": [{"bytes": photo, "path": None}], "label": [0], "key": ["0" * 64], "source": ["a"]}
+    with artifacts.create(tmp_path / "photos", "dataset", settings={}) as draft:
+        for split in SPLITS:
+            datasets.Dataset.from_dict(table, features=features()).save_to_disk(str(draft.path / split))
+        Description(classes=("a",), image_size=SIZE, images=dict.fromkeys(SPLITS, 1)).write(draft.path)
+    assert open_dataset(tmp_path / "photos").decoder_name() == f"simplejpeg {simplejpeg.__version__}"
 
 
 def test_labels_keys_and_names(prepared: Path) -> None:

@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import PIL
 import pytest
+import simplejpeg
 from PIL import Image
 
-from trainer.data.decoding import BadImageError, content_key, decode, encode, to_square
+from trainer.data.decoding import BadImageError, content_key, decode, decode_square, decoder_of, encode, to_square
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -235,3 +237,63 @@ def test_encodings() -> None:
     assert near.format == "JPEG"
     np.testing.assert_allclose(np.asarray(near).astype(int), np.asarray(smooth).astype(int), atol=6)
     assert len(encode(image, "jpeg", 50)) < len(encode(image, "jpeg", 95))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stored squares
+
+
+def square(encoding: str, size: int = 40) -> bytes:
+    """A picture that is smooth in one corner and noisy in another."""
+    smooth = np.asarray(Image.radial_gradient("L").resize((size, size)).convert("RGB")).astype(np.int64)
+    pixels = np.clip(smooth + noise(size, size) * np.linspace(0, 0.5, size)[:, None], 0, 255).astype(np.uint8)
+    return encode(Image.fromarray(pixels), encoding, 95)
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "png"])
+@pytest.mark.parametrize("kind", [bytes, memoryview])
+def test_a_stored_square_is_decoded_to_the_bit_as_pillow_does(encoding: str, kind: type) -> None:
+    content = square(encoding)
+    expected = np.asarray(Image.open(io.BytesIO(content)))
+    np.testing.assert_array_equal(decode_square(kind(content), 40), expected)
+    room = np.zeros((2, 40, 40, 3), dtype=np.uint8)
+    assert np.shares_memory(decode_square(kind(content), 40, out=room[1]), room)
+    np.testing.assert_array_equal(room[1], expected)
+    assert not room[0].any()
+
+
+@pytest.mark.parametrize(("shrink", "edge"), [(1, 40), (2, 20), (4, 10), (8, 5)])
+def test_a_jpeg_is_shrunk_while_it_is_decoded(shrink: int, edge: int) -> None:
+    content = square("jpeg")
+    pixels = decode_square(content, 40, shrink=shrink)
+    assert pixels.shape == (edge, edge, 3)
+    means = decode_square(content, 40).reshape(edge, shrink, edge, shrink, 3).astype(float).mean((1, 3))
+    assert np.abs(pixels - means).mean() < 2
+
+
+def test_an_edge_that_is_no_multiple_is_rounded_up() -> None:
+    assert decode_square(square("jpeg", 43), 43, shrink=4).shape == (11, 11, 3)
+
+
+def test_other_formats_are_not_shrunk() -> None:
+    assert decode_square(square("png"), 40, shrink=2).shape == (40, 40, 3)
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "png"])
+@pytest.mark.parametrize("size", [39, 41])
+def test_a_square_of_another_size_is_refused(encoding: str, size: int) -> None:
+    with pytest.raises(BadImageError, match=f"40 x 40 pixels instead of {size} x {size}|buffer is too small"):
+        decode_square(square(encoding), size, out=np.empty((size, size, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "png"])
+@pytest.mark.parametrize("part", [0.01, 0.3, 0.9])
+def test_a_damaged_square_is_refused(encoding: str, part: float) -> None:
+    content = square(encoding)
+    with pytest.raises(BadImageError, match=r"damaged|truncated"):
+        decode_square(content[: int(len(content) * part)], 40)
+
+
+def test_the_decoder_is_named_with_its_version() -> None:
+    assert decoder_of(square("jpeg")).split() == ["simplejpeg", simplejpeg.__version__]
+    assert decoder_of(square("png")).split() == ["pillow", PIL.__version__]
