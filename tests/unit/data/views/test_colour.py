@@ -2,7 +2,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as reference
 
-from trainer.data.views.colour import adjust_colour
+from trainer.data.views.colour import adjust_colour, channel_means
 
 
 def theirs(view, brightness, contrast, saturation):
@@ -53,3 +53,9 @@ def test_colour_does_not_depend_on_the_batch_around_a_view(images):
     whole = adjust_colour(views, factors)
     for row in range(5):
         assert torch.equal(adjust_colour(views[[row]], factors[[row]])[0], whole[row])
+
+
+def test_the_mean_of_a_large_view_is_exact(images):
+    views = images(2, 701, "noise")  # its sum has more digits than float32
+    sums = torch.tensor(views.flatten(2).numpy().sum(2, dtype="int64"))
+    assert torch.equal(channel_means(views).view(2, 3), sums.float() / 701**2)

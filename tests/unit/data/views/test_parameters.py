@@ -69,6 +69,13 @@ def test_boxes_have_uniform_areas_and_log_uniform_aspects_and_lie_anywhere(draw)
         assert stats.kstest(place[free], stats.uniform().cdf).pvalue > 0.01
 
 
+def test_boxes_reach_every_place_of_a_small_image_equally_often(draw):
+    left, top, width, height = draw(4000, ViewSettings(min_scale=0.2), stored=8).box.unbind(1)
+    for first, length in ((left, width), (top, height)):
+        places = first[length == 6]
+        assert stats.chisquare(torch.bincount(places, minlength=3)).pvalue > 0.01
+
+
 def test_boxes_are_distributed_like_torchvisions(draw):
     torch.manual_seed(0)
     theirs = v2.RandomResizedCrop(1, scale=(0.1, 0.7), ratio=(3 / 4, 4 / 3))
