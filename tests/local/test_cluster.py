@@ -11,11 +11,12 @@ from kfp import dsl
 
 from components import task
 from components.launching import Place, Training
-from tests.pipelines.local_runs import SMALL, happened, start
+from tests.pipelines.local_runs import RECORDED, SMALL, happened, start
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
 from tests.stand_ins.object_store import ObjectStore
 from trainer import artifacts
+from trainer.distillation.recording import REPORT
 from trainer.stages import STAGES
 
 POOLS = """
@@ -74,7 +75,7 @@ def train_on_cluster(job, place, run, environment, store, monkeypatch):
     root = f"minio://{store.bucket}/v2/artifacts/{run}"
     for name, kind in STAGES["distill"].inputs.items():
         artifacts.copy(job.inputs[name], f"{root}/{name}", kind)
-    inputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].inputs}
+    inputs = {name: f"{root}/{name}" for name in STAGES["distill"].inputs}
     outputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].outputs}
     task.train(
         Training(
@@ -140,24 +141,29 @@ def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_stu
 
 @pytest.mark.slow
 def test_the_pipeline_on_a_pool_gives_the_student_that_this_machine_gives(cluster, environment, tmp_path):
-    overrides = f"{SMALL} tracking.enabled=false"
+    overrides = f"{SMALL} tracking.enabled=false distill.teacher=recorded reinforce.views=2"
     students = {}
     for name, further in {"here": ["--processes", "2"], "pool": ["--pool", "small", "--nodes", "2"]}.items():
         folder = tmp_path / name
         folder.mkdir()
         ended = start(folder, *further, "--set", overrides, **environment)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert happened(ended.stdout, "done") == {"configure", *STAGES, "finish"}
+        assert happened(ended.stdout, "done") == RECORDED
         summary = json.loads((folder / "runs" / "latest" / "summary.json").read_text())
         students[name] = summary["student"]
-        (model,) = (folder / "runs" / "latest").glob("pipeline/*/distill/student")
-        students[name] |= {"files": artifacts.read(model, "model").files, "latency_ms": None}
+        student, outputs = (
+            next((folder / "runs" / "latest").glob(f"pipeline/*/{place}"))
+            for place in ("distill/student", "reinforce/teacher_outputs")
+        )
+        recorded = artifacts.read(outputs, "teacher_outputs").files
+        students[name] |= {"files": artifacts.read(student, "model").files, "latency_ms": None}
+        students[name] |= {"recorded": {file: record for file, record in recorded.items() if file != REPORT}}
     assert students["pool"] == students["here"]
     jobs = {
         job["metadata"]["labels"]["vit-distillation/stage"]: job["metadata"]["name"]
         for job in cluster.list(PYTORCHJOBS)
     }
-    assert set(jobs) == {"pretrain", "distill"}
+    assert set(jobs) == {"pretrain", "reinforce", "distill"}
     assert all(cluster.conditions(name)["Succeeded"] == "True" for name in jobs.values())
     (template,) = {
         replica["template"]["spec"]["containers"][0]["image"]

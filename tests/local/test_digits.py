@@ -2,11 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.pipelines.local_runs import SMALL
+from trainer import artifacts, config, runs
+from trainer.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -40,10 +45,10 @@ def missing(keys, values, path=""):
             yield from missing(below, values[key], f"{path}{key}.")
 
 
-def run(folder, *arguments):
+def run(folder, *arguments, processes=2):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "TRAINER_"))}
     return subprocess.run(
-        [sys.executable, "-m", "trainer", "run", "digits", "--processes", "2", *arguments],
+        [sys.executable, "-m", "trainer", "run", "digits", "--processes", str(processes), *arguments],
         cwd=folder,
         env=kept | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -78,3 +83,29 @@ def test_the_whole_run_and_the_same_again(tmp_path):
     repeated = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
     assert repeated["student"] == summary["student"]
     assert repeated["mlflow"]["run_id"] == summary["mlflow"]["run_id"]
+
+
+@pytest.mark.slow
+def test_a_run_with_recorded_outputs_keeps_them_for_another_distillation(tmp_path):
+    further = ["tracking.enabled=false", "distill.teacher=recorded", "reinforce.views=2"]
+    settings = [*SMALL.split(), *further]
+    ended = run(tmp_path, "--output", "here", "--set", *settings, processes=1)
+    assert ended.returncode == 0, ended.stderr
+    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    assert list(summary["stages"]) == list(STAGES)
+    assert "reinforce" in summary["reports"]
+    assert re.search(r"^reinforce .* 2 views of 1,\d+ images", ended.stdout, flags=re.MULTILINE)
+    fingerprint = artifacts.read(tmp_path / "here" / "teacher-outputs", "teacher_outputs").fingerprint
+    for name, kind in (("student", "model"), ("registration", "registration")):
+        assert artifacts.manifest(tmp_path / "here" / name, kind).parents["teacher_outputs"] == fingerprint
+
+    def is_kept(stage, overrides):
+        resolved = config.resolve("digits", [*settings, *overrides])
+        places = {keyword: str(tmp_path / "here" / place) for keyword, place in runs._plan(resolved)[stage].items()}
+        return runs._is_complete(STAGES[stage], resolved.for_stage(stage), places)
+
+    assert is_kept("reinforce", ["distill.temperature=3"])
+    assert is_kept("distill", [])
+    assert not is_kept("reinforce", ["distill.views.min_scale=0.7"])
+    assert not is_kept("distill", ["distill.temperature=3"])
+    assert not is_kept("distill", ["distill.teacher=online"])

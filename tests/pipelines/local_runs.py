@@ -8,7 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trainer.stages import STAGES
+
 ROOT = Path(__file__).parent.parent.parent
+ONLINE = {"configure", *STAGES, "skip-reinforce", "finish"} - {"reinforce"}
+"""The tasks of a run in which the teacher runs in every step."""
+RECORDED = {"configure", *STAGES, "finish"}
+"""The tasks of a run that records the teacher's outputs."""
 SMALL = "pretrain.mae.epochs=1 pretrain.finetune.epochs=1 distill.epochs=1 evaluate.latency_runs=10"
 
 
@@ -36,4 +42,4 @@ def start(folder, *arguments, **variables):
 
 def happened(output, what):
     """Which tasks `started`, are `done`, or came `cached`."""
-    return set(re.findall(rf"^\[ *[\d.]+ s\] (\w+): {what}", output, flags=re.MULTILINE))
+    return set(re.findall(rf"^\[ *[\d.]+ s\] ([\w-]+): {what}", output, flags=re.MULTILINE))

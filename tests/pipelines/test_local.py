@@ -15,16 +15,33 @@ import pytest
 from components.launching import Place
 from pipelines import local
 from pipelines.compile import compiled_text
-from tests.pipelines.local_runs import SMALL, command, environment, happened, start
-from trainer import config
+from tests.pipelines.local_runs import ONLINE, RECORDED, SMALL, command, environment, happened, start
+from trainer import artifacts, config
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
 from trainer.stages import STAGES
+
+RECORD = "distill.teacher=recorded reinforce.views=2"
+
+
+def read_summary(directory):
+    return json.loads((directory / "summary.json").read_text())
+
+
+def student_of(directory):
+    """What a run's student says of itself."""
+    (student,) = (directory / "pipeline").glob("*/distill/student")
+    return artifacts.manifest(student, "model")
 
 
 def assert_one_message(ended, pattern):
     assert ended.returncode == EXIT_CODE
     assert re.fullmatch(rf"error: {pattern}\n", ended.stderr), ended.stderr
     assert "Traceback" not in ended.stdout
+
+
+def assert_last_message(ended, pattern):
+    assert ended.returncode == EXIT_CODE
+    assert re.search(rf"^error: {pattern}", ended.stderr, flags=re.MULTILINE), ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -109,8 +126,8 @@ def test_the_code_is_part_of_what_a_result_depends_on(tmp_path):
 
 
 def test_a_skipped_task_is_an_error():
-    some = {"configure": object(), "finish": object()}
-    with pytest.raises(LaunchError, match="without running distill, evaluate, prepare, pretrain, profile, register;"):
+    some = {name: object() for name in ONLINE - {"evaluate", "register"}}
+    with pytest.raises(LaunchError, match="without running evaluate, register;"):
         local._check_all_ran(compiled_text(), some)
 
 
@@ -118,22 +135,30 @@ def test_a_skipped_task_is_an_error():
 def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     first = start(tmp_path, "--set", SMALL)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert happened(first.stdout, "done") == {"configure", *STAGES, "finish"}
+    assert happened(first.stdout, "done") == ONLINE
     assert "KFP Executor" not in first.stdout
-    before = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
-    assert set(before["stages"]) == set(STAGES)
+    before = read_summary(tmp_path / "runs" / "latest")
+    assert set(before["stages"]) == set(STAGES) - {"reinforce"}
     assert not any("cached" in stage for stage in before["stages"].values())
     assert all(Path(path).is_file() for path in before["reports"].values())
 
-    second = start(tmp_path, "--set", f"{SMALL} distill.temperature=3", "--output", "other")
+    second = start(tmp_path, "--set", f"{SMALL} {RECORD}", "--output", "recorded")
     assert second.returncode == 0, second.stdout + second.stderr
     assert happened(second.stdout, "cached") == {"prepare", "pretrain"}
-    assert happened(second.stdout, "done") == {"configure", *STAGES, "finish"} - {"prepare", "pretrain"}
-    after = json.loads((tmp_path / "other" / "summary.json").read_text())
-    assert {name for name, stage in after["stages"].items() if stage.get("cached")} == {"prepare", "pretrain"}
+    assert happened(second.stdout, "done") == RECORDED - {"prepare", "pretrain"}
+    recorded = read_summary(tmp_path / "recorded")
     for name in ("prepare", "pretrain"):
-        assert after["stages"][name]["seconds"] == before["stages"][name]["seconds"]
-    assert after["settings"]["distill"]["temperature"] == 3
+        assert recorded["stages"][name] == before["stages"][name] | {"cached": True}
+    assert list(recorded["stages"]) == list(STAGES)
+    assert recorded["teacher_outputs"]["views"] == 2
+    assert "<html" in Path(recorded["reports"]["reinforce"]).read_text()
+    (outputs,) = (tmp_path / "recorded" / "pipeline").glob("*/reinforce/teacher_outputs")
+    fingerprint = artifacts.read(outputs, "teacher_outputs").fingerprint
+    assert student_of(tmp_path / "recorded").parents["teacher_outputs"] == fingerprint
+
+    third = start(tmp_path, "--set", f"{SMALL} {RECORD} distill.temperature=3 distill.student.args.img_size=64")
+    assert happened(third.stdout, "cached") == {"prepare", "pretrain", "reinforce"}
+    assert_last_message(third, r"distill: the student .* 64 pixels, .*/recorded/.* reinforce\.view_size=64")
 
 
 @pytest.mark.slow
@@ -159,5 +184,4 @@ def test_an_interruption_ends_all_processes_and_keeps_what_was_made(tmp_path):
 
     again = start(tmp_path, "--set", f"{SMALL} pretrain.weights=/nowhere")
     assert happened(again.stdout, "cached") == {"prepare"}
-    assert again.returncode == EXIT_CODE
-    assert re.search(r"^error: pretrain: .*/nowhere", again.stderr, flags=re.MULTILINE)
+    assert_last_message(again, "pretrain: .*/nowhere")
