@@ -280,10 +280,13 @@ def make_loader(
         worker_init_fn=_use_one_thread,
     )
     outcomes = iter(loader)
-    while (outcome := _next(outcomes, workers)) is not None:
-        if isinstance(outcome, TrainerError):
-            raise outcome
-        yield outcome
+    try:
+        while (outcome := _next(outcomes, workers)) is not None:
+            if isinstance(outcome, TrainerError):
+                raise outcome
+            yield outcome
+    finally:
+        del outcomes  # ends the processes now, where an error's traceback would keep them
 
 
 class _Outcomes(TorchDataset[Batch | TrainerError]):

@@ -2,17 +2,24 @@ import os
 import signal
 from itertools import pairwise
 
+import datasets
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from torch.utils.data import get_worker_info
 
+from trainer import artifacts
 from trainer.config import TrainingSettings, ViewSettings
+from trainer.data import dataset as reading
 from trainer.data.batch import Recorded
+from trainer.data.dataset import open_dataset
+from trainer.data.gpu_decoding import decode_jpegs
 from trainer.data.loader import (
     MicroBatches,
     Samples,
     Views,
+    _shrink,
     _with_partners,
     make_loader,
     makes_views_on_device,
@@ -20,6 +27,7 @@ from trainer.data.loader import (
     positions,
 )
 from trainer.data.order import SampleOrder, Taken
+from trainer.data.schema import Description, features
 from trainer.data.views.mixing import mixes
 from trainer.data.views.rendering import make_views
 from trainer.errors import DataError, SettingsError
@@ -267,3 +275,84 @@ def test_processes_share_the_positions_of_a_step_among_them():
     assert starts[0] == 48
     assert {after - before for before, after in pairwise(starts)} == {2}
     assert len(starts) == 12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stored as files
+
+SIZE = 96
+COUNTS = {"train": 12, "val": 0, "test": 0, "unlabeled": 3}
+
+
+def photo(number):
+    """A JPEG file of a smooth picture."""
+    corners = torch.from_numpy(np.random.default_rng(number).integers(0, 256, (1, 3, 5, 5)).astype(np.float32))
+    pixels = torch.nn.functional.interpolate(corners, size=SIZE, mode="bilinear", align_corners=True)
+    return simplejpeg.encode_jpeg(pixels[0].permute(1, 2, 0).byte().contiguous().numpy(), quality=95)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A prepared data set of photos."""
+    path = tmp_path_factory.mktemp("stored") / "dataset"
+    with artifacts.create(path, "dataset", settings={}) as draft:
+        for place, (split, count) in enumerate(COUNTS.items()):
+            numbers = range(100 * place, 100 * place + count)
+            rows = {
+                "image": [{"bytes": photo(number), "path": None} for number in numbers],
+                "label": [0] * count,
+                "key": [f"{number:064x}"[::-1] for number in numbers],
+                "source": [str(number) for number in numbers],
+            }
+            datasets.Dataset.from_dict(rows, features=features()).save_to_disk(str(draft.path / split), num_shards=1)
+        Description(classes=("a",), image_size=SIZE, images=COUNTS).write(draft.path)
+    return open_dataset(path)
+
+
+@pytest.fixture(params=[("train",), ("train", "unlabeled")], ids=["one split", "two splits"])
+def pairs(request, stored, monkeypatch):
+    """The same samples kept decoded, and read from their files."""
+    kept = Samples([stored.split(name) for name in request.param])
+    assert kept.in_memory
+    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", 0)
+    files = Samples([stored.split(name) for name in request.param])
+    assert not files.in_memory
+    return kept, files
+
+
+def views_of(samples, size, **further):
+    numbers = np.arange(len(samples))
+    views = Views(samples, size=size, seed=3, settings=ViewSettings(min_scale=0.3), **further)
+    return views.batch(Taken(numbers, numbers % 5, None))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_files_give_the_same_views_as_what_is_kept_decoded(pairs, on_device):
+    kept, files = (views_of(samples, 64, on_device=on_device) for samples in pairs)
+    assert torch.equal(kept.images, files.images)
+
+
+def test_files_that_are_shrunk_while_decoded_give_nearly_the_same_views(pairs):
+    kept, files = (views_of(samples, 20).images.int() for samples in pairs)
+    difference = (kept - files).abs().float()
+    assert 0 < difference.mean() < 4  # half a pixel off at most, where unrelated views differ by 80
+    assert _shrink([0, 0, 96, 96], 24) == 4
+    assert _shrink([0, 0, 96, 95], 24) == 2
+    assert _shrink([0, 0, 96, 47], 24) == 1
+
+
+def test_files_that_a_gpu_decodes_travel_as_they_are(pairs, monkeypatch):
+    kept, files = pairs
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    batch = views_of(files, 64, on_device=True, decode_on="cuda")
+    assert batch.lengths.sum() == len(batch.images)
+    images = decode_jpegs(batch.images, batch.lengths, torch.device("cpu"))
+    torch.testing.assert_close(images, kept.read(np.arange(len(kept))), rtol=0, atol=1)
+    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", 10**9)
+    assert views_of(kept, 64, on_device=True, decode_on="cuda").lengths is None
+
+
+def test_a_gpu_that_is_not_there_is_said_before_anything_is_loaded(pairs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingsError, match=r"data\.decode_on is cuda, but torch finds no GPU"):
+        views_of(pairs[1], 64, on_device=True, decode_on="cuda")
