@@ -60,23 +60,28 @@ class FrozenTeacher:
         if device.uses_bf16(precision):
             _convert(self._model, self._head)
 
-    @torch.inference_mode()
     def __call__(self, images: Tensor) -> TeacherOutputs:
         """The outputs for uint8 images [B, 3, H, W].
 
         A batch that is larger than a forward pass is dealt out evenly, the last part filled up: all passes have one shape. A linear head
         computes in float32, so that rounding does not blur the logits once more.
         """
+        with torch.inference_mode():
+            logits, features = self._ask(images)
+        # Copied, because autograd refuses to keep a tensor of the inference mode for its backward pass.
+        return TeacherOutputs(logits.clone(), None if features is None else features.clone())
+
+    def _ask(self, images: Tensor) -> TeacherOutputs:
         parts = math.ceil(len(images) / (self._limit or len(images)))
         size = math.ceil(len(images) / parts)
         forward = self._forward(size)
         with self._device.autocast(self._precision):
-            # Copied at once, because the next replay of a CUDA graph writes over the outputs of the last one.
-            outputs = [forward(_filled(part, size)).to(torch.float32, copy=True) for part in images.split(size)]
-        joined = torch.cat(outputs)[: len(images)] if len(outputs) > 1 else outputs[0]
+            # Copied, because the next replay of a CUDA graph writes over the outputs of the last one.
+            answers = [forward(_filled(part, size)).to(torch.float32, copy=True) for part in images.split(size)]
+        answer = torch.cat(answers)[: len(images)]
         if self._head is None:
-            return TeacherOutputs(joined)
-        return TeacherOutputs(self._head(joined), joined if self._features else None)
+            return TeacherOutputs(answer)
+        return TeacherOutputs(self._head(answer), answer if self._features else None)
 
     @torch.inference_mode()
     def _linear_head(self) -> nn.Linear | None:

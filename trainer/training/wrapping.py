@@ -22,11 +22,11 @@ WARM_STEPS = 3
 
 
 class Graphs:
-    """A backend of torch.compile that is torch's own, and counts the graphs that it compiles."""
+    """A backend of torch.compile that counts the graphs that another one compiles."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "inductor") -> None:
         self.count = 0
-        self._compile = torch._dynamo.lookup_backend("inductor")
+        self._compile = torch._dynamo.lookup_backend(backend)
         self._seen = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -62,9 +62,16 @@ def wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> 
         whole: Any = torch.compile(model, backend=graphs)
         return whole, graphs
     else:
-        for block in list(repeated_blocks(model)) or [model]:
-            block.compile(backend=graphs)
+        compile_blocks(model, graphs)
     return (_share(model, settings) if processes.world_size > 1 else model), graphs
+
+
+def compile_blocks(model: nn.Module, graphs: Graphs) -> None:
+    """Compile the repeated blocks of a model, in place; all of it in one where nothing repeats."""
+    blocks = list(repeated_blocks(model)) or [model]
+    for block in blocks:
+        # Blocks share graphs where they are alike; with stochastic depth each rate needs its own, and torch would give up after 8.
+        block.compile(backend=graphs, recompile_limit=2 * len(blocks))
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
