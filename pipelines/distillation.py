@@ -1,7 +1,10 @@
-"""The pipeline: configure -> prepare -> pretrain -> distill -> profile -> evaluate -> register, and finish in any case.
+"""The pipeline: configure -> prepare -> pretrain -> [reinforce] -> distill -> profile -> evaluate -> register, and finish in any case.
 
 One definition for a cluster and for one machine. A task's name is the stage's name; the tasks hand artifacts to one another, and
 each gets its own section of the settings only, so that a changed distillation setting leaves the cached teacher valid.
+
+reinforce runs only with `distill.teacher=recorded`. What reads its output gets a URI, not an artifact: KFP chooses between parameters of
+two branches, but not between artifacts (`kfp.local` raises, and so did backends up to 2.16). The lineage stands in our manifests.
 """
 
 from kfp import dsl
@@ -78,6 +81,7 @@ def distillation(
             dataset=prepared,
         )
         pretrained = on_cluster(pretraining, SMALL, retries=RETRIES).outputs
+        # A condition on a named output needs its Else here: without one, `kfp.local` can not resolve it and skips the branch.
         with dsl.If(settings.outputs["distill_teacher"] == "recorded", name="recorded"):
             reinforcing = reinforce(
                 settings=settings.outputs["reinforce"],

@@ -93,7 +93,7 @@ def _main_figures(summary: Mapping[str, Any]) -> dict[str, str]:
 
 def _recorded(outputs: Mapping[str, Any]) -> str:
     return (
-        f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {outputs['top_k']} logits each hold "
+        f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {outputs['top_k']} logits a view hold "
         f"{outputs['mass']['t1']['mean']:.2%} of the probability"
     )
 

@@ -114,7 +114,7 @@ def test_recorded_outputs_have_their_keys_and_their_line_and_no_others_do():
     assert list(content["stages"]) == list(seconds)
     (line,) = (line for line in summary.table(content).splitlines() if line.startswith("reinforce"))
     assert "12.5" in line
-    assert "30 views of 1,437 images in 2.0 MiB, 10 logits each hold 99.88% of the probability" in line
+    assert "30 views of 1,437 images in 2.0 MiB, 10 logits a view hold 99.88% of the probability" in line
     assert "reinforce" not in summary.table(built())
     assert "teacher_outputs" not in built()
 
