@@ -4,7 +4,7 @@ One definition for a cluster and for one machine. A task's name is the stage's n
 each gets its own section of the settings only, so that a changed distillation setting leaves the cached teacher valid.
 
 reinforce runs only with `distill.teacher=recorded`. What reads its output gets a URI, not an artifact: KFP chooses between parameters of
-two branches, but not between artifacts (`kfp.local` raises, and so did backends up to 2.16). The lineage stands in our manifests.
+two branches, but not between artifacts (`kfp.local` raises, and so did the backend of 2.16). The lineage stands in our manifests.
 """
 
 from kfp import dsl
