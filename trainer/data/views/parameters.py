@@ -118,4 +118,6 @@ def _erased(drawn: Numbers, share: float) -> Numbers:
     smallest, largest = ERASED_AREA
     sides = _sides(smallest + (largest - smallest) * drawn[_ERASED_AREA], drawn[_ERASED_ASPECT], ERASED_ASPECT)
     corner = drawn[[_ERASED_LEFT, _ERASED_TOP]].T * (1 - sides)
-    return np.concatenate([corner, corner + sides], axis=1) * (drawn[_ERASED] < share)[:, None]
+    rectangles: Numbers = np.concatenate([corner, corner + sides], axis=1)
+    rectangles[drawn[_ERASED] >= share] = 0
+    return rectangles
