@@ -2,7 +2,8 @@
 
 A view is a function of (seed, sample key, view number, settings, stored size, view size); so it does not depend on workers, processes,
 the batch size or a resume. The loader makes it image by image, or a device makes a batch of them: crop (`geometry`), colour, RandAugment's
-operations, erasing. They agree to the bit on the CPU, and within one level between a CPU and another device.
+operations, erasing. On the CPU both ways give the same bits, but for crops that shrink an axis to less than a quarter: one level. A
+GPU rounds colours and RandAugment's bilinear warp differently by up to a level, which a later operation may enlarge.
 
 Shapes: B images, S x S stored pixels, V x V pixels of a view.
 """
