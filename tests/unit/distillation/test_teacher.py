@@ -1,0 +1,126 @@
+"""The frozen teacher says what its model says."""
+
+import copy
+
+import pytest
+import torch
+from timm.models.volo import VOLO
+from torch import nn
+
+from trainer import models
+from trainer.config import ModelSettings
+from trainer.distillation import teacher as module
+from trainer.distillation.teacher import FrozenTeacher
+from trainer.training.devices import choose_device
+
+TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 3, "num_heads": 3}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    return choose_device()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model whose logits are some units apart."""
+    torch.manual_seed(0)
+    model = models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=TINY), [str(n) for n in range(12)])
+    nn.init.normal_(model.network.head.weight, std=0.3)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randint(0, 256, (10, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def expected(model, images):
+    """Logits and pooled features in float32."""
+    with torch.inference_mode():
+        return model.forward_with_features(images)
+
+
+def freeze(model, device, **changes):
+    return FrozenTeacher(copy.deepcopy(model), device, **{"precision": "fp32", "features": True} | changes)
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 3, 5, 10, 64])
+def test_outputs_are_those_of_the_model_whatever_the_parts(model, device, images, expected, batch_size):
+    outputs = freeze(model, device, batch_size=batch_size)(images)
+    torch.testing.assert_close(outputs.logits, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outputs.features, expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "shapes"), [(0, [5, 5]), (3, [3, 3, 3, 3]), (4, [4, 4, 4]), (10, [10]), (64, [10])]
+)
+def test_all_passes_have_one_shape(model, device, images, monkeypatch, batch_size, shapes):
+    seen = []
+    pooled = FrozenTeacher._pooled
+    monkeypatch.setattr(FrozenTeacher, "_pooled", lambda self, part: (seen.append(len(part)), pooled(self, part))[1])
+    frozen = freeze(model, device, batch_size=batch_size)
+    seen.clear()  # it looked at one image to see how the network ends
+    frozen(images)
+    assert seen == shapes
+    assert module.CPU_BATCH == 8
+
+
+def test_without_features_there_are_none(model, device, images):
+    assert freeze(model, device, features=False)(images).features is None
+
+
+def test_bf16_stays_within_its_rounding(model, device, images, expected):
+    """Nearer to float32 than autocast is, whose head rounds too; and as near as autocast in the features."""
+    outputs = freeze(model, device, precision="bf16")(images)
+    assert outputs.logits.dtype == outputs.features.dtype == torch.float32
+    with torch.inference_mode(), device.autocast("bf16"):
+        rounded = [part.float() for part in model.forward_with_features(images)]
+
+    def error(ours, theirs):
+        return float((ours - theirs).square().mean().sqrt())
+
+    spread = float(expected[0].std())
+    assert 0 < error(outputs.logits, expected[0]) < 0.01 * spread
+    assert error(outputs.logits, expected[0]) < error(rounded[0], expected[0])
+    assert error(outputs.features, expected[1]) < 1.2 * error(rounded[1], expected[1])
+    assert torch.equal(outputs.logits.argmax(1), expected[0].argmax(1))
+
+
+def test_in_bf16_all_weights_but_the_heads_are_bf16(model, device):
+    frozen = freeze(model, device, precision="bf16")._model
+    kinds = {name: weight.dtype for name, weight in frozen.named_parameters()}
+    assert kinds["network.patch_embed.proj.weight"] == kinds["network.blocks.0.attn.qkv.weight"] == torch.bfloat16
+    assert kinds["network.head.weight"] == kinds["network.norm.weight"] == kinds["network.pos_embed"] == torch.float32
+    assert not any(weight.requires_grad for weight in frozen.parameters())
+
+
+def test_autograd_may_keep_what_it_says(model, device, images):
+    outputs = freeze(model, device)(images)
+    student = torch.ones_like(outputs.logits, requires_grad=True)
+    (student * outputs.logits).sum().backward()
+    assert torch.equal(student.grad, outputs.logits)
+    assert not outputs.logits.is_inference()
+
+
+def test_a_network_that_ends_in_another_way_speaks_for_itself(device):
+    """VOLO adds a second head's logits, so its head and its pooled features do not make them."""
+    torch.manual_seed(0)
+    network = VOLO((1, 1, 1, 1), img_size=32, num_classes=2, embed_dims=(16, 32, 32, 32), num_heads=(2, 2, 2, 2))
+    card = models.ModelCard(
+        architecture="volo_d1_224", args={}, labels=("a", "b"), image_size=32, mean=(0.5,) * 3, std=(0.5,) * 3
+    )
+    model = models.Classifier(network, card).eval()
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    with torch.inference_mode():
+        expected = model(images)
+    outputs = FrozenTeacher(model, device, precision="fp32")(images)
+    torch.testing.assert_close(outputs.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_bits_again(model, device, images):
+    first, again = freeze(model, device)(images), freeze(model, device)(images)
+    assert torch.equal(first.logits, again.logits)
+    assert torch.equal(first.features, again.features)

@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+from trainer.errors import TrainingError
+from trainer.training.devices import choose_device
+from trainer.training.processes import Processes
+from trainer.training.reporting import Report
+
+
+class Sink:
+    """Stands for the evidence, MLflow and the terminal: keeps what it gets."""
+
+    def __init__(self):
+        self.metrics_seen, self.shown, self.said = [], [], []
+
+    def metrics(self, step, values):
+        self.metrics_seen.append((step, dict(values)))
+
+    def show(self, step, values):
+        self.shown.append(step)
+
+    def say(self, text):
+        self.said.append(text)
+
+
+@pytest.fixture
+def sink():
+    return Sink()
+
+
+@pytest.fixture
+def make(monkeypatch, sink):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    alone = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
+
+    def report(log_every=4):
+        return Report(
+            "distill", alone, sink, Sink(), sink, log_every=log_every,
+            learning_rate=lambda step: step / 100, samples=lambda step, rank: [f"{step}:{rank}:{n}" for n in range(10)],
+        )  # fmt: skip
+
+    return report
+
+
+def losses(value):
+    return {"loss": torch.tensor(float(value)), "label": torch.tensor(2.0 * value, dtype=torch.bfloat16)}
+
+
+def test_each_interval_gives_one_point_of_means_at_its_last_step(make, sink):
+    report = make()
+    for step in range(10):
+        report.add(step, losses(step))
+    assert sink.shown == [3, 7]
+    report.flush()
+    report.flush()
+    assert sink.metrics_seen == [
+        (3, {"loss": 1.5, "label": 3.0, "learning_rate": 0.03}),
+        (7, {"loss": 5.5, "label": 11.0, "learning_rate": 0.07}),
+        (9, {"loss": 8.5, "label": 17.0, "learning_rate": 0.09}),
+    ]
+
+
+def test_after_a_flush_the_next_interval_holds_the_steps_since(make, sink):
+    report = make()
+    for step in range(2):
+        report.add(step, losses(step))
+    report.flush()
+    for step in range(2, 4):
+        report.add(step, losses(step))
+    assert [(step, values["loss"]) for step, values in sink.metrics_seen] == [(1, 0.5), (3, 2.5)]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_first_step_that_is_not_finite_is_named_with_its_samples(make, sink, bad):
+    report = make(log_every=8)
+    message = r"distill: the loss is not finite at step 3 \(process 0; samples 2:0:0, .*2:0:7 and 2 more\); lower distill base"
+    for step in range(7):
+        report.add(step, losses(bad if step in {2, 5} else 1.0))
+    with pytest.raises(TrainingError, match=message):
+        report.add(7, losses(1.0))
+    assert sink.shown == []
+
+
+def test_a_flush_before_a_checkpoint_checks_too(make):
+    report = make(log_every=100)
+    report.add(0, losses(float("nan")))
+    with pytest.raises(TrainingError, match="step 1 "):
+        report.flush()
+
+
+def test_validation_is_said(make, sink):
+    make().metrics(4, {"val_top1": 0.5})
+    assert sink.said == ["distill  step 5  validation top-1 50.00%"]
+    assert sink.metrics_seen == [(4, {"val_top1": 0.5})]
