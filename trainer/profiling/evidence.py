@@ -58,7 +58,7 @@ class Recorder:
         self, settings: EvidenceSettings, *, name: str, device: torch.device, rank: int, world_size: int
     ) -> None:
         self._settings = settings
-        self._name = name
+        self.name = name
         self._device = device
         self._rank = rank
         self._world_size = world_size
@@ -123,7 +123,7 @@ class Recorder:
         """
         if self._monitor is None:
             raise RuntimeError("nothing was recorded; use `with recorder:` first")
-        path = Path(directory) / self._name
+        path = Path(directory) / self.name
         with writing_to(path):
             path.mkdir(parents=True, exist_ok=True)
             prefix = path / f"rank{self._rank}"
@@ -168,7 +168,7 @@ class Recorder:
         first = timeline.first_step_ended_ns
         return RankRecord(
             schema_version=SCHEMA_VERSION,
-            name=self._name,
+            name=self.name,
             rank=self._rank,
             world_size=self._world_size,
             device=_device_name(self._device),

@@ -52,7 +52,8 @@ class Loading:
             workers = self._choose()
         self._recorder.workers = workers
         if self._processes.is_first:
-            logger.info("loader processes beside each training process: %d (%s)", workers, self._reason)
+            name = self._recorder.name
+            logger.info("%s  loader processes beside each training process: %d (%s)", name, workers, self._reason)
         yield from make_loader(self._batches, self._starts, workers=workers, pin_memory=device.pins_memory)
 
     @property

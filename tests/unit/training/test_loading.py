@@ -1,0 +1,77 @@
+import logging
+import time
+
+import pytest
+import torch
+
+from trainer.config import EvidenceSettings
+from trainer.profiling.evidence import Recorder
+from trainer.training.devices import Device, choose_device
+from trainer.training.loading import TIMED_STEPS, WARM_STEPS, Loading
+from trainer.training.processes import Processes
+
+STEPS = WARM_STEPS + TIMED_STEPS + 4
+GPU = Device(kind="cuda", torch_device=torch.device("cpu"), backend="gloo", has_bf16=False, compiles=False)
+"""What only differs from a CPU in who could load meanwhile."""
+
+
+class Batches:
+    """Micro-batches that take a while to make."""
+
+    count = 1
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.made = seconds, 0
+
+    def __getitem__(self, position):
+        self.made += 1
+        time.sleep(self.seconds)
+        return torch.tensor(position)
+
+
+@pytest.fixture
+def recorder():
+    settings = EvidenceSettings(operators_steps=0)
+    return Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1)
+
+
+def train(loading, timeline, seconds_a_step=0.0):
+    """Steps as the loop makes them; gives what was loaded."""
+    stream, loaded = iter(loading), []
+    for step in range(STEPS):
+        with timeline.step(step):
+            with timeline.range("data"):
+                loaded.append(int(next(stream)))
+            with timeline.range("forward"):
+                time.sleep(seconds_a_step)
+    assert next(stream, None) is None
+    return loaded
+
+
+def run(recorder, workers, device, batches, **timing):
+    processes = Processes(rank=0, world_size=1, local_rank=0, device=device)
+    starts = iter(range(0, 10 * STEPS, 10))
+    with recorder:
+        loading = Loading(batches, starts, accumulation=1, workers=workers, processes=processes, recorder=recorder)
+        return train(loading, recorder.timeline, **timing)
+
+
+@pytest.mark.parametrize("workers", [0, 1, "auto"])
+def test_the_order_does_not_depend_on_who_loads(recorder, workers, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    assert run(recorder, workers, choose_device(), Batches()) == list(range(0, 10 * STEPS, 10))
+    chosen, reason = {0: (0, "as workers says"), 1: (1, "as workers says"), "auto": (0, "the CPU trains")}[workers]
+    assert recorder.workers == chosen
+    assert caplog.messages == [f"distill  loader processes beside each training process: {chosen} ({reason})"]
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+@pytest.mark.parametrize(("loading", "step", "beside"), [(0.03, 0.02, True), (0.0, 0.02, False)])
+def test_beside_a_gpu_the_number_is_measured(recorder, monkeypatch, caplog, loading, step, beside):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("trainer.training.loading.usable_cores", lambda: 3)
+    batches = Batches(loading)
+    assert run(recorder, "auto", GPU, batches, seconds_a_step=step) == list(range(0, 10 * STEPS, 10))
+    assert recorder.workers == (2 if beside else 0)
+    assert caplog.messages[0].endswith(f"{recorder.workers} (measured)")
