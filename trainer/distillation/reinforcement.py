@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,12 +28,12 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from trainer import artifacts, storage
-from trainer.data.batch import Batch, Mixing
-from trainer.data.gpu_decoding import decode_jpegs
+from trainer.config import Workers
+from trainer.data.batch import Batch
 from trainer.data.loader import Views, make_loader
 from trainer.data.order import Indices, Taken, partners
-from trainer.data.views.mixing import mix, mixes
-from trainer.data.views.rendering import make_views
+from trainer.data.views.mixing import mixes
+from trainer.data.workers import choose_workers, usable_cores
 from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
 from trainer.distillation.outputs import TeacherOutputs
@@ -40,6 +41,8 @@ from trainer.distillation.recording import Description, Records
 from trainer.distillation.shards import Shelf, Unit
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
+from trainer.profiling.timeline import HostClock, Timeline
+from trainer.training.feeding import Feed
 from trainer.training.processes import Processes
 from trainer.training.progress import Progress
 
@@ -91,19 +94,6 @@ class UnitBatches(TorchDataset[Batch]):
         if self._partners is None or self._partners[0] != unit.view:
             self._partners = unit.view, partners(len(self._views.samples), self._views.seed, unit.view)
         return self._partners[1][indices]
-
-
-def images_on(device: torch.device, batch: Batch, views: Views) -> Tensor:
-    """The images that the teacher sees, on its device: uint8 [B, 3, V, V]."""
-    images = batch.images
-    images = (
-        images.to(device, non_blocking=True) if batch.lengths is None else decode_jpegs(images, batch.lengths, device)
-    )
-    if batch.views is not None:
-        images = make_views(images, batch.views, views.size, views.settings)
-    if batch.mixing is not None:
-        images = mix(images, Mixing(*(part.to(device, non_blocking=True) for part in batch.mixing)))
-    return images
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,7 +204,7 @@ class Reinforcement:
     processes: Processes
     batch_size: int
     """Largest number of samples in a batch."""
-    workers: int
+    workers: Workers
     """Loader processes beside this process."""
 
     @property
@@ -282,18 +272,40 @@ class Reinforcement:
 
     def _stream(self, units: Sequence[Unit], batch: int, progress: Progress) -> Iterator[Records]:
         """The records of all batches of these units."""
+        parts, batches = list(parts_of(units, batch)), UnitBatches(self.views, batch)
         loader = make_loader(
-            UnitBatches(self.views, batch),
-            parts_of(units, batch),
-            workers=self.workers,
-            pin_memory=self.processes.device.pins_memory,
+            batches, parts, workers=self._loaders(batches, parts), pin_memory=self.processes.device.pins_memory
         )
-        device = self.processes.device.torch_device
-        images = (images_on(device, one, self.views) for one in loader)
-        records = record_batches(images, self.teacher, self.description)
-        for step, part in enumerate(parts_of(units, batch)):
-            yield next(records)
+        records = record_batches(self._images(loader, len(parts)), self.teacher, self.description)
+        for step, (part, found) in enumerate(zip(parts, records, strict=True)):
             progress.show(step, {"view": part.unit.view})
+            yield found
+
+    def _images(self, batches: Iterator[Batch], count: int) -> Iterator[Tensor]:
+        """The images of `count` batches on the device; the next ones are sent when the teacher has been asked about those before."""
+        timeline = Timeline(HostClock())
+        timeline.start()
+        feed = Feed(batches, self.views, self.processes.device)
+        for _ in range(count):
+            yield feed.take(timeline).images
+            feed.send(timeline)
+
+    def _loaders(self, batches: UnitBatches, parts: Sequence[Part]) -> int:
+        """Loader processes: as set; or where a GPU works, as many as keep up with the teacher, measured on the first batch."""
+        if self.workers != "auto":
+            return self.workers
+        if self.processes.device.kind == "cpu" or not parts:  # a core that loads is one that does not compute
+            return 0
+        images = next(self._images(iter([batches[parts[0]]]), 1))
+        teacher = _seconds(lambda: self.teacher(images).logits.cpu())  # noqa: PLW0108  # the teacher's work is what is timed
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as a loader process has
+        loading = _seconds(lambda: batches[parts[0]])
+        torch.set_num_threads(threads)
+        chosen = choose_workers(loading, teacher, cores=usable_cores(), processes=self.processes.local_world_size)
+        if self.processes.is_first:
+            logger.info("reinforce  loader processes beside each process: %d (measured)", chosen)
+        return chosen
 
     def _collect(self, unit: Unit, stream: Iterator[Records]) -> Records:
         """The records of a unit, whose batches come next, [count]."""
@@ -347,3 +359,13 @@ class Reinforcement:
                 f"reinforce: {error}; run it again, it goes on from what is there. Where there are several machines, TRAINER_CHECKPOINTS "
                 "has to name a place that all of them reach, such as s3://BUCKET/NAME"
             ) from error
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Median time of some work that ends on the host; it is done twice before, because a device may compile it first."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])

@@ -62,7 +62,7 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
             shelf=Shelf(checkpoint_root(teacher_outputs), plan_of(description, parents), description.record),
             processes=processes,
             batch_size=settings.batch_size,
-            workers=2 if settings.workers == "auto" else settings.workers or 0,
+            workers="auto" if settings.workers is None else settings.workers,
         )
         with shared_artifact(processes, teacher_outputs, "teacher_outputs", settings=values, parents=parents) as draft:
             work = job.record()

@@ -110,6 +110,20 @@ def test_loader_processes_and_a_second_run_change_nothing(trained_digits, output
     assert (again / "keys.bin").read_bytes() == (outputs / "keys.bin").read_bytes()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gpu_records_what_a_cpu_does(trained_digits, outputs, tmp_path, monkeypatch, precision):
+    monkeypatch.setenv("TRAINER_DEVICE", "cuda")
+    path = record(
+        trained_digits, tmp_path / "outputs", features=True, workers="auto", precision=precision, compile="off"
+    )
+    indices, numbers = np.arange(1000), np.arange(1000) % 3
+    on_gpu, on_cpu = (open_recording(place).read(indices, numbers) for place in (path, outputs))
+    tolerance = 0.02 if precision == "fp32" else 0.2  # views made on a GPU differ by a level here and there
+    assert torch.allclose(on_gpu.logits, on_cpu.logits, atol=tolerance, rtol=tolerance)
+    assert (on_gpu.indices[:, 0] == on_cpu.indices[:, 0]).float().mean() > 0.97
+
+
 def test_more_entries_than_classes_are_all_classes(trained_digits, tmp_path):
     path = record(trained_digits, tmp_path / "outputs", views=1, top_k=100)
     read = open_recording(path).read(np.arange(5), np.zeros(5, dtype=np.int64))
