@@ -12,7 +12,10 @@ WAYS = {
     "two processes, two micro-batches": (2, {"accumulation": 2}),
     "loader processes": (1, {"workers": 2}),
     "compiled": (1, {"compile": "on"}),
+    "two processes, gradients sent in bf16": (2, {"gradient_compression": "bf16"}),
 }
+ROUNDED = {"two processes, gradients sent in bf16": {"rtol": 5e-3, "atol": 2e-2}}
+"""Where numbers are rounded on purpose; elsewhere only the order of sums differs."""
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +33,10 @@ def test_losses_and_weights_are_those_of_one_process(distillation, reference, wa
         pytest.skip("torch.compile needs a C++ compiler on a CPU, and this machine has no g++")
     other = distillation("other", **settings).run(processes)
     assert len(reference.losses()) == 10
-    assert torch.allclose(other.losses(), reference.losses(), rtol=1e-4)
+    tolerance = ROUNDED.get(way, {"rtol": 1e-4, "atol": 2e-4})
+    assert torch.allclose(other.losses(), reference.losses(), rtol=tolerance["rtol"])
     for name, value in reference.weights().items():
-        assert torch.allclose(other.weights()[name], value, atol=2e-4), name
+        assert torch.allclose(other.weights()[name], value, atol=tolerance["atol"]), name
 
 
 @pytest.mark.slow

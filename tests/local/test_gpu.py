@@ -1,17 +1,40 @@
 """The same trainings on a GPU."""
 
+import logging
+from dataclasses import replace
+
 import pytest
 import torch
 
-from trainer.config import DEVICE_VARIABLE
-from trainer.profiling.evidence import read_evidence
+from trainer import config, models
+from trainer.config import DEVICE_VARIABLE, EvidenceSettings
+from trainer.data.dataset import open_dataset
+from trainer.data.loader import Samples
+from trainer.distillation.objective import DistillObjective
+from trainer.distillation.teacher import GRAPH_BATCH, FrozenTeacher
+from trainer.profiling.evidence import Recorder, read_evidence
+from trainer.tracking import stage_run
+from trainer.training.checkpoints import Checkpoints
+from trainer.training.devices import choose_device
+from trainer.training.loop import Training, train
+from trainer.training.processes import Processes
 
 pytestmark = pytest.mark.gpu
+
+WARM_STEPS = 5
+"""Steps that compile, or fill caches of memory."""
 
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
+
+
+@pytest.fixture
+def strict():
+    """Turns the error for whatever makes the host wait for the GPU on and off."""
+    yield torch.cuda.set_sync_debug_mode
+    torch.cuda.set_sync_debug_mode("default")
 
 
 def test_losses_are_those_of_the_cpu(distillation, monkeypatch):
@@ -34,3 +57,80 @@ def test_phases_are_timed_on_the_device(distillation):
     steps = recorded.ranks[0].steps
     assert {"teacher_forward", "forward", "backward", "optimizer"} <= set(recorded.ranks[0].ranges)
     assert all(seconds > 0 for seconds in steps["seconds"])
+
+
+class Strict:
+    """An objective after whose first steps nothing may make the host wait for the GPU."""
+
+    def __init__(self, objective, mode):
+        self.model, self._objective, self._mode, self.steps = objective.model, objective, mode, 0
+
+    def __call__(self, model, batch, timeline):
+        self.steps += 1
+        if self.steps == WARM_STEPS:
+            self._mode("error")
+        return self._objective(model, batch, timeline)
+
+
+@pytest.mark.parametrize("views_on", ["device", "cpu"])
+@pytest.mark.parametrize("compiled", ["on", "off"])
+def test_a_step_makes_the_host_wait_for_nothing(digits, teacher, tmp_path, strict, caplog, compiled, views_on):
+    caplog.set_level(logging.WARNING)
+    from tests.local.conftest import QUICK
+
+    views = {
+        "min_scale": 0.5,
+        "color_jitter": 0.3,
+        "randaugment_operations": 2,
+        "erasing": 0.5,
+        "mixup": 0.8,
+        "cutmix": 1.0,
+    }
+    changes = {"epochs": 4, "compile": compiled, "ema_decay": 0.9, "log_every": 7, "views": views}
+    settings = config.validate(config.DistillSettings, QUICK | changes)
+    data, frozen = open_dataset(digits), models.load(teacher)
+    device = choose_device()
+    processes = Processes(rank=0, world_size=1, local_rank=0, device=device)
+    student = models.create(settings.student, data.classes)
+    asked = FrozenTeacher(frozen, device, precision=settings.precision, compile=settings.compile)
+    objective = Strict(DistillObjective(student, asked, settings), strict)
+    training = Training(
+        name="distill",
+        objective=objective,
+        samples=Samples([data.split("train")]),
+        view_size=16,
+        settings=settings,
+        seed=0,
+        workers=1,
+        processes=processes,
+        checkpoints=Checkpoints(tmp_path, "distill", settings={}, parents={}),
+        views_on=views_on,
+    )
+    recorder = Recorder(
+        EvidenceSettings(operators_steps=0), name="distill", device=device.torch_device, rank=0, world_size=1
+    )
+
+    def after_the_last_step(_model):
+        strict("default")
+        return {}
+
+    with stage_run("distill", {}, active=False) as tracker:
+        train(replace(training, validate=after_the_last_step), recorder, tracker)
+    assert objective.steps == training.total_steps > 3 * WARM_STEPS
+    assert not [message for message in caplog.messages if "compiled" in message]
+
+
+@pytest.mark.parametrize("count", [GRAPH_BATCH // 2, 2 * GRAPH_BATCH])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_compiled_teacher_says_the_same_each_time(teacher, count, precision):
+    """Small batches are replayed as a CUDA graph, which writes over its outputs: those given before must not change."""
+    device = choose_device()
+    images = [torch.randint(0, 256, (count, 3, 16, 16), dtype=torch.uint8, device="cuda") for _ in range(4)]
+    plain, compiled = (
+        FrozenTeacher(models.load(teacher), device, precision=precision, batch_size=GRAPH_BATCH // 4 * 3, compile=way)
+        for way in ("off", "on")
+    )
+    expected = [plain(batch).logits for batch in images]
+    for _ in range(3):
+        for got, wanted in zip([compiled(batch).logits for batch in images], expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
