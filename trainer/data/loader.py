@@ -26,7 +26,7 @@ from trainer.data.views.geometry import crop_sample
 from trainer.data.views.mixing import draw_mixing
 from trainer.data.views.parameters import ViewParameters, draw_views
 from trainer.data.views.rendering import finish_views
-from trainer.errors import DataError, SettingsError, TrainerError
+from trainer.errors import DataError, SettingsError, TrainerError, TrainingError
 
 PREFETCHED = 2
 """Micro-batches that each loader process makes ahead."""
@@ -268,7 +268,7 @@ def make_loader(
 
     Raises:
         TrainerError: as it was raised in a loader process, when its batch's turn comes.
-        DataError: a loader process was killed.
+        TrainingError: a loader process was killed.
     """
     loader: DataLoader[Batch | TrainerError] = DataLoader(
         _Outcomes(batches),
@@ -308,7 +308,7 @@ def _next(outcomes: Iterator[Batch | TrainerError], workers: int) -> Batch | Tra
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
-        raise DataError(
+        raise TrainingError(
             f"one of {workers} loader processes died ({str(error).splitlines()[0]}), probably for lack of memory, or of shared memory "
             "(/dev/shm), where they put their batches; lower data.workers or batch_size, or give the machine more"
         ) from error

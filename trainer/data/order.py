@@ -46,9 +46,13 @@ def pairing(count: int, seed: int, number: int) -> Indices:
 
 def partners(count: int, seed: int, number: int) -> Indices:
     """The partner of each sample in view `number`, [count]."""
-    paired = pairing(count, seed, number)
+    return _beside(pairing(count, seed, number))
+
+
+def _beside(paired: Indices) -> Indices:
+    """The partner of each sample, from the samples in pairs."""
     result = np.empty_like(paired)
-    result[paired] = paired[np.minimum(np.arange(count) ^ 1, count - 1)]
+    result[paired] = paired[np.minimum(np.arange(len(paired)) ^ 1, len(paired) - 1)]
     return result
 
 
@@ -103,7 +107,7 @@ class SampleOrder:
         paired = pairing(self.count, self._view_seed, number)
         slots = self._shuffled((self.count + 1) // 2, epoch)
         places = (2 * slots[:, None] + np.arange(2)).ravel()
-        return paired[places[places < self.count]], partners(self.count, self._view_seed, number)
+        return paired[places[places < self.count]], _beside(paired)
 
     def _shuffled(self, count: int, epoch: int) -> Indices:
         bits = random_bits(_ORDER, self._seed, epoch, np.arange(count, dtype=np.uint64))

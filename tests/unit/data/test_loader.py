@@ -30,7 +30,7 @@ from trainer.data.order import SampleOrder, Taken
 from trainer.data.schema import Description, features
 from trainer.data.views.mixing import mixes
 from trainer.data.views.rendering import make_views
-from trainer.errors import DataError, SettingsError
+from trainer.errors import DataError, SettingsError, TrainingError
 
 
 class Images:
