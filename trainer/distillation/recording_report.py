@@ -20,7 +20,7 @@ _COLORS = ("#2563eb", "#ea580c")
 def figures(description: Description, held: Coverage, work: Work) -> dict[str, Any]:
     """The main numbers, as `summary.json` shows them; the speed only where this job recorded anything."""
     size = description.record.itemsize
-    speed = {"images_per_second": work.views / work.seconds} if work.views else {}
+    speed = {"views_per_second": work.views / work.seconds} if work.views else {}
     return {
         "teacher": description.teacher,
         "samples": description.samples,

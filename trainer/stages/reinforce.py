@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer import artifacts, models, tracking
 from trainer.config import ReinforceSettings, ViewSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples, Views, makes_views_on_device
 from trainer.distillation import recording, recording_report, shards
+from trainer.distillation.coverage import Coverage
 from trainer.distillation.recording import Description
-from trainer.distillation.reinforcement import Reinforcement, plan_of
+from trainer.distillation.reinforcement import Reinforcement, Work, plan_of
 from trainer.distillation.shards import Shelf
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.models import Classifier
 from trainer.training.checkpoints import checkpoint_root
 from trainer.training.devices import Device
 from trainer.training.outputs import shared_artifact
-from trainer.training.processes import join_processes
+from trainer.training.processes import Processes, join_processes
 
 
 def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path, teacher_outputs: str | Path) -> None:
@@ -36,47 +39,56 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
     data, model = open_dataset(dataset), models.load(teacher)
     models.check_labels(model, data.classes, f"teacher {teacher}")
     parents = {"dataset": data.fingerprint, "teacher": artifacts.manifest(teacher, "model").fingerprint}
-    samples, values = Samples([data.split("train")]), settings.model_dump(mode="json")
+    values = settings.model_dump(mode="json")
     with (
         join_processes() as processes,
         tracking.stage_run("reinforce", values, active=processes.is_first) as tracker,
     ):
-        description = _describe(settings, data, dataset, model, len(samples), processes.device)
-        job = Reinforcement(
-            views=Views(
-                samples,
-                size=description.view_size,
-                seed=description.seed,
-                settings=_augmentation(settings),
-                on_device=makes_views_on_device(settings.views_on or "auto", processes.device.kind),
-                decode_on=settings.decode_on or "cpu",
-            ),
-            teacher=FrozenTeacher(
-                model,
-                processes.device,
-                precision=settings.precision,
-                features=settings.features,
-                compile=settings.compile,
-            ),
-            description=description,
-            shelf=Shelf(checkpoint_root(teacher_outputs), plan_of(description, parents), description.record),
-            processes=processes,
-            batch_size=settings.batch_size,
-            workers="auto" if settings.workers is None else settings.workers,
-        )
+        job = _prepare(settings, data, dataset, model, processes, parents, checkpoint_root(teacher_outputs))
         with shared_artifact(processes, teacher_outputs, "teacher_outputs", settings=values, parents=parents) as draft:
-            work = job.record()
-            held = job.assemble(draft.path)
+            work, held = job.record(), job.assemble(draft.path)
             if processes.is_first:
-                recording.write_description(draft.path, description, samples.keys)
-                figures = recording_report.figures(description, held, work)
-                draft.figures.update(figures)
-                page = recording_report.render(description, held, work, parents)
-                (draft.path / recording.REPORT).write_text(page, encoding="utf-8")
-                tracker.metrics(0, tracking.numbers(figures))
+                draft.figures.update(_explain(job, held, work, parents, draft.path))
+                tracker.metrics(0, tracking.numbers(draft.figures))
                 tracker.files(draft.path / recording.REPORT)
         if processes.is_first:
             job.shelf.remove()
+
+
+def _prepare(
+    settings: ReinforceSettings,
+    data: PreparedDataset,
+    dataset: str | Path,
+    teacher: Classifier,
+    processes: Processes,
+    parents: Mapping[str, str],
+    root: str,
+) -> Reinforcement:
+    """The recording that the settings ask for, with its finished shards below `root`."""
+    samples = Samples([data.split("train")])
+    description = _describe(settings, data, dataset, teacher, len(samples), processes.device)
+    return Reinforcement(
+        views=Views(
+            samples,
+            size=description.view_size,
+            seed=description.seed,
+            settings=_augmentation(settings),
+            on_device=makes_views_on_device(settings.views_on or "auto", processes.device.kind),
+            decode_on=settings.decode_on or "cpu",
+        ),
+        teacher=FrozenTeacher(
+            teacher,
+            processes.device,
+            precision=settings.precision,
+            features=settings.features,
+            compile=settings.compile,
+        ),
+        description=description,
+        shelf=Shelf(root, plan_of(description, parents), description.record),
+        processes=processes,
+        batch_size=settings.batch_size,
+        workers="auto" if settings.workers is None else settings.workers,
+    )
 
 
 def _augmentation(settings: ReinforceSettings) -> ViewSettings:
@@ -106,3 +118,13 @@ def _describe(
         precision="bf16" if device.uses_bf16(settings.precision) else "fp32",
         dataset=dict(artifacts.manifest(dataset, "dataset").settings),
     )
+
+
+def _explain(
+    job: Reinforcement, held: Coverage, work: Work, parents: Mapping[str, str], directory: Path
+) -> dict[str, Any]:
+    """Write what the records are, and the report, beside them; gives the main numbers."""
+    recording.write_description(directory, job.description, job.views.samples.keys)
+    page = recording_report.render(job.description, held, work, parents)
+    (directory / recording.REPORT).write_text(page, encoding="utf-8")
+    return recording_report.figures(job.description, held, work)

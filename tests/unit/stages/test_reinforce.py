@@ -87,7 +87,7 @@ def test_the_artifact_says_what_it_is_and_leaves_nothing_beside_it(outputs):
     assert figures["mib"] == pytest.approx(3000 * 120 / 2**20)
     assert 0.5 < figures["mass"]["t2"]["p1"] < figures["mass"]["t2"]["p5"] < figures["mass"]["t1"]["mean"] < 1
     assert 0.2 < figures["teacher_top1"] < figures["label_recorded"] < 1
-    assert figures["images_per_second"] > 0
+    assert figures["views_per_second"] > 0
 
 
 def test_the_report_stands_alone_and_names_what_matters(outputs):
