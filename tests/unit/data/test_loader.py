@@ -247,7 +247,7 @@ def test_the_death_of_a_loader_process_is_said():
     place = int(SampleOrder(2, 0).take(0, 2).indices.tolist().index(1))
     source.count = 1
     with pytest.raises(
-        DataError, match=r"one of 1 loader processes died .*(killed|exited unexpectedly).*lower data\.workers"
+        TrainingError, match=r"one of 1 loader processes died .*(killed|exited unexpectedly).*lower data\.workers"
     ):
         next(make_loader(source, [place], workers=1, pin_memory=False))
 
