@@ -1,0 +1,497 @@
+"""What distilling costs a step, beside its alternatives: `make bench`, or `python tests/benchmarks/bench_distillation.py --help`.
+
+All lanes train the same student on the same prepared photos with the same batch size and precision, in turns, in one process, and
+the medians over rounds are compared. Our lanes run the real loop: loading, decoding, augmentation, evidence. The other
+lanes get their batches ready-made, which favours them.
+
+- alone: our loop, the student learns from the labels.
+- recorded: our loop with recorded teacher outputs.
+- online: our loop with the teacher in it.
+- timm: timm's `LogitDistillationTask` and the step of its training script (autocast, AdamW, `loss.item()`).
+- bare: a loop written by hand around the step of `alone`, with the same loader.
+- teacher: the teacher's inference on ready-made batches.
+- reinforce: recording the teacher's outputs, with loading, decoding, augmentation and writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from timm.optim import create_optimizer_v2
+from timm.task import LogitDistillationTask
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.benchmarks.photos import write_photos
+from trainer import artifacts, models, tracking
+from trainer.config import (
+    DEVICE_VARIABLE,
+    DataSettings,
+    DistillSettings,
+    ModelSettings,
+    ReinforceSettings,
+    ViewSettings,
+)
+from trainer.data import dataset as dataset_module
+from trainer.data.batch import Batch
+from trainer.data.dataset import open_dataset
+from trainer.data.loader import MicroBatches, Samples, make_loader, positions
+from trainer.distillation.objective import DistillObjective
+from trainer.distillation.recording import Recording, open_recording
+from trainer.distillation.reinforcement import UnitBatches, images_on, parts_of, record_batches
+from trainer.distillation.shards import Unit
+from trainer.distillation.teacher import FrozenTeacher
+from trainer.profiling.evidence import Recorder
+from trainer.profiling.timeline import Timeline
+from trainer.stages import prepare, reinforce
+from trainer.training.checkpoints import Checkpoints
+from trainer.training.classification import cross_entropy
+from trainer.training.kernels import use_fast_kernels
+from trainer.training.loop import Losses, Objective, Training, train
+from trainer.training.optimizers import make_optimizer, parameter_groups
+from trainer.training.processes import Processes, join_processes
+
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "A10G": 70e12}
+"""Dense bf16 operations a second, from the makers' data sheets; the model FLOPs utilisation is a share of these."""
+
+TOP_K = 10
+CLASSES = 100
+TEMPERATURE, LOGIT_WEIGHT = 2.0, 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is measured."""
+
+    teacher: str
+    student: str
+    batch_size: int
+    precision: str
+    steps: int
+    """Timed steps of each lane in a round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What the lanes share."""
+
+    case: Case
+    folder: Path
+    processes: Processes
+
+    @property
+    def device(self) -> torch.device:
+        return self.processes.device.torch_device
+
+    @property
+    def workers(self) -> int:
+        """Loader processes: none on a processor, which the training itself keeps busy."""
+        return 12 if self.device.type == "cuda" else 0
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return open_dataset(self.folder / "dataset").classes
+
+    def settings(self, **changes: object) -> DistillSettings:
+        """The distillation's settings, for one step more than is timed, and two to warm up."""
+        values = {
+            "student": {"architecture": self.case.student},
+            "epochs": 10_000,
+            "batch_size": self.case.batch_size,
+            "precision": self.case.precision,
+            "temperature": TEMPERATURE,
+            "logit_weight": LOGIT_WEIGHT,
+            "label_weight": 1 - LOGIT_WEIGHT,
+            "checkpoint_every": 0,
+            "validate_every_epochs": 0,
+            "seed": 0,
+            "workers": self.workers,
+            "evidence": {"operators_steps": 0},
+        }
+        return DistillSettings.model_validate(values | changes)
+
+    def student(self) -> models.Classifier:
+        torch.manual_seed(0)
+        return models.create(ModelSettings(architecture=self.case.student), self.classes)
+
+    def teacher(self) -> models.Classifier:
+        return models.load(self.folder / "teacher")
+
+    def frozen(self) -> FrozenTeacher:
+        return FrozenTeacher(self.teacher(), self.processes.device, precision=self.case.precision)  # type: ignore[arg-type]
+
+    def ready_batches(self, count: int) -> list[Batch]:
+        """Batches as the loader gives them, made beforehand."""
+        training = self.training(self.settings(logit_weight=0.0, label_weight=1.0), None, None)
+        batches = MicroBatches(training.views, training.order, count=self.case.batch_size)
+        return [batches[index * self.case.batch_size] for index in range(count)]
+
+    def training(
+        self, settings: DistillSettings, teacher: FrozenTeacher | None, recording: Recording | None
+    ) -> Training:
+        samples = Samples([open_dataset(self.folder / "dataset").split("train")])
+        student = self.student()
+        return Training(
+            name="distill",
+            objective=DistillObjective(student, teacher, settings),
+            samples=samples,
+            view_size=student.card.image_size,
+            settings=settings,
+            seed=0,
+            workers=settings.workers or 0,  # type: ignore[arg-type]
+            processes=self.processes,
+            checkpoints=Checkpoints(self.folder / "checkpoints", "distill", settings={}, parents={}),
+            view_seed=recording.description.seed if recording else None,
+            view_count=recording.description.views if recording else 0,
+            teacher_outputs=recording,
+        )
+
+
+class EnoughError(Exception):
+    """Ends a training that has been timed long enough."""
+
+
+class Stopwatch:
+    """An objective that notes the time of some of its calls, and ends the training at the last of them."""
+
+    WARM_UP = 2
+
+    def __init__(self, objective: Objective, steps: int) -> None:
+        self._objective, self._last = objective, self.WARM_UP + steps
+        self.model = objective.model
+        self._calls, self._began = 0, 0.0
+        self.seconds = 0.0
+
+    def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
+        if self._calls == self.WARM_UP:
+            self._began = now(batch.images.device)
+        if self._calls == self._last:
+            self.seconds = now(batch.images.device) - self._began
+            raise EnoughError
+        self._calls += 1
+        return self._objective(model, batch, timeline)
+
+
+def timed_recording(bench: Bench) -> float:
+    """Seconds to record the teacher's outputs on the timed batches, with loading, decoding and augmentation."""
+    training = bench.training(bench.settings(logit_weight=0.0, label_weight=1.0), None, None)
+    views, size, steps = training.views, bench.case.batch_size, bench.case.steps
+    parts = parts_of([Unit(view=0, first=0, count=len(training.samples), block=0)], size)
+    loader = make_loader(UnitBatches(views, size), parts, workers=bench.workers, pin_memory=bench.device.type == "cuda")
+    images = (images_on(bench.device, batch, views) for batch in islice(loader, Stopwatch.WARM_UP + steps + 1))
+    began = 0.0
+    description = open_recording(bench.folder / "outputs").description
+    for number, _ in enumerate(record_batches(images, bench.frozen(), description)):
+        if number + 1 == Stopwatch.WARM_UP:
+            began = now(bench.device)
+        if number + 1 == Stopwatch.WARM_UP + steps:
+            return now(bench.device) - began
+    raise ValueError(
+        f"{len(training.samples)} photos are too few for {Stopwatch.WARM_UP + steps + 1} batches of {size}"
+    )
+
+
+def now(device: torch.device) -> float:
+    """Seconds, when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+Lane = Callable[[], float]
+"""Seconds for the timed steps of a round."""
+
+
+def our_loop(
+    bench: Bench, settings: DistillSettings, teacher: FrozenTeacher | None, recording: Recording | None
+) -> float:
+    """Seconds of the timed steps in the real loop."""
+    training = bench.training(settings, teacher, recording)
+    stopwatch = Stopwatch(training.objective, bench.case.steps)
+    recorder = Recorder(settings.evidence, name="distill", device=bench.device, rank=0, world_size=1)
+    with tracking.stage_run("distill", {}, active=False) as tracker, suppress(EnoughError):
+        train(replace(training, objective=stopwatch), recorder, tracker)
+    return stopwatch.seconds
+
+
+def bare_loop(bench: Bench, settings: DistillSettings) -> float:
+    """The step of `alone`, written by hand around the same loader."""
+    training = bench.training(settings, None, None)
+    model = training.objective.model.to(bench.device).train()
+    use_fast_kernels(model, bench.processes.device, settings.precision)
+    groups = parameter_groups(model, weight_decay=settings.weight_decay)
+    optimizer = make_optimizer(groups, settings, bench.processes)
+    batches = MicroBatches(training.views, training.order, count=settings.batch_size)
+    starts = positions(settings, first_step=0, last_step=1000, rank=0, world_size=1)
+    loader = iter(make_loader(batches, starts, workers=training.workers, pin_memory=bench.device.type == "cuda"))
+    began = 0.0
+    for step in range(Stopwatch.WARM_UP + bench.case.steps):
+        if step == Stopwatch.WARM_UP:
+            began = now(bench.device)
+        batch = next(loader)
+        images, labels = (
+            batch.images.to(bench.device, non_blocking=True),
+            batch.labels.to(bench.device, non_blocking=True),
+        )
+        with bench.processes.device.autocast(settings.precision):
+            loss = cross_entropy(model(images), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return now(bench.device) - began
+
+
+def timm_task(bench: Bench) -> float:
+    """timm's task with the step of its training script, on batches that are ready and normalised."""
+    student, teacher = bench.student(), bench.teacher()
+    task = LogitDistillationTask(
+        student.network,
+        teacher.network,
+        criterion=nn.CrossEntropyLoss(),
+        distill_loss_weight=LOGIT_WEIGHT,
+        task_loss_weight=1 - LOGIT_WEIGHT,
+        temperature=TEMPERATURE,
+        device=bench.device,
+        verbose=False,
+    )
+    task.to(bench.device).train()
+    if bench.device.type == "cuda":
+        task.compile()
+    optimizer = create_optimizer_v2(student.network, opt="adamw", lr=1e-4, weight_decay=0.05)
+    ready = [
+        (student.preprocess(batch.images).to(bench.device), batch.labels.to(bench.device))
+        for batch in bench.ready_batches(2)
+    ]
+    began = 0.0
+    for step in range(Stopwatch.WARM_UP + bench.case.steps):
+        if step == Stopwatch.WARM_UP:
+            began = now(bench.device)
+        images, labels = ready[step % len(ready)]
+        with torch.autocast(bench.device.type, dtype=torch.bfloat16, enabled=bench.case.precision == "bf16"):
+            loss = task(images, labels)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+    return now(bench.device) - began
+
+
+def bare_teacher(bench: Bench) -> float:
+    """The teacher's inference on batches that are ready."""
+    teacher, ready = bench.frozen(), [batch.images.to(bench.device) for batch in bench.ready_batches(2)]
+    began = 0.0
+    for step in range(Stopwatch.WARM_UP + bench.case.steps):
+        if step == Stopwatch.WARM_UP:
+            began = now(bench.device)
+        teacher(ready[step % len(ready)])
+    return now(bench.device) - began
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Set-up
+
+
+@contextmanager
+def opened(case: Case, folder: Path) -> Iterator[Bench]:
+    """What the lanes share, in a folder that `fill` has filled."""
+    dataset_module.IN_MEMORY_BYTES = 0  # a real training set would not fit into memory: decode at each read
+    with join_processes() as processes:
+        yield Bench(case=case, folder=folder, processes=processes)
+
+
+def fill(folder: Path, photos: str, teacher: str) -> None:
+    """A data set of photos and a teacher with random weights, which costs as much as a trained one."""
+    if not photos:
+        write_photos(folder / "photos", classes=CLASSES, per_class=5)
+    prepare.run(DataSettings(source=f"imagefolder:{photos or folder / 'photos'}"), dataset=folder / "dataset")
+    torch.manual_seed(1)
+    model = models.create(ModelSettings(architecture=teacher), open_dataset(folder / "dataset").classes)
+    with artifacts.create(folder / "teacher", "model", settings={}) as draft:
+        models.save(model, draft.path)
+
+
+def record(bench: Bench) -> None:
+    """The teacher's outputs on one view of every training image, by the real stage."""
+    settings = ReinforceSettings.model_validate(
+        {
+            "views": 1,
+            "top_k": TOP_K,
+            "augmentation": ViewSettings(),
+            "precision": bench.case.precision,
+            "seed": 0,
+            "workers": bench.workers,
+        }
+    )
+    folder = bench.folder
+    reinforce.run(settings, dataset=folder / "dataset", teacher=folder / "teacher", teacher_outputs=folder / "outputs")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def lanes(bench: Bench) -> dict[str, Lane]:
+    """What is measured in turns; each gives images a second."""
+    case = bench.case
+    recording = open_recording(bench.folder / "outputs")
+    alone = bench.settings(logit_weight=0.0, label_weight=1.0)
+    images = case.batch_size * case.steps
+    seconds: dict[str, Callable[[], float]] = {
+        "alone": lambda: our_loop(bench, alone, None, None),
+        "recorded": lambda: our_loop(bench, bench.settings(), None, recording),
+        "online": lambda: our_loop(bench, bench.settings(), bench.frozen(), None),
+        "timm": lambda: timm_task(bench),
+        "bare": lambda: bare_loop(bench, alone),
+        "teacher": lambda: bare_teacher(bench),
+        "reinforce": lambda: timed_recording(bench),
+    }
+    return {name: partial(rate_of, lane, images) for name, lane in seconds.items()}
+
+
+def rate_of(lane: Lane, images: int) -> float:
+    """Images a second."""
+    return images / lane()
+
+
+def in_turns(rates: dict[str, Lane], rounds: int) -> dict[str, list[float]]:
+    """Images a second of each lane, round by round; every other round runs backwards."""
+    measured: dict[str, list[float]] = {name: [] for name in rates}
+    for number in range(rounds):
+        for name in list(rates)[:: -1 if number % 2 else 1]:
+            measured[name].append(rates[name]())
+            gc.collect()
+    return measured
+
+
+BARS = (
+    ("recorded / alone", "recorded", "alone", 0.95),
+    ("recorded / timm", "recorded", "timm", 3.5),
+    ("online / timm", "online", "timm", 1.1),
+    ("alone / bare loop", "alone", "bare", 0.98),
+    ("reinforce / teacher", "reinforce", "teacher", 0.95),
+)
+"""What is compared: title, lane, the other lane, and what the ratio must reach."""
+
+
+def ratio(measured: dict[str, list[float]], lane: str, other: str) -> float:
+    """Median over the rounds of the ratio within a round, which a machine that slows down for a while changes little."""
+    return statistics.median(a / b for a, b in zip(measured[lane], measured[other], strict=True))
+
+
+def peak_memory(options: argparse.Namespace, case: Case, folder: Path, lane: str) -> float:
+    """MiB that a process of its own holds at most while it trains in a lane."""
+    command = [sys.executable, __file__, "--lane", lane, "--folder", str(folder), "--precision", case.precision]
+    command += ["--teacher", case.teacher, "--student", case.student, "--batch-size", str(case.batch_size)]
+    command += ["--device", options.device]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(json.loads(answer.stdout.splitlines()[-1]))
+
+
+def held_now(device: torch.device) -> float:
+    """The most MiB that this process, or its GPU, has held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def train_flops(bench: Bench) -> float:
+    """Operations of the student's forward and backward pass for one image: three times the forward pass's."""
+    student = bench.student()
+    image = torch.zeros(1, 3, student.card.image_size, student.card.image_size, dtype=torch.uint8)
+    with FlopCounterMode(display=False) as counter:
+        student(image)
+    return 3.0 * counter.get_total_flops()
+
+
+def utilisation(bench: Bench, rate: float) -> str:
+    """Model FLOPs utilisation: the student's operations a second as a share of the GPU's peak; the teacher's are not counted."""
+    if bench.device.type != "cuda":
+        return ""
+    name = torch.cuda.get_device_name(bench.device)
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    return f"{rate * train_flops(bench) / peak:8.1%}" if peak else f"  {name}: peak not known"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+def show(options: argparse.Namespace, case: Case, folder: Path) -> None:
+    """Measure a case and print its table."""
+    photos = options.photos or "synthetic photos"
+    print(
+        f"\n{case.teacher} -> {case.student}, batch {case.batch_size}, {case.precision}, {photos}, {options.rounds} rounds\n"
+    )
+    with opened(case, folder) as bench:
+        record(bench)
+        measured = in_turns(lanes(bench), options.rounds)
+        print(f"{'lane':12}{'images/s':>10}{'slowest':>10}{'fastest':>10}{'  MFU' if options.device == 'cuda' else ''}")
+        for name, rates in measured.items():
+            middle = statistics.median(rates)
+            share = utilisation(bench, middle) if name in {"alone", "recorded", "online", "timm", "bare"} else ""
+            print(f"{name:12}{middle:10.1f}{min(rates):10.1f}{max(rates):10.1f}{share}")
+        size = open_recording(folder / "outputs").description.record.itemsize
+    print(f"\n{'comparison':24}{'ratio':>8}{'bar':>8}")
+    for title, lane, other, bar in BARS:
+        reached = ratio(measured, lane, other)
+        print(f"{title:24}{reached:8.2f}{bar:8.2f}  {'reached' if reached >= bar else 'MISSED'}")
+    print(f"{'bytes a view':24}{size:8d}{64:8d}  {'reached' if size <= 64 else 'MISSED'}")
+    for lane in ("alone", "recorded", "online"):
+        print(f"{'peak MiB, ' + lane:24}{peak_memory(options, case, folder, lane):8.0f}")
+
+
+def main() -> None:
+    """Print a table for each precision."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--photos", default="", help="an image folder; photos are made up without one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--teacher", default="vit_base_patch16_224", help="default: %(default)s")
+    parser.add_argument("--student", default="vit_tiny_patch16_224", help="default: %(default)s")
+    parser.add_argument("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of a lane in a round; default: %(default)s")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--lane", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ[DEVICE_VARIABLE] = options.device
+    cases = [
+        Case(
+            teacher=options.teacher,
+            student=options.student,
+            batch_size=options.batch_size,
+            precision=precision,
+            steps=options.steps,
+        )
+        for precision in options.precision
+    ]
+    if options.lane:
+        with opened(cases[0], options.folder) as bench:
+            lanes(bench)[options.lane]()
+            print(held_now(bench.device))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        fill(Path(folder), options.photos, options.teacher)
+        for case in cases:
+            show(options, case, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
