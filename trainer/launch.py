@@ -24,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainer.cores import usable_cores
 from trainer.environment import variables
 from trainer.errors import EXIT_CODE, CrashError, LaunchError
 
@@ -253,7 +254,7 @@ def _run_agent(config: LaunchConfig, spec: JobSpec, *, node: str = "") -> None:
 
 def _threads(processes: int) -> str:
     """Threads of each process: its share of the cores, unless the user has said."""
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // processes))
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // processes))
 
 
 @contextmanager

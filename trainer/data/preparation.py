@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import multiprocessing
-import os
 import shutil
 import signal
 import sys
@@ -31,6 +30,7 @@ from tqdm import tqdm
 
 from trainer.artifacts import digest
 from trainer.config import DataSettings
+from trainer.cores import usable_cores
 from trainer.data import decoding, selection
 from trainer.data.card import CardContent, data_card
 from trainer.data.decoding import BadImageError
@@ -93,7 +93,7 @@ def prepare(settings: DataSettings, directory: Path, *, processes: int | None = 
         DataError: the source can not be read, or its images, labels or splits are not usable.
     """
     listing = _with_test(list_source(settings.source), settings)
-    processes = processes or min(_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
+    processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
     with _spool(directory) as spool:
         outcomes = _decode_all(listing, settings, spool, processes)
         candidates, quarantined = _separate(outcomes, listing.classes)
@@ -138,11 +138,6 @@ def _with_test(listing: Listing, settings: DataSettings) -> Listing:
     items = [replace(item, split="test") if item.split == "val" else item for item in listing.items]
     note = "The source's val is the test here (data.test_from), and val is taken from train."
     return replace(listing, items=items, notes=(*listing.notes, note))
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -6,10 +6,8 @@ What is loaded is a function of the order alone, so the choice changes how long 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
@@ -26,8 +24,6 @@ _TIMED = 3
 
 _LIMIT_S = 3.0
 """No further batch is timed after this long."""
-
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: int, processes: int) -> int:
@@ -71,21 +67,3 @@ def _timed(batches: MicroBatches, position: int) -> list[float]:
         batches[position + (len(times) + 1) * batches.count]
         times.append(time.perf_counter() - start)
     return times
-
-
-def usable_cores(cgroups: Path = _CGROUPS) -> int:
-    """Cores that this process may use: those it may run on, or fewer where a container's CPU limit is lower."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, period = _cpu_limit(cgroups)
-    return max(1, min(cores, quota // period)) if quota > 0 else cores
-
-
-def _cpu_limit(cgroups: Path) -> tuple[int, int]:
-    """Microseconds of CPU time that the container has in each period, and the period; a quota of -1 where there is no limit."""
-    second, first = cgroups / "cpu.max", cgroups / "cpu"  # versions 2 and 1 of Linux's control groups
-    if second.exists():
-        quota, period = second.read_text().split()
-        return (-1 if quota == "max" else int(quota)), int(period)
-    if (first / "cpu.cfs_quota_us").exists():
-        return int((first / "cpu.cfs_quota_us").read_text()), int((first / "cpu.cfs_period_us").read_text())
-    return -1, 1

@@ -29,11 +29,12 @@ from torch.utils.data import Dataset as TorchDataset
 
 from trainer import artifacts, storage
 from trainer.config import Workers
+from trainer.cores import usable_cores
 from trainer.data.batch import Batch
 from trainer.data.loader import Views, make_loader
 from trainer.data.order import Indices, Taken, partners
 from trainer.data.views.mixing import mixes
-from trainer.data.workers import choose_workers, usable_cores
+from trainer.data.workers import choose_workers
 from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
 from trainer.distillation.outputs import TeacherOutputs

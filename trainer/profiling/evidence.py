@@ -20,6 +20,7 @@ import torch
 
 from trainer import artifacts, storage
 from trainer.config import EvidenceSettings
+from trainer.cores import usable_cores
 from trainer.errors import ArtifactError, writing_to
 from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operators import OperatorWindow
@@ -173,7 +174,7 @@ class Recorder:
             world_size=self._world_size,
             device=_device_name(self._device),
             host=platform.node(),
-            cores=_usable_cores(),
+            cores=usable_cores(),
             memory_bytes=psutil.virtual_memory().total,
             workers=self.workers,
             process=ProcessRecord(pid=process.pid, started_unix=process.create_time(), imported_unix=_IMPORTED_UNIX),
@@ -197,11 +198,6 @@ class Recorder:
             operators=self._window.table,
             missing=monitor.missing | ({"operators": self._window.missing} if self._window.missing else {}),
         )
-
-
-def _usable_cores() -> int:
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    return len(affinity) or os.cpu_count() or 1
 
 
 def _device_name(device: torch.device) -> str:

@@ -9,9 +9,10 @@ from itertools import islice
 import numpy as np
 
 from trainer.config import Workers
+from trainer.cores import usable_cores
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches, make_loader
-from trainer.data.workers import choose_workers, measure_loading, usable_cores
+from trainer.data.workers import choose_workers, measure_loading
 from trainer.profiling.evidence import Recorder
 from trainer.training.processes import Processes
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from trainer.data.workers import choose_workers, measure_loading, usable_cores
+from trainer.data.workers import choose_workers, measure_loading
 
 
 @pytest.mark.parametrize(
@@ -59,27 +58,3 @@ def test_measuring_ends_where_batches_are_slow(monkeypatch: pytest.MonkeyPatch) 
     batches = Slow(0.06)
     assert measure_loading(batches, 0) >= 0.06
     assert batches.asked == [0, 16]
-
-
-@pytest.mark.parametrize(("limit", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
-def test_a_containers_cpu_limit_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, cores: int | None
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(48)), raising=False)
-    (tmp_path / "cpu.max").write_text(f"{limit}\n")
-    assert usable_cores(tmp_path) == (cores or 48)
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", 48)])
-def test_a_containers_cpu_limit_counts_in_the_older_form_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(48)), raising=False)
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
-    assert usable_cores(tmp_path) == cores
-
-
-def test_without_a_limit_all_cores_count(tmp_path: Path) -> None:
-    assert usable_cores(tmp_path) >= 1

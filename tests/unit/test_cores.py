@@ -1,0 +1,29 @@
+from pathlib import Path
+
+import pytest
+
+from trainer.cores import usable_cores
+
+
+@pytest.mark.parametrize(("limit", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
+def test_a_containers_cpu_limit_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, cores: int | None
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(48)), raising=False)
+    (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    assert usable_cores(tmp_path) == (cores or 48)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", 48)])
+def test_a_containers_cpu_limit_counts_in_the_older_form_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(48)), raising=False)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
+    assert usable_cores(tmp_path) == cores
+
+
+def test_without_a_limit_all_cores_count(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path) >= 1
