@@ -19,8 +19,8 @@ from trainer.models import Classifier
 from trainer.training.devices import Device
 from trainer.training.kernels import use_fast_kernels
 
-CPU_BATCH = 8
-"""Images a forward pass on a CPU; more of them leave its caches."""
+CPU_PIXELS = 8 * 224**2
+"""Pixels of the images of a float32 forward pass on a CPU; more of them leave its caches, fewer are not worth its while."""
 GRAPH_BATCH = 64
 """Up to so many images a forward pass the kernels of a compiled teacher are one CUDA graph: the host is slower than they are."""
 
@@ -44,14 +44,14 @@ class FrozenTeacher:
             model: the teacher; it is changed and must not be used otherwise afterwards.
             device: where it runs.
             precision: of its forward pass; with bf16 its weights are bf16 too, but for the head's.
-            batch_size: most images a forward pass; 0 is 8 on a CPU in float32, and else the whole batch.
+            batch_size: most images a forward pass; 0 is 8 images of 224 pixels on a CPU in float32, and else the whole batch.
             features: whether to give pooled features too.
             compile: whether to compile it; auto compiles on GPUs only.
         """
         self._model = model.to(device.torch_device).eval().requires_grad_(False)
         self._device, self._precision, self._features = device, precision, features
         in_caches = device.kind == "cpu" and not device.uses_bf16(precision)
-        self._limit = batch_size or (CPU_BATCH if in_caches else 0)
+        self._limit = batch_size or (max(1, CPU_PIXELS // model.card.image_size**2) if in_caches else 0)
         self._compiles = device.compiles_with(compile)
         self._compiled: dict[str, Callable[[Tensor], Tensor]] = {}
         if not self._compiles:

@@ -55,7 +55,7 @@ def test_outputs_are_those_of_the_model_whatever_the_parts(model, device, images
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "shapes"), [(0, [5, 5]), (3, [3, 3, 3, 3]), (4, [4, 4, 4]), (10, [10]), (64, [10])]
+    ("batch_size", "shapes"), [(0, [10]), (3, [3, 3, 3, 3]), (4, [4, 4, 4]), (10, [10]), (64, [10])]
 )
 def test_all_passes_have_one_shape(model, device, images, monkeypatch, batch_size, shapes):
     seen = []
@@ -65,7 +65,13 @@ def test_all_passes_have_one_shape(model, device, images, monkeypatch, batch_siz
     seen.clear()  # it looked at one image to see how the network ends
     frozen(images)
     assert seen == shapes
-    assert module.CPU_BATCH == 8
+
+
+def test_a_cpu_gets_as_many_pixels_as_its_caches_hold(model, device, images, monkeypatch):
+    assert freeze(model, device)._limit == 8 * 7**2
+    assert freeze(model, device, precision="bf16")._limit == 0
+    monkeypatch.setattr(module, "CPU_PIXELS", 3 * 32**2)
+    assert freeze(model, device)._limit == 3
 
 
 def test_without_features_there_are_none(model, device, images):
