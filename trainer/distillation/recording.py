@@ -97,8 +97,12 @@ def describe(uri: str | Path) -> Description:
         StorageError: the store does not answer or refuses.
     """
     artifacts.manifest(uri, "teacher_outputs")
+    return _parse(storage.read_bytes(storage.join(uri, DESCRIPTION)), uri)
+
+
+def _parse(content: bytes, uri: str | Path) -> Description:
     try:
-        return Description(**json.loads(storage.read_bytes(storage.join(uri, DESCRIPTION))))
+        return Description(**json.loads(content))
     except (ValueError, TypeError) as error:
         raise ArtifactError(
             f"teacher_outputs {uri}: {DESCRIPTION} does not describe recorded outputs ({error}); record them again"
@@ -113,7 +117,8 @@ def open_recording(uri: str | Path) -> Recording:
         StorageError: the store does not answer or refuses.
     """
     artifact = artifacts.read(uri, "teacher_outputs")
-    return Recording(artifact.path, describe(artifact.path), artifact.fingerprint)
+    description = _parse((artifact.path / DESCRIPTION).read_bytes(), uri)
+    return Recording(artifact.path, description, artifact.fingerprint)
 
 
 class Recording:
