@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -238,7 +237,7 @@ class _Loop:
     def step(self, step: int, feed: Feed, timeline: Timeline) -> Losses:
         """One optimiser step; gives the mean losses of this process's micro-batches, left on the device."""
         settings, processes = self._settings, self._processes
-        torch.manual_seed(int(random_bits(_NOISE, self._training.seed, step, processes.rank)) >> 1)
+        processes.device.seed(int(random_bits(_NOISE, self._training.seed, step, processes.rank)) >> 1)
         set_learning_rate(self._optimizer, self._training.learning_rate(step))
         means: Losses = {}
         for micro in range(settings.accumulation):

@@ -84,6 +84,14 @@ def test_a_device_that_is_not_there_is_named(monkeypatch, device, message):
         choose_device()
 
 
+def test_a_seed_is_that_of_torch(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    choose_device().seed(2**62 + 7)
+    drawn = torch.rand(3)
+    torch.manual_seed(2**62 + 7)
+    assert torch.equal(torch.rand(3), drawn)
+
+
 def test_autocast_follows_the_precision(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     matrix = torch.ones(2, 2)
