@@ -184,6 +184,9 @@ def test_a_store_that_fails_in_the_middle_costs_nothing_that_was_finished(
     assert "going on: 1 of 3 shards are there" in caplog.text
     assert not object_store.keys("run/checkpoints")
     recording = artifacts.read(places["teacher_outputs"], "teacher_outputs")
+    read = open_recording(places["teacher_outputs"]).read(np.arange(9), np.full(9, 2))
+    assert torch.equal(read.logits, open_recording(outputs).read(np.arange(9), np.full(9, 2)).logits)
+    assert check(places["teacher_outputs"], trained_digits).views == 3
     assert shards_of(recording.path) == shards_of(outputs)
     assert recording.figures["mass"] == artifacts.manifest(outputs, "teacher_outputs").figures["mass"]
 
