@@ -1,3 +1,4 @@
+import json
 import logging
 import time
 
@@ -57,12 +58,13 @@ def run(recorder, workers, device, batches, **timing):
 
 
 @pytest.mark.parametrize("workers", [0, 1, "auto"])
-def test_the_order_does_not_depend_on_who_loads(recorder, workers, monkeypatch, caplog):
+def test_the_order_does_not_depend_on_who_loads(recorder, workers, monkeypatch, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     assert run(recorder, workers, choose_device(), Batches()) == list(range(0, 10 * STEPS, 10))
     chosen, reason = {0: (0, "as workers says"), 1: (1, "as workers says"), "auto": (0, "the CPU trains")}[workers]
-    assert recorder.workers == chosen
+    recorder.write(tmp_path)
+    assert json.loads((tmp_path / "distill" / "rank0.json").read_text())["workers"] == chosen
     assert caplog.messages == [f"distill  loader processes beside each training process: {chosen} ({reason})"]
 
 

@@ -1,4 +1,10 @@
+import json
 import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +96,94 @@ def test_one_process_gets_its_own_model_unless_it_is_compiled(monkeypatch):
     whole, graphs = wrap(model, TrainingSettings(compile="on"), alone)
     assert whole is not model
     assert isinstance(graphs, Graphs)
+
+
+SHARED = """
+import json, torch
+from trainer import models
+from trainer.config import MaeSettings, ModelSettings, TrainingSettings
+from trainer.distillation.student import ProjectedStudent
+from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
+from trainer.training.processes import join_processes
+from trainer.training.wrapping import Graphs, compile_blocks, wrap
+
+TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 10, "num_heads": 2}
+
+def make(drop_path=0.0):
+    torch.manual_seed(0)
+    settings = ModelSettings(architecture="vit_tiny_patch16_224", args=TINY)
+    return models.create(settings, ["a", "b"], drop_path=drop_path).train()
+
+def gradient(model, loss, processes=None, **settings):
+    called = model
+    if processes is not None:
+        called, _ = wrap(model, TrainingSettings(**settings), processes)
+    for step in range(3):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8, generator=generator)
+        noise = torch.rand(4, 4, generator=generator)
+        if processes is not None:
+            half = slice(2 * processes.rank, 2 * processes.rank + 2)
+            images, noise = images[half], noise[half]
+        torch.manual_seed(step)
+        loss(called, images, noise).backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+
+def autoencoder():
+    model = MaskedAutoencoder(make(), MaeSettings(decoder_dim=16, decoder_depth=2, decoder_heads=2))
+    MaeObjective(model, 0)
+    return model
+
+def student():
+    return ProjectedStudent(make(), 8)
+
+def of_logits(model, images, noise):
+    return model(images).square().mean()
+
+def of_both(model, images, noise):
+    logits, features = model(images, features=True)
+    return logits.square().mean() + features.square().mean()
+
+def of_reconstruction(model, images, noise):
+    return model(images, noise)[0]
+
+with join_processes() as processes:
+    result = {}
+    for name, build, loss, settings in (
+        ("logits", make, of_logits, {}),
+        ("logits, rounded", make, of_logits, {"gradient_compression": "bf16"}),
+        ("features", student, of_both, {}),
+        ("reconstruction", autoencoder, of_reconstruction, {}),
+    ):
+        expected, got = gradient(build(), loss), gradient(build(), loss, processes, **settings)
+        result[name] = float((got - expected).norm() / expected.norm())
+    model, graphs = make(drop_path=0.2), Graphs("eager")
+    compile_blocks(model, graphs)
+    compiled = gradient(model, of_logits, processes)
+    result["compiled"] = float((compiled - gradient(make(drop_path=0.2), of_logits, processes)).norm() / compiled.norm())
+    result["graphs"] = graphs.count
+    print(json.dumps(result))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_gradients_of_one(tmp_path):
+    """With a static graph, for every kind of model that is trained; stochastic depth draws differently, so it is compared with itself."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = str(listener.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    common |= {"PYTHONPATH": str(Path(__file__).parents[3]), "TRAINER_DEVICE": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARED],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    for printed in [json.loads(process.communicate(timeout=120)[0]) for process in started]:
+        assert printed.pop("graphs") == 10
+        assert 1e-4 < printed.pop("logits, rounded") < 1e-2
+        assert all(error < 1e-5 for error in printed.values()), printed
