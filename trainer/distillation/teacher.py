@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer.config import Compile, Precision
 from trainer.distillation.outputs import TeacherOutputs
+from trainer.errors import ModelError
 from trainer.models import Classifier
 from trainer.training.devices import Device
 from trainer.training.kernels import use_fast_kernels
@@ -47,6 +48,9 @@ class FrozenTeacher:
             batch_size: most images a forward pass; 0 is 8 images of 224 pixels on a CPU in float32, and else the whole batch.
             features: whether to give pooled features too.
             compile: whether to compile it; auto compiles on GPUs only.
+
+        Raises:
+            ModelError: features are wanted of a network whose logits are not one linear layer on pooled features.
         """
         self._model = model.to(device.torch_device).eval().requires_grad_(False)
         self._device, self._precision, self._features = device, precision, features
@@ -57,6 +61,11 @@ class FrozenTeacher:
         if not self._compiles:
             use_fast_kernels(self._model, device, precision)
         self._head = self._linear_head()
+        if features and self._head is None:
+            raise ModelError(
+                f"teacher {model.card.architecture!r} has no features to compare with: its logits are no linear layer of pooled features; "
+                "set distill.feature_weight=0 and reinforce.features=false, or choose another teacher"
+            )
         if device.uses_bf16(precision):
             _convert(self._model, self._head)
 
@@ -111,9 +120,12 @@ class FrozenTeacher:
 
 
 def _convert(model: nn.Module, head: nn.Module | None) -> None:
-    """Keep in bf16 what autocast would convert in every forward pass: the same outputs, bit by bit."""
+    """Keep in bf16 what autocast would convert in every forward pass: the same outputs, bit by bit.
+
+    Kinds derived from these may compute with their weights first, and stay as they are.
+    """
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and module is not head:
+        if type(module) in {nn.Linear, nn.Conv2d} and module is not head:
             module.to(torch.bfloat16)
 
 

@@ -11,6 +11,7 @@ from trainer import models
 from trainer.config import ModelSettings
 from trainer.distillation import teacher as module
 from trainer.distillation.teacher import FrozenTeacher
+from trainer.errors import ModelError
 from trainer.training.devices import choose_device
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 3, "num_heads": 3}
@@ -124,6 +125,10 @@ def test_a_network_that_ends_in_another_way_speaks_for_itself(device):
         expected = model(images)
     outputs = FrozenTeacher(model, device, precision="fp32")(images)
     torch.testing.assert_close(outputs.logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(
+        ModelError, match=r"teacher 'volo_d1_224' has no features to compare with: .*reinforce\.features=false"
+    ):
+        FrozenTeacher(model, device, precision="fp32", features=True)
 
 
 def test_the_same_bits_again(model, device, images):
