@@ -1,4 +1,4 @@
-"""What the documentation names is there: paths, links, commands, variables; and messages read as it says."""
+"""What the documentation names is there: paths, links, commands, settings, variables; and messages read as it says."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import stages
+from trainer import config, stages
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -129,6 +129,16 @@ def test_python_has_the_modules():
         for module, path in paths.items()
         if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists())
     ] == []
+
+
+@pytest.mark.parametrize("name", sorted(PAGES.keys() - {"CHANGELOG.md"}))
+def test_settings_are_there(name):
+    """But for the changelog, which names those that were, too."""
+    there = {setting for setting, *_ in config.walk(config.Settings)}
+    there |= {setting.rpartition(".")[0] for setting in there}
+    named = rf"(?<![\w./-])(?:{'|'.join(config.Settings.model_fields)})(?:\.[a-z][a-z0-9_]*)+"
+    found = {setting for text in code(PAGES[name]) for setting in re.findall(named, text)}
+    assert sorted(setting for setting in found - there if not setting.endswith(".py")) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
