@@ -11,7 +11,7 @@ COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3
 	--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run ui test test-gpu bench check lint compile deploy-pipeline undeploy-pipeline docs lock clean
+.PHONY: help setup run ui test test-gpu bench bench-gpu check lint compile deploy-pipeline undeploy-pipeline docs lock clean
 export SET OUT RECIPE POOL
 
 help:  ## list the targets
@@ -34,8 +34,16 @@ test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]; all of them with
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu
 
-bench: $(READY)  ## print the tables of tests/benchmarks
-	@for file in tests/benchmarks/bench_*.py; do $(VENV)/python "$$file" || exit 1; done
+bench: $(READY)  ## print the tables of tests/benchmarks, about 20 minutes on an idle machine [PHOTOS=folder instead of made-up photos]
+	@$(VENV)/python tests/benchmarks/bench_recorder.py
+	@$(VENV)/python tests/benchmarks/bench_data.py $(if $(PHOTOS),--photos "$(PHOTOS)")
+	@$(VENV)/python tests/benchmarks/bench_distillation.py $(if $(PHOTOS),--photos "$(PHOTOS)")
+
+bench-gpu: $(READY)  ## the same for a distillation on a GPU [PHOTOS=folder]
+	@for teacher in base large; do for student in tiny small; do \
+		$(VENV)/python tests/benchmarks/bench_distillation.py --device cuda --precision bf16 --batch-size 256 --steps 20 \
+			--teacher vit_$${teacher}_patch16_224 --student vit_$${student}_patch16_224 $(if $(PHOTOS),--photos "$(PHOTOS)") \
+			|| exit 1; done; done
 
 check: $(READY)  ## lint, types, layers, generated files; writes nothing
 	$(VENV)/ruff check .
