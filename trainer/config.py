@@ -711,8 +711,10 @@ def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[s
         full = f"{prefix}.{name}" if prefix else name
         value = field.get_default(call_default_factory=True) if isinstance(section, type) else getattr(section, name)
         annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, Section):
-            yield from walk(value if isinstance(value, Section) else annotation, full)
+        if isinstance(value, Section):
+            yield from walk(value, full)
+        elif isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from walk(annotation, full)
         else:
             yield full, value, _type_text(model, name), field.description or ""
 
