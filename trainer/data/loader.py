@@ -278,6 +278,7 @@ def make_loader(
         pin_memory=pin_memory,
         prefetch_factor=PREFETCHED if workers else None,
         worker_init_fn=_use_one_thread,
+        generator=torch.Generator(),  # torch draws a seed here, which must not move what a step draws after a resume
     )
     outcomes = iter(loader)
     try:

@@ -211,6 +211,14 @@ def test_each_loader_process_has_one_thread_and_fills_shared_memory():
     assert list(map(tuple, facts)) == [(1, True, 0), (1, True, 1)] * 2
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_draws_nothing_from_the_generator_that_a_step_draws_from(workers):
+    source = batches(Samples([Images(50)]), TrainingSettings(batch_size=2, views=PLAIN))
+    before = torch.get_rng_state()
+    next(make_loader(source, [0, 2], workers=workers, pin_memory=False))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Broken(Images):
     """A split whose image 0 is refused, and whose image 1 ends the process that reads it."""
 
