@@ -8,6 +8,7 @@ Shapes: N samples, B samples in a batch, K logits a record, C classes, D feature
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 from collections.abc import Mapping
@@ -79,8 +80,10 @@ class Description:
 
 
 def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None) -> str:
-    """What decodes the stored images of a data set where `decode_on` says."""
-    return "nvJPEG" if decode_on == "cuda" else data.decoder_name()
+    """What decodes the training images where `decode_on` says; those that are kept decoded are never left to a GPU."""
+    if decode_on == "cuda" and not data.split("train").in_memory:
+        return f"nvJPEG of torchcodec {importlib.metadata.version('torchcodec')}"
+    return data.decoder_name()
 
 
 def write_description(directory: Path, description: Description, keys: npt.NDArray[np.uint64]) -> None:
