@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -44,18 +44,23 @@ class Loading:
         self._workers, self._processes, self._recorder = workers, processes, recorder
 
     def __iter__(self) -> Iterator[Batch]:
-        workers, device = self._workers, self._processes.device
+        starts, workers, device = self._starts, self._workers, self._processes.device
         if workers == "auto" and device.kind == "cpu":
             workers = 0
         if workers == "auto":
-            for start in islice(self._starts, (WARM_STEPS + TIMED_STEPS) * self._accumulation):
+            self._recorder.workers = 0
+            for start in islice(starts, (WARM_STEPS + TIMED_STEPS) * self._accumulation):
                 yield self._batches[start]
+            following = next(starts, None)
+            if following is None:  # all is loaded before it was known who should
+                return
+            starts = chain([following], starts)
             workers = self._choose()
         self._recorder.workers = workers
         if self._processes.is_first:
             name = self._recorder.name
             logger.info("%s  loader processes beside each training process: %d (%s)", name, workers, self._reason)
-        yield from make_loader(self._batches, self._starts, workers=workers, pin_memory=device.pins_memory)
+        yield from make_loader(self._batches, starts, workers=workers, pin_memory=device.pins_memory)
 
     @property
     def _reason(self) -> str:

@@ -36,10 +36,10 @@ def recorder():
     return Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1)
 
 
-def train(loading, timeline, seconds_a_step=0.0):
+def train(loading, timeline, steps, seconds_a_step=0.0):
     """Steps as the loop makes them; gives what was loaded."""
     stream, loaded = iter(loading), []
-    for step in range(STEPS):
+    for step in range(steps):
         with timeline.step(step):
             with timeline.range("data"):
                 loaded.append(int(next(stream)))
@@ -49,12 +49,12 @@ def train(loading, timeline, seconds_a_step=0.0):
     return loaded
 
 
-def run(recorder, workers, device, batches, **timing):
+def run(recorder, workers, device, batches, *, steps=STEPS, **timing):
     processes = Processes(rank=0, world_size=1, local_rank=0, device=device)
-    starts = iter(range(0, 10 * STEPS, 10))
+    starts = iter(range(0, 10 * steps, 10))
     with recorder:
         loading = Loading(batches, starts, accumulation=1, workers=workers, processes=processes, recorder=recorder)
-        return train(loading, recorder.timeline, **timing)
+        return train(loading, recorder.timeline, steps, **timing)
 
 
 @pytest.mark.parametrize("workers", [0, 1, "auto"])
@@ -77,3 +77,10 @@ def test_beside_a_gpu_the_number_is_measured(recorder, monkeypatch, caplog, load
     assert run(recorder, "auto", GPU, batches, seconds_a_step=step) == list(range(0, 10 * STEPS, 10))
     assert recorder.workers == (2 if beside else 0)
     assert caplog.messages[0].endswith(f"{recorder.workers} (measured)")
+
+
+@pytest.mark.parametrize("steps", [1, WARM_STEPS, WARM_STEPS + TIMED_STEPS])
+def test_a_training_that_ends_before_the_number_is_known_starts_none(recorder, steps):
+    batches = Batches()
+    assert run(recorder, "auto", GPU, batches, steps=steps) == list(range(0, 10 * steps, 10))
+    assert (recorder.workers, batches.made) == (0, steps)
