@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.config import Compile, Precision
 from trainer.distillation.outputs import TeacherOutputs
 from trainer.errors import ModelError
-from trainer.models import Classifier
+from trainer.models import Classifier, linear_head
 from trainer.training.devices import Device
 from trainer.training.kernels import use_fast_kernels
 
@@ -60,7 +60,7 @@ class FrozenTeacher:
         self._compiled: dict[str, Callable[[Tensor], Tensor]] = {}
         if not self._compiles:
             use_fast_kernels(self._model, device, precision)
-        self._head = self._linear_head()
+        self._head = linear_head(self._model)
         if features and self._head is None:
             raise ModelError(
                 f"teacher {model.card.architecture!r} has no features to compare with: its logits are no linear layer of pooled features; "
@@ -91,17 +91,6 @@ class FrozenTeacher:
         if self._head is None:
             return TeacherOutputs(answer)
         return TeacherOutputs(self._head(answer), answer if self._features else None)
-
-    @torch.inference_mode()
-    def _linear_head(self) -> nn.Linear | None:
-        """The linear layer that makes the logits of the pooled features; None in a network that ends in another way (such as VOLO's)."""
-        network: Any = self._model.network
-        head = network.get_classifier()
-        if not isinstance(head, nn.Linear):
-            return None
-        size = self._model.card.image_size
-        image = torch.full((1, 3, size, size), 128, dtype=torch.uint8, device=self._device.torch_device)
-        return head if torch.allclose(head(self._pooled(image)), self._model(image), atol=1e-4) else None
 
     def _forward(self, size: int) -> Callable[[Tensor], Tensor]:
         """The network for parts of `size` images: to pooled features [size, D], or to logits [size, C] where it has no linear head."""
