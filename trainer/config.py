@@ -727,6 +727,8 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
     """A property of a JSON schema as text: `whole number, >= 1`."""
     if "anyOf" in schema:
         return " or ".join(text for option in schema["anyOf"] if (text := _schema_text(option)) != "null")
+    if "const" in schema:
+        return f"`{schema['const']}`"
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "$ref" in schema:

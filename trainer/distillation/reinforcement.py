@@ -184,7 +184,8 @@ def unusable(records: Records) -> npt.NDArray[np.bool_]:
 
 def plan_of(description: Description, parents: Mapping[str, str]) -> str:
     """SHA-256 of all that the records depend on, as hexadecimal text."""
-    return artifacts.digest({"description": asdict(description), "parents": parents})
+    version = artifacts.SCHEMA_VERSIONS["teacher_outputs"]
+    return artifacts.digest({"version": version, "description": asdict(description), "parents": parents})
 
 
 class Work(NamedTuple):
