@@ -49,6 +49,9 @@ from trainer.training.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+MEETING = 1024
+"""Views that a process records at most before it waits for the others: a slow one keeps them waiting for minutes, not for a whole shard."""
+
 _NAMED = 8
 """Samples that a message names."""
 
@@ -263,12 +266,12 @@ class Reinforcement:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="shards") as writer, progress:
             writing: Future[None] | None = None
             for turn in range(math.ceil(len(missing) / world_size)):
-                if turn < len(mine):
-                    records = self._collect(mine[turn], stream)
-                    if writing is not None:
-                        writing.result()
-                    writing = writer.submit(self.shelf.put, mine[turn], records)
-                self.processes.barrier()  # none runs ahead so far that the others would miss it at the end
+                unit = mine[turn] if turn < len(mine) else None
+                records = self._collect(unit, stream, batch)
+                if writing is not None:
+                    writing.result()
+                if unit is not None:
+                    writing = writer.submit(self.shelf.put, unit, records)
             if writing is not None:
                 writing.result()
 
@@ -309,15 +312,23 @@ class Reinforcement:
             logger.info("reinforce  loader processes beside each process: %d (measured)", chosen)
         return chosen
 
-    def _collect(self, unit: Unit, stream: Iterator[Records]) -> Records:
-        """The records of a unit, whose batches come next, [count]."""
-        records = np.empty(unit.count, dtype=self.description.record)
-        done = 0
-        while done < unit.count:
-            batch = next(stream)[: unit.count - done]
-            self._check(unit, done, batch)
-            records[done : done + len(batch)] = batch
-            done += len(batch)
+    def _collect(self, unit: Unit | None, stream: Iterator[Records], batch: int) -> Records:
+        """The records of a unit, whose batches come next, [count]; none where the others have one more unit than this process.
+
+        All processes meet equally often, so that none runs so far ahead that the wait for the others at the end would exceed its limit.
+        """
+        count = unit.count if unit is not None else 0
+        records = np.empty(count, dtype=self.description.record)
+        together = max(1, MEETING // batch)
+        for number in range(math.ceil(self.description.block / batch)):
+            start = number * batch
+            if unit is not None and start < count:
+                part = next(stream)[: count - start]
+                self._check(unit, start, part)
+                records[start : start + len(part)] = part
+            if (number + 1) % together == 0:
+                self.processes.barrier()
+        self.processes.barrier()
         return records
 
     def _check(self, unit: Unit, start: int, records: Records) -> None:

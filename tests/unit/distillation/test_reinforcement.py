@@ -9,10 +9,10 @@ import torch
 from tests.unit.distillation.test_recording import DESCRIPTION
 from trainer.config import ViewSettings
 from trainer.data.loader import make_loader
-from trainer.distillation import reinforcement
+from trainer.distillation import reinforcement, shards
 from trainer.distillation.outputs import TeacherOutputs
 from trainer.distillation.recording import unpack
-from trainer.distillation.reinforcement import Part, UnitBatches, even_batch, parts_of, plan_of
+from trainer.distillation.reinforcement import MEETING, Part, Reinforcement, UnitBatches, even_batch, parts_of, plan_of
 from trainer.distillation.shards import Unit
 
 
@@ -95,3 +95,54 @@ def test_whatever_changes_the_records_changes_the_plan(name):
     assert plan_of(replace(DESCRIPTION, **{name: value}), parents) != plan
     assert plan_of(DESCRIPTION, parents | {"teacher": "another"}) != plan
     assert plan_of(replace(DESCRIPTION), dict(reversed(parents.items()))) == plan
+
+
+class Meetings:
+    """One of two processes, which notes how many batches it has recorded at each meeting."""
+
+    world_size = 2
+
+    def __init__(self, rank):
+        self.rank, self.is_first, self.recorded, self.notes = rank, rank == 0, 0, []
+
+    def barrier(self):
+        self.notes.append(self.recorded)
+
+
+class Kept(dict):
+    """A shelf."""
+
+    def put(self, unit, records):
+        self[unit.name] = records
+
+
+def test_processes_meet_equally_often_and_long_before_a_shard_is_full(monkeypatch):
+    description = replace(DESCRIPTION, samples=5000, block=2500, views=3)
+    missing = shards.units(3, samples=5000, size=2500)[:5]  # of which the second process has one less
+    notes = []
+    for rank in (0, 1):
+        processes, shelf = Meetings(rank), Kept()
+
+        def stream(job, units, batch, _progress, processes=processes):
+            for part in parts_of(units, batch):
+                processes.recorded += 1
+                yield np.full(batch, part.start, dtype=job.description.record)
+
+        monkeypatch.setattr(Reinforcement, "_stream", stream)
+        monkeypatch.setattr(Reinforcement, "_check", lambda *_: None)
+        job = Reinforcement(
+            views=None,
+            teacher=None,
+            description=description,
+            shelf=shelf,
+            processes=processes,
+            batch_size=256,
+            workers=0,
+        )
+        job._record(missing)
+        assert sorted(shelf) == [unit.name for unit in missing[rank::2]]
+        assert [len(records) for records in shelf.values()] == [2500] * len(shelf)
+        assert max(np.diff([0, *processes.notes])) * 250 <= MEETING
+        notes.append(processes.notes)
+    assert len(notes[0]) == len(notes[1])
+    assert (notes[0][-1], notes[1][-1]) == (30, 20)
