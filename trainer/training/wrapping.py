@@ -22,7 +22,7 @@ WARM_STEPS = 3
 
 
 class Graphs:
-    """A backend of torch.compile that counts the graphs that another one compiles."""
+    """A backend of torch.compile that counts the graphs that another one compiles for training; a validation may need its own."""
 
     def __init__(self, backend: str = "inductor") -> None:
         self.count = 0
@@ -31,7 +31,7 @@ class Graphs:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """Compile one graph; torch.compile calls it."""
-        self.count += 1
+        self.count += torch.is_grad_enabled()
         compiled: Callable[..., Any] = self._compile(graph, inputs)
         return compiled
 

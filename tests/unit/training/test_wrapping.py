@@ -80,8 +80,11 @@ def test_a_compiler_that_does_nothing_or_too_much_is_noticed(graphs, caplog):
     model(images())
     for steps in range(1, WARM_STEPS + 2):
         graphs.check("distill", steps)
+    with torch.inference_mode():  # a validation
+        model.eval()(images()[:2])
+    graphs.check("distill", WARM_STEPS + 2)
     assert caplog.messages == []
-    model(images()[:3])
+    model.train()(images()[:3])
     graphs.check("distill", WARM_STEPS + 2)
     assert caplog.messages == ["distill  compiled again after 5 steps (2 graphs by now), which costs time"]
     graphs.check("distill", WARM_STEPS + 3)
