@@ -74,10 +74,10 @@ def test_a_bug_in_one_process_shows_its_traceback_once_and_is_named(distillation
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    import trainer.distillation.objective as objective\n"
+        "    from trainer.distillation import losses\n"
         "    def agreement(student, teacher):\n"
         "        raise ZeroDivisionError('planted')\n"
-        "    objective.agreement = agreement\n"
+        "    losses.agreement = agreement\n"
     )
     code, errors = finish(start(distillation("bug"), PYTHONPATH=f"{tmp_path}:{ROOT}"))
     assert code == EXIT_CODE
