@@ -11,6 +11,7 @@ from trainer.config import DistillSettings, ReinforceSettings
 from trainer.errors import ArtifactError, SettingsError
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import distill, reinforce
+from trainer.training.checkpoints import Checkpoints
 
 VIEWS = {"min_scale": 0.5, "flip": False}
 STUDENT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -134,6 +135,27 @@ def test_recorded_outputs_stand_in_for_the_teachers_weights(trained_digits, spar
     parents = artifacts.manifest(recorded.student, "model").parents
     assert parents["teacher_outputs"] == artifacts.manifest(sparse, "teacher_outputs").fingerprint
     assert parents["teacher"] == artifacts.manifest(trained_digits.teacher, "model").fingerprint
+
+
+def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_weights(distilled, sparse, monkeypatch):
+    """Stochastic depth draws from torch's generator, which nothing but the step may move."""
+    student = {"architecture": "vit_tiny_patch16_224", "args": STUDENT | {"depth": 2}}
+    settings = {"teacher": "recorded", "student": student, "drop_path": 0.5, "checkpoint_every": 6}
+    save = Checkpoints.save
+
+    def save_and_stop(checkpoints, state):
+        save(checkpoints, state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interruption:
+        interruption.setattr(Checkpoints, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            distilled("interrupted", sparse, **settings)
+    interrupted, whole = distilled("interrupted", sparse, **settings), distilled("whole", sparse, **settings)
+    assert len(interrupted.curves()["loss"]) == 4
+    assert torch.equal(interrupted.curves()["loss"], whole.curves()["loss"][6:])
+    weights = [models.load(one.student).network.state_dict() for one in (interrupted, whole)]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 @pytest.mark.parametrize("settings", [{"epochs": 1}, {"epochs": 1, "teacher": "recorded", "logit_weight": 0}], ids=str)
