@@ -121,9 +121,11 @@ def standardize(logits: Tensor) -> Tensor:
 
     Applied to both before they are compared, it leaves the student its own size of logits; the temperature then counts in standard
     deviations. The deviation is the paper's, over C (its code divides by C - 1).
+    Equal logits, such as a head's that starts from zeros, become zeros with finite gradients.
     """
     centred = logits.float() - logits.float().mean(1, keepdim=True)
-    return centred / (centred.square().mean(1, keepdim=True).sqrt() + 1e-7)
+    variance = centred.square().mean(1, keepdim=True).clamp(min=1e-14)
+    return centred / (variance.sqrt() + 1e-7)
 
 
 def _kl(student_log: Tensor, teacher_log: Tensor) -> Tensor:

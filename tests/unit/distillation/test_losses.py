@@ -246,6 +246,15 @@ def test_standardised_logits_are_z_scores():
     assert torch.equal(losses.standardize(torch.ones(2, 3)), torch.zeros(2, 3))
 
 
+def test_equal_logits_are_standardised_to_zeros_with_finite_gradients():
+    student = torch.zeros(2, 5, requires_grad=True)
+    standard = losses.standardize(student)
+    assert not standard.any()
+    losses.distillation_kl(standard, losses.standardize(torch.randn(2, 5)), 2.0).backward()
+    assert student.grad.isfinite().all()
+    assert student.grad.any()
+
+
 def test_the_feature_cosine_looks_at_directions_alone():
     assert float(losses.feature_cosine(3 * TEACHER, TEACHER)) == pytest.approx(0, abs=1e-6)
     assert float(losses.feature_cosine(-TEACHER, TEACHER)) == pytest.approx(2, abs=1e-6)
