@@ -579,6 +579,11 @@ def _check_recording(distill: DistillSettings, reinforce: ReinforceSettings) -> 
             f"reinforce.augmentation differs from distill.views in {', '.join(others)}, so the student would see other views than the "
             "teacher; leave it out, and it is as distill.views"
         )
+    if reinforce.decode_on != distill.decode_on:
+        mistakes.append(
+            f"reinforce.decode_on is {reinforce.decode_on}, but distill.decode_on is {distill.decode_on}, which may give other pixels; "
+            "leave both out, and they are as data.decode_on"
+        )
     if mistakes:
         raise SettingsError("\n".join(mistakes))
 

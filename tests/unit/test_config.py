@@ -131,16 +131,17 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(overrides):
 
 
 def test_a_run_whose_stages_do_not_fit_is_refused_with_all_that_differs():
-    overrides = "distill.feature_weight=2 reinforce.augmentation.min_scale=0.1"
+    overrides = "distill.feature_weight=2 reinforce.augmentation.min_scale=0.1 reinforce.decode_on=cuda"
     config.resolve_run("digits", overrides)
     config.resolve(
         "digits", f"{overrides} distill.teacher=recorded"
     )  # a single stage may have been recorded for otherwise
     with pytest.raises(SettingsError) as caught:
         config.resolve_run("digits", f"{overrides} distill.teacher=recorded")
-    features, views = str(caught.value).splitlines()
+    features, views, decoder = str(caught.value).splitlines()
     assert "distill.feature_weight is 2, but reinforce.features is false" in features
     assert "min_scale (0.1, not 0.6), flip (True, not False)" in views
+    assert "reinforce.decode_on is cuda, but distill.decode_on is cpu" in decoder
 
 
 def test_all_wrong_settings_are_reported_at_once():
