@@ -249,13 +249,17 @@ class PretrainSettings(LoadingSettings):
     """Supervised fine-tuning."""
 
 
+TOP_K = 10
+"""Logits that are recorded of a view where nothing else is said or needed."""
+
+
 class ReinforceSettings(LoadingSettings):
     """The teacher's outputs on augmented views of every training image, recorded once for all distillations."""
 
     views: Positive = 30
     """Views of each training image; epoch e of a distillation sees view e modulo `views`."""
-    top_k: Positive = 10
-    """Largest logits kept of each view; of the others only their sum's logarithm."""
+    top_k: Positive | Literal["all"] | None = None
+    """Largest logits kept of each view, of the others only their sum; where not given `all` if a loss of distill needs them, else 10."""
     features: bool = False
     """Keep the teacher's pooled features too, for a feature loss."""
     augmentation: ViewSettings | None = None
@@ -269,6 +273,10 @@ class ReinforceSettings(LoadingSettings):
     compile: Compile = "auto"
     """torch.compile; auto compiles on GPUs only."""
 
+    def logits(self, classes: int) -> int:
+        """Logits that are kept of each view where there are so many classes."""
+        return classes if self.top_k == "all" else min(self.top_k or TOP_K, classes)
+
 
 class DistillSettings(LoadingSettings, TrainingSettings):
     """The student: loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels."""
@@ -281,7 +289,7 @@ class DistillSettings(LoadingSettings, TrainingSettings):
     """Images a forward pass of the online teacher; 0 chooses by the device."""
     logit_loss: Literal["kl", "hard", "dkd", "dist"] = "kl"
     """Between logits: `kl` (Hinton et al. 2015), `hard` (DeiT's, Touvron et al. 2021), `dkd` (Zhao et al. 2022), `dist` (Huang et al.
-    2022); recorded outputs serve `dkd` and `dist` only with as many logits a view (`reinforce.top_k`) as there are classes."""
+    2022); recorded outputs serve `dkd` and `dist` only if they hold all logits (`reinforce.top_k`)."""
     logit_weight: NonNegativeFloat = 0.9
     """Weight of the logit loss; 0 turns it off."""
     temperature: Annotated[float, Field(gt=0)] = 2.0
@@ -607,6 +615,7 @@ def _inherit(settings: Settings) -> Settings:
         "views_on": data.views_on,
         "decode_on": data.decode_on,
         "augmentation": settings.distill.views,
+        "top_k": "all" if settings.distill.needs_all_logits else TOP_K,
     }
     update = {}
     for stage in ("pretrain", "reinforce", "distill"):

@@ -197,3 +197,19 @@ def test_a_setting_with_alternatives_is_explained_in_one_message(override, messa
     with pytest.raises(SettingsError) as caught:
         config.resolve("digits", override)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "top_k", "kept"),
+    [
+        ("", 10, 10),
+        ("distill.logit_loss=dkd", "all", 81),
+        ("distill.standardize_logits=true", "all", 81),
+        ("distill.logit_loss=dkd reinforce.top_k=20", 20, 20),
+        ("reinforce.top_k=all", "all", 81),
+        ("reinforce.top_k=200", 200, 81),
+    ],
+)
+def test_as_many_logits_are_recorded_as_the_distillation_needs(overrides, top_k, kept):
+    settings = config.resolve("", overrides).reinforce
+    assert (settings.top_k, settings.logits(81)) == (top_k, kept)

@@ -112,6 +112,7 @@ class Views:
         settings: ViewSettings,
         on_device: bool = False,
         decode_on: DecodeOn = "cpu",
+        exact: bool = False,
     ) -> None:
         """Of `size` x `size` pixels, drawn from `seed`.
 
@@ -122,12 +123,13 @@ class Views:
             settings: how strongly to augment.
             on_device: whether batches carry stored images, of which the device makes the views (`makes_views_on_device`).
             decode_on: where stored images are decoded; images that are kept decoded are not decoded again.
+            exact: whether the loader decodes at full size even where less would do, so that views are the same wherever they are made.
 
         Raises:
             SettingsError: a GPU is to decode what it can not.
         """
         self.samples, self.size, self.seed, self.settings = samples, size, seed, settings
-        self._on_device = on_device
+        self._on_device, self._exact = on_device, exact
         self._encoded = decode_on == "cuda" and not samples.in_memory
         if self._encoded:
             check_gpu_decoding(samples.encoded(0), on_device=on_device)
@@ -173,7 +175,7 @@ class Views:
         views = empty_images(len(indices), self.size).permute(0, 3, 1, 2)
         boxes, mirrors = parameters.box.tolist(), parameters.mirror.tolist()
         for index, box, mirror, view in zip(indices.tolist(), boxes, mirrors, views, strict=True):
-            shrink = _shrink(box, self.size)
+            shrink = 1 if self._exact else _shrink(box, self.size)
             picture = self.samples.picture(index, shrink=shrink)
             scale = shrink if picture.shape[-1] < self.samples.image_size else 1
             crop_sample(picture, [edge / scale for edge in box], mirror=mirror, out=view)

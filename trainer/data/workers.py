@@ -6,8 +6,10 @@ What is loaded is a function of the order alone, so the choice changes how long 
 from __future__ import annotations
 
 import math
+import resource
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -26,14 +28,23 @@ _LIMIT_S = 3.0
 """No further batch is timed after this long."""
 
 
+class LoadingTime(NamedTuple):
+    """What it takes to make a micro-batch on one core."""
+
+    seconds: float
+    """From its beginning to its end."""
+    waiting: float
+    """Seconds of them in which the core did not compute, where storage had to be waited for: 0 if all was in memory."""
+
+
 def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: int, processes: int) -> int:
     """Loader processes for each training process: the fewest that keep up with the step, of the cores that there are.
 
     Args:
-        seconds_per_batch: one core's time to make a micro-batch (`measure_loading`).
+        seconds_per_batch: what loader processes can take off the training process for a micro-batch (`measure_loading`): all of it where
+            GPUs train; where CPUs do, only the waiting, because a core that computes for the loading is then one that does not train.
         seconds_per_step: the device's time for a micro-batch that is at hand.
-        cores: cores of this machine that the training leaves free, and one that its own processes share: `usable_cores` where GPUs
-            train; 1 where CPUs do, because every core that loads is then one that does not train.
+        cores: cores of this machine that loader processes may keep busy, and one that the training processes share.
         processes: training processes on this machine.
 
     Returns:
@@ -45,8 +56,8 @@ def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: 
     return min(needed, (cores - 1) // processes)
 
 
-def measure_loading(batches: MicroBatches, position: int) -> float:
-    """Seconds that one core needs for a micro-batch, measured in this process from `position` on, within a few seconds.
+def measure_loading(batches: MicroBatches, position: int) -> LoadingTime:
+    """What one core needs for a micro-batch, measured in this process from `position` on, within a few seconds.
 
     Raises:
         DataError: an image can not be decoded.
@@ -55,15 +66,23 @@ def measure_loading(batches: MicroBatches, position: int) -> float:
     torch.set_num_threads(1)
     try:
         batches[position]  # not timed: the first one meets cold caches
-        return statistics.median(_timed(batches, position))
+        times = _timed(batches, position)
     finally:
         torch.set_num_threads(threads)
+    return LoadingTime(*(statistics.median(column) for column in zip(*times, strict=True)))
 
 
-def _timed(batches: MicroBatches, position: int) -> list[float]:
-    times: list[float] = []
-    while len(times) < _TIMED and sum(times) < _LIMIT_S:
-        start = time.perf_counter()
+def _timed(batches: MicroBatches, position: int) -> list[LoadingTime]:
+    times: list[LoadingTime] = []
+    while len(times) < _TIMED and sum(one.seconds for one in times) < _LIMIT_S:
+        start, computing, reads = time.perf_counter(), time.thread_time(), _reads()
         batches[position + (len(times) + 1) * batches.count]
-        times.append(time.perf_counter() - start)
+        seconds, computed = time.perf_counter() - start, time.thread_time() - computing
+        # A core that other programs keep busy makes a thread wait too, which loader processes would not mend.
+        times.append(LoadingTime(seconds, max(0.0, seconds - computed) if _reads() > reads else 0.0))
     return times
+
+
+def _reads() -> int:
+    """How often this thread has waited for a page of a mapped file."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt

@@ -94,7 +94,7 @@ def _check_content(settings: DistillSettings, student: Classifier, uri: str | Pa
         loss = f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits
         raise SettingsError(
             f"{loss} needs the teacher's logits of all {held.classes} classes, but {uri} holds the {held.top_k} largest of each view; "
-            f"record them again with reinforce.top_k={held.classes}, or set distill.teacher=online"
+            f"record them again with reinforce.top_k=all, or set distill.teacher=online"
         )
     if settings.feature_weight and not held.features:
         raise SettingsError(

@@ -108,7 +108,7 @@ def _describe(
         views=settings.views,
         block=shards.block_size(samples),
         classes=len(data.classes),
-        top_k=min(settings.top_k, len(data.classes)),
+        top_k=settings.logits(len(data.classes)),
         features=models.feature_size(teacher) if settings.features else 0,
         seed=settings.seed or 0,
         view_size=settings.view_size or teacher.card.image_size,

@@ -25,8 +25,8 @@ WARM_STEPS, TIMED_STEPS = 3, 5
 class Loading:
     """The micro-batches of one training process; which they are does not depend on who loads them.
 
-    `auto` loads in the training process until the step's time is known. Where the CPU trains, that is always: a core that loads is one that
-    does not train.
+    `auto` loads in the training process until the step's time is known, and then in as many processes as keep up with it. Where the CPU
+    trains, a core that loads is one that does not train: processes there pay only for the time that loading waits for storage.
     """
 
     def __init__(
@@ -45,8 +45,6 @@ class Loading:
 
     def __iter__(self) -> Iterator[Batch]:
         starts, workers, device = self._starts, self._workers, self._processes.device
-        if workers == "auto" and device.kind == "cpu":
-            workers = 0
         if workers == "auto":
             self._recorder.workers = 0
             for start in islice(starts, (WARM_STEPS + TIMED_STEPS) * self._accumulation):
@@ -58,22 +56,27 @@ class Loading:
             workers = self._choose()
         self._recorder.workers = workers
         if self._processes.is_first:
-            name = self._recorder.name
-            logger.info("%s  loader processes beside each training process: %d (%s)", name, workers, self._reason)
+            name, reason = self._recorder.name, "measured" if self._workers == "auto" else "as workers says"
+            logger.info("%s  loader processes beside each training process: %d (%s)", name, workers, reason)
         yield from make_loader(self._batches, starts, workers=workers, pin_memory=device.pins_memory)
-
-    @property
-    def _reason(self) -> str:
-        if self._workers != "auto":
-            return "as workers says"
-        return "the CPU trains" if self._processes.device.kind == "cpu" else "measured"
 
     def _choose(self) -> int:
         """As many as keep up with the step, by the measurements of the process that needs most."""
-        step = self._step_seconds() / self._accumulation
-        batch = measure_loading(self._batches, 0)
-        chosen = choose_workers(batch, step, cores=usable_cores(), processes=self._processes.local_world_size)
-        return max(self._processes.gather(chosen))
+        step, processes = self._step_seconds() / self._accumulation, self._processes
+        loading, local, cores = measure_loading(self._batches, 0), processes.local_world_size, usable_cores()
+        if processes.device.kind == "cpu":  # who waits needs no core
+            chosen = choose_workers(loading.waiting, step, cores=cores + local, processes=local)
+        else:
+            chosen = choose_workers(loading.seconds, step, cores=cores, processes=local)
+        if processes.is_first:
+            logger.info(
+                "%s  a micro-batch: %.1f ms to load, %.1f ms of them waiting, %.1f ms to train on",
+                self._recorder.name,
+                1e3 * loading.seconds,
+                1e3 * loading.waiting,
+                1e3 * step,
+            )
+        return max(processes.gather(chosen))
 
     def _step_seconds(self) -> float:
         """Median time of a step without the wait for its data."""

@@ -121,6 +121,7 @@ class Training:
             settings=self.settings.views,
             on_device=makes_views_on_device(self.views_on, self.processes.device.kind),
             decode_on=self.decode_on,
+            exact=self.teacher_outputs is not None,
         )
 
     def learning_rate(self, step: int) -> float:

@@ -47,7 +47,9 @@ class Slow:
 
 def test_loading_is_measured_with_one_thread_and_without_the_first_batch() -> None:
     before, batches = torch.get_num_threads(), Slow(0.2, 0.02, 0.02, 0.1)
-    assert 0.015 < measure_loading(batches, 160) < 0.09
+    time_taken = measure_loading(batches, 160)
+    assert 0.015 < time_taken.seconds < 0.09
+    assert time_taken.waiting == 0  # it slept, and read nothing
     assert batches.asked == [160, 176, 192, 208]
     assert batches.threads == {1}
     assert torch.get_num_threads() == before
@@ -56,5 +58,5 @@ def test_loading_is_measured_with_one_thread_and_without_the_first_batch() -> No
 def test_measuring_ends_where_batches_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.workers._LIMIT_S", 0.05)
     batches = Slow(0.06)
-    assert measure_loading(batches, 0) >= 0.06
+    assert measure_loading(batches, 0).seconds >= 0.06
     assert batches.asked == [0, 16]

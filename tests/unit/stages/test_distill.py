@@ -200,7 +200,7 @@ REFUSED = {
     "a loss that needs all": (
         {"logit_loss": "dkd"},
         SettingsError,
-        r"distill\.logit_loss=dkd needs the teacher's logits of all 10 classes, but .* holds the 3 largest .*reinforce\.top_k=10",
+        r"distill\.logit_loss=dkd needs the teacher's logits of all 10 classes, but .* holds the 3 largest .*reinforce\.top_k=all",
     ),
     "standardised logits": (
         {"standardize_logits": True},

@@ -1,3 +1,4 @@
+import itertools
 import json
 import logging
 import time
@@ -62,10 +63,19 @@ def test_the_order_does_not_depend_on_who_loads(recorder, workers, monkeypatch, 
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     assert run(recorder, workers, choose_device(), Batches()) == list(range(0, 10 * STEPS, 10))
-    chosen, reason = {0: (0, "as workers says"), 1: (1, "as workers says"), "auto": (0, "the CPU trains")}[workers]
+    chosen, reason = {0: (0, "as workers says"), 1: (1, "as workers says"), "auto": (0, "measured")}[workers]
     recorder.write(tmp_path)
     assert json.loads((tmp_path / "distill" / "rank0.json").read_text())["workers"] == chosen
-    assert caplog.messages == [f"distill  loader processes beside each training process: {chosen} ({reason})"]
+    assert caplog.messages[-1] == f"distill  loader processes beside each training process: {chosen} ({reason})"
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_where_the_cpu_trains_only_waiting_for_storage_is_worth_a_process(recorder, monkeypatch, reads):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    faults = itertools.count() if reads else itertools.repeat(0)
+    monkeypatch.setattr("trainer.data.workers._reads", lambda: next(faults))
+    assert run(recorder, "auto", choose_device(), Batches(0.03), seconds_a_step=0.02) == list(range(0, 10 * STEPS, 10))
+    assert (recorder.workers > 0) == reads
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
@@ -76,7 +86,7 @@ def test_beside_a_gpu_the_number_is_measured(recorder, monkeypatch, caplog, load
     batches = Batches(loading)
     assert run(recorder, "auto", GPU, batches, seconds_a_step=step) == list(range(0, 10 * STEPS, 10))
     assert recorder.workers == (2 if beside else 0)
-    assert caplog.messages[0].endswith(f"{recorder.workers} (measured)")
+    assert caplog.messages[-1].endswith(f"{recorder.workers} (measured)")
 
 
 @pytest.mark.parametrize("steps", [1, WARM_STEPS, WARM_STEPS + TIMED_STEPS])

@@ -2,9 +2,10 @@
 
 A view is a function of (seed, sample key, view number, settings, stored size, view size); so it does not depend on workers, processes,
 the batch size or a resume. The loader makes it image by image, or a device makes a batch of them: crop (`geometry`), colour, RandAugment's
-operations, erasing. On the CPU both ways give the same bits, but for crops that shrink an axis to less than a quarter: one level; and but
-for a JPEG file whose crop is at least twice the view, which the loader decodes at a reduced size, up to half a view's pixel aside. A
-GPU rounds colours and RandAugment's bilinear warp differently by up to a level, which a later operation may enlarge.
+operations, erasing. On the CPU both ways give the same bits, with two exceptions: crops that shrink an axis to less than a quarter (one
+level), and JPEG files whose crop is at least twice the view, which the loader decodes at a reduced size unless outputs are recorded (up
+to half a view's pixel aside). A GPU rounds colours and RandAugment's bilinear warp differently by up to a level, which a later operation
+may enlarge.
 
 Shapes: B images, S x S stored pixels, V x V pixels of a view.
 """
