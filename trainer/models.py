@@ -81,9 +81,15 @@ class Classifier(nn.Module):
     def forward_with_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Raw images [B, 3, H, W] to logits [B, K] and the pooled features [B, D] that the head makes them of, in one forward pass."""
         network: Any = self.network
-        features: Tensor = network.forward_head(network.forward_features(self.preprocess(images)), pre_logits=True)
+        features = self.pooled(images)
         logits: Tensor = network.get_classifier()(features)
         return logits, features
+
+    def pooled(self, images: Tensor) -> Tensor:
+        """Raw images [B, 3, H, W] to the pooled features [B, D] before the head."""
+        network: Any = self.network
+        features: Tensor = network.forward_head(network.forward_features(self.preprocess(images)), pre_logits=True)
+        return features
 
 
 def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:

@@ -47,6 +47,7 @@ from trainer.config import (
     DataSettings,
     DistillSettings,
     ModelSettings,
+    Precision,
     ReinforceSettings,
     ViewSettings,
 )
@@ -90,7 +91,7 @@ class Case:
     teacher: str
     student: str
     batch_size: int
-    precision: str
+    precision: Precision
     steps: int
     """Timed steps of each lane in a round."""
 
@@ -142,7 +143,7 @@ class Bench:
         return models.load(self.folder / "teacher")
 
     def frozen(self) -> FrozenTeacher:
-        return FrozenTeacher(self.teacher(), self.processes.device, precision=self.case.precision)  # type: ignore[arg-type]
+        return FrozenTeacher(self.teacher(), self.processes.device, precision=self.case.precision)
 
     def ready_batches(self, count: int) -> list[Batch]:
         """Batches on the device, made beforehand."""
@@ -172,7 +173,7 @@ class Bench:
             view_size=student.card.image_size,
             settings=settings,
             seed=0,
-            workers=settings.workers or 0,  # type: ignore[arg-type]
+            workers=self.workers,
             processes=self.processes,
             checkpoints=Checkpoints(self.folder / "checkpoints", "distill", settings={}, parents={}),
             view_seed=recording.description.seed if recording else None,

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import PIL
-import simplejpeg  # type: ignore[import-untyped]  # its types are not marked as such
+import simplejpeg
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF")

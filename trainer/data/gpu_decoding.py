@@ -59,7 +59,7 @@ def decode_jpegs(joined: Tensor, lengths: Tensor, device: torch.device) -> Tenso
     Raises:
         DataError: a file can not be decoded.
     """
-    from torchcodec.decoders import decode_jpeg  # type: ignore[attr-defined]  # here, because few need it
+    from torchcodec.decoders import decode_jpeg  # here, because few need it
 
     try:
         images = decode_jpeg(list(joined.split(lengths.tolist())), mode="RGB", device=device)

@@ -32,7 +32,7 @@ PREFETCHED = 2
 """Micro-batches that each loader process makes ahead."""
 
 
-class TeacherOutputs(Protocol):
+class RecordedOutputs(Protocol):
     """Recorded outputs of a teacher, as a loader reads them."""
 
     def read(self, indices: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Recorded:
@@ -215,7 +215,7 @@ class MicroBatches(TorchDataset[Batch]):
     """Item p is the micro-batch that begins at position p of the order."""
 
     def __init__(
-        self, views: Views, order: SampleOrder, *, count: int, teacher_outputs: TeacherOutputs | None = None
+        self, views: Views, order: SampleOrder, *, count: int, teacher_outputs: RecordedOutputs | None = None
     ) -> None:
         """`count` samples a micro-batch."""
         self.count = count

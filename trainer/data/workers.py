@@ -9,11 +9,11 @@ import math
 import resource
 import statistics
 import time
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-
-from trainer.data.loader import MicroBatches
+from torch.utils.data import Dataset
 
 NEGLIGIBLE = 0.03
 """Loading that takes at most this share of a step is not worth a process."""
@@ -56,27 +56,28 @@ def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: 
     return min(needed, (cores - 1) // processes)
 
 
-def measure_loading(batches: MicroBatches, position: int) -> LoadingTime:
-    """What one core needs for a micro-batch, measured in this process from `position` on, within a few seconds.
+def measure_loading(batches: Dataset[Any], indices: Iterable[Any]) -> LoadingTime:
+    """What one core needs for a micro-batch, measured in this process on the batches at `indices`, of which a few are taken.
 
     Raises:
         DataError: an image can not be decoded.
     """
+    wanted = iter(indices)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        batches[position]  # not timed: the first one meets cold caches
-        times = _timed(batches, position)
+        batches[next(wanted)]  # not timed: the first one meets cold caches
+        times = _timed(batches, wanted)
     finally:
         torch.set_num_threads(threads)
     return LoadingTime(*(statistics.median(column) for column in zip(*times, strict=True)))
 
 
-def _timed(batches: MicroBatches, position: int) -> list[LoadingTime]:
+def _timed(batches: Dataset[Any], indices: Iterator[Any]) -> list[LoadingTime]:
     times: list[LoadingTime] = []
     while len(times) < _TIMED and sum(one.seconds for one in times) < _LIMIT_S:
         start, computing, reads = time.perf_counter(), time.thread_time(), _reads()
-        batches[position + (len(times) + 1) * batches.count]
+        batches[next(indices)]
         seconds, computed = time.perf_counter() - start, time.thread_time() - computing
         # A core that other programs keep busy makes a thread wait too, which loader processes would not mend.
         times.append(LoadingTime(seconds, max(0.0, seconds - computed) if _reads() > reads else 0.0))

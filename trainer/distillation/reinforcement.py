@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,12 +30,10 @@ from torch.utils.data import Dataset as TorchDataset
 
 from trainer import artifacts, storage
 from trainer.config import Workers
-from trainer.cores import usable_cores
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, Recorded
 from trainer.data.loader import Views, make_loader
 from trainer.data.order import Indices, Taken, partners
 from trainer.data.views.mixing import mixes
-from trainer.data.workers import choose_workers
 from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
 from trainer.distillation.outputs import TeacherOutputs
@@ -44,8 +43,10 @@ from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
 from trainer.profiling.timeline import HostClock, Timeline
 from trainer.training.feeding import Feed
+from trainer.training.loading import measured_workers
 from trainer.training.processes import Processes
 from trainer.training.progress import Progress
+from trainer.training.readback import ReadBack
 
 logger = logging.getLogger(__name__)
 
@@ -109,67 +110,32 @@ def record_batches(batches: Iterable[Tensor], teacher: FrozenTeacher, descriptio
 
     A batch is read back when the next one is under way, so that the device never waits for the host.
     """
-    waiting: _Outgoing | None = None
+    waiting: ReadBack | None = None
     for images in batches:
-        started = _Outgoing(summarize(teacher(images), description.top_k))
+        parts = summarize(teacher(images), description.top_k)._asdict()
+        started = ReadBack({name: part for name, part in parts.items() if part is not None})
         if waiting is not None:
-            yield pack(waiting.arrive(), description)
+            yield pack(waiting.wait(), description)
         waiting = started
     if waiting is not None:
-        yield pack(waiting.arrive(), description)
-
-
-class Summary(NamedTuple):
-    """What is kept of a batch's outputs, still in full precision."""
-
-    indices: Tensor
-    """Classes of the largest logits, the largest first, int64 [B, K]."""
-    logits: Tensor
-    """float32 [B, K]."""
-    rest: Tensor
-    """Log of the sum over the other classes of exp(logit / T) at T = 1 and T = 2, float32 [B, 2]."""
-    features: Tensor | None
-    """float32 [B, D]."""
+        yield pack(waiting.wait(), description)
 
 
 @torch.inference_mode()
-def summarize(outputs: TeacherOutputs, top_k: int) -> Summary:
+def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
     """The `top_k` largest logits of each sample and the sum of the rest."""
     values, indices = outputs.logits.topk(top_k, dim=1)
     others = outputs.logits.scatter(1, indices, -torch.inf)
     rest = torch.stack([others.logsumexp(1), (others / 2).logsumexp(1)], 1)
-    return Summary(indices, values, rest, outputs.features)
+    return Recorded(indices, values, rest, outputs.features)
 
 
-class _Outgoing:
-    """A summary on its way from the device to the host."""
-
-    def __init__(self, summary: Summary) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._summary = summary
-        if summary.logits.is_cuda:
-            self._summary = Summary(*(None if part is None else _to_pinned(part) for part in summary))  # type: ignore[arg-type]  # as before
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def arrive(self) -> Summary:
-        """The summary on the host."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._summary
-
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def pack(summary: Summary, description: Description) -> Records:
-    """The records of a summary on the host, [B]; what half precision can not hold becomes infinite in them."""
-    records = np.empty(len(summary.logits), dtype=description.record)
+def pack(parts: Mapping[str, Tensor], description: Description) -> Records:
+    """The records [B] of the parts of `Recorded` that there are, on the host; what half precision can not hold becomes infinite in them."""
+    records = np.empty(len(parts["logits"]), dtype=description.record)
     with np.errstate(over="ignore"):
         for name in description.record.names or ():
-            part = getattr(summary, name)
-            records[name] = part.numpy()
+            records[name] = parts[name].numpy()
     return records
 
 
@@ -296,21 +262,26 @@ class Reinforcement:
             feed.send(timeline)
 
     def _loaders(self, batches: UnitBatches, parts: Sequence[Part]) -> int:
-        """Loader processes: as set; or where a GPU works, as many as keep up with the teacher, measured on the first batch."""
+        """Loader processes: as set, or as many as keep up with the teacher, measured on the first batches."""
         if self.workers != "auto":
             return self.workers
-        if self.processes.device.kind == "cpu" or not parts:  # a core that loads is one that does not compute
+        if not parts:
             return 0
-        images = next(self._images(iter([batches[parts[0]]]), 1))
-        teacher = _seconds(lambda: self.teacher(images).logits.cpu())  # noqa: PLW0108  # the teacher's work is what is timed
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as a loader process has
-        loading = _seconds(lambda: batches[parts[0]])
-        torch.set_num_threads(threads)
-        chosen = choose_workers(loading, teacher, cores=usable_cores(), processes=self.processes.local_world_size)
+        chosen = measured_workers(
+            "reinforce", batches, cycle(parts), lambda: self._teacher_seconds(batches[parts[0]]), self.processes
+        )
         if self.processes.is_first:
             logger.info("reinforce  loader processes beside each process: %d (measured)", chosen)
         return chosen
+
+    def _teacher_seconds(self, batch: Batch) -> float:
+        """The teacher's time for a batch that is at hand."""
+        images = next(self._images(iter([batch]), 1))
+
+        def ask() -> None:
+            self.teacher(images).logits.cpu()
+
+        return _seconds(ask)
 
     def _collect(self, unit: Unit | None, stream: Iterator[Records], batch: int) -> Records:
         """The records of a unit, whose batches come next, [count]; none where the others have one more unit than this process.

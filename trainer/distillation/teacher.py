@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,18 +93,13 @@ class FrozenTeacher:
 
     def _forward(self, size: int) -> Callable[[Tensor], Tensor]:
         """The network for parts of `size` images: to pooled features [size, D], or to logits [size, C] where it has no linear head."""
-        forward = self._model if self._head is None else self._pooled
+        forward = self._model if self._head is None else self._model.pooled
         if not self._compiles:
             return forward
         mode = "reduce-overhead" if self._device.kind == "cuda" and size <= GRAPH_BATCH else "default"
         if mode not in self._compiled:
             self._compiled[mode] = torch.compile(forward, mode=mode, dynamic=False)
         return self._compiled[mode]
-
-    def _pooled(self, images: Tensor) -> Tensor:
-        network: Any = self._model.network
-        pooled: Tensor = network.forward_head(network.forward_features(self._model.preprocess(images)), pre_logits=True)
-        return pooled
 
 
 def _convert(model: nn.Module, head: nn.Module | None) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count, islice
+from typing import Any
 
 import numpy as np
+from torch.utils.data import Dataset
 
 from trainer.config import Workers
 from trainer.cores import usable_cores
@@ -62,25 +64,43 @@ class Loading:
 
     def _choose(self) -> int:
         """As many as keep up with the step, by the measurements of the process that needs most."""
-        step, processes = self._step_seconds() / self._accumulation, self._processes
-        loading, local, cores = measure_loading(self._batches, 0), processes.local_world_size, usable_cores()
-        if processes.device.kind == "cpu":  # who waits needs no core
-            chosen = choose_workers(loading.waiting, step, cores=cores + local, processes=local)
-        else:
-            chosen = choose_workers(loading.seconds, step, cores=cores, processes=local)
-        if processes.is_first:
-            logger.info(
-                "%s  a micro-batch: %.1f ms to load, %.1f ms of them waiting, %.1f ms to train on",
-                self._recorder.name,
-                1e3 * loading.seconds,
-                1e3 * loading.waiting,
-                1e3 * step,
-            )
-        return max(processes.gather(chosen))
+        positions = count(0, self._batches.count)
+        chosen = measured_workers(self._recorder.name, self._batches, positions, self._step_seconds, self._processes)
+        return max(self._processes.gather(chosen))
 
     def _step_seconds(self) -> float:
-        """Median time of a step without the wait for its data."""
+        """Median time of a step, for each micro-batch, without the wait for its data."""
         timeline = self._recorder.timeline
         timeline.catch_up()
         steps = timeline.steps
-        return float(np.median((steps.column("seconds") - steps.column("data"))[WARM_STEPS:]))
+        return float(np.median((steps.column("seconds") - steps.column("data"))[WARM_STEPS:])) / self._accumulation
+
+
+def measured_workers(
+    name: str, batches: Dataset[Any], indices: Iterable[Any], step: Callable[[], float], processes: Processes
+) -> int:
+    """As many loader processes beside this process as keep up with it, by its own measurements.
+
+    Args:
+        name: of the work, for the log.
+        batches: what is loaded.
+        indices: of batches that may be loaded to be timed.
+        step: gives the device's time for a micro-batch that is at hand, in seconds; only asked where it matters.
+        processes: this process among the others.
+    """
+    loading, local, cores = measure_loading(batches, indices), processes.local_world_size, usable_cores()
+    beside = loading.seconds
+    if processes.device.kind == "cpu":
+        if not loading.waiting:  # a core that computes for the loading is one that does not train
+            return 0
+        beside, cores = loading.waiting, cores + local  # who waits needs no core
+    seconds = step()
+    if processes.is_first:
+        logger.info(
+            "%s  a micro-batch: %.1f ms to load, %.1f ms of them waiting for storage, %.1f ms to compute with",
+            name,
+            1e3 * loading.seconds,
+            1e3 * loading.waiting,
+            1e3 * seconds,
+        )
+    return choose_workers(beside, seconds, cores=cores, processes=local)

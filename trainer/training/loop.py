@@ -20,8 +20,8 @@ from trainer.config import DecodeOn, TrainingSettings, ViewsOn, Workers
 from trainer.data.batch import Batch
 from trainer.data.loader import (
     MicroBatches,
+    RecordedOutputs,
     Samples,
-    TeacherOutputs,
     Views,
     makes_views_on_device,
     micro_batch_size,
@@ -86,7 +86,7 @@ class Training:
     """Seed of the views; as `seed` where not given."""
     view_count: int = 0
     """How many views of a sample there are; 0: a new one each epoch."""
-    teacher_outputs: TeacherOutputs | None = None
+    teacher_outputs: RecordedOutputs | None = None
     """Recorded outputs, which travel with the batches."""
     views_on: ViewsOn = "auto"
     """Where views are made."""

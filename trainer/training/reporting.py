@@ -15,6 +15,7 @@ from trainer.profiling.evidence import Recorder
 from trainer.tracking import Tracker
 from trainer.training.processes import Processes
 from trainer.training.progress import Progress
+from trainer.training.readback import ReadBack
 
 _NAMED = 8
 """Samples that a message names."""
@@ -131,21 +132,13 @@ class _Losses:
         own = torch.stack([torch.stack([losses[name].float() for name in self.names]) for _, losses in waiting])
         everyone = own.new_zeros(processes.world_size, *own.shape)
         everyone[processes.rank] = own
-        everyone = processes.total(everyone)
-        self._event: torch.cuda.Event | None = None
-        self._table = everyone
-        if everyone.is_cuda:
-            self._table = torch.empty(everyone.shape, pin_memory=True).copy_(everyone, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._readback = ReadBack({"losses": processes.total(everyone)})
 
     @property
     def arrived(self) -> bool:
         """Whether they can be read without waiting."""
-        return self._event is None or self._event.query()
+        return self._readback.arrived
 
     def table(self) -> Tensor:
         """The losses [W, S, L] on the host; waits for them."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._table
+        return self._readback.wait()["losses"]

@@ -349,6 +349,11 @@ def test_files_that_are_shrunk_while_decoded_give_nearly_the_same_views(pairs):
     assert _shrink([0, 0, 96, 47], 24) == 1
 
 
+def test_exact_views_of_files_are_not_shrunk_while_decoded(pairs):
+    kept, files = (views_of(samples, 20, exact=True).images for samples in pairs)
+    assert torch.equal(kept, files)
+
+
 def test_files_that_a_gpu_decodes_travel_as_they_are(pairs, monkeypatch):
     kept, files = pairs
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -12,6 +12,7 @@ from trainer.config import ModelSettings
 from trainer.distillation import teacher as module
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ModelError
+from trainer.models import Classifier
 from trainer.training.devices import choose_device
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 3, "num_heads": 3}
@@ -60,8 +61,8 @@ def test_outputs_are_those_of_the_model_whatever_the_parts(model, device, images
 )
 def test_all_passes_have_one_shape(model, device, images, monkeypatch, batch_size, shapes):
     seen = []
-    pooled = FrozenTeacher._pooled
-    monkeypatch.setattr(FrozenTeacher, "_pooled", lambda self, part: (seen.append(len(part)), pooled(self, part))[1])
+    pooled = Classifier.pooled
+    monkeypatch.setattr(Classifier, "pooled", lambda self, part: (seen.append(len(part)), pooled(self, part))[1])
     frozen = freeze(model, device, batch_size=batch_size)
     seen.clear()  # it looked at one image to see how the network ends
     frozen(images)
