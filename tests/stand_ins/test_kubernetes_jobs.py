@@ -426,7 +426,7 @@ def test_a_train_job_becomes_pods(cluster, train_jobs):
 
 def test_a_train_job_is_suspended_runs_and_fails(cluster, train_jobs):
     cluster.script("job-*", FOREVER)
-    train_jobs.create(train_job(suspend=True, activeDeadlineSeconds=1))
+    train_jobs.create(train_job(suspend=True, activeDeadlineSeconds=4))
     cluster.wait_for(lambda: cluster.conditions("job") == {"Suspended": "True"})
     cluster.resume("job")
     cluster.wait_for(lambda: (train_jobs.get("job")["status"]["jobsStatus"] or [{}])[0].get("ready") == 1)

@@ -1,0 +1,116 @@
+"""What the faster kernels of `trainer/training/kernels.py` give on this CPU: `python tests/benchmarks/bench_kernels.py`.
+
+Each pair runs in turns in one process, forward and backward, or forward alone for the teacher; medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention
+from torch import Tensor, nn
+
+from trainer import models
+from trainer.config import DEVICE_VARIABLE, ModelSettings, Precision
+from trainer.distillation.teacher import FrozenTeacher
+from trainer.training.devices import Device, choose_device
+from trainer.training.kernels import ConvolvedLinear, use_fast_kernels
+
+LABELS = tuple(str(number) for number in range(100))
+BATCH, TOKENS = 16, 197
+
+Work = Callable[[], object]
+
+
+def in_turns(plain: Work, fast: Work, rounds: int) -> tuple[float, float]:
+    """Median seconds of both."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds + 1):
+        for work, seconds in zip((plain, fast), times, strict=True):
+            start = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(times[0][1:]), statistics.median(times[1][1:])  # the first round fills caches
+
+
+def trained(module: nn.Module, inputs: Tensor, precision: Precision, device: Device) -> Work:
+    """A forward and a backward pass."""
+
+    def work() -> None:
+        with device.autocast(precision):
+            output = module(inputs)
+        output.float().sum().backward()
+
+    return work
+
+
+def attention(width: int, heads: int, device: Device) -> tuple[Work, Work]:
+    """One attention layer in bf16, fused by torch and explicit."""
+    fused = Attention(width, num_heads=heads, qkv_bias=True)
+    explicit = copy.deepcopy(fused)
+    use_fast_kernels(explicit, device, "bf16")
+    tokens = torch.randn(BATCH, TOKENS, width)
+    return trained(fused, tokens, "bf16", device), trained(explicit, tokens, "bf16", device)
+
+
+def linear(inputs: int, outputs: int, device: Device) -> tuple[Work, Work]:
+    """One linear layer in float32, as a matrix product and as a convolution."""
+    plain = nn.Linear(inputs, outputs)
+    rows = torch.randn(BATCH * TOKENS, inputs)
+    return trained(plain, rows, "fp32", device), trained(ConvolvedLinear(plain), rows, "fp32", device)
+
+
+def student(precision: Precision, device: Device) -> tuple[Work, Work]:
+    """ViT-Ti's forward and backward pass, as timm makes it and with the faster kernels."""
+    plain = models.create(ModelSettings(architecture="vit_tiny_patch16_224"), LABELS)
+    fast = copy.deepcopy(plain)
+    use_fast_kernels(fast, device, precision)
+    images = torch.randint(0, 256, (BATCH, 3, 224, 224), dtype=torch.uint8)
+    return trained(plain, images, precision, device), trained(fast, images, precision, device)
+
+
+def teacher(precision: Precision, device: Device) -> tuple[Work, Work]:
+    """ViT-B's forward pass under autocast, and as a frozen teacher."""
+    plain = models.create(ModelSettings(architecture="vit_base_patch16_224"), LABELS).eval().requires_grad_(False)
+    frozen = FrozenTeacher(copy.deepcopy(plain), device, precision=precision)
+    images = torch.randint(0, 256, (BATCH, 3, 224, 224), dtype=torch.uint8)
+
+    def ask() -> Tensor:
+        with torch.no_grad(), device.autocast(precision):
+            return F.softmax(plain(images).float(), dim=1)
+
+    return ask, lambda: frozen(images)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    options = parser.parse_args()
+    os.environ[DEVICE_VARIABLE] = "cpu"
+    device = choose_device()
+    pairs: dict[str, Callable[[], tuple[Work, Work]]] = {
+        "attention of ViT-Ti, bf16": lambda: attention(192, 3, device),
+        "attention of ViT-B, bf16": lambda: attention(768, 12, device),
+        "linear 192 -> 768, fp32": lambda: linear(192, 768, device),
+        "linear 768 -> 3072, fp32": lambda: linear(768, 3072, device),
+        "ViT-Ti, bf16": lambda: student("bf16", device),
+        "ViT-Ti, fp32": lambda: student("fp32", device),
+        "ViT-B as teacher, bf16": lambda: teacher("bf16", device),
+        "ViT-B as teacher, fp32": lambda: teacher("fp32", device),
+    }
+    print(f"{'':28}{'plain ms':>12}{'fast ms':>12}{'ratio':>8}")
+    for name, pair in pairs.items():
+        plain, fast = in_turns(*pair(), options.rounds)
+        print(f"{name:28}{1e3 * plain:12.1f}{1e3 * fast:12.1f}{plain / fast:8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
