@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer import config
+from trainer.sections import Section
 
 PAGE = Path(__file__).parent / "configuration.md"
 
@@ -47,7 +48,7 @@ def _section(name: str) -> str:
     return "\n".join([*lines, *_rows(name, field.get_default()), ""])
 
 
-def _rows(name: str, section: config.Section) -> Iterator[str]:
+def _rows(name: str, section: Section) -> Iterator[str]:
     for setting, default, values, meaning in config.walk(section, name):
         shown = "" if default is None else f"`{json.dumps(_plain(default))}`"
         yield f"| `{setting}` | {shown} | {_cell(values)} | {_cell(meaning)} |"

@@ -29,13 +29,24 @@ from trainer.storage import FileRecord, cache
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["dataset", "model", "teacher_outputs", "evidence", "report", "evaluation", "registration", "checkpoint"]
+Kind = Literal[
+    "dataset",
+    "model",
+    "teacher_outputs",
+    "tuning",
+    "evidence",
+    "report",
+    "evaluation",
+    "registration",
+    "checkpoint",
+]
 
 SCHEMA_VERSIONS: Mapping[Kind, int] = {
     "dataset": 1,
     "model": 1,
     "teacher_outputs": 1,
-    "evidence": 1,
+    "tuning": 1,
+    "evidence": 2,
     "report": 1,
     "evaluation": 1,
     "registration": 1,

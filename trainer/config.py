@@ -16,10 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from trainer.errors import SettingsError
+from trainer.sections import Fraction, NonNegative, NonNegativeFloat, Positive, Section
+from trainer.thresholds import RuleSettings
 
 RECIPES = Path(__file__).parent / "recipes"
 CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
@@ -28,23 +30,11 @@ CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
 DEVICE_VARIABLE = "TRAINER_DEVICE"
 """Environment variable that says where to train: auto, cpu or cuda."""
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]
 Workers = NonNegative | Literal["auto"]
 ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
-
-
-class Section(BaseModel):
-    """A frozen group of settings; the text below a field is its meaning, shown by `python -m trainer config`."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -141,10 +131,37 @@ class EvidenceSettings(Section):
 
     system_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
     """Seconds between two samples of CPU cores, memory, disk, network and GPU."""
-    operators_from_step: NonNegative = 20
-    """Step (counted from the start of this process) at which torch.profiler's window opens."""
+    operators_at: tuple[NonNegative, ...] = (20,)
+    """Steps (counted from the start of this process) at which a window of torch.profiler opens."""
     operators_steps: NonNegative = 3
-    """Length of torch.profiler's window in steps; 0 turns it off."""
+    """Length of each window in steps; 0 turns them off."""
+    tensors_every: NonNegative = 50
+    """Fewest steps between two looks at weights, gradients and attention; 0 turns them off."""
+    tensors_budget: Fraction = 0.004
+    """Largest share of the training's time that these looks may take; they become rarer where they would take more."""
+
+
+def _rule_names(names: object) -> object:
+    """Names of rules, also as text with commas between them."""
+    listed = [name for name in names.replace(",", " ").split() if name] if isinstance(names, str) else names
+    for name in listed if isinstance(listed, (list, tuple)) else ():
+        if name not in RuleSettings.model_fields:
+            raise ValueError(
+                f"{name!r} is no rule{_nearest(str(name), RuleSettings.model_fields)}; docs/rules.md has all"
+            )
+    return listed
+
+
+RuleNames = Annotated[tuple[str, ...], BeforeValidator(_rule_names)]
+
+
+class WatchSettings(Section):
+    """How a training judges itself while it runs."""
+
+    stop_on: RuleNames = ()
+    """Rules whose finding ends the training."""
+    rules: RuleSettings = RuleSettings()
+    """When the rules fire."""
 
 
 class TrainingSettings(Section):
@@ -239,6 +256,9 @@ class FinetuneSettings(TrainingSettings):
 class PretrainSettings(LoadingSettings):
     """The teacher: masked-autoencoder pretraining, then fine-tuning; or given weights."""
 
+    watch: WatchSettings | None = None
+    """How the trainings judge themselves while they run; from `profile` where that has a `stop_on`, else the defaults."""
+
     teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
     """The teacher's model."""
     weights: str = ""
@@ -280,6 +300,9 @@ class ReinforceSettings(LoadingSettings):
 
 class DistillSettings(LoadingSettings, TrainingSettings):
     """The student: loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels."""
+
+    watch: WatchSettings | None = None
+    """How the training judges itself while it runs; from `profile` where that has a `stop_on`, else the defaults."""
 
     student: ModelSettings = ModelSettings(architecture="vit_tiny_patch16_224")
     """The student's model."""
@@ -373,11 +396,38 @@ class DistillSettings(LoadingSettings, TrainingSettings):
         return self
 
 
+class TuneSettings(Section):
+    """A short trial of the distillation on the machines where it will run: the best settings, and a forecast of hours and dollars."""
+
+    enabled: bool = False
+    """Whether to measure; a budget (`run.budget_usd`, `run.budget_hours`) needs it, and so turns it on."""
+    search: bool = True
+    """Whether to look for better settings, or to measure the given ones only."""
+    apply: bool = False
+    """Whether distill uses the settings that were found."""
+    distill: DistillSettings | None = None
+    """The distillation to be tuned; as `distill` where not given."""
+    minutes: Annotated[float, Field(gt=0)] = 10.0
+    """Longest time of the search; it ends before, when what is left to be gained would not pay for it."""
+    largest_batch_growth: Annotated[float, Field(ge=1)] = 4.0
+    """Most by which `distill.batch_size` may be multiplied: a larger batch takes fewer steps, and the learning rate grows with it."""
+    assumed_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Speed-up of twice as many nodes, as a share of 2, where it was not measured; forecasts that use it say so."""
+    budget_usd: NonNegativeFloat | None = None
+    """Most dollars that the distillation may cost; as `run.budget_usd` where not given."""
+    budget_hours: NonNegativeFloat | None = None
+    """Most hours that the distillation may take; as `run.budget_hours` where not given."""
+
+
 class ProfileSettings(Section):
-    """The report on a training."""
+    """The report on a training, and what the rules look for."""
 
     top_operators: Positive = 20
     """Rows of the operator table."""
+    stop_on: RuleNames = ()
+    """Rules whose finding ends a training while it runs, such as `exploding_gradients`; see docs/rules.md."""
+    rules: RuleSettings = RuleSettings()
+    """When each rule fires."""
 
 
 class GateSettings(Section):
@@ -437,6 +487,10 @@ class RunSettings(Section):
     """Seed of every stage that has none of its own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models are trained and evaluated; auto takes a GPU if there is one."""
+    budget_usd: NonNegativeFloat = 0.0
+    """Most dollars that the distillation may cost; a forecast above it ends the run before the money is spent. 0 sets no limit."""
+    budget_hours: NonNegativeFloat = 0.0
+    """Most hours that the distillation may take; 0 sets no limit."""
 
 
 # A model never registers virtual subclasses, so its field may be named like ABCMeta.register.
@@ -456,6 +510,8 @@ class Settings(Section):
     """The teacher."""
     reinforce: ReinforceSettings = ReinforceSettings()
     """The teacher's recorded outputs."""
+    tune: TuneSettings = TuneSettings()
+    """The trial before the distillation."""
     distill: DistillSettings = DistillSettings()
     """The student."""
     profile: ProfileSettings = ProfileSettings()
@@ -481,6 +537,7 @@ SECTION_OF_STAGE: Mapping[str, str] = {
     "prepare": "data",
     "pretrain": "pretrain",
     "reinforce": "reinforce",
+    "tune": "tune",
     "distill": "distill",
     "profile": "profile",
     "evaluate": "evaluate",
@@ -609,7 +666,7 @@ def _merge(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 def _inherit(settings: Settings) -> Settings:
     """Fill what the stages take from `run`, `data` and one another where it is not given."""
     data = settings.data
-    inherited = {
+    inherited: dict[str, Any] = {
         "seed": settings.run.seed,
         "workers": data.workers,
         "views_on": data.views_on,
@@ -617,12 +674,21 @@ def _inherit(settings: Settings) -> Settings:
         "augmentation": settings.distill.views,
         "top_k": "all" if settings.distill.needs_all_logits else TOP_K,
     }
-    update = {}
-    for stage in ("pretrain", "reinforce", "distill"):
-        section: Section = getattr(settings, stage)
-        missing = {key: value for key, value in inherited.items() if getattr(section, key, value) is None}
-        update[stage] = section.model_copy(update=missing)
-    return settings.model_copy(update=update)
+    if settings.profile.stop_on:  # else a changed threshold would make a cached teacher's settings others
+        inherited["watch"] = WatchSettings(stop_on=settings.profile.stop_on, rules=settings.profile.rules)
+    sections = {stage: _filled(getattr(settings, stage), inherited) for stage in ("pretrain", "reinforce", "distill")}
+    run = settings.run
+    budgets = {"budget_usd": run.budget_usd, "budget_hours": run.budget_hours}
+    tune = _filled(settings.tune, {"distill": sections["distill"], **budgets})
+    is_limited = bool(tune.budget_usd or tune.budget_hours)
+    sections["tune"] = tune.model_copy(update={"enabled": tune.enabled or is_limited})
+    return settings.model_copy(update=sections)
+
+
+def _filled(section: AnySection, values: Mapping[str, Any]) -> AnySection:
+    """The section with these values where it has none."""
+    missing = {key: value for key, value in values.items() if getattr(section, key, value) is None}
+    return section.model_copy(update=missing)
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from trainer.costs import Price
 from trainer.errors import SettingsError
 
 POOLS_VARIABLE = "TRAINER_POOLS"
@@ -110,15 +111,6 @@ class SecretKey(_Group):
     """Its key."""
     optional: bool = False
     """Whether pods start without it."""
-
-
-class Price(_Group):
-    """What a node costs."""
-
-    dollars_an_hour: Annotated[float, Field(gt=0)]
-    date: Annotated[str, Field(min_length=4)]
-    region: Annotated[str, Field(min_length=1)]
-    source: Annotated[str, Field(min_length=1)]
 
 
 class Pool(_Group):

@@ -21,6 +21,7 @@ import torch
 from trainer import artifacts, storage
 from trainer.config import EvidenceSettings
 from trainer.cores import usable_cores
+from trainer.costs import place_here
 from trainer.errors import ArtifactError, writing_to
 from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operators import OperatorWindow
@@ -30,6 +31,7 @@ from trainer.profiling.schema import (
     SPAN_COLUMNS,
     STEP_COLUMNS,
     SYSTEM_COLUMNS,
+    TENSOR_COLUMNS,
     OutsideRecord,
     ProcessRecord,
     RankRecord,
@@ -64,7 +66,9 @@ class Recorder:
         self._rank = rank
         self._world_size = world_size
         length = settings.operators_steps if rank == 0 else 0
-        self._window = OperatorWindow(settings.operators_from_step, length, device)
+        self._window = OperatorWindow(
+            settings.operators_at[0] if settings.operators_at else 0, length if settings.operators_at else 0, device
+        )
         if rank:
             self._window.missing = "recorded by rank 0 only"
         clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
@@ -130,6 +134,7 @@ class Recorder:
             prefix = path / f"rank{self._rank}"
             _write_arrow(prefix.with_name(f"{prefix.name}-steps.arrow"), self._step_table())
             _write_arrow(prefix.with_name(f"{prefix.name}-spans.arrow"), self._span_table())
+            _write_arrow(prefix.with_name(f"{prefix.name}-tensors.arrow"), self._tensor_table())
             system = _number_table(self._monitor.columns, self._monitor.samples(), exact={"end_s"})
             _write_arrow(prefix.with_name(f"{prefix.name}-system.arrow"), system)
             if self._rank == 0:
@@ -151,6 +156,17 @@ class Recorder:
         table = _number_table(spans.columns, spans.array(), exact={"start_s"})
         labels = pa.array([names[int(index)] for index in spans.column("range")], pa.string())
         return table.set_column(0, "range", labels)
+
+    def _tensor_table(self) -> pa.Table:
+        numbers = {name: pa.array([], pa.float32()) for name in TENSOR_COLUMNS}
+        return pa.table(
+            {
+                "step": pa.array([], pa.int64()),
+                "seconds": pa.array([], pa.float64()),
+                "tensor": pa.array([], pa.string()),
+                **numbers,
+            }
+        )
 
     def _metric_table(self) -> pa.Table:
         rows = [(name, *point) for name, table in self._metrics.items() for point in table.array().tolist()]
@@ -178,6 +194,7 @@ class Recorder:
             memory_bytes=psutil.virtual_memory().total,
             workers=self.workers,
             process=ProcessRecord(pid=process.pid, started_unix=process.create_time(), imported_unix=_IMPORTED_UNIX),
+            place=place_here(),
             began_unix=self._began_unix,
             first_step_s=None if first is None else (first - self._origin_ns) * 1e-9,
             ended_s=self._ended_s,
@@ -248,6 +265,19 @@ class Spans:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TensorLooks:
+    """Looks at tensors of weights, in their order; all of one step stand together."""
+
+    steps: Series
+    seconds: Series
+    """Since the recording began."""
+    tensors: Sequence[str]
+    """Names of the tensors."""
+    values: Mapping[str, Series]
+    """Each of `TENSOR_COLUMNS` -> a value a look."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankEvidence:
     """What one process recorded; the columns are described in `trainer.profiling.schema`."""
 
@@ -255,6 +285,7 @@ class RankEvidence:
     steps: Mapping[str, Series]
     """Column -> a value a step."""
     spans: Spans
+    tensors: TensorLooks
     system: Mapping[str, Series]
     """Column -> a value a sample."""
 
@@ -331,6 +362,7 @@ def _read_rank(directory: Path, record: RankRecord) -> RankEvidence:
     prefix = f"rank{record.rank}"
     steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*STEP_COLUMNS, *record.steps.ranges))
     spans = _read_arrow(directory / f"{prefix}-spans.arrow", SPAN_COLUMNS)
+    tensors = _read_arrow(directory / f"{prefix}-tensors.arrow", ("step", "seconds", "tensor", *TENSOR_COLUMNS))
     system = _read_arrow(directory / f"{prefix}-system.arrow", SYSTEM_COLUMNS)
     return RankEvidence(
         record=record,
@@ -339,6 +371,12 @@ def _read_rank(directory: Path, record: RankRecord) -> RankEvidence:
             names=spans.column("range").to_pylist(),
             start_s=_values(spans, "start_s"),
             seconds=_values(spans, "seconds"),
+        ),
+        tensors=TensorLooks(
+            steps=_values(tensors, "step"),
+            seconds=_values(tensors, "seconds"),
+            tensors=tensors.column("tensor").to_pylist(),
+            values={name: _values(tensors, name) for name in TENSOR_COLUMNS},
         ),
         system=_series(system),
     )

@@ -7,6 +7,7 @@ An evidence artifact (version: `artifacts.SCHEMA_VERSIONS["evidence"]`) holds on
     NAME/rank0-steps.arrow      a row a step: step, start_s, seconds, images, profiled, host_seconds, host_data_seconds, then
                                 seconds of each range by its path (`other`, the phases, what users named); evenly thinned when long
     NAME/rank0-spans.arrow      a row for each range outside of a step: range, start_s, seconds; evenly thinned when long
+    NAME/rank0-tensors.arrow    a row for each look at each tensor of weights: step, seconds, tensor, then `TENSOR_COLUMNS`
     NAME/rank0-system.arrow     a row a sample: end_s, then the signals, NaN where a signal stopped; averaged when long
     NAME/rank1.json, ...
     NAME/metrics.arrow          of rank 0: step, seconds, name, value; evenly thinned when long
@@ -18,21 +19,36 @@ ranges are times on the device, the two `host_` columns times on the host; on a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from trainer import artifacts
 from trainer.config import EvidenceSettings
+from trainer.costs import Place
 from trainer.profiling.operators import OperatorTable
 
 SCHEMA_VERSION = artifacts.SCHEMA_VERSIONS["evidence"]
 
-STEP_COLUMNS = ("step", "start_s", "seconds", "images", "profiled", "host_seconds", "host_data_seconds")
-"""Columns of the step table before its ranges."""
+STEP_COLUMNS = ("step", "start_s", "seconds", "images", "profiled", "host_seconds", "host_data_seconds", "queued")
+"""Columns of the step table before its ranges; `queued` is how many batches the loader processes had ready, NaN where none are used."""
 SPAN_COLUMNS = ("range", "start_s", "seconds")
 SYSTEM_COLUMNS = ("end_s",)
 """Columns of the system table before its signals."""
+TENSOR_COLUMNS = (
+    "elements",
+    "weight_norm",
+    "weight_mean_abs",
+    "weight_nonfinite",
+    "gradient_norm",
+    "gradient_mean_abs",
+    "gradient_zeros",
+    "gradient_nonfinite",
+    "update_ratio",
+    "unchanged",
+)
+"""Of a tensor of weights at a look: how many elements; norm and mean absolute value of the weights and of the gradient; share of elements
+that are not finite, or zero; norm of the step's update against the norm of the weights; share of elements that the step did not change."""
 METRIC_COLUMNS = ("step", "seconds", "name", "value")
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -76,6 +92,56 @@ class OutsideRecord(Record):
     seconds: Seconds
 
 
+class CompilationRecord(Record):
+    """Graphs that were compiled."""
+
+    step: Count
+    """Steps that this process had completed."""
+    graphs: Count
+    seconds: Seconds
+
+
+class CommunicationRecord(Record):
+    """How long gradients travel, as DistributedDataParallel measures it; seconds a step, means over the steps that it looked at."""
+
+    steps: Count
+    backward_s: Seconds
+    """Computing the backward pass."""
+    exchange_s: Seconds
+    """Exchanging gradients."""
+    hidden_s: Seconds
+    """Of that, while the backward pass computed."""
+
+
+class AttemptRecord(Record):
+    """One try of this training: a later one goes on from a checkpoint."""
+
+    began_unix: float
+    seen_unix: float
+    """The last sign of life."""
+    first_step: Count
+    steps_seen: Count
+    """Steps that it completed, as far as is known."""
+
+
+class ContextRecord(Record):
+    """What a rule needs to know of the training beside what is measured; none where it is not known."""
+
+    settings: Mapping[str, Any] = {}
+    """Of this training: the section, or the part of it."""
+    total_steps: Count | None = None
+    samples: Count | None = None
+    """Training images."""
+    classes: Mapping[str, Count] | None = None
+    """Name of each class -> its training images."""
+    micro_batch: Count | None = None
+    """Images of a process's micro-batch."""
+    parameters: Count | None = None
+    teacher_val_top1: float | None = None
+    recorded_mass: Mapping[str, float] | None = None
+    """Temperature, as text -> mean probability of the classes that the teacher's recorded outputs hold."""
+
+
 class RankRecord(Record):
     """What one process tells beside its tables."""
 
@@ -93,6 +159,18 @@ class RankRecord(Record):
     workers: Count | None = None
     """Loader processes beside the process; none where nothing was loaded."""
     process: ProcessRecord
+    place: Place | None = None
+    """The node pool and its price; none where nobody told."""
+    context: ContextRecord = ContextRecord()
+    attempts: tuple[AttemptRecord, ...] = ()
+    """All tries, the last one is this."""
+    startup: Mapping[str, Seconds] = {}
+    """Part of the time before the end of the first step -> seconds: `imports`, `fetch`, `join`, `preparation`, `compile`, `first_step`;
+    parts that did not happen are left out, and a later training of the same process has no `imports`."""
+    compilations: tuple[CompilationRecord, ...] = ()
+    communication: CommunicationRecord | None = None
+    overhead: Mapping[str, Seconds] = {}
+    """Part of the recorder's own work -> seconds that it cost: `marks`, `tensors`, `monitor`, `operators`, `rules`."""
     began_unix: float
     """When the recording began."""
     first_step_s: Seconds | None
@@ -106,5 +184,6 @@ class RankRecord(Record):
     system_interval_s: Seconds
     """Between two samples of the system, at the end."""
     operators: OperatorTable | None
+    """Of all windows together."""
     missing: Mapping[str, str]
     """What could not be recorded -> the reason."""

@@ -15,6 +15,7 @@ them. So times are exclusive, nothing is counted twice, and the ranges of a step
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -157,6 +158,7 @@ class _Segment:
     profiled: bool = False
     host_ns: int = 0
     host_data_ns: int = 0
+    queued: float = math.nan
 
     @property
     def inside_step(self) -> bool:
@@ -240,7 +242,7 @@ class Timeline:
         """Columns of time inside of steps, by their path."""
         self.steps = ThinnedTable([*STEP_COLUMNS, *self.ranges], steps_kept)
         """One row a step: `step`, `start_s` (since the recording began), `seconds`, `images`, `profiled` (0 or 1), `host_seconds`,
-        `host_data_seconds`, then seconds of each of `ranges`."""
+        `host_data_seconds`, `queued`, then seconds of each of `ranges`."""
         self.spans = ThinnedTable(SPAN_COLUMNS, spans_kept)
         """Ranges outside of steps; `range` is the position in `outside`."""
         self.outside: dict[str, OutsideTotal] = {BETWEEN: OutsideTotal()}
@@ -248,6 +250,8 @@ class Timeline:
         self.origin_ns: int | None = None
         """Time of the host's clock at which the recording began."""
         self.first_step_ended_ns: int | None = None
+        self.queued = math.nan
+        """Batches that the loader processes have ready, as whoever loads has seen last; each step keeps it."""
         self._clock = clock
         self._nanoseconds = nanoseconds
         self._window = window
@@ -336,6 +340,7 @@ class Timeline:
         now = self._nanoseconds()
         segment.marks.append(mark)
         segment.host_ns = now - segment.start_ns
+        segment.queued = self.queued
         if not completed:
             segment = _Segment(
                 marks=[segment.marks[0], mark], owners=[self._outside_index(INTERRUPTED)], start_ns=segment.start_ns
@@ -458,6 +463,7 @@ class Timeline:
                 segment.profiled,
                 segment.host_ns * 1e-9,
                 segment.host_data_ns * 1e-9,
+                segment.queued,
                 *seconds,
             )
         )

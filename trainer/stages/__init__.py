@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from trainer import config
 from trainer.artifacts import Kind
+from trainer.sections import Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Stage:
     """What a stage reads and writes."""
 
     name: str
-    settings: type[config.Section]
+    settings: type[Section]
     inputs: Mapping[str, Kind]
     """Keyword of each input directory -> kind of artifact."""
     outputs: Mapping[str, Kind]

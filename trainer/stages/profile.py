@@ -12,7 +12,12 @@ from trainer.artifacts import Artifact
 from trainer.config import ProfileSettings
 from trainer.profiling import report as page
 from trainer.profiling.evidence import Evidence, TrainingEvidence, read_evidence
+from trainer.profiling.rules import judge
+from trainer.profiling.rules.outcomes import Case, Judgement
 from trainer.profiling.summary import TrainingSummary, summarize
+
+FINDINGS = "findings.json"
+"""What every rule answered on every training."""
 
 
 def run(
@@ -37,6 +42,7 @@ def run(
     }
     trainings = [pair for evidence in sources.values() for pair in _summaries(evidence, settings)]
     parents = {name: evidence.fingerprint for name, evidence in sources.items()}
+    judgements = [judgement for evidence in sources.values() for judgement in _judge(evidence, settings)]
     values = settings.model_dump(mode="json")
     with (
         tracking.stage_run("profile", values) as tracker,
@@ -45,6 +51,7 @@ def run(
         numbers = {summary.name: asdict(summary) for _, summary in trainings}
         text = json.dumps(numbers, indent=2, ensure_ascii=False, allow_nan=False)
         (draft.path / "summary.json").write_text(text + "\n")
+        (draft.path / FINDINGS).write_text(_findings(judgements))
         (draft.path / "report.html").write_text(page.build(trainings))
         draft.figures.update({summary.name: _figures(summary) for _, summary in trainings})
         tracker.metrics(0, tracking.numbers(draft.figures))
@@ -57,6 +64,28 @@ def _summaries(evidence: Evidence, settings: ProfileSettings) -> list[tuple[Trai
         (training, summarize(training, before=earlier, top_operators=settings.top_operators))
         for earlier, training in zip(before, evidence.trainings, strict=False)
     ]
+
+
+def _judge(evidence: Evidence, settings: ProfileSettings) -> list[Judgement]:
+    before = [None, *evidence.trainings[:-1]]
+    return [
+        judgement
+        for earlier, training in zip(before, evidence.trainings, strict=False)
+        for judgement in judge(Case(training=training, rules=settings.rules, before=earlier))
+    ]
+
+
+def _findings(judgements: list[Judgement]) -> str:
+    rows = [
+        {
+            "rule": judgement.rule.name,
+            "training": judgement.training,
+            "outcome": type(judgement.outcome).__name__,
+            **asdict(judgement.outcome),
+        }
+        for judgement in judgements
+    ]
+    return json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _figures(summary: TrainingSummary) -> dict[str, Any]:

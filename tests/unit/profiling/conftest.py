@@ -29,7 +29,7 @@ def record_training(
 ) -> Recorder:
     """Train a little on the CPU and record it."""
     torch.set_num_threads(1)
-    settings = EvidenceSettings(system_interval_s=interval_s, operators_from_step=window[0], operators_steps=window[1])
+    settings = EvidenceSettings(system_interval_s=interval_s, operators_at=(window[0],), operators_steps=window[1])
     recorder = Recorder(settings, name=name, device=torch.device("cpu"), rank=rank, world_size=world_size)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -109,7 +109,7 @@ def test_evidence_may_hold_no_training(tmp_path: Path) -> None:
 
 
 def test_an_exception_of_the_training_passes_and_the_monitor_ends() -> None:
-    settings = EvidenceSettings(operators_from_step=0, operators_steps=3)
+    settings = EvidenceSettings(operators_at=(0,), operators_steps=3)
     recorder = Recorder(settings, name="mae", device=torch.device("cpu"), rank=0, world_size=1)
     with pytest.raises(ZeroDivisionError), recorder, recorder.timeline.step(0):
         raise ZeroDivisionError
@@ -118,7 +118,7 @@ def test_an_exception_of_the_training_passes_and_the_monitor_ends() -> None:
 
 def test_another_version_is_refused(evidence: Path, tmp_path: Path) -> None:
     path = altered(evidence, tmp_path / "copy", "mae/rank0.json", lambda record: record.update(schema_version=99))
-    with pytest.raises(ArtifactError, match=r"rank0\.json: schema version 99, but this version .* reads 1"):
+    with pytest.raises(ArtifactError, match=r"rank0\.json: schema version 99, but this version .* reads 2"):
         read_evidence(path)
 
 

@@ -19,7 +19,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Evidence of a pretraining with given weights, which is empty, and of a small distillation."""
     torch.set_num_threads(1)
     paths = {name: tmp_path_factory.mktemp(name) for name in ("pretrain_evidence", "distill_evidence")}
-    settings = EvidenceSettings(system_interval_s=0.05, operators_from_step=3, operators_steps=2)
+    settings = EvidenceSettings(system_interval_s=0.05, operators_at=(3,), operators_steps=2)
     recorder = Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1)
     layer = torch.nn.Linear(32, 32)
     with recorder:

@@ -1,0 +1,26 @@
+"""The rules: what slows or spoils a training, with its evidence, its cure and what that would save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.profiling.rules.outcomes import Case, Judgement, NotJudged, Outcome, Rule
+from trainer.profiling.rules.system import SYSTEM_RULES
+from trainer.profiling.rules.training import TRAINING_RULES
+
+RULES: Sequence[Rule] = (*SYSTEM_RULES, *TRAINING_RULES)
+
+
+def judge(case: Case) -> list[Judgement]:
+    """The answer of every rule on a training; of those that can be judged while it runs, if it does."""
+    return [
+        Judgement(rule=rule, training=case.training.name, outcome=_outcome(rule, case))
+        for rule in RULES
+        if rule.live or not case.live
+    ]
+
+
+def _outcome(rule: Rule, case: Case) -> Outcome:
+    if not getattr(case.rules, rule.name).enabled:
+        return NotJudged(reason=f"turned off (profile.rules.{rule.name}.enabled)")
+    return rule.judge(case)

@@ -1,0 +1,102 @@
+"""What a rule answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainer.profiling.evidence import TrainingEvidence
+from trainer.thresholds import RuleSettings
+
+Severity = Literal["note", "warning", "severe"]
+"""`note`: worth knowing; `warning`: costs time, money or accuracy; `severe`: what goes on is of no use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a rule looks at: one training, whole, or as far as it has come."""
+
+    training: TrainingEvidence
+    rules: RuleSettings
+    before: TrainingEvidence | None = None
+    """The training before it in the same stage."""
+    live: bool = False
+    """Whether the training still runs, and only this process's record is at hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What curing a finding would save."""
+
+    seconds: float
+    """Of the training's wall time."""
+    reason: str
+    """How that was estimated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The rule fires."""
+
+    severity: Severity
+    confidence: float
+    """From 0 to 1: how sure the evidence makes it."""
+    text: str
+    """What was found, with its numbers, in a sentence or two."""
+    advice: str
+    """What to do, naming settings with their values."""
+    saving: Saving | None
+    """None where the cure changes what is learned and not how long it takes, or where it can not be told."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Name of each number that decided, with its unit as a suffix -> its value."""
+    window_s: tuple[float, float] | None = None
+    """Evidence from when to when, in seconds since the recording began; none where it is the whole."""
+    steps: tuple[int, int] | None = None
+    """From which step to which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healthy:
+    """The rule looked, and does not fire."""
+
+    text: str
+    """What it saw, with its numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotJudged:
+    """The rule can not say."""
+
+    reason: str
+    """What is missing."""
+
+
+Outcome = Finding | Healthy | NotJudged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Looks for one cause of slow or spoiled trainings."""
+
+    name: str
+    """Its key in `RuleSettings`."""
+    kind: Literal["system", "training"]
+    title: str
+    needs: str
+    """What it looks at, for docs/rules.md."""
+    fires: str
+    """When it fires, in words; thresholds by their names."""
+    judge: Callable[[Case], Outcome]
+    live: bool = True
+    """Whether it can be judged while the training runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A rule's answer on a training."""
+
+    rule: Rule
+    training: str
+    """`mae`, `finetune` or `distill`."""
+    outcome: Outcome

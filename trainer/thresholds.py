@@ -1,0 +1,299 @@
+"""When each rule of `trainer.profiling.rules` fires: one group of thresholds a rule, by the rule's name.
+
+Defaults that a managed profiling service had before are kept where they fit.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from trainer.sections import Fraction, NonNegative, NonNegativeFloat, Positive, Section
+
+Percent = Annotated[float, Field(ge=0, le=100)]
+
+
+class Thresholds(Section):
+    """What every rule has."""
+
+    enabled: bool = True
+    """Whether the rule is judged."""
+
+
+class BatchSize(Thresholds):
+    """A batch that leaves the machine idle."""
+
+    largest_percent: Percent = 70.0
+    """95th percentile of CPU, GPU and GPU memory below which the machine is idle, in percent."""
+
+
+class CpuBottleneck(Thresholds):
+    """A device that waits while the processor is busy."""
+
+    busy_percent: Percent = 90.0
+    """Above this a core is busy, in percent."""
+    gpu_percent: Percent = 10.0
+    """Below this the GPU waits, in percent."""
+    share: Fraction = 0.5
+    """Share of the samples in which that must be so."""
+    waiting_share: Fraction = 0.15
+    """Share of the steps' time that waits for data which the processor makes."""
+
+
+class IoBottleneck(Thresholds):
+    """A training that waits for storage."""
+
+    iowait_percent: Percent = 50.0
+    """Above this the cores wait for storage, in percent of their time."""
+    gpu_percent: Percent = 10.0
+    """Below this the GPU waits, in percent."""
+    share: Fraction = 0.5
+    """Share of the samples in which that must be so."""
+    waiting_share: Fraction = 0.15
+    """Share of the steps' time that waits for data while the cores have nothing to do."""
+
+
+class LoaderWorkers(Thresholds):
+    """Too many or too few loader processes."""
+
+    most_per_core: NonNegativeFloat = 2.0
+    """More loader and training processes for each core than this are too many."""
+    fewest_per_core: Fraction = 0.7
+    """Fewer than this are too few where the training waits for data."""
+    waiting_share: Fraction = 0.15
+    """Share of the steps' time that waits for data."""
+
+
+class GpuMemoryGrowth(Thresholds):
+    """Memory that grows from step to step."""
+
+    growth: Fraction = 0.05
+    """Rise of the moving average after the warm-up, as a share."""
+    window: Positive = 10
+    """Samples of the moving average."""
+
+
+class LoadBalance(Thresholds):
+    """Processes that do not have the same to do."""
+
+    distance: Fraction = 0.5
+    """Distance between the histograms of two devices' use (half the sum of absolute differences)."""
+
+
+class GpuUtilization(Thresholds):
+    """A GPU that is little used, or by fits and starts."""
+
+    low_percent: Percent = 70.0
+    """A 95th percentile below this is low, in percent."""
+    idle_percent: Percent = 10.0
+    """A 5th percentile below this, with a high 95th, is fluctuating, in percent."""
+
+
+class StartUp(Thresholds):
+    """A long time before the first step."""
+
+    largest_minutes: NonNegativeFloat = 20.0
+    """Minutes until the end of the first step."""
+
+
+class StepOutliers(Thresholds):
+    """Single steps that take far longer than the others."""
+
+    sigmas: NonNegativeFloat = 3.0
+    """Standard deviations above the mean."""
+    ignored: NonNegative = 10
+    """First steps that are not looked at."""
+    share: Fraction = 0.02
+    """Share of the training's time that outliers must have cost."""
+
+
+class HostToDevice(Thresholds):
+    """A step that waits for copies to the device."""
+
+    share: Fraction = 0.1
+    """Share of the steps' time."""
+
+
+class Communication(Thresholds):
+    """A step that waits for gradients of other processes."""
+
+    share: Fraction = 0.2
+    """Share of the steps' time that communication takes and that no computation hides."""
+
+
+class HostSyncs(Thresholds):
+    """Reading values back from the device in each step."""
+
+    most_per_step: NonNegativeFloat = 1.0
+    """Reads of a value (`.item()`, waiting for the device) in a step."""
+
+
+class Stragglers(Thresholds):
+    """A process that is slower than the others, which wait for it."""
+
+    slower: NonNegativeFloat = 0.2
+    """How much longer its own work takes than the median process's, as a share of the step."""
+
+
+class Recompilation(Thresholds):
+    """Graphs that are compiled again and again."""
+
+    after_steps: NonNegative = 10
+    """Steps after which nothing should be compiled."""
+
+
+class OwnOverhead(Thresholds):
+    """What watching costs."""
+
+    share: Fraction = 0.01
+    """Share of the training's time."""
+
+
+class VanishingGradients(Thresholds):
+    """Gradients too small to learn from."""
+
+    mean_abs: NonNegativeFloat = 1e-7
+    """Mean absolute gradient of a tensor."""
+    share: Fraction = 0.5
+    """Share of the tensors' looks."""
+
+
+class ExplodingGradients(Thresholds):
+    """Gradients or weights that are not finite, or grow without bound."""
+
+    growth: NonNegativeFloat = 100.0
+    """Norm of the gradient against its median before."""
+
+
+class UpdateRatio(Thresholds):
+    """Steps too large or too small for the weights."""
+
+    largest: NonNegativeFloat = 10.0
+    """Norm of the update against the norm of the weights of a tensor."""
+    smallest: NonNegativeFloat = 1e-8
+    """The same norm below which the step makes no difference."""
+
+
+class LossNotFalling(Thresholds):
+    """A loss that stays where it is."""
+
+    fall: NonNegativeFloat = 0.01
+    """Least relative fall between the halves of the window."""
+    window: Fraction = 0.3
+    """Share of the training that is looked at."""
+
+
+class Overfitting(Thresholds):
+    """A validation loss that leaves the training loss behind."""
+
+    ratio: NonNegativeFloat = 0.1
+    """(validation - training) / training loss, while the validation's rises."""
+
+
+class UnchangedWeights(Thresholds):
+    """Weights that no step changes."""
+
+    looks: Positive = 3
+    """Looks in a row without a change."""
+
+
+class PoorInitialisation(Thresholds):
+    """Weights that start alike, or far from the usual scale."""
+
+    largest_ratio: NonNegativeFloat = 10.0
+    """Largest against smallest variance of the weights' scale, relative to the usual one, between layers of a kind."""
+
+
+class ClassImbalance(Thresholds):
+    """Classes of very different sizes."""
+
+    ratio: NonNegativeFloat = 10.0
+    """Images of the largest class against those of the smallest."""
+
+
+class StalledTraining(Thresholds):
+    """A training in which nothing happens."""
+
+    seconds: NonNegativeFloat = 1800.0
+    """Longest time without a step."""
+
+
+class WeakTeacher(Thresholds):
+    """A teacher that is no better than its student."""
+
+    margin: Fraction = 0.0
+    """By how much its validation accuracy must be above the student's."""
+
+
+class VanishingLossTerm(Thresholds):
+    """A weighted loss term that makes no difference."""
+
+    share: Fraction = 0.01
+    """Share of the whole loss."""
+
+
+class LowRecordedMass(Thresholds):
+    """Recorded outputs that hold too little of the teacher's distribution."""
+
+    mass: Fraction = 0.5
+    """Mean probability of the recorded classes at the temperature of the loss."""
+
+
+class RuleSettings(Section):
+    """When the rules fire; docs/rules.md tells what each looks for."""
+
+    batch_size: BatchSize = BatchSize()
+    """Batch size."""
+    cpu_bottleneck: CpuBottleneck = CpuBottleneck()
+    """CPU bottleneck."""
+    io_bottleneck: IoBottleneck = IoBottleneck()
+    """I/O bottleneck."""
+    loader_workers: LoaderWorkers = LoaderWorkers()
+    """Loader workers."""
+    gpu_memory_growth: GpuMemoryGrowth = GpuMemoryGrowth()
+    """Memory growth."""
+    load_balance: LoadBalance = LoadBalance()
+    """Load balance."""
+    gpu_utilization: GpuUtilization = GpuUtilization()
+    """GPU utilisation."""
+    start_up: StartUp = StartUp()
+    """Start-up."""
+    step_outliers: StepOutliers = StepOutliers()
+    """Step outliers."""
+    host_to_device: HostToDevice = HostToDevice()
+    """Host to device."""
+    communication: Communication = Communication()
+    """Communication."""
+    host_syncs: HostSyncs = HostSyncs()
+    """Host syncs."""
+    stragglers: Stragglers = Stragglers()
+    """Stragglers."""
+    recompilation: Recompilation = Recompilation()
+    """Recompilation."""
+    own_overhead: OwnOverhead = OwnOverhead()
+    """Own overhead."""
+    vanishing_gradients: VanishingGradients = VanishingGradients()
+    """Vanishing gradients."""
+    exploding_gradients: ExplodingGradients = ExplodingGradients()
+    """Exploding gradients."""
+    update_ratio: UpdateRatio = UpdateRatio()
+    """Update ratio."""
+    loss_not_falling: LossNotFalling = LossNotFalling()
+    """Loss not falling."""
+    overfitting: Overfitting = Overfitting()
+    """Overfitting."""
+    unchanged_weights: UnchangedWeights = UnchangedWeights()
+    """Unchanged weights."""
+    poor_initialisation: PoorInitialisation = PoorInitialisation()
+    """Poor initialisation."""
+    class_imbalance: ClassImbalance = ClassImbalance()
+    """Class imbalance."""
+    stalled_training: StalledTraining = StalledTraining()
+    """Stalled training."""
+    weak_teacher: WeakTeacher = WeakTeacher()
+    """Weak teacher."""
+    vanishing_loss_term: VanishingLossTerm = VanishingLossTerm()
+    """Vanishing loss term."""
+    low_recorded_mass: LowRecordedMass = LowRecordedMass()
+    """Low recorded mass."""
