@@ -23,6 +23,7 @@ def configure(
         ("prepare", str),
         ("pretrain", str),
         ("reinforce", str),
+        ("tune", str),
         ("distill", str),
         ("profile", str),
         ("evaluate", str),

@@ -21,6 +21,7 @@ class Sections(NamedTuple):
     prepare: str
     pretrain: str
     reinforce: str
+    tune: str
     distill: str
     profile: str
     evaluate: str

@@ -23,18 +23,18 @@ def test_each_stage_gets_its_own_section_only():
         own = json.loads(made[stage])
         whole = config.resolve("digits").model_dump(mode="json")[name]
         assert own.items() <= whole.items()
-        assert not set(own) & (set(config.Settings.model_fields) - {"profile", "evaluate"})
+        assert not set(own) & (set(config.Settings.model_fields) - {"profile", "evaluate", "distill"})
 
 
 @pytest.mark.parametrize(
     ("overrides", "changed"),
     [
-        ("distill.temperature=3.5", {"distill"}),
-        ("distill.teacher=recorded", {"distill", "distill_teacher"}),
-        ("distill.views.flip=true", {"reinforce", "distill"}),
+        ("distill.temperature=3.5", {"tune", "distill"}),
+        ("distill.teacher=recorded", {"tune", "distill", "distill_teacher"}),
+        ("distill.views.flip=true", {"reinforce", "tune", "distill"}),
         ("reinforce.views=7", {"reinforce"}),
-        ("run.seed=7", {"pretrain", "reinforce", "distill"}),
-        ("data.workers=1", {"pretrain", "reinforce", "distill"}),
+        ("run.seed=7", {"pretrain", "reinforce", "tune", "distill"}),
+        ("data.workers=1", {"pretrain", "reinforce", "tune", "distill"}),
         ("pretrain.finetune.epochs=3", {"pretrain"}),
         ("data.image_size=64", {"prepare"}),
         ("evaluate.gate.max_accuracy_drop=0.5", {"evaluate"}),
