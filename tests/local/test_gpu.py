@@ -76,7 +76,7 @@ class Strict:
 @pytest.mark.parametrize("compiled", ["on", "off"])
 def test_a_step_makes_the_host_wait_for_nothing(digits, teacher, tmp_path, strict, caplog, compiled, views_on):
     caplog.set_level(logging.WARNING)
-    from tests.local.conftest import QUICK
+    from tests.distillations import QUICK
 
     views = {
         "min_scale": 0.5,

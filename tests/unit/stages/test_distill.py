@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from tests.distillations import QUICK, TINY
 from trainer import artifacts, config, models
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.errors import ArtifactError, SettingsError
@@ -13,22 +14,8 @@ from trainer.profiling.evidence import read_evidence
 from trainer.stages import distill, reinforce
 from trainer.training.checkpoints import Checkpoints
 
-VIEWS = {"min_scale": 0.5, "flip": False}
-STUDENT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
-QUICK = {
-    "epochs": 2,
-    "batch_size": 200,
-    "base_learning_rate": 8e-3,
-    "warmup_epochs": 0,
-    "log_every": 1,
-    "checkpoint_every": 0,
-    "workers": 0,
-    "seed": 3,
-    "student": {"architecture": "vit_tiny_patch16_224", "args": STUDENT},
-    "evidence": {"operators_steps": 0},
-    "views": VIEWS,
-}
-"""A distillation of ten steps."""
+VIEWS = QUICK["views"]
+TEN_STEPS = QUICK | {"epochs": 2, "batch_size": 200}
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +60,7 @@ class Distillation:
     def __init__(self, digits, folder, teacher_outputs=None, **settings):
         self.student, self.evidence = folder / "student", folder / "evidence"
         distill.run(
-            config.validate(DistillSettings, QUICK | settings),
+            config.validate(DistillSettings, TEN_STEPS | settings),
             dataset=digits.dataset,
             teacher=digits.teacher,
             student=self.student,
@@ -139,7 +126,7 @@ def test_recorded_outputs_stand_in_for_the_teachers_weights(trained_digits, spar
 
 def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_weights(distilled, sparse, monkeypatch):
     """Stochastic depth draws from torch's generator, which nothing but the step may move."""
-    student = {"architecture": "vit_tiny_patch16_224", "args": STUDENT | {"depth": 2}}
+    student = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"depth": 2}}
     settings = {"teacher": "recorded", "student": student, "drop_path": 0.5, "checkpoint_every": 6}
     save = Checkpoints.save
 
@@ -183,7 +170,7 @@ def test_a_view_is_as_large_as_the_larger_input(distilled, size, wanted):
             seen.add(tuple(inputs[0].shape[-2:]))
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
-    student = {"architecture": "vit_tiny_patch16_224", "args": STUDENT | {"img_size": size}}
+    student = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"img_size": size}}
     try:
         distilled("student", student=student, epochs=1)
     finally:
@@ -213,7 +200,7 @@ REFUSED = {
         r"distill\.feature_weight is 0\.5, but .* holds no features; .*reinforce\.features=true",
     ),
     "a larger student": (
-        {"student": {"architecture": "vit_tiny_patch16_224", "args": STUDENT | {"img_size": 32}}},
+        {"student": {"architecture": "vit_tiny_patch16_224", "args": TINY | {"img_size": 32}}},
         SettingsError,
         r"vit_tiny_patch16_224 takes images of 32 pixels, but the views of .* have 16; .*reinforce\.view_size=32",
     ),
