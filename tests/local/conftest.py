@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.distillations import QUICK, TINY
+from tests.pathologies import Patient, train_teacher
 from trainer import artifacts, config, launch, models
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import prepare
@@ -70,3 +71,10 @@ class Distillation:
 def distillation(digits, teacher, tmp_path):
     """Makes distillations below this test's folder."""
     return lambda name, **settings: Distillation(digits, teacher, tmp_path / name, **settings)
+
+
+@pytest.fixture(scope="session")
+def patient(digits, tmp_path_factory):
+    """The digits with a teacher that has learned them; see `tests/pathologies.py`."""
+    folder = tmp_path_factory.mktemp("patient")
+    return Patient(dataset=digits, teacher=train_teacher(digits, folder), folder=folder)

@@ -1,0 +1,147 @@
+"""Trainings that something is wrong with: the real distillation of the digits, with a fault put into one of its parts.
+
+A fault is a function that gives a context: whatever it changes holds while the training runs. With several processes each of them enters
+it, so it has to be a function that another process can import; `on_rank` keeps it to one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from tests.distillations import QUICK, TINY
+from trainer import config
+from trainer.profiling.evidence import TrainingEvidence, read_evidence
+from trainer.profiling.rules import judge
+from trainer.profiling.rules.outcomes import Case, Finding, Outcome
+from trainer.stages import distill, pretrain
+from trainer.thresholds import RuleSettings
+
+Fault = Callable[[], AbstractContextManager[object]]
+
+SETTINGS = QUICK | {
+    "epochs": 8,
+    "warmup_epochs": 1,
+    "log_every": 5,
+    "validate_every_epochs": 4,
+    "evidence": {"system_interval_s": 0.05, "operators_at": (20,), "operators_steps": 3, "tensors_every": 10},
+}
+"""A healthy distillation of 80 steps in one or two seconds."""
+TEACHER = {
+    "teacher": {"architecture": "vit_tiny_patch16_224", "args": TINY | {"embed_dim": 48}},
+    "mae": {"epochs": 0},
+    "finetune": {name: value for name, value in QUICK.items() if name in config.FinetuneSettings.model_fields}
+    | {"epochs": 12, "warmup_epochs": 1, "label_smoothing": 0.0, "layer_decay": 1.0, "drop_path": 0.0},
+    "workers": 0,
+}
+"""A teacher that reads digits well, in two seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patient:
+    """What is distilled, and where its outputs go."""
+
+    dataset: str
+    teacher: str
+    folder: Path
+
+    def distil(
+        self, *, fault: Fault = nullcontext, processes: int = 1, teacher_outputs: str | None = None, **settings: Any
+    ) -> TrainingEvidence:
+        """Distil with a fault, and give what the training recorded of itself.
+
+        Args:
+            fault: what is wrong in every process while it trains; nothing where it is not given.
+            processes: that train together; 1 trains in this process.
+            teacher_outputs: recorded outputs, for `teacher="recorded"`.
+            settings: of the section `distill`, beside `SETTINGS`.
+        """
+        output = self.folder / uuid.uuid4().hex
+        section = SETTINGS | settings
+        places = {"dataset": self.dataset, "teacher": self.teacher, "teacher_outputs": teacher_outputs}
+        places |= {"student": str(output / "student"), "evidence": str(output / "evidence")}
+        if processes == 1:
+            _distil(fault, section, places)
+        else:
+            _together(processes, _distil, fault, section, places)
+        (training,) = read_evidence(output / "evidence").trainings
+        return training
+
+
+def train_teacher(dataset: str, folder: Path) -> str:
+    """A teacher that has learned the digits; gives its model directory."""
+    settings = config.validate(config.PretrainSettings, TEACHER)
+    pretrain.run(settings, dataset=dataset, teacher=folder / "teacher", evidence=folder / "evidence")
+    return str(folder / "teacher")
+
+
+def judged(training: TrainingEvidence, rules: RuleSettings | None = None) -> dict[str, Outcome]:
+    """Name of each rule -> its answer."""
+    case = Case(training=training, rules=rules or RuleSettings())
+    return {judgement.rule.name: judgement.outcome for judgement in judge(case)}
+
+
+def fired(training: TrainingEvidence, rules: RuleSettings | None = None) -> set[str]:
+    """Names of the rules that find something."""
+    return {name for name, outcome in judged(training, rules).items() if isinstance(outcome, Finding)}
+
+
+def _distil(fault: Fault, section: dict[str, Any], places: dict[str, Any]) -> None:
+    with fault():
+        distill.run(config.validate(config.DistillSettings, section), **places)
+
+
+def _together(processes: int, function: Callable[..., None], *arguments: object) -> None:
+    """Run a function in processes that torch's agent starts, as `trainer.launch` lets it."""
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    elastic_launch(launch_config, function)(*arguments)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults
+
+
+@contextmanager
+def on_rank(rank: int, fault: Fault) -> Iterator[None]:
+    """The fault in one of the processes only."""
+    with fault() if int(os.environ["RANK"]) == rank else nullcontext():
+        yield
+
+
+@contextmanager
+def before_each(owner: Any, name: str, action: Callable[[], object]) -> Iterator[None]:
+    """`action` before each call of a method, which then does its work as ever."""
+    method = getattr(owner, name)
+
+    def called(*arguments: Any, **keywords: Any) -> Any:
+        action()
+        return method(*arguments, **keywords)
+
+    with patch.object(owner, name, called):
+        yield
+
+
+def compute(seconds: float) -> None:
+    """Keep a core busy for so much of its own time, however much of it others get."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
