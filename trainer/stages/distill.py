@@ -53,16 +53,14 @@ def run(
         recording = _open_recording(settings, classifier, teacher_outputs, data=data, dataset=dataset, teacher=teacher)
         parents["teacher_outputs"] = recording.fingerprint
     elif settings.needs_teacher:
-        teacher_model = _load_teacher(teacher, data)
-    model = _project(settings, classifier, teacher_model, recording) if settings.feature_weight else classifier
+        teacher_model = load_teacher(teacher, data)
     with open_session("distill", settings, data, parents=parents, model=student, evidence=evidence) as session:
-        frozen = _freeze(teacher_model, settings, session.processes.device) if teacher_model is not None else None
         trained = session.train(
             "distill",
-            DistillObjective(model, frozen, settings),
+            make_objective(settings, classifier, teacher_model, recording, session.processes.device),
             Samples([data.split("train")]),
             settings,
-            view_size=_view_size(classifier, teacher_model, recording),
+            view_size=view_size(classifier, teacher_model, recording),
             teacher_outputs=recording,
         )
         kept = trained.classifier if isinstance(trained, ProjectedStudent) else trained
@@ -109,10 +107,29 @@ def _check_content(settings: DistillSettings, student: Classifier, uri: str | Pa
         )
 
 
-def _load_teacher(teacher: str | Path, data: PreparedDataset) -> Classifier:
+def load_teacher(teacher: str | Path, data: PreparedDataset) -> Classifier:
+    """The teacher's model, if it knows the data set's classes.
+
+    Raises:
+        ArtifactError: it is missing or damaged.
+        ModelError: it knows other classes.
+    """
     model = models.load(teacher)
     models.check_labels(model, data.classes, f"teacher {teacher}")
     return model
+
+
+def make_objective(
+    settings: DistillSettings,
+    student: Classifier,
+    teacher: Classifier | None,
+    recording: Recording | None,
+    device: Device,
+) -> DistillObjective:
+    """What is learned, on its device, from a teacher that is online or from recorded outputs; a teacher is changed."""
+    model = _project(settings, student, teacher, recording) if settings.feature_weight else student
+    frozen = _freeze(teacher, settings, device) if teacher is not None else None
+    return DistillObjective(model, frozen, settings)
 
 
 def _project(
@@ -137,7 +154,7 @@ def _freeze(teacher: Classifier, settings: DistillSettings, device: Device) -> F
     )
 
 
-def _view_size(student: Classifier, teacher: Classifier | None, recording: Recording | None) -> int:
+def view_size(student: Classifier, teacher: Classifier | None, recording: Recording | None) -> int:
     """Edge of the views, in pixels: that of the recorded ones, or the larger input of both models."""
     if recording is not None:
         return recording.description.view_size

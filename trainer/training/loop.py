@@ -150,7 +150,7 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
         TrainingError: a loss is not finite; the step and the samples are named.
         SettingsError: the batch can not be dealt to the processes.
     """
-    loop = _Loop(training)
+    loop = Loop(training)
     first_step = loop.resume()
     settings, processes, timeline = training.settings, training.processes, recorder.timeline
     report = _report(training, recorder, tracker, first_step)
@@ -193,7 +193,7 @@ def _report(training: Training, recorder: Recorder, tracker: Tracker, first_step
     )
 
 
-class _Loop:
+class Loop:
     """The parts that a step moves."""
 
     def __init__(self, training: Training) -> None:
