@@ -162,6 +162,10 @@ class WatchSettings(Section):
     """Rules whose finding ends the training."""
     rules: RuleSettings = RuleSettings()
     """When the rules fire."""
+    interval_s: NonNegativeFloat = 10.0
+    """Least seconds between two judgements."""
+    budget: Fraction = 0.001
+    """Largest share of the training's time that judging may take; judgements become rarer where they would take more."""
 
 
 class TrainingSettings(Section):

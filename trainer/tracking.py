@@ -35,7 +35,7 @@ from trainer.environment import variables
 from trainer.errors import TrackingError
 
 if TYPE_CHECKING:
-    from mlflow.entities import Metric
+    from mlflow.entities import Metric, RunTag
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
 
@@ -62,8 +62,9 @@ _LONGEST_BACKOFF_S = 30.0
 _EXIT_S = 10.0
 _SYSTEM_INTERVAL_S = 5.0
 _POINTS_KEPT = 100_000
-_POINTS_A_BATCH = 1000  # MLflow's limit, as the next two
+_POINTS_A_BATCH = 1000  # MLflow's limit, as the next three
 _PARAMS_A_BATCH = 100
+_TAGS_A_BATCH = 100
 _PARAM_LENGTH = 6000
 
 
@@ -360,6 +361,9 @@ class Tracker(Protocol):
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; takes microseconds, never waits for a server and never raises."""
 
+    def tag(self, name: str, text: str) -> None:
+        """Set a tag of the run; takes microseconds, never waits for a server and never raises."""
+
     def files(self, path: Path) -> None:
         """Record a file or a directory; waits for the upload, and only warns if it fails."""
 
@@ -368,6 +372,9 @@ class _NoTracker:
     run_id = None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def tag(self, name: str, text: str) -> None:
         pass
 
     def files(self, path: Path) -> None:
@@ -382,6 +389,9 @@ class _RunTracker:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._sender.add(step, values)
+
+    def tag(self, name: str, text: str) -> None:
+        self._sender.add_tag(name, text)
 
     def files(self, path: Path) -> None:
         with _warned(f"the files {path} are not recorded in MLflow"):
@@ -462,6 +472,7 @@ class _Sender(threading.Thread):
         self._run_id = run_id
         self._waiting: deque[Metric] = deque(maxlen=_POINTS_KEPT)  # if the server stays away, the oldest points go
         self._batch: list[Metric] = []
+        self._tags: deque[RunTag] = deque()
         self._closing = threading.Event()
         self._give_up = float("inf")
         self._failures = 0
@@ -475,15 +486,20 @@ class _Sender(threading.Thread):
         now_ms = int(time.time() * 1000)
         self._waiting.extend(Metric(name, value, now_ms, step) for name, value in values.items())
 
+    def add_tag(self, name: str, text: str) -> None:
+        from mlflow.entities import RunTag
+
+        self._tags.append(RunTag(name, text[:_PARAM_LENGTH]))
+
     def close(self) -> None:
         """Send what is left, but not for longer than `_EXIT_S` and one request."""
         self._give_up = time.monotonic() + _EXIT_S
         self._closing.set()
         self.join(timeout=_EXIT_S + float(os.environ[_TIMEOUT]))
-        left = len(self._batch) + len(self._waiting)
+        left = len(self._batch) + len(self._waiting) + len(self._tags)
         if left:
             logger.warning(
-                "MLflow run %s: %d points were not sent, for the server did not take them", self._run_id, left
+                "MLflow run %s: %d points and tags were not sent, for the server did not take them", self._run_id, left
             )
 
     def run(self) -> None:
@@ -497,22 +513,31 @@ class _Sender(threading.Thread):
                 time.sleep(_SEND_INTERVAL_S)
 
     def _send(self) -> bool:
-        """Send one batch; whether there is still something to send."""
+        """Send one batch of points and tags; whether there is still something to send."""
         while self._waiting and len(self._batch) < _POINTS_A_BATCH:
             self._batch.append(self._waiting.popleft())
-        if not self._batch:
+        tags = list(self._tags)[:_TAGS_A_BATCH]
+        if not self._batch and not tags:
             return False
         try:
-            self._mlflow.log_batch(self._run_id, metrics=self._batch)
+            self._mlflow.log_batch(self._run_id, metrics=self._batch, tags=tags)
         except Exception as error:  # noqa: BLE001  a thread has nobody to raise to, and the training must go on
-            self._failed(error)
+            self._failed(error, tags)
         else:
             self._batch, self._failures = [], 0
-        return bool(self._batch or self._waiting)
+            self._drop(tags)
+        return bool(self._batch or self._waiting or self._tags)
 
-    def _failed(self, error: Exception) -> None:
+    def _drop(self, tags: list[RunTag]) -> None:
+        for _ in tags:
+            self._tags.popleft()
+
+    def _failed(self, error: Exception, tags: list[RunTag]) -> None:
         if getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE":  # would fail again and hold up what follows
-            logger.warning("MLflow run %s refused %d points: %s", self._run_id, len(self._batch), _reason(error))
+            what = f"{len(self._batch)} points" if self._batch else f"{len(tags)} tags"
+            logger.warning("MLflow run %s refused %s: %s", self._run_id, what, _reason(error))
+            if not self._batch:  # tags that came with refused points are tried again without them
+                self._drop(tags)
             self._batch = []
             return
         if self._failures == 0:

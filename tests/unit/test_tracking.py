@@ -266,6 +266,16 @@ def test_a_refused_batch_does_not_hold_up_the_next(store, caplog):
     assert "refused" in caplog.text
 
 
+def test_tags_arrive_also_where_points_are_refused(store):
+    with tracking.stage_run("distill", {}) as tracker:
+        tracker.tag("trainer.finding.distill.overfitting", "first")
+        tracker.metrics(0, {"x" * 300: 1.0})  # MLflow refuses names of more than 250 letters
+        tracker.tag("long", "y" * 10_000)
+    tags = store.get_run(tracker.run_id).data.tags
+    assert tags["trainer.finding.distill.overfitting"] == "first"
+    assert set(tags["long"]) == {"y"}
+
+
 def test_files_are_kept_beside_the_store(store, directory, tmp_path):
     (tmp_path / "reports").mkdir()
     (tmp_path / "reports" / "page.html").write_text("<p>page</p>")
@@ -363,6 +373,6 @@ def test_a_server_that_dies_costs_points_but_not_the_training(server, store, cap
     assert len(store.get_metric_history(tracker.run_id, "loss")) == 50
     waits = [record for record in caplog.records if "the training goes on" in record.getMessage()]
     assert len(waits) == 1, "one warning for one failure"
-    assert any("points were not sent" in record.getMessage() for record in caplog.records)
+    assert any("points and tags were not sent" in record.getMessage() for record in caplog.records)
     with pytest.raises(TrackingError, match="connection refused"), tracking.stage_run("evaluate", {}):
         raise AssertionError("a stage does not start without its server")

@@ -87,6 +87,8 @@ class Rule:
     """What it looks at, for docs/rules.md."""
     fires: str
     """When it fires, in words; thresholds by their names."""
+    advises: str = ""
+    """What it advises, in words."""
     judge: Callable[[Case], Outcome]
     live: bool = True
     """Whether it can be judged while the training runs."""
