@@ -411,6 +411,8 @@ class TuneSettings(Section):
     """Whether distill uses the settings that were found."""
     distill: DistillSettings | None = None
     """The distillation to be tuned; as `distill` where not given."""
+    reinforce: ReinforceSettings | None = None
+    """How the teacher's outputs would be recorded for it; as `reinforce` where not given."""
     minutes: Annotated[float, Field(gt=0)] = 10.0
     """Longest time of the search; it ends before, when what is left to be gained would not pay for it."""
     largest_batch_growth: Annotated[float, Field(ge=1)] = 4.0
@@ -629,12 +631,14 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
         SettingsError: as `resolve`; or distill would refuse what reinforce is set to record.
     """
     settings = resolve(recipe, overrides)
-    if settings.distill.reads_recording:
-        _check_recording(settings.distill, settings.reinforce)
+    mistakes = recording_mistakes(settings.distill, settings.reinforce)
+    if settings.distill.reads_recording and mistakes:
+        raise SettingsError("\n".join(mistakes))
     return settings
 
 
-def _check_recording(distill: DistillSettings, reinforce: ReinforceSettings) -> None:
+def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -> list[str]:
+    """Why a distillation could not learn from what `reinforce` is set to record; none if it can."""
     mistakes = []
     if distill.feature_weight and not reinforce.features:
         mistakes.append(
@@ -653,8 +657,7 @@ def _check_recording(distill: DistillSettings, reinforce: ReinforceSettings) -> 
             f"reinforce.decode_on is {reinforce.decode_on}, but distill.decode_on is {distill.decode_on}, which may give other pixels; "
             "leave both out, and they are as data.decode_on"
         )
-    if mistakes:
-        raise SettingsError("\n".join(mistakes))
+    return mistakes
 
 
 def _merge(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -683,7 +686,7 @@ def _inherit(settings: Settings) -> Settings:
     sections = {stage: _filled(getattr(settings, stage), inherited) for stage in ("pretrain", "reinforce", "distill")}
     run = settings.run
     budgets = {"budget_usd": run.budget_usd, "budget_hours": run.budget_hours}
-    tune = _filled(settings.tune, {"distill": sections["distill"], **budgets})
+    tune = _filled(settings.tune, {"distill": sections["distill"], "reinforce": sections["reinforce"], **budgets})
     is_limited = bool(tune.budget_usd or tune.budget_hours)
     sections["tune"] = tune.model_copy(update={"enabled": tune.enabled or is_limited})
     return settings.model_copy(update=sections)

@@ -23,7 +23,7 @@ def test_each_stage_gets_its_own_section_only():
         own = json.loads(made[stage])
         whole = config.resolve("digits").model_dump(mode="json")[name]
         assert own.items() <= whole.items()
-        assert not set(own) & (set(config.Settings.model_fields) - {"profile", "evaluate", "distill"})
+        assert not set(own) & (set(config.Settings.model_fields) - {"profile", "evaluate", "distill", "reinforce"})
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_each_stage_gets_its_own_section_only():
         ("distill.temperature=3.5", {"tune", "distill"}),
         ("distill.teacher=recorded", {"tune", "distill", "distill_teacher"}),
         ("distill.views.flip=true", {"reinforce", "tune", "distill"}),
-        ("reinforce.views=7", {"reinforce"}),
+        ("reinforce.views=7", {"reinforce", "tune"}),
         ("run.seed=7", {"pretrain", "reinforce", "tune", "distill"}),
         ("data.workers=1", {"pretrain", "reinforce", "tune", "distill"}),
         ("pretrain.finetune.epochs=3", {"pretrain"}),
