@@ -5,8 +5,8 @@ the fingerprints of its parents, and size and SHA-256 of every file. The manifes
 exist. Reading checks kind, schema version and checksums, and names what is wrong. One in a store is written into a folder here and sent
 when it is complete; reading fetches it, once for all processes of this machine.
 
-The fingerprint covers kind, schema version, settings, parents and file checksums; it does not cover the time, the duration or
-the figures, so the same input and settings give the same fingerprint.
+The fingerprint covers kind, schema version, settings, parents and file checksums; it does not cover the time, the duration, the
+place or the figures, so the same input and settings give the same fingerprint.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from trainer import storage
+from trainer.costs import Place, place_here
 from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 from trainer.storage import FileRecord, cache
 
@@ -58,7 +59,7 @@ MANIFEST = "manifest.json"
 
 _COVERED = ("kind", "schema_version", "settings", "parents", "files")
 """What the fingerprint covers."""
-_TOLD = ("fingerprint", "seconds", "figures")
+_TOLD = ("fingerprint", "created", "seconds", "figures")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,12 @@ class Manifest:
     files: Mapping[str, FileRecord]
     """Name of each file, relative to the artifact, with / -> its size and checksum."""
     fingerprint: str
+    created: datetime
+    """When it was completed."""
     seconds: float
     """How long the stage took to make it."""
+    place: Place | None
+    """On which machines; none where nobody told."""
     figures: Mapping[str, Any]
     """The main numbers of the stage, as `summary.json` shows them."""
 
@@ -119,9 +124,11 @@ def create(
     A manifest already there is removed first, and the new one is written when the block ends without an exception.
 
     Raises:
+        SettingsError: `TRAINER_PLACE` does not describe a place.
         OutputError: the directory can not be written.
         StorageError: the store does not answer or refuses.
     """
+    place = place_here()
     with folder_for(uri) as path:
         storage.remove_file(storage.join(uri, MANIFEST))
         start = time.monotonic()
@@ -138,8 +145,9 @@ def create(
         }
         manifest = content | {
             "fingerprint": digest(content),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(seconds, 3),
+            "place": place.model_dump() if place else None,
             "figures": draft.figures,
         }
         text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)
@@ -280,7 +288,12 @@ def manifest(uri: str | Path, kind: Kind) -> Manifest:
     """
     content = _load_manifest(uri, kind)
     _check_manifest(uri, kind, content)
-    return Manifest(**{one.name: content[one.name] for one in fields(Manifest)})
+    told: dict[str, Any] = {one.name: content.get(one.name) for one in fields(Manifest)}
+    try:
+        place = None if told["place"] is None else Place.model_validate(told["place"])
+        return Manifest(**told | {"created": datetime.fromisoformat(told["created"]), "place": place})
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error
 
 
 def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:

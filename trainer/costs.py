@@ -1,46 +1,140 @@
-"""What time on machines costs: the price of a node pool, with its date, region and source."""
+"""What time on machines costs: the price of a node, with its date, region and source, and the place where something runs.
+
+Whoever launches a process tells it its place in `TRAINER_PLACE`: the launcher for clusters the node pool with its price, the local one
+`this machine`, which has none. A user's own `TRAINER_PLACE` prices this machine, or the pods of a pipeline's other tasks:
+
+    TRAINER_PLACE='{"pool": "workstation", "price": {"dollars_an_hour": 0.35, "date": "2026-11", "region": "our office",
+                    "source": "power and a three-year write-off"}}'
+"""
 
 from __future__ import annotations
 
+import datetime
 import os
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from trainer.errors import SettingsError
 
 PLACE_VARIABLE = "TRAINER_PLACE"
 """Environment variable with the `Place` of this process, as JSON; whoever launches it sets it."""
+THIS_MACHINE = "this machine"
+OLD_DAYS = 180
+"""A price is doubtful when it is older."""
+
+
+def _as_text(value: object) -> object:
+    """A date that TOML has as such, as text."""
+    return value.isoformat() if isinstance(value, datetime.date) else value
+
+
+def _month_or_day(text: str) -> str:
+    try:
+        _first_day(text)
+    except ValueError:
+        raise ValueError("must be a month or a day, such as 2026-11 or 2026-11-21") from None
+    return text
+
+
+def _first_day(text: str) -> datetime.date:
+    return datetime.date.fromisoformat(f"{text}-01" if text.count("-") == 1 else text)
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Price(_Group):
     """What a node costs."""
 
     dollars_an_hour: Annotated[float, Field(gt=0)]
-    date: Annotated[str, Field(min_length=4)]
+    date: Annotated[str, BeforeValidator(_as_text), AfterValidator(_month_or_day)]
+    """The month or the day when it was so, such as 2026-11."""
     region: Annotated[str, Field(min_length=1)]
     source: Annotated[str, Field(min_length=1)]
+
+    def age_days(self, today: datetime.date | None = None) -> int:
+        """Days since its date, or since the first day of its month; below 0 for one of the future."""
+        return ((today or datetime.datetime.now(datetime.UTC).date()) - _first_day(self.date)).days
+
+    def doubt(self, today: datetime.date | None = None) -> str:
+        """Why the price may be wrong, in words; empty where nothing speaks against it."""
+        age = self.age_days(today)
+        named = f"the price of {self.dollars_an_hour:,.2f} $/h ({self.region}; {self.source})"
+        if age > OLD_DAYS:
+            return f"{named} is of {self.date}, {age} days old; look it up again"
+        if age < -1:  # another time zone is no doubt
+            return f"{named} is of {self.date}, which is in the future; correct its date"
+        return ""
 
 
 class Place(_Group):
     """Machines of one kind on which something runs."""
 
-    pool: str
+    pool: Annotated[str, Field(min_length=1)]
     """Name of the node pool; `this machine` without one."""
     instance: str = ""
     nodes: Annotated[int, Field(ge=1)] = 1
+    """How many were asked for."""
     processes_per_node: Annotated[int, Field(ge=1)] = 1
     price: Price | None = None
-    """Of one node; none where it is not known."""
+    """Of one node; none where it is not known, or varies as that of a spot pool."""
+
+    def __str__(self) -> str:
+        """In words, as `4 nodes of gpu-a100 (p4d.24xlarge)`."""
+        machine = f"{self.pool} ({self.instance})" if self.instance else self.pool
+        return machine if self.nodes == 1 else f"{self.nodes} nodes of {machine}"
 
     def dollars(self, seconds: float) -> float | None:
         """What all the nodes cost in that time; none where the price is not known."""
         return None if self.price is None else self.price.dollars_an_hour * self.nodes * seconds / 3600
 
+    def environment(self) -> dict[str, str]:
+        """The variable that tells processes where they run."""
+        return {PLACE_VARIABLE: self.model_dump_json(exclude_none=True)}
+
 
 def place_here() -> Place | None:
-    """The place that the launcher of this process told; none without one."""
+    """The place that somebody told this process; none where nobody did.
+
+    Raises:
+        SettingsError: it is no `Place`.
+    """
     told = os.environ.get(PLACE_VARIABLE)
-    return Place.model_validate_json(told) if told else None
+    if not told:
+        return None
+    try:
+        return Place.model_validate_json(told)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        example = '{"pool": "workstation", "price": {"dollars_an_hour": 0.35, "date": "2026-11", "region": "here", "source": "power bill"}}'
+        raise SettingsError(
+            f"{PLACE_VARIABLE}={told!r}: {field + ': ' if field else ''}{first['msg']}; leave it unset, or give such as {example}"
+        ) from error
+
+
+def local_place(processes: int) -> Place:
+    """This machine, with the name and the price that its user's `TRAINER_PLACE` gives it.
+
+    Args:
+        processes: how many run together.
+
+    Raises:
+        SettingsError: the variable is no `Place`.
+    """
+    told = place_here() or Place(pool=THIS_MACHINE)
+    return told.model_copy(update={"nodes": 1, "processes_per_node": processes})
+
+
+def duration_text(seconds: float) -> str:
+    """`48.2 s`, `12.5 min`, `3.20 h`."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.2f} h"
+
+
+def dollars_text(dollars: float | None) -> str:
+    """`$41.43`; empty where it is not known."""
+    return "" if dollars is None else f"${dollars:,.2f}"

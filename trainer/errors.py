@@ -8,6 +8,7 @@
     ├── TrainingError           a training stopped: loss not finite, processes that do not form one group
     ├── LaunchError             a launched process or job failed
     │   └── CrashError          a launched process crashed or was killed, and had no message of its own
+    ├── BudgetError             the forecast is over the budget, or can not be held against it
     ├── DeployError             Kubeflow Pipelines is not found or refuses, or a run there did not succeed
     ├── TrackingError           MLflow does not answer or refuses
     ├── StorageError            the object store does not answer, refuses, or has lost something
@@ -61,6 +62,10 @@ class LaunchError(TrainerError):
 
 class CrashError(LaunchError):
     """A launched process crashed or was killed, and had no message of its own."""
+
+
+class BudgetError(TrainerError):
+    """The forecast is over the budget, or can not be held against it."""
 
 
 class DeployError(TrainerError):

@@ -1,16 +1,34 @@
-"""What a distillation will take: hours and dollars, from a short measurement on the machines where it will run."""
+"""What a distillation will take: hours and dollars, from a short measurement on the machines where it will run.
+
+Only what was measured is forecast. Where a number is assumed, as the speed-up of nodes that nobody has tried, the forecast says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
+from scipy import special
 
-from trainer.costs import Place
+from trainer.config import DistillSettings
+from trainer.costs import Place, dollars_text, duration_text
+from trainer.errors import BudgetError
+from trainer.training import schedules
+
+logger = logging.getLogger(__name__)
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+
+CONFIDENCE = 0.95
+MOST_BLOCKS = 10
+"""Blocks of consecutive steps whose means are taken as independent; few and long ones, since a slow moment spans several steps."""
+LEAST_STEPS = 4
+"""Fewer leave no interval."""
 
 
 class _Record(BaseModel):
@@ -29,7 +47,7 @@ class Measurement(_Record):
     """Mean time of a step, with what lies between two steps."""
     step_low_s: Seconds
     step_high_s: Seconds
-    """95 % interval of that mean."""
+    """95 % interval of that mean (`mean_interval`)."""
     steps: Count
     """Steps that it is the mean of."""
     startup_s: Seconds
@@ -61,18 +79,74 @@ class Forecast(_Record):
     """None where the price is not known; likewise the interval."""
     dollars_low: float | None
     dollars_high: float | None
+    stages: tuple[str, ...] = ("distill",)
+    """The stages that it covers."""
     assumptions: tuple[str, ...] = ()
-    """What was assumed and not measured."""
+    """What was assumed and not measured, and what speaks against the price."""
+
+    def __str__(self) -> str:
+        """In words: `3.20 h (3.11 h to 3.34 h), $281.06 ($273.16 to $293.35)`."""
+        hours = f"{_hours(self.hours)} ({_hours(self.hours_low)} to {_hours(self.hours_high)})"
+        if self.dollars is None or self.dollars_low is None or self.dollars_high is None:
+            return hours
+        return f"{hours}, {dollars_text(self.dollars)} ({dollars_text(self.dollars_low)} to {dollars_text(self.dollars_high)})"
+
+
+def _hours(hours: float) -> str:
+    return duration_text(3600 * hours)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a measurement
+
+
+def mean_interval(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of the times of consecutive steps and its 95 % interval.
+
+    Neighbouring steps are alike (a busy neighbour, a slow disk, a warming machine), so the interval is Student's t of the means of up
+    to ten blocks of consecutive steps (batch means; Law & Kelton). It covers how much the mean moves while it is measured; not that
+    the machine may be another one tomorrow.
+
+    Args:
+        seconds: [n], in their order, with n >= 4.
+
+    Returns:
+        Mean, lower and upper bound, not below 0.
+    """
+    if len(seconds) < LEAST_STEPS:
+        raise ValueError(f"an interval needs {LEAST_STEPS} steps, got {len(seconds)}")
+    count = min(MOST_BLOCKS, len(seconds) // 2)
+    means = np.array([block.mean() for block in np.array_split(np.asarray(seconds, dtype=np.float64), count)])
+    mean = float(np.mean(seconds))
+    half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2) * means.std(ddof=1) / math.sqrt(count))
+    return mean, max(0.0, mean - half), mean + half
+
+
+def work_of(settings: DistillSettings, samples: int) -> Work:
+    """What these settings make of a data set.
+
+    Args:
+        settings: section `distill`.
+        samples: training images.
+    """
+    return Work(
+        steps=schedules.step_count(settings, samples),
+        validations=len(schedules.validation_steps(settings, samples)),
+        checkpoints=len(schedules.checkpoint_steps(settings, samples)),
+    )
 
 
 def forecast(measurement: Measurement, work: Work) -> Forecast:
-    """The measured time of each part, as often as it comes.
+    """The measured time of each part, as often as it comes. The interval is that of the step; the rest was measured once.
 
     Args:
         measurement: the trial.
         work: of the whole distillation.
     """
+    return _forecast(measurement, work, ())
 
+
+def _forecast(measurement: Measurement, work: Work, assumptions: Sequence[str]) -> Forecast:
     def hours(step_s: float) -> float:
         seconds = measurement.startup_s + (measurement.recording_s or 0.0) + work.steps * step_s
         return (
@@ -81,6 +155,7 @@ def forecast(measurement: Measurement, work: Work) -> Forecast:
 
     expected, low, high = map(hours, (measurement.step_s, measurement.step_low_s, measurement.step_high_s))
     place = measurement.place
+    doubt = place.price.doubt() if place.price else ""
     return Forecast(
         place=place,
         hours=expected,
@@ -89,4 +164,162 @@ def forecast(measurement: Measurement, work: Work) -> Forecast:
         dollars=place.dollars(3600 * expected),
         dollars_low=place.dollars(3600 * low),
         dollars_high=place.dollars(3600 * high),
+        stages=("distill",) if measurement.recording_s is None else ("reinforce", "distill"),
+        assumptions=(*assumptions, *([doubt] if doubt else [])),
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On more nodes
+
+
+def on_nodes(
+    measurements: Sequence[Measurement], work: Work, nodes: int, *, assumed_efficiency: float = 0.9
+) -> Forecast:
+    """The same distillation on another number of nodes of the same pool.
+
+    The step's time comes from the measurement with the nearest number of nodes. Each doubling from there divides it by twice the
+    efficiency: the measured one, where there are measurements with several numbers of nodes, or else the assumed one. Start-up,
+    validation and checkpoints stay as measured.
+
+    Args:
+        measurements: of one pool and one batch size, with one or several numbers of nodes.
+        work: of the whole distillation.
+        nodes: how many to forecast for.
+        assumed_efficiency: speed-up of twice as many nodes, as a share of 2.
+    """
+    if len({(one.place.pool, one.batch_size) for one in measurements}) != 1:
+        raise ValueError("measurements of one pool and one batch size are needed")
+    by_nodes = {one.place.nodes: one for one in measurements}
+    nearest = by_nodes[min(by_nodes, key=lambda known: abs(math.log2(known / nodes)))]
+    if nearest.place.nodes == nodes:
+        return forecast(nearest, work)
+    efficiency, told = _efficiency(by_nodes, nodes, assumed_efficiency)
+    speedup = (2 * efficiency) ** math.log2(nodes / nearest.place.nodes)
+    scaled = nearest.model_copy(
+        update={
+            "place": nearest.place.model_copy(update={"nodes": nodes}),
+            **{name: getattr(nearest, name) / speedup for name in ("step_s", "step_low_s", "step_high_s")},
+            "recording_s": None if nearest.recording_s is None else nearest.recording_s / speedup,
+        }
+    )
+    return _forecast(scaled, work, (told, f"start-up, validation and checkpoints as on {_nodes(nearest.place.nodes)}"))
+
+
+def _efficiency(by_nodes: Mapping[int, Measurement], nodes: int, assumed: float) -> tuple[float, str]:
+    """Speed-up of a doubling as a share of 2, and where it comes from: the two measurements next to the wanted number of nodes."""
+    if len(by_nodes) == 1:
+        told = (
+            f"twice as many nodes are assumed to be {2 * assumed:.3g} times as fast; only {_nodes(*by_nodes)} measured"
+        )
+        return assumed, told
+    low, high = sorted(sorted(by_nodes, key=lambda known: abs(math.log2(known / nodes)))[:2])
+    speedup = by_nodes[low].step_s / by_nodes[high].step_s
+    measured = speedup ** (1 / math.log2(high / low)) / 2
+    efficiency = min(1.0, measured)  # that more machines do more than their share is luck, not a law
+    held = "" if low < nodes < high else f", taken to hold for {_nodes(nodes)}"
+    return (
+        efficiency,
+        f"twice as many nodes are {2 * efficiency:.3g} times as fast, as measured from {low} to {_nodes(high)}{held}",
+    )
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The budget
+
+
+def check_budget(place: Place | None, budget_usd: float | None) -> None:
+    """Find out before anything is measured whether a budget in dollars can be kept.
+
+    Raises:
+        BudgetError: dollars are limited, but nobody knows what the machines cost.
+    """
+    if budget_usd and (place is None or place.price is None):
+        raise BudgetError(
+            f"run.budget_usd={budget_usd:g} can not be kept, for the price of {place or 'this machine'} is not known; give the pool a price "
+            "in pools.toml (this machine: TRAINER_PLACE), or set run.budget_hours in its place"
+        )
+
+
+def epochs_that_fit(
+    measurement: Measurement,
+    settings: DistillSettings,
+    samples: int,
+    *,
+    budget_usd: float | None,
+    budget_hours: float | None,
+) -> int:
+    """The most epochs, up to those of the settings, whose forecast is within the budget; 0 where not even one is.
+
+    Args:
+        measurement: the trial.
+        settings: section `distill`.
+        samples: training images.
+        budget_usd: most dollars; none or 0 sets no limit.
+        budget_hours: most hours; none or 0 sets no limit.
+    """
+    fits, over = 0, settings.epochs + 1
+    while over - fits > 1:
+        epochs = (fits + over) // 2
+        expected = forecast(measurement, work_of(settings.model_copy(update={"epochs": epochs}), samples))
+        if _is_within(expected, budget_usd=budget_usd, budget_hours=budget_hours):
+            fits = epochs
+        else:
+            over = epochs
+    return fits
+
+
+def refuse_over_budget(
+    expected: Forecast,
+    alternatives: Mapping[str, Forecast],
+    *,
+    budget_usd: float | None,
+    budget_hours: float | None,
+) -> None:
+    """Stop before the money is spent; a budget within the forecast's interval is only warned of.
+
+    Args:
+        expected: the forecast.
+        alternatives: what to change, in the user's words such as `distill.teacher=recorded` or `pool gpu-a10g` -> its own forecast.
+        budget_usd: most dollars; none or 0 sets no limit.
+        budget_hours: most hours; none or 0 sets no limit.
+
+    Raises:
+        BudgetError: the forecast is over the budget; with its interval, the alternatives that fit, and those that do not. Or dollars are
+            limited and the price is not known.
+    """
+    check_budget(expected.place, budget_usd)
+    limits = {"budget_usd": budget_usd, "budget_hours": budget_hours}
+    said = " and ".join(f"run.{name}={limit:g}" for name, limit in limits.items() if limit)
+    if _is_within(expected, **limits):
+        if not _is_within(_at_worst(expected), **limits):
+            logger.warning("%s is near the forecast: %s on %s", said, expected, expected.place)
+        return
+    fitting = [_option(name, one) for name, one in alternatives.items() if _is_within(one, **limits)]
+    other = [_option(name, one) for name, one in alternatives.items() if not _is_within(one, **limits)]
+    assumed = f" (assuming that {'; '.join(expected.assumptions)})" if expected.assumptions else ""
+    raise BudgetError(
+        f"the distillation would take {expected} on {expected.place}{assumed}, but {said}; it was not started. "
+        + (f"What would fit: {'; '.join(fitting)}. " if fitting else "Nothing that was measured would fit. ")
+        + (f"Better known than fitting: {'; '.join(other)}. " if other else "")
+        + "Choose one of these, or raise the budget"
+    )
+
+
+def _is_within(one: Forecast, *, budget_usd: float | None, budget_hours: float | None) -> bool:
+    """Unknown dollars are within no budget of dollars."""
+    costs_too_much = bool(budget_usd) and (one.dollars is None or one.dollars > (budget_usd or 0.0))
+    return not costs_too_much and not (budget_hours and one.hours > budget_hours)
+
+
+def _at_worst(one: Forecast) -> Forecast:
+    return one.model_copy(update={"hours": one.hours_high, "dollars": one.dollars_high})
+
+
+def _option(name: str, one: Forecast) -> str:
+    dollars = "" if one.dollars is None else f", {dollars_text(one.dollars)}"
+    return f"{name} ({_hours(one.hours)}{dollars})"

@@ -39,3 +39,16 @@ def learning_rate_at(step: int, settings: TrainingSettings, *, samples: int) -> 
         warmup_steps=min(warmup, total // 2),
         total_steps=total,
     )
+
+
+def validation_steps(settings: TrainingSettings, samples: int) -> set[int]:
+    """The steps after which a training on `samples` samples measures: the last one, and one every `validate_every_epochs`."""
+    total, size, every = step_count(settings, samples), settings.batch_size, settings.validate_every_epochs * samples
+    regular = {-(-passed * every // size) - 1 for passed in range(1, total * size // every + 1)} if every else set()
+    return {step for step in regular | {total - 1} if 0 <= step < total}
+
+
+def checkpoint_steps(settings: TrainingSettings, samples: int) -> set[int]:
+    """The steps after which a training on `samples` samples writes a checkpoint: the last one, and one every `checkpoint_every`."""
+    total, every = step_count(settings, samples), settings.checkpoint_every
+    return {*range(every - 1, total, every), total - 1} if every and total else set()

@@ -1,0 +1,225 @@
+"""The bill of a run: wall time and dollars by stage, split into what the time went for, beside what was forecast.
+
+It is made of what the artifacts and the evidence say. A training is billed from the start of its processes to the end of its stage;
+nodes that wait for a pod, or that their owner keeps afterwards, cost too, and nobody here sees that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trainer.costs import Place, dollars_text, duration_text
+from trainer.forecast import Forecast
+
+if TYPE_CHECKING:
+    from trainer.artifacts import Manifest
+    from trainer.profiling.evidence import Evidence
+    from trainer.profiling.schema import AttemptRecord, RankRecord
+
+STARTUP_FIGURE = "startup_s"
+"""Figure in the manifest of what a launched stage made: how old its process was when it began."""
+PARTS: Mapping[str, str] = {
+    "startup": "start-up",
+    "compilation": "compilation",
+    "training": "training",
+    "work": "work",
+    "evaluation": "evaluation",
+    "checkpoints": "checkpoints",
+    "recorder": "recorder",
+    "lost": "lost work",
+    "ending": "ending",
+}
+"""What a stage's time goes for -> its name in tables. Start-up lasts until a training begins; `work` is of stages that do not train; the
+recorder's is what evidence cost; lost work was done again after a failure; `ending` is writing the result."""
+_SHOWN = 0.005
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class StageBill(_Record):
+    """What a stage took."""
+
+    stage: str
+    seconds: Seconds
+    """Wall time."""
+    parts: Mapping[str, Seconds] = {}
+    """Each of `PARTS` that there was -> its share of the time; empty where only the total is known."""
+    place: Place | None = None
+    """None where nobody told."""
+    dollars: float | None = None
+    """None where the price is not known."""
+    iterations_per_second: float | None = None
+    """Optimiser steps, while it trained; none for a stage that does not train."""
+    images_per_second: float | None = None
+
+    def dollars_of(self, part: str) -> float | None:
+        """What a part cost; none where the price is not known."""
+        return self.place.dollars(self.parts[part]) if self.place else None
+
+
+class Bill(_Record):
+    """What a run took."""
+
+    stages: tuple[StageBill, ...]
+    seconds: Seconds
+    """Of all stages."""
+    dollars: float | None
+    """Of the stages with a known price; none where no price is known."""
+    forecast: Forecast | None = None
+    """What was expected before the distillation."""
+    notes: tuple[str, ...] = ()
+    """What the total leaves out, and what speaks against a price."""
+
+    def stage(self, name: str) -> StageBill | None:
+        """The bill of a stage; none if it did not run."""
+        return next((one for one in self.stages if one.stage == name), None)
+
+    @property
+    def actual_hours(self) -> float:
+        """What the stages took that the forecast is of."""
+        covered = self.forecast.stages if self.forecast else ()
+        return sum(one.seconds for one in self.stages if one.stage in covered) / 3600
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Making
+
+
+def stage_bill(stage: str, manifest: Manifest, evidence: Evidence | None = None) -> StageBill:
+    """Bill a stage.
+
+    Args:
+        stage: its name.
+        manifest: of what it made.
+        evidence: what its trainings recorded, if it trains.
+    """
+    records = [training.ranks[0].record for training in evidence.trainings] if evidence else []
+    parts = _parts_of_trainings(records, manifest) if records else _parts_of_work(manifest)
+    seconds = sum(parts.values()) if parts else manifest.seconds
+    place = (records[-1].place if records else None) or manifest.place
+    trained = [(record, _parts_of_recording(record)["training"]) for record in records if record.steps.count]
+    training_s = sum(spent for _, spent in trained)
+    images = sum(record.steps.images for record, _ in trained)
+    return StageBill(
+        stage=stage,
+        seconds=seconds,
+        parts=parts,
+        place=place,
+        dollars=place.dollars(seconds) if place else None,
+        iterations_per_second=sum(record.steps.count for record, _ in trained) / training_s if training_s else None,
+        images_per_second=images / training_s if training_s and images else None,
+    )
+
+
+def _parts_of_work(manifest: Manifest) -> dict[str, float]:
+    """Of a launched stage that records no evidence; nothing is known of one that ran in its task's own process."""
+    startup_s = manifest.figures.get(STARTUP_FIGURE)
+    return {} if startup_s is None else {"startup": float(startup_s), "work": manifest.seconds}
+
+
+def _parts_of_trainings(records: Sequence[RankRecord], manifest: Manifest) -> dict[str, float]:
+    """The time from the start of the process to the end of the stage, and that of the attempts before."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+    until = records[0].process.started_unix
+    for record in records:
+        seconds["startup"] += max(0.0, record.began_unix - until)
+        until = record.began_unix + record.ended_s
+        for part, spent in (*_parts_of_recording(record).items(), *_parts_of_attempts(record.attempts).items()):
+            seconds[part] += spent
+    seconds["ending"] = max(0.0, manifest.created.timestamp() - until)
+    return {part: spent for part, spent in seconds.items() if spent}
+
+
+def _parts_of_recording(record: RankRecord) -> dict[str, float]:
+    outside = {name: total.seconds for name, total in record.outside.items()}
+    compiled = sum(one.seconds for one in record.compilations) or record.startup.get("compile", 0.0)
+    parts = {
+        "compilation": compiled,
+        "evaluation": outside.get("evaluate", 0.0),
+        "checkpoints": outside.get("checkpoint", 0.0),
+        "recorder": sum(record.overhead.values()),
+    }
+    return {**parts, "training": max(0.0, record.ended_s - sum(parts.values()))}
+
+
+def _parts_of_attempts(attempts: Sequence[AttemptRecord]) -> dict[str, float]:
+    """Of every attempt but the last one: what the next one could go on from was training, the rest is lost."""
+    kept_s, lost_s = 0.0, 0.0
+    for attempt, following in pairwise(attempts):
+        took = max(0.0, attempt.seen_unix - attempt.began_unix)
+        kept = min(max(0, following.first_step - attempt.first_step), attempt.steps_seen)
+        share = kept / attempt.steps_seen if attempt.steps_seen else 0.0
+        kept_s, lost_s = kept_s + took * share, lost_s + took * (1 - share)
+    return {"training": kept_s, "lost": lost_s}
+
+
+def make_bill(stages: Sequence[StageBill], forecast: Forecast | None = None) -> Bill:
+    """The bill of a run.
+
+    Args:
+        stages: in the order in which they ran.
+        forecast: what was expected of the distillation, where somebody measured.
+    """
+    priced = [one.dollars for one in stages if one.dollars is not None]
+    return Bill(
+        stages=tuple(stages),
+        seconds=sum(one.seconds for one in stages),
+        dollars=sum(priced) if priced else None,
+        forecast=forecast,
+        notes=tuple(_notes(stages)),
+    )
+
+
+def _notes(stages: Sequence[StageBill]) -> list[str]:
+    unpriced = [one for one in stages if one.dollars is None]
+    doubts = dict.fromkeys(one.place.price.doubt() for one in stages if one.place and one.place.price)
+    notes = [doubt for doubt in doubts if doubt]
+    if unpriced and len(unpriced) < len(stages):
+        names, spent = ", ".join(one.stage for one in unpriced), duration_text(sum(one.seconds for one in unpriced))
+        notes.insert(0, f"the dollars are without {names} ({spent}): the price of where they ran is not known")
+    return notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Showing
+
+
+def rows(bill: Bill) -> list[tuple[str, ...]]:
+    """Heading, a row for each stage, and the total: stage, where, time, dollars, what the time went for."""
+    shown = [
+        (one.stage, str(one.place or ""), duration_text(one.seconds), dollars_text(one.dollars), _split(one))
+        for one in bill.stages
+    ]
+    total = ("total", "", duration_text(bill.seconds), dollars_text(bill.dollars), "")
+    return [("stage", "where", "time", "dollars", "for"), *shown, total]
+
+
+def _split(one: StageBill) -> str:
+    """The parts with their shares, the largest first."""
+    large = {part: spent / one.seconds for part, spent in one.parts.items() if spent >= _SHOWN * one.seconds > 0}
+    ordered = sorted(large.items(), key=lambda entry: -entry[1])
+    return ", ".join(f"{PARTS[part]} {share:.0%}" for part, share in ordered)
+
+
+def forecast_text(bill: Bill) -> str:
+    """Forecast against actual, in a sentence; empty where nothing was forecast."""
+    expected = bill.forecast
+    if expected is None or not bill.actual_hours:
+        return ""
+    actual = bill.actual_hours
+    more = actual / expected.hours - 1 if expected.hours else 0.0
+    dollars = [one.dollars for one in bill.stages if one.stage in expected.stages and one.dollars is not None]
+    cost = f", {dollars_text(sum(dollars))}" if dollars else ""
+    assumed = f"; it assumed that {'; '.join(expected.assumptions)}" if expected.assumptions else ""
+    return (
+        f"{' and '.join(expected.stages)}: {expected} was forecast, and it took {duration_text(3600 * actual)}{cost}: "
+        f"{abs(more):.1%} {'more' if more >= 0 else 'less'}{assumed}"
+    )
