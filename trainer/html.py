@@ -22,9 +22,11 @@ table { border-collapse: collapse; margin: .5rem 0 1rem; font-variant-numeric: t
 th, td { padding: .3rem .8rem .3rem 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } td.number, th.number { text-align: right; }
 figure { margin: .5rem 0 1rem; } figcaption { color: var(--soft); font-size: .9rem; }
+details { margin: .5rem 0 1rem; } summary { cursor: pointer; color: var(--accent); }
 img, svg { max-width: 100%; height: auto; } img.pixels { image-rendering: pixelated; }
 code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .9em; }
-@media print { body { max-width: none; padding: 0; } h2 { break-after: avoid; } figure, tr { break-inside: avoid; } }
+@media print { body { max-width: none; padding: 0; } h2, h3 { break-after: avoid; } figure, tr { break-inside: avoid; }
+  details::details-content { content-visibility: visible; block-size: auto; } }
 """
 
 
@@ -46,6 +48,16 @@ def page(title: str, lead: str, sections: Iterable[str]) -> str:
 def section(title: str, *content: str) -> str:
     """A heading (plain text) with HTML below it."""
     return f"<section><h2>{escape(title)}</h2>{''.join(content)}</section>"
+
+
+def subsection(title: str, *content: str) -> str:
+    """A smaller heading (plain text) with HTML below it."""
+    return f"<h3>{escape(title)}</h3>{''.join(content)}"
+
+
+def details(title: str, *content: str) -> str:
+    """HTML that is folded below its title (plain text); in print it is unfolded."""
+    return f"<details><summary>{escape(title)}</summary>{''.join(content)}</details>"
 
 
 def paragraph(text: str) -> str:
@@ -81,5 +93,5 @@ def picture(content: bytes, caption: str, *, media_type: str = "image/png", pixe
 
 
 def drawing(svg: str, caption: str) -> str:
-    """An inlined SVG drawing (HTML) with a caption (plain text)."""
-    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+    """An inlined SVG drawing (HTML) with a caption (plain text); on a narrow screen it is scrolled rather than shrunk."""
+    return f'<figure><div class="scroll">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'

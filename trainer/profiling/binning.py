@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.series import Series
-from trainer.profiling.summary import phase_seconds
-from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
 
 
 def mean_in_bins(ends: Series, values: Series, edges: Series) -> Series:
@@ -45,46 +40,7 @@ def thin_curve(seconds: Series, values: Series, points: int) -> tuple[Series, Se
     return np.add.reduceat(seconds, starts) / counts, np.add.reduceat(values, starts) / counts
 
 
-def phase_shares(rank: RankEvidence, edges: Series) -> Mapping[str, Series]:
-    """Share of each bin's time that every phase, and every range outside of steps, took.
-
-    Where the table of steps was thinned, what lies between kept steps is unknown, and the shares are those of the known time.
-
-    Returns:
-        Name -> [bins]; together at most 1.
-    """
-    amounts = _phase_amounts(rank, edges) | _outside_amounts(rank, edges)
-    widths = np.diff(edges)
-    known = np.sum(list(amounts.values()), axis=0) if amounts else np.zeros(len(widths))
-    whole = widths if rank.record.steps.kept_of == 1 else known
-    shares = {name: np.divide(amount, np.maximum(np.maximum(whole, known), 1e-12)) for name, amount in amounts.items()}
-    if rank.record.steps.kept_of == 1:
-        shares[BETWEEN] = np.clip(1 - np.sum(list(shares.values()), axis=0), 0, 1) if shares else np.ones(len(widths))
-    order = [*PHASES, OTHER, *(name for name in shares if name not in (*PHASES, OTHER, BETWEEN)), BETWEEN]
-    return {name: shares[name] for name in order if name in shares}
-
-
-def _phase_amounts(rank: RankEvidence, edges: Series) -> dict[str, Series]:
-    starts = rank.steps["start_s"]
-    if not len(starts):
-        return {}
-    # On a GPU the device may end a step after the host began the next one.
-    following = np.append(starts[1:], np.inf)
-    ends = np.minimum(starts + rank.steps["seconds"], following)
-    return {name: _spread_over(starts, ends, seconds, edges) for name, seconds in phase_seconds(rank).items()}
-
-
-def _outside_amounts(rank: RankEvidence, edges: Series) -> dict[str, Series]:
-    names = np.asarray(rank.spans.names, dtype=object)
-    amounts = {}
-    for name in dict.fromkeys(rank.spans.names):
-        chosen = names == name
-        starts, seconds = rank.spans.start_s[chosen], rank.spans.seconds[chosen]
-        amounts[name] = _spread_over(starts, starts + seconds, seconds, edges)
-    return amounts
-
-
-def _spread_over(starts: Series, ends: Series, amounts: Series, edges: Series) -> Series:
+def spread_over(starts: Series, ends: Series, amounts: Series, edges: Series) -> Series:
     """What falls into each bin of amounts spread evenly from their starts to their ends."""
     x = np.stack([starts, ends], axis=1).ravel()
     after = np.cumsum(amounts)

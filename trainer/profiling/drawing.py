@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.html import escape
 from trainer.profiling.series import Series
+from trainer.profiling.words import short
 
 WIDTH = 1040
 BINS = 240
@@ -36,8 +37,9 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "evaluate": ("#a877c2", "#c9a0dc"),
     "checkpoint": ("#cf5f83", "#ec8fab"),
     "profiler": ("#8d6e63", "#b59a8f"),
+    "recorder": ("#6a7f2f", "#b3c46a"),
     "between": ("#d3d9e2", "#3b4553"),
-    "named": ("#75843a", "#a9ba68"),
+    "named": ("#5f6b8a", "#a4aecb"),
 }
 """Colour of each phase and of each range outside of steps, on light and on dark; `named` is for what users named."""
 
@@ -48,7 +50,7 @@ def _style() -> str:
     fills = "".join(f".f-{name}{{fill:var(--{name});background:var(--{name})}}" for name in COLOURS)
     return (
         f"<style>:root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}{fills}"
-        "svg{display:block;width:100%;font:12px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
+        "svg{display:block;width:100%;min-width:820px;font:12px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
         "svg text{fill:var(--ink)}svg .soft{fill:var(--soft)}svg .end{text-anchor:end}svg .mid{text-anchor:middle}"
         "svg .grid{stroke:var(--line);stroke-width:1}svg .axis{stroke:var(--soft);stroke-width:1}"
         "svg .whisker{stroke:var(--ink);stroke-width:1.5;opacity:.75}svg .bar{fill:var(--accent)}svg .panel{fill:var(--panel)}"
@@ -60,7 +62,16 @@ def _style() -> str:
         ".tile{background:var(--panel);border-radius:8px;padding:.6rem .9rem;min-width:9.5rem;flex:1}"
         ".tile b{display:block;font-size:1.35rem;line-height:1.3;font-variant-numeric:tabular-nums}"
         ".tile span{color:var(--soft);font-size:.85rem}h3{margin-top:1.75rem}"
-        "@media print{.tile,.f-data,i,svg *{print-color-adjust:exact;-webkit-print-color-adjust:exact}}</style>"
+        "h1+.lead{font-size:1.15rem;color:var(--ink);font-weight:600}.soft{color:var(--soft)}"
+        ".finding{border:1px solid var(--line);border-left:5px solid var(--accent);border-radius:8px;padding:.1rem 1rem .4rem;"
+        "margin:.9rem 0;break-inside:avoid}.finding h3{margin:.6rem 0 0}.finding p{margin:.3rem 0}"
+        ".finding.warning{border-left-color:var(--data)}"
+        ".finding.severe{border-left-color:var(--bad)}.badge{font-style:normal;font-weight:400;font-size:.8rem;color:var(--soft);"
+        "border:1px solid var(--line);border-radius:4px;padding:0 .4em;margin-left:.4em}"
+        ".chips{display:flex;flex-wrap:wrap;gap:.3rem}"
+        ".chips span{background:var(--panel);border-radius:4px;padding:0 .5em;font-size:.85rem}"
+        ".w-note{fill:var(--accent)}.w-warning{fill:var(--data)}.w-severe{fill:var(--bad)}"
+        "@media print{svg{min-width:0}.tile,.chips span,.legend i,svg *{print-color-adjust:exact;-webkit-print-color-adjust:exact}}</style>"
     )
 
 
@@ -120,15 +131,6 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
-
-
-def short(value: float) -> str:
-    """A number in about three digits."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 100 or value == round(value, 0):
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,6 +375,33 @@ def _runs(chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], y: int, heigh
     steps = np.diff(np.concatenate(([0], chosen.astype(int), [0])))
     starts, ends = np.flatnonzero(steps == 1).tolist(), np.flatnonzero(steps == -1).tolist()
     return "".join(f"M{a} {y}h{b - a}v{height}h{a - b}z" for a, b in zip(starts, ends, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A time in which something was seen; `style` is note, warning or severe."""
+
+    label: str
+    style: str
+    start_s: float
+    end_s: float
+
+
+def window_lane(title: str, unit: str, windows: Sequence[Window], duration_s: float) -> Lane:
+    """A row for each window, with its label where there is more room beside it."""
+    row, scale = 18, PLOT / duration_s
+    content = [rectangle(0, 0, PLOT, row * len(windows), "panel")]
+    for index, window in enumerate(windows):
+        start, end = window.start_s * scale, window.end_s * scale
+        left, right = start, PLOT - end
+        content.append(
+            rectangle(start, index * row + 3, max(end - start, 3), row - 6, f"w-{window.style}", window.label)
+        )
+        at, style = (end + 6, "") if right >= left else (start - 6, "end")
+        if max(left, right) < 6.5 * len(window.label):
+            at, style = start + 6, ""
+        content.append(text(at, index * row + row - 5, window.label, style))
+    return Lane(title=title, unit=unit, height=max(34, row * len(windows)), content="".join(content))
 
 
 def stack_lane(title: str, unit: str, shares: Mapping[str, Series], *, height: float = 90) -> Lane:

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from trainer.costs import Place
+from trainer.profiling.binning import mean_in_bins
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
 from trainer.profiling.operators import Operator
+from trainer.profiling.schema import AttemptRecord, CommunicationRecord
 from trainer.profiling.series import Rows, Series
 from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
+
+_SLOWEST_STEPS = 8
+_SLOW = 1.25
+"""Times the median."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,24 +48,30 @@ class PhaseSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartupSummary:
-    """Seconds from the start of the process, or from the end of the training before it, to the end of the first step."""
+class SlowStep:
+    """A step that took far longer than the median."""
 
-    imports_s: float
-    """Until torch and the trainer were loaded; 0 for a later training of the same process."""
-    preparation_s: float
-    """Then, until the recording began: data set, models, process group, weights."""
-    first_step_s: float | None
-    """Then, until the first step had ended; none where there was no step."""
+    step: int
+    start_s: float
+    ms: float
+    phase_ms: Mapping[str, float]
+    machine: Mapping[str, float]
+    """Signal of the system -> its mean while the step ran, as far as the samples tell; `cores_percent` is the mean of all cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignalSummary:
     """A signal of the system over the recording."""
 
+    min: float
+    p50: float
     mean: float
     p95: float
     max: float
+    first: float
+    """Mean of the first tenth."""
+    last: float
+    """Mean of the last tenth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +86,21 @@ class RankSummary:
     """Median of each phase."""
     memory_bytes: float | None
     """Largest resident memory."""
+    gpu_memory_bytes: float | None
+    """Largest memory in use on its GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorSummary:
-    """The operators of the window."""
+    """The operators of the windows."""
 
     steps: int
     clock: str
     """`device` where a device computed, `cpu` where the host did: whose time is compared."""
     categories: Mapping[str, float]
     """Category -> milliseconds a step, the largest first."""
-    top: Sequence[Operator]
+    operators: Sequence[Operator]
+    """The longest first."""
     kernels: Sequence[Operator]
 
 
@@ -96,21 +113,41 @@ class TrainingSummary:
     device: str
     host: str
     cores: int
+    memory_bytes: int
+    """Of the machine."""
+    workers: int | None
+    """Loader processes beside each process."""
+    place: Place | None
+    settings: Mapping[str, Any]
+    """Of this training, as far as they were recorded."""
+    parameters: int | None
     recorded_s: float
     steps: int
     steps_measured: int
     steps_kept_of: int
     step_ms: Spread | None
     """None where there were no steps to measure."""
+    images_a_step: float | None
+    """Over all processes; none where the training did not tell its images."""
     images_per_second: float | None
-    """Over all processes, within the measured steps; none where the training did not tell its images."""
+    """Over all processes, within the measured steps; none as above."""
     phases: Mapping[str, PhaseSummary]
+    slowest: Sequence[SlowStep]
     recorded_shares: Mapping[str, float]
     """Each phase, and each range outside of steps -> share of the whole recording."""
-    startup: StartupSummary
+    startup: Mapping[str, float]
+    """Part of the time before the end of the first step -> seconds."""
+    compiled_graphs: int
+    compile_s: float
+    communication: CommunicationRecord | None
+    overhead: Mapping[str, float]
+    """Part of the recorder's own work -> seconds."""
+    attempts: Sequence[AttemptRecord]
     ranks: Sequence[RankSummary]
     operators: OperatorSummary | None
     system: Mapping[str, SignalSummary]
+    last: Mapping[str, float]
+    """Each curve -> its last value, of those that are finite."""
     missing: Mapping[str, str]
 
 
@@ -119,36 +156,43 @@ def phase_of(path: str) -> str:
     return path.split("/", 1)[0]
 
 
-def summarize(training: TrainingEvidence, *, before: TrainingEvidence | None, top_operators: int) -> TrainingSummary:
-    """Reduce the evidence of one training to its numbers.
-
-    Args:
-        training: the evidence.
-        before: the training that ran before it in the same stage, if any.
-        top_operators: operators to keep.
-    """
+def summarize(training: TrainingEvidence) -> TrainingSummary:
+    """Reduce the evidence of one training to its numbers."""
     first = training.ranks[0]
     record = first.record
     measured = measured_steps(first)
-    seconds = first.steps["seconds"][measured]
+    seconds, images = first.steps["seconds"][measured], first.steps["images"][measured]
     return TrainingSummary(
         name=training.name,
         world_size=record.world_size,
         device=record.device,
         host=record.host,
         cores=record.cores,
+        memory_bytes=record.memory_bytes,
+        workers=record.workers,
+        place=record.place,
+        settings=record.context.settings,
+        parameters=record.context.parameters,
         recorded_s=record.ended_s,
         steps=record.steps.count,
         steps_measured=len(seconds),
         steps_kept_of=record.steps.kept_of,
         step_ms=spread(seconds * 1000),
-        images_per_second=_rate(first.steps["images"][measured], seconds),
+        images_a_step=float(images.mean()) if images.any() else None,
+        images_per_second=_rate(images, seconds),
         phases=_phases(first, measured),
+        slowest=_slowest(first, measured),
         recorded_shares=_recorded_shares(first),
-        startup=_startup(first, before.ranks[0] if before else None),
+        startup=record.startup,
+        compiled_graphs=sum(compilation.graphs for compilation in record.compilations),
+        compile_s=sum(compilation.seconds for compilation in record.compilations),
+        communication=record.communication,
+        overhead=record.overhead,
+        attempts=record.attempts,
         ranks=[_rank(rank) for rank in training.ranks],
-        operators=_operators(first, top_operators),
+        operators=_operators(first),
         system=_system(first),
+        last=_last(training),
         missing=record.missing,
     )
 
@@ -210,30 +254,65 @@ def _recorded_shares(rank: RankEvidence) -> dict[str, float]:
     return {name: seconds[name] / total for name in order if seconds.get(name)}
 
 
-def _startup(rank: RankEvidence, before: RankEvidence | None) -> StartupSummary:
-    record = rank.record
-    imports, ready = 0.0, record.process.imported_unix
-    if before is not None and before.record.process == record.process:
-        ready = before.record.began_unix + before.record.ended_s
-    else:
-        imports = max(record.process.imported_unix - record.process.started_unix, 0.0)
-    return StartupSummary(
-        imports_s=imports, preparation_s=max(record.began_unix - ready, 0.0), first_step_s=record.first_step_s
-    )
+def _slowest(rank: RankEvidence, measured: Rows) -> list[SlowStep]:
+    """The slowest steps that took far longer than the median, the slowest first."""
+    seconds = rank.steps["seconds"]
+    if not len(measured):
+        return []
+    slow = measured[seconds[measured] > _SLOW * np.median(seconds[measured])]
+    chosen = slow[np.argsort(-seconds[slow], kind="stable")][:_SLOWEST_STEPS]
+    phases = phase_seconds(rank)
+    return [
+        SlowStep(
+            step=int(rank.steps["step"][row]),
+            start_s=float(rank.steps["start_s"][row]),
+            ms=1000 * float(seconds[row]),
+            phase_ms={name: 1000 * float(values[row]) for name, values in phases.items()},
+            machine=_machine_between(rank.system, rank.steps["start_s"][row], seconds[row]),
+        )
+        for row in chosen.tolist()
+    ]
+
+
+def _machine_between(system: Mapping[str, Series], start_s: float, seconds: float) -> dict[str, float]:
+    edges = np.array([start_s, start_s + seconds])
+    means = {
+        name: float(mean_in_bins(system["end_s"], values, edges)[0])
+        for name, values in system.items()
+        if name != "end_s" and len(values)
+    }
+    known = {name: value for name, value in means.items() if np.isfinite(value)}
+    cores = [value for name, value in known.items() if is_core(name)]
+    others = {name: value for name, value in known.items() if not is_core(name)}
+    return ({"cores_percent": float(np.mean(cores)), "busiest_core_percent": max(cores)} if cores else {}) | others
+
+
+def is_core(signal: str) -> bool:
+    """Whether a signal of the system is how busy one core is."""
+    return signal.startswith("cpu") and signal.endswith("_percent")
 
 
 def _rank(rank: RankEvidence) -> RankSummary:
     measured = measured_steps(rank)
     phases = {name: spread(seconds[measured] * 1000) for name, seconds in phase_seconds(rank).items()}
-    memory = rank.system.get("process_rss_bytes")
     return RankSummary(
         rank=rank.record.rank,
         host=rank.record.host,
         device=rank.record.device,
         step_ms=spread(rank.steps["seconds"][measured] * 1000),
         phase_ms={name: distribution.p50 for name, distribution in phases.items() if distribution},
-        memory_bytes=float(np.nanmax(memory)) if memory is not None and np.isfinite(memory).any() else None,
+        memory_bytes=_largest(rank.system.get("process_rss_bytes")),
+        gpu_memory_bytes=_largest(rank.system.get("gpu_memory_used_bytes")),
     )
+
+
+def _largest(values: Series | None) -> float | None:
+    return float(np.nanmax(values)) if values is not None and np.isfinite(values).any() else None
+
+
+def _last(training: TrainingEvidence) -> dict[str, float]:
+    finite = {name: curve.values[np.isfinite(curve.values)] for name, curve in training.metrics.items()}
+    return {name: float(values[-1]) for name, values in finite.items() if len(values)}
 
 
 def operator_ms(operator: Operator, clock: str) -> float:
@@ -241,12 +320,11 @@ def operator_ms(operator: Operator, clock: str) -> float:
     return operator.self_device_ms if clock == "device" else operator.self_cpu_ms
 
 
-def _operators(rank: RankEvidence, top: int) -> OperatorSummary | None:
+def _operators(rank: RankEvidence) -> OperatorSummary | None:
     table = rank.record.operators
     if table is None:
         return None
     calls = [operator for operator in table.operators if operator.kind == "operator"]
-    kernels = [operator for operator in table.operators if operator.kind == "kernel"]
     clock = "device" if any(operator.self_device_ms for operator in calls) else "cpu"
     calls.sort(key=lambda operator: -operator_ms(operator, clock))
     categories: dict[str, float] = {}
@@ -258,8 +336,8 @@ def _operators(rank: RankEvidence, top: int) -> OperatorSummary | None:
         steps=table.steps,
         clock=clock,
         categories={name: spent for name, spent in ordered if spent},
-        top=calls[:top],
-        kernels=kernels[:top],
+        operators=calls,
+        kernels=[operator for operator in table.operators if operator.kind == "kernel"],
     )
 
 
@@ -269,7 +347,15 @@ def _system(rank: RankEvidence) -> dict[str, SignalSummary]:
         finite = values[np.isfinite(values)]
         if name == "end_s" or not len(finite):
             continue
+        tenth = max(1, len(finite) // 10)
+        least, median, p95, most = np.percentile(finite, [0, 50, 95, 100]).tolist()
         summaries[name] = SignalSummary(
-            mean=float(finite.mean()), p95=float(np.percentile(finite, 95)), max=float(finite.max())
+            min=least,
+            p50=median,
+            mean=float(finite.mean()),
+            p95=p95,
+            max=most,
+            first=float(finite[:tenth].mean()),
+            last=float(finite[-tenth:].mean()),
         )
     return summaries

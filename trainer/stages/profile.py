@@ -1,29 +1,35 @@
-"""profile: report where the trainings' time went."""
+"""profile: report what slows or spoils the trainings, and where their time went."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from trainer import artifacts, tracking
 from trainer.artifacts import Artifact
 from trainer.config import ProfileSettings
+from trainer.profiling import findings
 from trainer.profiling import report as page
 from trainer.profiling.evidence import Evidence, TrainingEvidence, read_evidence
+from trainer.profiling.findings import Answer
 from trainer.profiling.rules import judge
-from trainer.profiling.rules.outcomes import Case, Judgement
+from trainer.profiling.rules.outcomes import Case
 from trainer.profiling.summary import TrainingSummary, summarize
 
 FINDINGS = "findings.json"
 """What every rule answered on every training."""
+SUMMARY = "summary.json"
+"""The numbers of every training."""
+REPORT = "report.html"
 
 
 def run(
     settings: ProfileSettings, *, pretrain_evidence: str | Path, distill_evidence: str | Path, report: str | Path
 ) -> Artifact:
-    """Write `report.html` and `summary.json`, the same numbers, into the report.
+    """Write `report.html`, and what it shows as `summary.json` and `findings.json`, into the report.
 
     Args:
         settings: section `profile`.
@@ -40,52 +46,34 @@ def run(
         "pretrain_evidence": read_evidence(pretrain_evidence),
         "distill_evidence": read_evidence(distill_evidence),
     }
-    trainings = [pair for evidence in sources.values() for pair in _summaries(evidence, settings)]
-    parents = {name: evidence.fingerprint for name, evidence in sources.items()}
-    judgements = [judgement for evidence in sources.values() for judgement in _judge(evidence, settings)]
+    trainings = [(training, summarize(training)) for source in sources.values() for training in source.trainings]
+    summaries = [summary for _, summary in trainings]
+    answers = [answer for source in sources.values() for answer in judged(source, settings)]
+    parents = {name: source.fingerprint for name, source in sources.items()}
     values = settings.model_dump(mode="json")
     with (
         tracking.stage_run("profile", values) as tracker,
         artifacts.create(report, "report", settings=values, parents=parents) as draft,
     ):
-        numbers = {summary.name: asdict(summary) for _, summary in trainings}
-        text = json.dumps(numbers, indent=2, ensure_ascii=False, allow_nan=False)
-        (draft.path / "summary.json").write_text(text + "\n")
-        (draft.path / FINDINGS).write_text(_findings(judgements))
-        (draft.path / "report.html").write_text(page.build(trainings))
-        draft.figures.update({summary.name: _figures(summary) for _, summary in trainings})
+        numbers = TypeAdapter(dict[str, TrainingSummary]).dump_json({one.name: one for one in summaries}, indent=2)
+        (draft.path / SUMMARY).write_bytes(numbers + b"\n")
+        (draft.path / FINDINGS).write_text(findings.to_json(answers))
+        (draft.path / REPORT).write_text(page.build(trainings, answers, top_operators=settings.top_operators))
+        draft.figures.update({summary.name: _figures(summary) for summary in summaries})
         tracker.metrics(0, tracking.numbers(draft.figures))
+        draft.figures["verdict"] = findings.verdict(answers, summaries)
     return artifacts.read(report, "report")
 
 
-def _summaries(evidence: Evidence, settings: ProfileSettings) -> list[tuple[TrainingEvidence, TrainingSummary]]:
-    before = [None, *evidence.trainings[:-1]]
-    return [
-        (training, summarize(training, before=earlier, top_operators=settings.top_operators))
-        for earlier, training in zip(before, evidence.trainings, strict=False)
-    ]
-
-
-def _judge(evidence: Evidence, settings: ProfileSettings) -> list[Judgement]:
-    before = [None, *evidence.trainings[:-1]]
-    return [
+def judged(evidence: Evidence, settings: ProfileSettings) -> list[Answer]:
+    """What every rule answers on every training of an evidence artifact."""
+    before: Sequence[TrainingEvidence | None] = [None, *evidence.trainings[:-1]]
+    judgements = [
         judgement
         for earlier, training in zip(before, evidence.trainings, strict=False)
         for judgement in judge(Case(training=training, rules=settings.rules, before=earlier))
     ]
-
-
-def _findings(judgements: list[Judgement]) -> str:
-    rows = [
-        {
-            "rule": judgement.rule.name,
-            "training": judgement.training,
-            "outcome": type(judgement.outcome).__name__,
-            **asdict(judgement.outcome),
-        }
-        for judgement in judgements
-    ]
-    return json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return findings.answers(judgements, [summarize(training) for training in evidence.trainings])
 
 
 def _figures(summary: TrainingSummary) -> dict[str, Any]:

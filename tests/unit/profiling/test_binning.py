@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from trainer.profiling.binning import mean_in_bins, phase_shares, thin_curve
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.binning import mean_in_bins, thin_curve
 
 
 def test_a_signal_is_averaged_by_the_time_that_each_sample_stands_for() -> None:
@@ -34,14 +31,3 @@ def test_a_short_curve_is_drawn_as_it_is_and_a_long_one_by_means() -> None:
     thin_x, thin_y = thin_curve(x, y, 10)
     np.testing.assert_allclose(thin_y, y.reshape(10, 100).mean(axis=1))
     np.testing.assert_allclose(thin_x, x.reshape(10, 100).mean(axis=1))
-
-
-def test_shares_over_time_add_up_to_the_seconds_recorded(evidence: Path) -> None:
-    rank = read_evidence(evidence).trainings[1].ranks[0]
-    edges = np.linspace(0, rank.record.ended_s, 201)
-    shares = phase_shares(rank, edges)
-    width = edges[1] - edges[0]
-    np.testing.assert_allclose(np.sum(list(shares.values()), axis=0), 1, atol=1e-6)
-    assert shares["backward"].sum() * width == pytest.approx(rank.record.steps.ranges["backward"], rel=0.02)
-    evaluating = rank.record.outside["evaluate"].seconds
-    assert shares["evaluate"].sum() * width == pytest.approx(evaluating, rel=0.02)

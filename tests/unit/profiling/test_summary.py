@@ -21,7 +21,7 @@ def test_numbers_of_steps_are_those_of_the_table(trainings: list[TrainingEvidenc
     rows = [step for step in range(1, 40) if step not in (4, 5)]
     assert measured_steps(first).tolist() == rows
     seconds = [float(first.steps["seconds"][row]) for row in rows]
-    summary = summarize(trainings[1], before=None, top_operators=5)
+    summary = summarize(trainings[1])
     assert summary.step_ms is not None
     assert summary.steps_measured == 37
     assert summary.step_ms.p50 == pytest.approx(1000 * statistics.median(seconds))
@@ -30,7 +30,7 @@ def test_numbers_of_steps_are_those_of_the_table(trainings: list[TrainingEvidenc
 
 
 def test_shares_of_phases_sum_to_one_and_hold_their_named_ranges(trainings: list[TrainingEvidence]) -> None:
-    summary = summarize(trainings[1], before=None, top_operators=5)
+    summary = summarize(trainings[1])
     assert sum(phase.share for phase in summary.phases.values()) == pytest.approx(1, abs=1e-4)
     forward = summary.phases["forward"]
     assert 0 < forward.ranges["forward/attention"] < forward.share
@@ -39,17 +39,16 @@ def test_shares_of_phases_sum_to_one_and_hold_their_named_ranges(trainings: list
 
 
 def test_shares_of_the_recording_hold_what_lies_outside_of_steps(trainings: list[TrainingEvidence]) -> None:
-    shares = summarize(trainings[1], before=None, top_operators=5).recorded_shares
+    shares = summarize(trainings[1]).recorded_shares
     assert sum(shares.values()) == pytest.approx(1)
     assert {"forward", "backward", "evaluate", "between", "profiler"} <= shares.keys()
 
 
 def test_operators_are_ranked_by_the_time_on_the_cpu(trainings: list[TrainingEvidence]) -> None:
-    operators = summarize(trainings[1], before=None, top_operators=3).operators
+    operators = summarize(trainings[1]).operators
     assert operators is not None
     assert operators.clock == "cpu"
-    assert len(operators.top) == 3
-    times = [operator.self_cpu_ms for operator in operators.top]
+    times = [operator.self_cpu_ms for operator in operators.operators]
     assert times == sorted(times, reverse=True)
     table = trainings[1].ranks[0].record.operators
     assert table is not None
@@ -65,28 +64,16 @@ def test_operators_are_ranked_by_the_device_where_there_is_one(trainings: list[T
     kernel = replace(last, name="kernel", kind="kernel")
     moved = replace(table, operators=(*table.operators[:-1], last, kernel))
     rank = replace(training.ranks[0], record=training.ranks[0].record.model_copy(update={"operators": moved}))
-    operators = summarize(replace(training, ranks=[rank]), before=None, top_operators=3).operators
+    operators = summarize(replace(training, ranks=[rank])).operators
     assert operators is not None
     assert operators.clock == "device"
-    assert operators.top[0] == last
+    assert operators.operators[0] == last
     assert list(operators.categories.values()) == [3.5], "a kernel's time is not counted beside its operator's"
     assert operators.kernels == [kernel]
 
 
-def test_start_up_of_a_later_training_begins_where_the_earlier_one_ended(trainings: list[TrainingEvidence]) -> None:
-    mae, distill = trainings
-    alone = summarize(mae, before=None, top_operators=5).startup
-    record = mae.ranks[0].record
-    assert alone.imports_s == pytest.approx(record.process.imported_unix - record.process.started_unix)
-    assert alone.preparation_s == pytest.approx(record.began_unix - record.process.imported_unix)
-    later = summarize(distill, before=mae, top_operators=5).startup
-    ended = record.began_unix + record.ended_s
-    assert later.imports_s == 0
-    assert later.preparation_s == pytest.approx(distill.ranks[0].record.began_unix - ended, abs=1e-3)
-
-
 def test_ranks_stand_side_by_side(trainings: list[TrainingEvidence]) -> None:
-    ranks = summarize(trainings[1], before=None, top_operators=5).ranks
+    ranks = summarize(trainings[1]).ranks
     assert [rank.rank for rank in ranks] == [0, 1]
     for rank in ranks:
         assert rank.step_ms is not None
@@ -98,6 +85,6 @@ def test_ranks_stand_side_by_side(trainings: list[TrainingEvidence]) -> None:
 def test_a_signal_without_any_value_has_no_summary(trainings: list[TrainingEvidence]) -> None:
     first = trainings[1].ranks[0]
     system = {**first.system, "process_rss_bytes": np.full(len(first.system["end_s"]), np.nan)}
-    summary = summarize(replace(trainings[1], ranks=[replace(first, system=system)]), before=None, top_operators=5)
+    summary = summarize(replace(trainings[1], ranks=[replace(first, system=system)]))
     assert "process_rss_bytes" not in summary.system
     assert summary.ranks[0].memory_bytes is None

@@ -44,7 +44,7 @@ def test_the_report_holds_the_page_and_its_numbers(inputs: dict[str, Path], tmp_
     numbers = json.loads((report.path / "summary.json").read_text())
     assert list(numbers) == ["distill"]
     assert numbers["distill"]["steps"] == 10
-    assert len(numbers["distill"]["operators"]["top"]) == 2
+    assert page.count("<td>aten::") == 2
     figures = report.figures["distill"]
     assert figures["step_ms"] == numbers["distill"]["step_ms"]["p50"] > 0
     assert figures["images_per_second"] == numbers["distill"]["images_per_second"] > 0
@@ -57,7 +57,7 @@ def test_no_training_at_all_still_makes_a_report(inputs: dict[str, Path], tmp_pa
     empty = inputs["pretrain_evidence"]
     report = profile.run(ProfileSettings(), pretrain_evidence=empty, distill_evidence=empty, report=tmp_path / "report")
     assert "Nothing was trained" in (report.path / "report.html").read_text()
-    assert report.figures == {}
+    assert list(report.figures) == ["verdict"]
 
 
 def test_damaged_evidence_is_refused_before_anything_is_written(inputs: dict[str, Path], tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""The profile report: one self-contained page on what slows or spoils a training, and where its time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer import html
+from trainer.html import escape
+from trainer.profiling import drawing, words
+from trainer.profiling.evidence import TrainingEvidence
+from trainer.profiling.findings import Answer, Found, found, verdict
+from trainer.profiling.report import course, expenses, judged, machine, steps
+from trainer.profiling.summary import TrainingSummary, is_core
+
+Numbered = Sequence[tuple[int, Found]]
+
+
+def build(
+    trainings: Sequence[tuple[TrainingEvidence, TrainingSummary]], answers: Sequence[Answer], *, top_operators: int
+) -> str:
+    """The page: HTML below 2 MB without references to anything outside of it.
+
+    Args:
+        trainings: evidence and its numbers, in the order in which they ran; may be empty.
+        answers: of the rules, on all of them.
+        top_operators: rows of the operator tables.
+    """
+    summaries = [summary for _, summary in trainings]
+    sections = [drawing.STYLE, html.paragraph(facts(summaries))]
+    if summaries:
+        sections.append(judged.section(answers, summaries))
+    if len(summaries) > 1:
+        sections.append(_overview(summaries))
+    numbered = list(enumerate(found(answers), start=1))
+    for evidence, summary in trainings:
+        own = [(number, one) for number, one in numbered if one.answer.training == summary.name]
+        sections.append(_training(evidence, summary, own, top_operators))
+    return html.page("What slows or spoils the training", verdict(answers, summaries), sections)
+
+
+def facts(summaries: Sequence[TrainingSummary]) -> str:
+    """What dominates the longest training."""
+    if not summaries:
+        return ""
+    longest = max(summaries, key=lambda summary: summary.recorded_s)
+    total = sum(summary.recorded_s for summary in summaries)
+    part = f"{words.training(longest.name)} took {words.duration(longest.recorded_s)}"
+    if len(summaries) > 1:
+        part += f" of the {words.duration(total)} of training"
+    if longest.step_ms is None or not longest.recorded_shares:
+        return f"{part}; it had no steps to measure."
+    largest, share = max(longest.recorded_shares.items(), key=lambda item: item[1])
+    waiting = longest.phases["data"].share if "data" in longest.phases else 0.0
+    rate = f", {longest.images_per_second:,.0f} images a second" if longest.images_per_second else ""
+    return (
+        f"{part}; its largest part was “{words.label(largest)}” with {words.percent(share)}. A step took "
+        f"{words.milliseconds(longest.step_ms.p50)} (median){rate}; {words.percent(waiting)} of it was waiting for data."
+    )
+
+
+def _overview(summaries: Sequence[TrainingSummary]) -> str:
+    headers = ["Training", "Recorded", "Steps", "Processes", "Step (median)", "Images a second", "Largest share"]
+    rows = []
+    for summary in summaries:
+        largest = max(summary.recorded_shares.items(), key=lambda item: item[1], default=("between", 0.0))
+        rows.append(
+            [
+                words.training(summary.name),
+                words.duration(summary.recorded_s),
+                f"{summary.steps:,}",
+                str(summary.world_size),
+                words.milliseconds(summary.step_ms.p50) if summary.step_ms else "none",
+                f"{summary.images_per_second:,.0f}" if summary.images_per_second else "not recorded",
+                f"{words.label(largest[0])}, {words.percent(largest[1])}",
+            ]
+        )
+    return html.section("The trainings", html.table(headers, rows))
+
+
+def _training(evidence: TrainingEvidence, summary: TrainingSummary, findings: Numbered, top_operators: int) -> str:
+    return html.section(
+        words.training(summary.name),
+        _place(summary),
+        _tiles(summary),
+        steps.recording(summary),
+        steps.phases(summary),
+        steps.lengths(evidence, summary),
+        course.section(evidence, summary, findings),
+        machine.operators(summary, top_operators),
+        machine.ranks(summary),
+        machine.use(summary),
+        expenses.startup(summary),
+        expenses.overhead(summary),
+        expenses.attempts(summary),
+        expenses.missing(summary),
+    )
+
+
+def _place(summary: TrainingSummary) -> str:
+    processes = "1 process" if summary.world_size == 1 else f"{summary.world_size} processes"
+    workers = f", {summary.workers} loader processes beside each" if summary.workers is not None else ""
+    thinned = f" (1 in {summary.steps_kept_of} kept)" if summary.steps_kept_of > 1 else ""
+    return (
+        f'<p class="soft">{escape(processes)} on {escape(summary.device)}{workers}, {summary.cores} cores, '
+        f"{escape(summary.host)}{escape(_pool(summary))}; {summary.steps:,} steps, {summary.steps_measured:,} of them "
+        f"measured{thinned}: neither the first nor slowed by the operator window.</p>"
+    )
+
+
+def _pool(summary: TrainingSummary) -> str:
+    place = summary.place
+    if place is None:
+        return ""
+    instance = f" ({place.instance})" if place.instance else ""
+    nodes = f", {place.nodes} nodes" if place.nodes > 1 else ""
+    return f", {place.pool}{instance}{nodes}"
+
+
+def _tiles(summary: TrainingSummary) -> str:
+    entries = [(words.duration(summary.recorded_s), "recorded")]
+    cost = summary.place.dollars(summary.recorded_s) if summary.place else None
+    if cost is not None:
+        entries.append((words.dollars(cost), "for that time"))
+    if summary.step_ms:
+        entries.append((words.milliseconds(summary.step_ms.p50), "a step (median)"))
+    if summary.images_per_second:
+        entries.append((f"{summary.images_per_second:,.0f}", "images a second"))
+    if "data" in summary.phases:
+        entries.append((words.percent(summary.phases["data"].share), "of a step waits for data"))
+    return drawing.tiles([*entries, *_use(summary)])
+
+
+def _use(summary: TrainingSummary) -> list[tuple[str, str]]:
+    entries = []
+    busy = [signal.mean for name, signal in summary.system.items() if is_core(name)]
+    if busy:
+        entries.append((words.percent(sum(busy) / len(busy) / 100), f"of {len(busy)} cores busy (mean)"))
+    if "gpu_percent" in summary.system:
+        entries.append((words.percent(summary.system["gpu_percent"].mean / 100), "GPU utilisation (mean)"))
+    if "gpu_memory_used_bytes" in summary.system:
+        entries.append((words.size(summary.system["gpu_memory_used_bytes"].max), "GPU memory (peak)"))
+    elif "process_rss_bytes" in summary.system:
+        entries.append((words.size(summary.system["process_rss_bytes"].max), "memory of a process (peak)"))
+    return entries

@@ -1,0 +1,193 @@
+"""The training and the machine over time, on one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from trainer import html
+from trainer.profiling import binning, drawing, words
+from trainer.profiling.drawing import BINS, Curve, Lane, Window
+from trainer.profiling.evidence import RankEvidence, TrainingEvidence
+from trainer.profiling.findings import Found
+from trainer.profiling.series import Series
+from trainer.profiling.summary import TrainingSummary, is_core, phase_seconds
+from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
+
+_METRICS = (
+    ("loss", "Loss", "training", 1.0),
+    ("val_top1", "Top-1", "%, validation", 100.0),
+    ("agreement", "Agreement", "% with the teacher", 100.0),
+)
+"""Name, title, unit, factor."""
+_MACHINE = (
+    ("GPU", "% busy", 1.0, 100.0, (("s0", "gpu_percent", "busy"),)),
+    (
+        "GPU memory",
+        "GB",
+        1e-9,
+        1.0,
+        (("s0", "gpu_memory_used_bytes", "used"), ("s1", "gpu_memory_allocated_bytes", "by tensors")),
+    ),
+    ("Memory", "GB", 1e-9, 1.0, (("s0", "process_rss_bytes", "process"), ("s1", "memory_used_bytes", "machine"))),
+    ("Storage", "% of cores wait", 1.0, 10.0, (("s0", "iowait_percent", "wait"),)),
+    ("Disk", "MB/s", 1e-6, 1.0, (("s0", "disk_read_bytes_per_s", "read"), ("s1", "disk_write_bytes_per_s", "written"))),
+    (
+        "Network",
+        "MB/s",
+        1e-6,
+        1.0,
+        (("s0", "network_received_bytes_per_s", "received"), ("s1", "network_sent_bytes_per_s", "sent")),
+    ),
+)
+"""Title, unit, factor, least upper end of the axis, and the lines: style, column, label."""
+
+
+def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequence[tuple[int, Found]]) -> str:
+    """Findings' windows, curves, phases, steps, cores, and the rest of the machine.
+
+    Args:
+        evidence: of the training.
+        summary: its numbers.
+        findings: those of this training, with their numbers on the page.
+    """
+    first = evidence.ranks[0]
+    duration = max(summary.recorded_s, 1e-6)
+    edges = np.linspace(0, duration, BINS + 1)
+    shares = phase_shares(first, edges)
+    lanes = [
+        *_finding_lanes(first, findings, duration),
+        *_metric_lanes(evidence, duration),
+        drawing.stack_lane("Time", "% of the time", shares),
+        *_step_lanes(first, edges, duration),
+        *_core_lanes(first.system, edges),
+        *_machine_lanes(first.system, edges, duration),
+    ]
+    legend = drawing.legend([(drawing.colour_class(name), words.label(name)) for name in shares])
+    caption = (
+        "All strips share the time axis. Time: what each moment was spent on, in rank 0. "
+        "Cores: the stronger the colour, the busier."
+    )
+    title = "The training and the machine over time"
+    return html.subsection(title, legend, html.drawing(drawing.over_time(lanes, duration, title), caption))
+
+
+def _finding_lanes(rank: RankEvidence, findings: Sequence[tuple[int, Found]], duration: float) -> list[Lane]:
+    windows = [
+        Window(label=f"{number}. {one.answer.title}", style=one.finding.severity, start_s=span[0], end_s=span[1])
+        for number, one in findings
+        if (span := _seconds(rank, one))
+    ]
+    return [drawing.window_lane("Findings", "when seen", windows, duration)] if windows else []
+
+
+def _seconds(rank: RankEvidence, one: Found) -> tuple[float, float] | None:
+    """From when to when a finding was seen; none where it is the whole recording."""
+    finding, steps = one.finding, rank.steps["step"]
+    if finding.window_s or not finding.steps or not len(steps):
+        return finding.window_s
+    first, last = np.clip(np.searchsorted(steps, finding.steps), 0, len(steps) - 1).tolist()
+    return float(rank.steps["start_s"][first]), float(rank.steps["start_s"][last] + rank.steps["seconds"][last])
+
+
+def _metric_lanes(evidence: TrainingEvidence, duration: float) -> list[Lane]:
+    lanes = []
+    for name, title, unit, factor in _METRICS:
+        metric = evidence.metrics.get(name)
+        if metric is None or not np.isfinite(metric.values).any():
+            continue
+        seconds, values = binning.thin_curve(metric.seconds, metric.values * factor, BINS)
+        curve = Curve(style="s0", label=name, seconds=seconds, values=values)
+        lanes.append(drawing.line_lane(title, unit, [curve], duration, low=None))
+    return lanes
+
+
+def _step_lanes(rank: RankEvidence, edges: Series, duration: float) -> list[Lane]:
+    """The mean and the longest step of each bin."""
+    starts, ms = rank.steps["start_s"], rank.steps["seconds"] * 1000
+    if not len(starts):
+        return []
+    place = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(edges) - 2)
+    longest, total = np.full(len(edges) - 1, -np.inf), np.zeros(len(edges) - 1)
+    np.maximum.at(longest, place, ms)
+    np.add.at(total, place, ms)
+    count = np.bincount(place, minlength=len(total))
+    seen = count > 0
+    centres = ((edges[1:] + edges[:-1]) / 2)[seen]
+    curves = [
+        Curve(style="s1", label="longest", seconds=centres, values=longest[seen]),
+        Curve(style="s0", label="mean", seconds=centres, values=total[seen] / count[seen]),
+    ]
+    return [drawing.line_lane("Steps", "ms", curves, duration, height=54)]
+
+
+def _core_lanes(system: Mapping[str, Series], edges: Series) -> list[Lane]:
+    cores = [name for name in system if is_core(name)]
+    if not cores or not len(system["end_s"]):
+        return []
+    percent = np.stack([binning.mean_in_bins(system["end_s"], system[name], edges) for name in cores])
+    return [drawing.heat_lane("CPU cores", "0 to 100 % busy", percent)]
+
+
+def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float) -> list[Lane]:
+    centres = (edges[1:] + edges[:-1]) / 2
+    lanes = []
+    for title, unit, factor, high, signals in _MACHINE:
+        curves = [
+            Curve(
+                style=style,
+                label=label,
+                seconds=centres,
+                values=binning.mean_in_bins(system["end_s"], system[column] * factor, edges),
+            )
+            for style, column, label in signals
+            if column in system
+        ]
+        curves = [curve for curve in curves if np.isfinite(curve.values).any()]
+        if curves:
+            lanes.append(drawing.line_lane(title, unit, curves, duration, height=54, high=high))
+    return lanes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The phases over time
+
+
+def phase_shares(rank: RankEvidence, edges: Series) -> Mapping[str, Series]:
+    """Share of each bin's time that every phase, and every range outside of steps, took.
+
+    Where the table of steps was thinned, what lies between kept steps is unknown, and the shares are those of the known time.
+
+    Returns:
+        Name -> [bins]; together at most 1.
+    """
+    amounts = _phase_amounts(rank, edges) | _outside_amounts(rank, edges)
+    widths = np.diff(edges)
+    known = np.sum(list(amounts.values()), axis=0) if amounts else np.zeros(len(widths))
+    whole = widths if rank.record.steps.kept_of == 1 else known
+    shares = {name: np.divide(amount, np.maximum(np.maximum(whole, known), 1e-12)) for name, amount in amounts.items()}
+    if rank.record.steps.kept_of == 1:
+        shares[BETWEEN] = np.clip(1 - np.sum(list(shares.values()), axis=0), 0, 1) if shares else np.ones(len(widths))
+    order = [*PHASES, OTHER, *(name for name in shares if name not in (*PHASES, OTHER, BETWEEN)), BETWEEN]
+    return {name: shares[name] for name in order if name in shares}
+
+
+def _phase_amounts(rank: RankEvidence, edges: Series) -> dict[str, Series]:
+    starts = rank.steps["start_s"]
+    if not len(starts):
+        return {}
+    # On a GPU the device may end a step after the host began the next one.
+    following = np.append(starts[1:], np.inf)
+    ends = np.minimum(starts + rank.steps["seconds"], following)
+    return {name: binning.spread_over(starts, ends, seconds, edges) for name, seconds in phase_seconds(rank).items()}
+
+
+def _outside_amounts(rank: RankEvidence, edges: Series) -> dict[str, Series]:
+    names = np.asarray(rank.spans.names, dtype=object)
+    amounts = {}
+    for name in dict.fromkeys(rank.spans.names):
+        chosen = names == name
+        starts, seconds = rank.spans.start_s[chosen], rank.spans.seconds[chosen]
+        amounts[name] = binning.spread_over(starts, starts + seconds, seconds, edges)
+    return amounts

@@ -1,0 +1,114 @@
+"""Where a step's time goes, how it differs from step to step, and which steps were the slowest."""
+
+from __future__ import annotations
+
+from trainer import html
+from trainer.profiling import drawing, words
+from trainer.profiling.drawing import Bar, Part
+from trainer.profiling.evidence import TrainingEvidence
+from trainer.profiling.summary import PhaseSummary, SlowStep, Spread, TrainingSummary, measured_steps
+
+_FEWEST_DRAWN = 20
+_MACHINE = {
+    "cores_percent": "cores",
+    "busiest_core_percent": "busiest core",
+    "iowait_percent": "waiting for storage",
+    "gpu_percent": "GPU",
+    "disk_read_bytes_per_s": "disk read",
+    "disk_write_bytes_per_s": "disk written",
+    "network_received_bytes_per_s": "received",
+    "network_sent_bytes_per_s": "sent",
+}
+
+
+def recording(summary: TrainingSummary) -> str:
+    """Shares of the whole recording."""
+    parts = [Part(name=name, label=words.label(name), share=share) for name, share in summary.recorded_shares.items()]
+    legend = drawing.legend(
+        [(drawing.colour_class(part.name), f"{part.label} {words.percent(part.share)}") for part in parts]
+    )
+    title = "Shares of the whole recording"
+    return html.subsection(f"{title}: {words.duration(summary.recorded_s)}", drawing.stacked_bar(parts, title), legend)
+
+
+def phases(summary: TrainingSummary) -> str:
+    """Each phase of a step with its spread from step to step."""
+    if summary.step_ms is None:
+        return ""
+    rows = [_bar(name, words.label(name), phase) for name, phase in summary.phases.items()]
+    picture = drawing.bars(rows, "ms", "Time of each phase of a step")
+    caption = (
+        f"A step takes {words.milliseconds(summary.step_ms.p50)} (median; 5 % take less than {words.milliseconds(summary.step_ms.p5)}, "
+        f"5 % more than {words.milliseconds(summary.step_ms.p95)}). Bars: median of each phase; whiskers: 5th to 95th percentile; "
+        "the percentage is the phase's share of all measured steps."
+    )
+    named = [(path, share) for phase in summary.phases.values() for path, share in phase.ranges.items()]
+    table = html.table(
+        ["Range within a phase", "Share of a step"], [(path, words.percent(share)) for path, share in named]
+    )
+    return html.subsection("Where a step's time goes", html.drawing(picture, caption), table if named else "")
+
+
+def _bar(name: str, label: str, phase: PhaseSummary) -> Bar:
+    ms = phase.ms
+    spread = f"({words.short(ms.p5)} to {words.short(ms.p95)})"
+    note = f"{words.percent(phase.share)}  ·  {words.milliseconds(ms.p50)}  {spread}"
+    return Bar(name=name, label=label, value=ms.p50, note=note, low=ms.p5, high=ms.p95)
+
+
+def lengths(evidence: TrainingEvidence, summary: TrainingSummary) -> str:
+    """A histogram of the steps, and the slowest of them."""
+    if summary.step_ms is None:
+        return ""
+    first = evidence.ranks[0]
+    values = first.steps["seconds"][measured_steps(first)] * 1000
+    title = "How long steps take"
+    if len(values) < _FEWEST_DRAWN:
+        reason = f"Not drawn: {len(values)} steps are too few, {_FEWEST_DRAWN} are needed."
+        return html.subsection(title, html.paragraph(reason))
+    picture = drawing.histogram(values, _marks(summary.step_ms), "ms", title, count_label="steps")
+    caption = (
+        f"Slowest step: {words.milliseconds(summary.step_ms.max)}. The slowest half percent is drawn into the last bar."
+    )
+    return html.subsection(title, html.drawing(picture, caption), _slowest(summary, summary.step_ms))
+
+
+def _marks(step_ms: Spread) -> list[tuple[float, str]]:
+    marks = [(step_ms.p50, "median"), (step_ms.p95, "95 %")]
+    return marks[:1] if step_ms.p95 < 1.1 * step_ms.p50 else marks
+
+
+def _slowest(summary: TrainingSummary, step_ms: Spread) -> str:
+    if not summary.slowest:
+        return html.paragraph("No step took much longer than the median.")
+    rows = [
+        (
+            f"{step.step:,}",
+            words.duration(step.start_s),
+            words.milliseconds(step.ms),
+            f"{step.ms / step_ms.p50:.1f} x",
+            _longer(step, summary),
+            _machine(step),
+        )
+        for step in summary.slowest
+    ]
+    thinned = f" (of 1 in {summary.steps_kept_of} steps)" if summary.steps_kept_of > 1 else ""
+    headers = [f"Slowest steps{thinned}", "At", "Took", "Median", "Phases that were longer", "The machine then"]
+    return html.table(headers, rows)
+
+
+def _longer(step: SlowStep, summary: TrainingSummary) -> str:
+    """The phases that made the step long, and by how much."""
+    extra = {
+        name: ms - (summary.phases[name].ms.p50 if name in summary.phases else 0.0)
+        for name, ms in step.phase_ms.items()
+    }
+    most = sorted(extra.items(), key=lambda item: -item[1])[:2]
+    told = [f"{words.label(name)} +{words.milliseconds(ms)}" for name, ms in most if ms > 0.1 * most[0][1]]
+    return ", ".join(told)
+
+
+def _machine(step: SlowStep) -> str:
+    numbers = [(title, step.machine[name], name) for name, title in _MACHINE.items() if step.machine.get(name)]
+    told = [f"{title} {words.named_number(name, value)[1]}" for title, value, name in numbers]
+    return ", ".join(told) if told else "not sampled"

@@ -1,0 +1,103 @@
+"""Words for what the report shows: names as people say them, numbers with their units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+TRAININGS = {"mae": "Masked autoencoder", "finetune": "Fine-tuning", "distill": "Distillation"}
+LABELS = {
+    "data": "waiting for data",
+    "to_device": "host to device",
+    "teacher_forward": "teacher's forward pass",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "optimizer": "optimiser",
+    "recorder": "looking at tensors",
+    "other": "rest of the step",
+    "evaluate": "evaluation",
+    "checkpoint": "checkpoint",
+    "profiler": "operator window",
+    "rules": "judging the training",
+    "interrupted": "interrupted step",
+    "between": "between steps",
+}
+
+
+def training(name: str) -> str:
+    """A part of the training, as people say it."""
+    return TRAININGS.get(name, name)
+
+
+def label(name: str) -> str:
+    """A phase or range, as people say it."""
+    return LABELS.get(name, name)
+
+
+def named_number(name: str, value: float) -> tuple[str, str]:
+    """A number whose name ends with its unit: `waiting_share`, 0.4 -> waiting share, 40 %."""
+    for suffix, shown in _UNITS.items():
+        if name.endswith(suffix):
+            spoken = name if suffix == "_share" else name.removesuffix(suffix)
+            return spoken.replace("_", " "), shown(value)
+    return name.replace("_", " "), short(value)
+
+
+def short(value: float) -> str:
+    """A number in about three digits."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 100 or value == round(value, 0):
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """A share from 0 to 1."""
+    value = 100 * share
+    if 0 < value < 0.05:
+        return "< 0.1 %"
+    return f"{value:.1f} %" if 0 < value < 9.95 else f"{value:,.0f} %"
+
+
+def milliseconds(value: float) -> str:
+    """A time of a step."""
+    return f"{value / 1000:.3g} s" if value >= 10_000 else f"{short(value)} ms"
+
+
+def size(count: float) -> str:
+    """Bytes of memory."""
+    return f"{count / 1e9:.2f} GB" if abs(count) >= 1e8 else f"{count / 1e6:.3g} MB"
+
+
+def duration(seconds: float) -> str:
+    """A time of a training."""
+    if seconds < 120:
+        return f"{short(seconds)} s"
+    if seconds < 2 * 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{int(seconds // 3600):,} h {int(seconds % 3600 // 60)} min"
+
+
+def dollars(amount: float | None) -> str:
+    """Money; empty where it is not known."""
+    if amount is None:
+        return ""
+    return f"${amount:,.2f}" if amount >= 0.01 or amount == 0 else f"${amount:.2g}"
+
+
+def clipped(name: str, length: int = 90) -> str:
+    """A name that would be too long for a table."""
+    return name if len(name) <= length else f"{name[: length - 1]}…"
+
+
+_UNITS: Mapping[str, Callable[[float], str]] = {
+    "_bytes_per_s": lambda value: f"{value / 1e6:.3g} MB/s",
+    "_bytes": size,
+    "_percent": lambda value: percent(value / 100),
+    "_share": percent,
+    "_ms": milliseconds,
+    "_seconds": duration,
+    "_s": duration,
+    "_hours": lambda value: duration(3600 * value),
+    "_minutes": lambda value: duration(60 * value),
+}
