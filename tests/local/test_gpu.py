@@ -63,7 +63,8 @@ class Strict:
     """An objective after whose first steps nothing may make the host wait for the GPU."""
 
     def __init__(self, objective, mode):
-        self.model, self._objective, self._mode, self.steps = objective.model, objective, mode, 0
+        self.model, self.left_out, self.show = objective.model, objective.left_out, objective.show
+        self._objective, self._mode, self.steps = objective, mode, 0
 
     def __call__(self, model, batch, timeline):
         self.steps += 1

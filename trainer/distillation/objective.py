@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class DistillObjective:
     ) -> None:
         """Train `student`, a `ProjectedStudent` where there is a feature loss; without a `teacher` the batches bring recorded outputs."""
         self.model: nn.Module = student
+        self.left_out: Collection[str] = ()
         self._teacher, self._settings = teacher, settings
         self._logit_loss = choose_logit_loss(settings)
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
@@ -57,6 +58,10 @@ class DistillObjective:
             if said is not None:
                 parts["agreement"] = losses.agreement(logits.detach(), top_class(said))
         return {"loss": loss} | parts
+
+    def show(self, batch: Batch) -> None:
+        """A forward pass of the student alone."""
+        self.model(batch.images)
 
     def _ask(self, batch: Batch, timeline: Timeline) -> Said | None:
         if not self._settings.needs_teacher:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 
 from trainer.data.batch import Batch
@@ -17,6 +19,7 @@ class FinetuneObjective:
     def __init__(self, model: Classifier, *, label_smoothing: float) -> None:
         """Train `model`; `label_smoothing` of each target is spread over all classes."""
         self.model: nn.Module = model
+        self.left_out: Collection[str] = ()
         self._smoothing = label_smoothing
 
     def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
@@ -24,3 +27,7 @@ class FinetuneObjective:
         with timeline.range("forward"):
             loss = cross_entropy(model(batch.images), batch.labels, batch.mixing, smoothing=self._smoothing)
         return {"loss": loss}
+
+    def show(self, batch: Batch) -> None:
+        """A forward pass of the model alone."""
+        self.model(batch.images)

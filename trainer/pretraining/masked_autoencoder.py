@@ -5,6 +5,8 @@ Shapes: B images, N patches of p x p pixels, n visible patches, D encoder width,
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -119,13 +121,23 @@ class MaeObjective:
         self._seed = seed
         for name, parameter in model.encoder.named_parameters():
             parameter.requires_grad_(not name.startswith(_HEAD))
+        self.left_out: Collection[str] = [
+            f"encoder.{name}" for name, _ in model.encoder.named_parameters() if name.startswith(_HEAD)
+        ]
 
     def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
         """The reconstruction loss of a batch."""
-        noise = draw_noise(batch.keys, batch.numbers, self._patches, seed=self._seed)
+        noise = self._noise(batch)
         with timeline.range("forward"):
             loss, _, _ = model(batch.images, noise.to(batch.images.device, non_blocking=True))
         return {"loss": loss}
+
+    def show(self, batch: Batch) -> None:
+        """A forward pass of the autoencoder alone, of the patches that its mask leaves."""
+        self.model(batch.images, self._noise(batch).to(batch.images.device, non_blocking=True))
+
+    def _noise(self, batch: Batch) -> Tensor:
+        return draw_noise(batch.keys, batch.numbers, self._patches, seed=self._seed)
 
     def release(self) -> None:
         """Let the head be trained again."""

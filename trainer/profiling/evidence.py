@@ -23,6 +23,7 @@ from trainer.config import EvidenceSettings
 from trainer.cores import usable_cores
 from trainer.costs import place_here
 from trainer.errors import ArtifactError, writing_to
+from trainer.profiling.looks import Looks
 from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operators import OperatorWindow
 from trainer.profiling.schema import (
@@ -32,6 +33,7 @@ from trainer.profiling.schema import (
     STEP_COLUMNS,
     SYSTEM_COLUMNS,
     TENSOR_COLUMNS,
+    ContextRecord,
     OutsideRecord,
     ProcessRecord,
     RankRecord,
@@ -73,9 +75,14 @@ class Recorder:
             self._window.missing = "recorded by rank 0 only"
         clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
         self.timeline = Timeline(clock, window=self._window)
+        self.looks = Looks(settings, self.timeline, self.metrics)
+        """Looks at weights and attention; `looks.at(model)` says at which."""
+        self.context = ContextRecord()
+        """What is known of the training."""
         self.workers: int | None = None
         """Loader processes beside this process."""
         self._metrics: dict[str, ThinnedTable] = {}
+        self._costs: dict[str, float] = {}
         self._monitor: Monitor | None = None
         self._began_unix = 0.0
         self._ended_s = 0.0
@@ -99,26 +106,34 @@ class Recorder:
         self._monitor.stop()
         if kind is None:
             self.timeline.finish()
+            self.looks.finish()
         self._window.finish(self.timeline.totals.steps)
-        self._ended_s = self._now_s()
+        self._ended_s = self.timeline.now_s()
 
     @property
     def _origin_ns(self) -> int:
         assert self.timeline.origin_ns is not None
         return self.timeline.origin_ns
 
-    def _now_s(self) -> float:
-        return (time.perf_counter_ns() - self._origin_ns) * 1e-9
+    def metrics(self, step: int, values: Mapping[str, float], seconds: float | None = None) -> None:
+        """Points of the training curves; kept by rank 0, ignored elsewhere.
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Points of the training curves; kept by rank 0, ignored elsewhere."""
+        Args:
+            step: of the training.
+            values: by name.
+            seconds: since the recording began; now where not given.
+        """
         if self._rank:
             return
-        seconds = self._now_s()
+        seconds = self.timeline.now_s() if seconds is None else seconds
         for name, value in values.items():
             if name not in self._metrics:
                 self._metrics[name] = ThinnedTable(["step", "seconds", "value"], METRIC_POINTS_KEPT)
             self._metrics[name].append((step, seconds, value))
+
+    def cost(self, part: str, seconds: float) -> None:
+        """Count what a part of watching has cost."""
+        self._costs[part] = self._costs.get(part, 0.0) + seconds
 
     def write(self, directory: str | Path) -> None:
         """Write this rank's files below `directory`/NAME, an evidence artifact in the making.
@@ -158,13 +173,18 @@ class Recorder:
         return table.set_column(0, "range", labels)
 
     def _tensor_table(self) -> pa.Table:
-        numbers = {name: pa.array([], pa.float32()) for name in TENSOR_COLUMNS}
+        moments, values = self.looks.table()
+        names = self.looks.tensors
+        steps, seconds = np.repeat(moments, len(names), axis=0).T
         return pa.table(
             {
-                "step": pa.array([], pa.int64()),
-                "seconds": pa.array([], pa.float64()),
-                "tensor": pa.array([], pa.string()),
-                **numbers,
+                "step": pa.array(steps.astype(np.int64)),
+                "seconds": pa.array(seconds),
+                "tensor": pa.array([*names] * len(moments), pa.string()),
+            }
+            | {
+                name: pa.array(values[:, :, index].ravel().astype(np.float32))
+                for index, name in enumerate(TENSOR_COLUMNS)
             }
         )
 
@@ -195,6 +215,7 @@ class Recorder:
             workers=self.workers,
             process=ProcessRecord(pid=process.pid, started_unix=process.create_time(), imported_unix=_IMPORTED_UNIX),
             place=place_here(),
+            context=self.context,
             began_unix=self._began_unix,
             first_step_s=None if first is None else (first - self._origin_ns) * 1e-9,
             ended_s=self._ended_s,
@@ -213,7 +234,9 @@ class Recorder:
             },
             system_interval_s=monitor.interval_s,
             operators=self._window.table,
-            missing=monitor.missing | ({"operators": self._window.missing} if self._window.missing else {}),
+            missing=monitor.missing
+            | self.looks.missing
+            | ({"operators": self._window.missing} if self._window.missing else {}),
         )
 
 

@@ -37,6 +37,7 @@ SYSTEM_COLUMNS = ("end_s",)
 """Columns of the system table before its signals."""
 TENSOR_COLUMNS = (
     "elements",
+    "dimensions",
     "weight_norm",
     "weight_mean_abs",
     "weight_nonfinite",
@@ -47,8 +48,9 @@ TENSOR_COLUMNS = (
     "update_ratio",
     "unchanged",
 )
-"""Of a tensor of weights at a look: how many elements; norm and mean absolute value of the weights and of the gradient; share of elements
-that are not finite, or zero; norm of the step's update against the norm of the weights; share of elements that the step did not change."""
+"""Of a tensor of weights at a look: how many elements and dimensions; norm and mean absolute value of the weights before the step and
+of the gradient before clipping; share of elements that are not finite, or zero; norm of the step's update against the norm of the
+weights, NaN where that is 0; share of elements that the step did not change. What is of the gradient is NaN where there is none."""
 METRIC_COLUMNS = ("step", "seconds", "name", "value")
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -132,6 +134,8 @@ class ContextRecord(Record):
     total_steps: Count | None = None
     samples: Count | None = None
     """Training images."""
+    val_samples: Count | None = None
+    """Images of the validation split."""
     classes: Mapping[str, Count] | None = None
     """Name of each class -> its training images."""
     micro_batch: Count | None = None

@@ -38,6 +38,8 @@ INTERRUPTED = "interrupted"
 """A step that ended with an exception."""
 PROFILER = "profiler"
 """Opening and closing the window."""
+RECORDER = "recorder"
+"""Looking at weights, gradients and attention, inside of steps."""
 
 STEPS_KEPT = 16384
 """Rows of the step table; a longer training keeps this many to half of it, evenly spread."""
@@ -286,6 +288,10 @@ class Timeline:
         if len(self._range_objects) < MOST_RANGES:
             self._range_objects[name] = created
         return created
+
+    def now_s(self) -> float:
+        """Seconds since the recording began, by the host's clock."""
+        return self._since_origin(self._nanoseconds())
 
     def start(self) -> None:
         """Begin the recording."""

@@ -7,9 +7,10 @@ optimiser, the average of the weights, evidence, metrics, validation, checkpoint
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -53,15 +54,24 @@ Losses = dict[str, Tensor]
 _NOISE = 0x6E6F697365
 """Keeps the seeds of dropout and stochastic depth apart from all other draws of the same seed."""
 
+_SHOWN = 8
+"""Images on which attention is looked at."""
+
 
 class Objective(Protocol):
     """What is learned: a model to train and how a batch becomes losses."""
 
     model: nn.Module
     """Holds exactly the weights that are trained."""
+    left_out: Collection[str]
+    """Names of those weights that are not trained on purpose."""
 
     def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
         """Losses of a batch that is on the device; `model` is `self.model`, perhaps wrapped for several processes."""
+        ...
+
+    def show(self, batch: Batch) -> None:
+        """A forward pass of `self.model` alone over a batch, for whoever watches its modules."""
         ...
 
 
@@ -157,7 +167,7 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     with recorder, report.progress:
         for step, feed in loop.steps(first_step, recorder):
             with timeline.step(step, images=settings.batch_size):
-                losses = loop.step(step, feed, timeline)
+                losses = loop.step(step, feed, recorder)
             report.add(step, losses)
             loop.check_graphs(step + 1 - first_step)
             if loop.validation_is_due(step) and training.validate is not None:
@@ -215,6 +225,7 @@ class Loop:
     def steps(self, first_step: int, recorder: Recorder) -> Iterator[tuple[int, Feed]]:
         """Each step with the feed of micro-batches, of which it takes `accumulation`."""
         training, processes = self._training, self._processes
+        recorder.looks.at(self._model, left_out=training.objective.left_out, attention=processes.is_first)
         views = training.views
         batches = MicroBatches(
             views,
@@ -235,9 +246,9 @@ class Loop:
         for step in range(first_step, training.total_steps):
             yield step, feed
 
-    def step(self, step: int, feed: Feed, timeline: Timeline) -> Losses:
+    def step(self, step: int, feed: Feed, recorder: Recorder) -> Losses:
         """One optimiser step; gives the mean losses of this process's micro-batches, left on the device."""
-        settings, processes = self._settings, self._processes
+        settings, processes, timeline = self._settings, self._processes, recorder.timeline
         processes.device.seed(int(random_bits(_NOISE, self._training.seed, step, processes.rank)) >> 1)
         set_learning_rate(self._optimizer, self._training.learning_rate(step))
         means: Losses = {}
@@ -251,9 +262,14 @@ class Loop:
             for name, loss in losses.items():
                 means[name] = means.get(name, 0) + loss.detach() / settings.accumulation
             feed.send(timeline)
-        with timeline.range("optimizer"):
+        with recorder.looks.around_update(step, partial(self._show, batch)), timeline.range("optimizer"):
             self._update(step)
         return means
+
+    def _show(self, batch: Batch) -> None:
+        few = batch._replace(images=batch.images[:_SHOWN], keys=batch.keys[:_SHOWN], numbers=batch.numbers[:_SHOWN])
+        with self._processes.device.autocast(self._settings.precision):
+            self._training.objective.show(few)
 
     def check_graphs(self, steps: int) -> None:
         """After `steps` steps of this process: warn where the compiler does not do what it is meant to."""

@@ -1,0 +1,150 @@
+"""Looks at what is learned, now and then: every tensor of weights, and the attention of some images.
+
+When to look depends on what looking costs here, so on timing, and decides about nothing else: the training goes on as if nobody looked.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import numpy as np
+from torch import nn
+
+from trainer.config import EvidenceSettings
+from trainer.profiling.attention import AttentionEntropy
+from trainer.profiling.schema import TENSOR_COLUMNS
+from trainer.profiling.series import Series, ThinnedTable
+from trainer.profiling.tensors import TensorStatistics
+from trainer.profiling.timeline import RECORDER, Timeline
+from trainer.training.readback import ReadBack
+
+LOOKS_KEPT = 256
+"""Looks that are kept after the first one; more of them are thinned evenly."""
+
+
+Metrics = Callable[[int, Mapping[str, float], float], None]
+"""Takes points of curves: the step, values by name, seconds since the recording began."""
+
+
+class _Sent(NamedTuple):
+    """A look on its way to the host."""
+
+    step: int
+    seconds: float
+    measured: ReadBack
+
+
+class Looks:
+    """Looks at a model in the first step of a process and then in multiples of `tensors_every` steps, as far as the budget allows.
+
+    They are multiples, so that processes, each of which decides on its own, mostly look at the same steps.
+    """
+
+    def __init__(self, settings: EvidenceSettings, timeline: Timeline, metrics: Metrics) -> None:
+        """While `timeline` records; `metrics` takes the curves."""
+        self._settings, self._timeline, self._metrics = settings, timeline, metrics
+        self._tensors: TensorStatistics | None = None
+        self._attention: AttentionEntropy | None = None
+        self._first: list[Series] = []
+        self._later = ThinnedTable(["step", "seconds"], 2)
+        self._sent: deque[_Sent] = deque()
+        self._last_step: int | None = None
+        self._host_s = 0.0
+        self.missing: dict[str, str] = {}
+        """What is not looked at -> the reason."""
+
+    @property
+    def tensors(self) -> Sequence[str]:
+        """Names of the tensors."""
+        return self._tensors.names if self._tensors else []
+
+    @property
+    def spent_s(self) -> float:
+        """What looking has cost: time of the host, or of the device where that is more."""
+        ranges = self._timeline.ranges
+        on_device = self._timeline.totals.ranges[ranges.index(RECORDER)] if RECORDER in ranges else 0.0
+        return max(self._host_s, on_device)
+
+    def at(self, model: nn.Module, *, left_out: Collection[str] = (), attention: bool = True) -> None:
+        """Say what is looked at.
+
+        Args:
+            model: what is trained, on its device, neither compiled nor wrapped.
+            left_out: names of weights that are not trained on purpose.
+            attention: whether to look at attention too.
+        """
+        if not self._settings.tensors_every:
+            self.missing["tensors"] = "turned off (tensors_every is 0)"
+            return
+        self._tensors = TensorStatistics(model, left_out=left_out)
+        values = len(self.tensors) * len(TENSOR_COLUMNS)
+        self._later = ThinnedTable(["step", "seconds", *map(str, range(values))], LOOKS_KEPT)
+        if not attention:
+            self.missing["attention"] = "looked at by rank 0 only"
+        elif (entropy := AttentionEntropy(model)).metrics:
+            self._attention = entropy
+        else:
+            self.missing["attention"] = "the model has no attention of timm's kind"
+
+    def around_update(self, step: int, forward: Callable[[], object]) -> AbstractContextManager[None]:
+        """The optimiser's part of a step, as a context; `forward` sends some images through the model, to look at its attention."""
+        self._take_in()
+        return self._look(step, forward) if self._is_due(step) else nullcontext()
+
+    def finish(self) -> None:
+        """Wait for what is on its way."""
+        while self._sent:
+            self._keep(self._sent.popleft())
+
+    def table(self) -> tuple[Series, Series]:
+        """Step and second of each look that has arrived, [L, 2], and what it saw, [L, tensors, columns]."""
+        rows = np.concatenate([np.reshape(self._first, (-1, len(self._later.columns))), self._later.array()])
+        return rows[:, :2], rows[:, 2:].reshape(len(rows), len(self.tensors), len(TENSOR_COLUMNS))
+
+    def _is_due(self, step: int) -> bool:
+        if self._tensors is None or self._last_step is None:
+            return self._tensors is not None
+        every = self._settings.tensors_every
+        if step % every or step < self._last_step + every:
+            return False
+        return self.spent_s <= self._settings.tensors_budget * self._timeline.now_s()
+
+    @contextmanager
+    def _look(self, step: int, forward: Callable[[], object]) -> Iterator[None]:
+        assert self._tensors is not None
+        self._last_step = step
+        with self._timed():
+            self._tensors.before_update()
+        yield
+        with self._timed():
+            measured = {"tensors": self._tensors.after_update()}
+            if self._attention is not None:
+                measured["attention"] = self._attention.measure(forward)
+            self._sent.append(_Sent(step, self._timeline.now_s(), ReadBack(measured)))
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        with self._timeline.range(RECORDER):
+            yield
+        self._host_s += time.perf_counter() - start
+
+    def _take_in(self) -> None:
+        while self._sent and self._sent[0].measured.arrived:
+            self._keep(self._sent.popleft())
+
+    def _keep(self, sent: _Sent) -> None:
+        measured = sent.measured.wait()
+        row = np.concatenate([[sent.step, sent.seconds], measured["tensors"].double().numpy().ravel()])
+        if self._first:
+            self._later.append(row.tolist())
+        else:
+            self._first.append(row)
+        if self._attention is not None:
+            entropies = zip(self._attention.metrics, measured["attention"].tolist(), strict=True)
+            self._metrics(sent.step, {name: value for name, value in entropies if not math.isnan(value)}, sent.seconds)
