@@ -77,6 +77,8 @@ class Manifest:
     """When it was completed."""
     seconds: float
     """How long the stage took to make it."""
+    startup_seconds: float | None
+    """How old the process was when it began with it; none where it had done other things before."""
     place: Place | None
     """On which machines; none where nobody told."""
     figures: Mapping[str, Any]
@@ -97,6 +99,8 @@ class Draft:
 
     path: Path
     figures: dict[str, Any] = field(default_factory=dict)
+    startup_seconds: float | None = None
+    """How old the process was when it began; whoever starts a process for this one artifact says so."""
     contributed: dict[str, FileRecord] = field(default_factory=dict)
     """Files that `contribute` has sent from other machines."""
 
@@ -147,6 +151,7 @@ def create(
             "fingerprint": digest(content),
             "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(seconds, 3),
+            "startup_seconds": draft.startup_seconds,
             "place": place.model_dump() if place else None,
             "figures": draft.figures,
         }

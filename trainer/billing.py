@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from trainer.profiling.evidence import Evidence
     from trainer.profiling.schema import AttemptRecord, RankRecord
 
-STARTUP_FIGURE = "startup_s"
-"""Figure in the manifest of what a launched stage made: how old its process was when it began."""
 PARTS: Mapping[str, str] = {
     "startup": "start-up",
     "compilation": "compilation",
@@ -121,8 +119,7 @@ def stage_bill(stage: str, manifest: Manifest, evidence: Evidence | None = None)
 
 def _parts_of_work(manifest: Manifest) -> dict[str, float]:
     """Of a launched stage that records no evidence; nothing is known of one that ran in its task's own process."""
-    startup_s = manifest.figures.get(STARTUP_FIGURE)
-    return {} if startup_s is None else {"startup": float(startup_s), "work": manifest.seconds}
+    return {} if manifest.startup_seconds is None else {"startup": manifest.startup_seconds, "work": manifest.seconds}
 
 
 def _parts_of_trainings(records: Sequence[RankRecord], manifest: Manifest) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from scipy import special
 
 from trainer.config import DistillSettings
-from trainer.costs import Place, dollars_text, duration_text
+from trainer.costs import THIS_MACHINE, Place, dollars_text, duration_text
 from trainer.errors import BudgetError
 from trainer.training import schedules
 
@@ -239,9 +239,10 @@ def check_budget(place: Place | None, budget_usd: float | None) -> None:
         BudgetError: dollars are limited, but nobody knows what the machines cost.
     """
     if budget_usd and (place is None or place.price is None):
+        where = place or THIS_MACHINE
         raise BudgetError(
-            f"run.budget_usd={budget_usd:g} can not be kept, for the price of {place or 'this machine'} is not known; give the pool a price "
-            "in pools.toml (this machine: TRAINER_PLACE), or set run.budget_hours in its place"
+            f"run.budget_usd={budget_usd:g} can not be kept, for the price of {where} is not known; give the pool a price in pools.toml "
+            "(this machine: TRAINER_PLACE), or set run.budget_hours in its place"
         )
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.cores import usable_cores
+from trainer.costs import local_place
 from trainer.environment import variables
 from trainer.errors import EXIT_CODE, CrashError, LaunchError
 
@@ -103,10 +104,11 @@ class LocalLauncher:
     """Runs a job on this machine, one node only."""
 
     def run(self, spec: JobSpec) -> None:
-        """Start the processes, wait for them, and end them all if one fails.
+        """Start the processes, wait for them, and end them all if one fails. They are told that they run on this machine.
 
         Raises:
             LaunchError: the job wants several nodes; or naming the process that failed and why.
+            SettingsError: the user's `TRAINER_PLACE` does not describe this machine.
             KeyboardInterrupt: Ctrl-C or SIGTERM; all processes have ended.
         """
         from torch.distributed.launcher.api import LaunchConfig
@@ -115,6 +117,7 @@ class LocalLauncher:
             raise LaunchError(
                 f"{spec.stage}: {spec.nodes} nodes were asked for, but this machine is one; use a cluster's launcher"
             )
+        place = local_place(spec.processes_per_node).environment()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -126,7 +129,7 @@ class LocalLauncher:
             max_restarts=0,
             monitor_interval=0.1,
         )
-        _run_agent(config, spec)
+        _run_agent(config, replace(spec, environment={**place, **spec.environment}))
 
 
 def join_node(spec: JobSpec) -> None:

@@ -14,6 +14,7 @@ from components.launch import identity, pools
 from components.launch.backends import BACKENDS
 from trainer import config, stages
 from trainer.cli import Commands, positive
+from trainer.costs import Price
 from trainer.errors import EXIT_CODE, TrainerError
 from trainer.launch import JobSpec, flag
 
@@ -160,10 +161,16 @@ def _pools(_options: argparse.Namespace) -> None:
 
 def _row(pool: pools.Pool) -> tuple[str, ...]:
     devices = f"{pool.accelerators} {pool.device}" if pool.accelerators else f"{pool.resources['cpu']} cores"
-    price = (f"{pool.price.dollars_an_hour:.2f}", f"{pool.price.date}, {pool.price.region}") if pool.price else ("", "")
+    price = (f"{pool.price.dollars_an_hour:.2f}", _origin(pool.price)) if pool.price else ("", "")
     if pool.spot:
         price = ("varies", "")
     return (pool.name, pool.instance or "any", devices, str(pool.processes_per_node), *price)
+
+
+def _origin(price: Price) -> str:
+    """When and where a price was so, such as `2026-11 (20 days old), us-east-1`."""
+    old = "; look it up again" if price.doubt() else ""
+    return f"{price.date} ({price.age_days()} days old{old}), {price.region}"
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def variables(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[str, A
         **_defaults(spec, pool, identity),
         **pool.environment,
         **spec.environment,
+        **pool.place(spec.nodes, spec.processes_per_node).environment(),
         DEVICE_VARIABLE: pool.device,
         CACHE_VARIABLE: CACHE,
         LIMIT_VARIABLE: f"{_CACHE_FILLED * quantity(pool.cache) / 2**30:g}",

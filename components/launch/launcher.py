@@ -69,6 +69,8 @@ class ClusterLauncher:
                 self._run(spec, cluster)
 
     def _run(self, spec: JobSpec, cluster: Cluster) -> None:
+        if doubt := self._pool.price.doubt() if self._pool.price else "":
+            logger.warning("pool %s: %s", self._pool.name, doubt)
         job = Job(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)
         tell, progress, patience = _teller(job), self._progress(spec), Patience(self._away_limit_s)
         with (

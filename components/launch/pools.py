@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from trainer.costs import Price
+from trainer.costs import PLACE_VARIABLE, Place, Price
 from trainer.errors import SettingsError
 
 POOLS_VARIABLE = "TRAINER_POOLS"
@@ -30,7 +30,9 @@ ACCELERATORS: Mapping[str, str] = {"cuda": "nvidia.com/gpu", "xla": "aws.amazon.
 """Device -> the resource by which Kubernetes counts it."""
 PROCESSES_PER_ACCELERATOR: Mapping[str, int] = {"cuda": 1, "xla": 2}
 """How many processes one of them takes: a Neuron device has two cores."""
-RESERVED = re.compile(r"PET_\w+|MASTER_(ADDR|PORT)|WORLD_SIZE|RANK|TRAINER_(DEVICE|CACHE|CACHE_GIB|FAILURES)")
+RESERVED = re.compile(
+    r"PET_\w+|MASTER_(ADDR|PORT)|WORLD_SIZE|RANK|TRAINER_(DEVICE|CACHE|CACHE_GIB|FAILURES)|" + PLACE_VARIABLE
+)
 """Environment variables that the operator or the launcher sets."""
 SECRET = re.compile(r"(_|\b)(KEY|KEY_ID|SECRET\w*|TOKEN|PASSWORD|USERNAME)$")
 """Environment variables whose values belong into a Secret."""
@@ -187,6 +189,12 @@ class Pool(_Group):
             raise ValueError("elastic_min_nodes needs retries >= 1: a node that leaves restarts the others")
         return self
 
+    @model_validator(mode="after")
+    def _has_a_price_that_holds(self) -> Self:
+        if self.spot and self.price:
+            raise ValueError("price: that of a spot node changes from hour to hour; leave it out")
+        return self
+
     @property
     def accelerators(self) -> int:
         """GPUs or Neuron devices a node; 0 on processors."""
@@ -215,6 +223,20 @@ class Pool(_Group):
                 + self._devices_text()
             )
         return asked or self.processes_per_node
+
+    def place(self, nodes: int, processes_per_node: int = 0) -> Place:
+        """What a training here is told of where it runs.
+
+        Raises:
+            SettingsError: the node has not devices enough.
+        """
+        return Place(
+            pool=self.name,
+            instance=self.instance,
+            nodes=nodes,
+            processes_per_node=self.processes(processes_per_node),
+            price=self.price,
+        )
 
     def _devices_text(self) -> str:
         return f'resources."{ACCELERATORS[self.device]}" = {self.accelerators}'

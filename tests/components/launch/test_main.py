@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -65,17 +66,8 @@ def test_pools_are_a_table_with_prices_and_their_dates(capsys):
     assert main(["pools"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert set(lines) == {"pool", *pools.load()}
-    assert lines["gpu-a100"].split()[1:] == [
-        "p4d.24xlarge",
-        "8",
-        "cuda",
-        "8",
-        "21.96",
-        "late",
-        "2026,",
-        "us-east-1,",
-        "assumed",
-    ]
+    row = r"gpu-a100 +p4d.24xlarge +8 cuda +8 +21.96 +2026-11 \(\d+ days old(; look it up again)?\), us-east-1"
+    assert re.fullmatch(row, lines["gpu-a100"])
     assert lines["neuron-trn1-16-spot"].split()[1:] == ["trn1.32xlarge", "16", "xla", "32", "varies"]
     assert lines["cpu"].split()[1:] == ["any", "2", "cores", "2"]
 
