@@ -14,7 +14,7 @@ from trainer.config import Workers
 from trainer.cores import usable_cores
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches, make_loader
-from trainer.data.workers import choose_workers, measure_loading
+from trainer.data.workers import LoadingTime, choose_workers, measure_loading
 from trainer.profiling.evidence import Recorder
 from trainer.training.processes import Processes
 
@@ -88,12 +88,9 @@ def measured_workers(
         step: gives the device's time for a micro-batch that is at hand, in seconds; only asked where it matters.
         processes: this process among the others.
     """
-    loading, local, cores = measure_loading(batches, indices), processes.local_world_size, usable_cores()
-    beside = loading.seconds
-    if processes.device.kind == "cpu":
-        if not loading.waiting:  # a core that computes for the loading is one that does not train
-            return 0
-        beside, cores = loading.waiting, cores + local  # who waits needs no core
+    loading = measure_loading(batches, indices)
+    if not _relievable(loading, processes):
+        return 0
     seconds = step()
     if processes.is_first:
         logger.info(
@@ -103,4 +100,23 @@ def measured_workers(
             1e3 * loading.waiting,
             1e3 * seconds,
         )
-    return choose_workers(beside, seconds, cores=cores, processes=local)
+    return advised_workers(loading, seconds, processes)
+
+
+def advised_workers(loading: LoadingTime, step_s: float, processes: Processes) -> int:
+    """As many loader processes beside this process as keep up with the device.
+
+    Args:
+        loading: what it takes to make a micro-batch.
+        step_s: the device's time for a micro-batch that is at hand.
+        processes: this process among the others.
+    """
+    local, cores = processes.local_world_size, usable_cores()
+    if processes.device.kind == "cpu":
+        cores += local  # who waits needs no core
+    return choose_workers(_relievable(loading, processes), step_s, cores=cores, processes=local)
+
+
+def _relievable(loading: LoadingTime, processes: Processes) -> float:
+    """Seconds that loader processes can take off this one: where a CPU trains, a core that computes for the loading does not train."""
+    return loading.waiting if processes.device.kind == "cpu" else loading.seconds

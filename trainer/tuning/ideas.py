@@ -1,0 +1,273 @@
+"""What could make a distillation faster, judged by where the time of its steps goes.
+
+An idea is another candidate with the gain that can be expected of it. What is known is computed, as the gain of leaving the teacher's
+part of a step out; what is not known is a guess that only says what to try first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from trainer.tuning.schema import Candidate, Trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a search may not change: the images to train on, and the machines."""
+
+    images: int
+    """Images that the whole distillation sees."""
+    largest_batch: int
+    device: str
+    """`cpu` or `cuda`."""
+    has_bf16: bool
+    """Whether `precision=auto` is bf16 here."""
+    world_size: int
+    nodes: int
+    most_workers: int
+    """Loader processes beside each training process for which there are cores."""
+    recording_s: float
+    """Seconds that it takes to record the teacher's outputs; 0 where they are there."""
+    no_recording: str = ""
+    """Why the distillation can not learn from recorded outputs; empty if it can."""
+    relates_images: bool = False
+    """Whether a loss compares the images of a micro-batch, whose size is then a part of what is learned."""
+
+    def uses_bf16(self, candidate: Candidate) -> bool:
+        """Whether a candidate computes in bf16."""
+        return candidate.precision == "bf16" or (candidate.precision == "auto" and self.has_bf16)
+
+    def compiles(self, candidate: Candidate) -> bool:
+        """Whether a candidate is compiled."""
+        return candidate.compile == "on" or (candidate.compile == "auto" and self.device == "cuda")
+
+    def fixed_s(self, candidate: Candidate, startup_s: float) -> float:
+        """Seconds of the whole distillation that do not depend on its rate."""
+        return startup_s + (self.recording_s if candidate.teacher == "recorded" else 0.0)
+
+    def run_s(self, trial: Trial, rate: float | None = None) -> float:
+        """Seconds of the whole distillation: at a trial's rate, or at another one."""
+        rate = trial.images_per_second if rate is None else rate
+        return self.fixed_s(trial.candidate, trial.startup_s) + self.images / rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idea:
+    """Something to try."""
+
+    field: str
+    """The setting that it is about."""
+    candidate: Candidate
+    gain: float
+    """How many times shorter the distillation may become: the most where that is known, else a guess."""
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """Something that is not worth a trial here."""
+
+    field: str
+    why: str
+
+
+Ideas = Iterator[Idea | LeftOut]
+
+_LEAST_WAIT = 0.05
+"""A smaller share of a step that waits for data is not worth a loader process."""
+_CROWDED = 1.5
+"""Guess of what it brings to take loader processes away where there are more than cores."""
+_BF16 = {"cuda": 2.0, "cpu": 1.3}
+_FP32 = {"cuda": 1.01, "cpu": 1.3}
+_LARGER_BATCH = {"cuda": 1.3, "cpu": 1.08}
+_COMPILED, _UNCOMPILED = 1.4, 1.1
+_SHARDED, _UNSHARDED = 1.02, 1.05
+_COMPRESSED, _UNCOMPRESSED = 1.15, 1.03
+_FEWER_PARTS = {"cuda": 1.15, "cpu": 1.05}
+
+
+def ideas(best: Trial, job: Job, failed: Sequence[Candidate]) -> list[Idea | LeftOut]:
+    """All that could be changed in the best candidate so far, and what is not worth it.
+
+    Args:
+        best: the best candidate's trial.
+        job: what is given.
+        failed: candidates that did not fit into memory.
+    """
+    makers: tuple[Callable[[Trial, Job, Sequence[Candidate]], Ideas], ...] = (
+        _workers,
+        _teacher,
+        _precision,
+        _batch,
+        _accumulation,
+        _compile,
+        _zero,
+        _compression,
+    )
+    return [idea for make in makers for idea in make(best, job, failed)]
+
+
+def less_memory(candidate: Candidate, job: Job) -> Candidate | None:
+    """The same batch in twice as many parts; none where it can not be divided further."""
+    if job.relates_images or (candidate.held // job.world_size) % 2:
+        return None
+    return candidate.model_copy(update={"accumulation": 2 * candidate.accumulation})
+
+
+def _changed(field: str, best: Trial, value: object, gain: float, why: str) -> Idea:
+    return Idea(field=field, candidate=best.candidate.model_copy(update={field: value}), gain=gain, why=why)
+
+
+def _workers(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
+    has, advised, waits = best.workers, best.advised_workers, best.shares.get("data", 0.0)
+    bound = 1 / (1 - min(waits, 0.95))
+    if advised < has:
+        crowding = _CROWDED if has > job.most_workers else 1.03
+        yield _changed(
+            "workers", best, advised, crowding, "so many keep up with the step by what loading was measured to take"
+        )
+    if advised > has:
+        yield _changed(
+            "workers", best, advised, bound, f"{waits:.0%} of a step waits for data, and so many keep up with it"
+        )
+    if waits < _LEAST_WAIT:
+        yield LeftOut(field="more loader processes", why=f"{waits:.1%} of a step waits for data")
+        return
+    more = min(max(1, 2 * has), job.most_workers)
+    if more > has and more != advised:
+        # Where a CPU trains, a core that loads is one that does not train, and the wait is mostly loading itself.
+        gain = bound if job.device == "cuda" else 1 + (bound - 1) / 2
+        yield _changed("workers", best, more, gain, f"{waits:.0%} of a step waits for data")
+
+
+def _teacher(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
+    if job.no_recording:
+        yield LeftOut(field="recorded outputs of the teacher", why=job.no_recording)
+        return
+    if best.candidate.teacher == "recorded":
+        return
+    share = best.shares.get("teacher_forward", 0.0)
+    training = job.images / best.images_per_second
+    gain = job.run_s(best) / (best.startup_s + job.recording_s + (1 - share) * training)
+    if gain <= 1:
+        yield LeftOut(
+            field="recorded outputs of the teacher",
+            why=f"it takes {share * training:.0f} s of this distillation, and to record its outputs would take {job.recording_s:.0f} s",
+        )
+        return
+    why = f"the teacher takes {share:.0%} of a step, and to record its outputs takes {job.recording_s:.0f} s once"
+    yield _changed("teacher", best, "recorded", gain, why)
+
+
+def _precision(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
+    if job.uses_bf16(best.candidate):
+        yield _changed(
+            "precision",
+            best,
+            "fp32",
+            _FP32[job.device],
+            "bf16 is slower where the processor has no instructions for it",
+        )
+    elif job.device == "cuda" and not job.has_bf16:
+        yield LeftOut(field="bf16", why="this GPU has no bf16")
+    else:
+        yield _changed(
+            "precision",
+            best,
+            "bf16",
+            _BF16[job.device],
+            "half the bytes, and faster matrix products where the device has them",
+        )
+
+
+def _batch(best: Trial, job: Job, failed: Sequence[Candidate]) -> Ideas:
+    candidate = best.candidate
+    size = 2 * candidate.batch_size
+    if size > job.largest_batch:
+        yield LeftOut(
+            field=f"batch_size={size}",
+            why=f"more than {job.largest_batch} is not allowed (tune.largest_batch_growth)",
+        )
+        return
+    per_step = best.shares.get("optimizer", 0.0)
+    gain = max(_LARGER_BATCH[job.device], 1 / (1 - per_step / 2))
+    why = "fewer and larger steps; the learning rate grows with the batch"
+    larger = candidate.model_copy(update={"batch_size": size})
+    if not any(_needs_as_much(other, larger) for other in failed):
+        yield Idea(field="batch_size", candidate=larger, gain=gain, why=why)
+        return
+    parted = less_memory(larger, job)
+    if parted is not None:
+        gain = 1 / (1 - per_step / 2) if job.world_size == 1 else gain
+        yield Idea(
+            field="batch_size",
+            candidate=parted,
+            gain=gain,
+            why=f"{why}, in two parts, because it does not fit into memory in one",
+        )
+
+
+def _needs_as_much(failed: Candidate, candidate: Candidate) -> bool:
+    """Whether a candidate holds as many images as one that did not fit, all else that takes memory being the same."""
+    alike = ("precision", "compile", "zero", "teacher")
+    return candidate.held >= failed.held and all(getattr(failed, name) == getattr(candidate, name) for name in alike)
+
+
+def _accumulation(best: Trial, job: Job, failed: Sequence[Candidate]) -> Ideas:
+    candidate = best.candidate
+    if job.relates_images:
+        yield LeftOut(
+            field="accumulation",
+            why="the loss compares the images of a micro-batch, so its size is a part of what is learned",
+        )
+        return
+    if candidate.accumulation % 2 == 0:
+        whole = candidate.model_copy(update={"accumulation": candidate.accumulation // 2})
+        if not any(_needs_as_much(other, whole) for other in failed):
+            why = "a step in fewer parts; it fitted into memory"
+            yield Idea(field="accumulation", candidate=whole, gain=_FEWER_PARTS[job.device], why=why)
+    smaller = less_memory(candidate, job)
+    if smaller is not None and job.device == "cpu":
+        yield Idea(
+            field="accumulation", candidate=smaller, gain=1.04, why="smaller parts may stay in the processor's caches"
+        )
+
+
+def _compile(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
+    if job.compiles(best.candidate):
+        yield _changed(
+            "compile",
+            best,
+            "off",
+            _UNCOMPILED,
+            f"compiling took part of the {best.startup_s:.0f} s before the second step",
+        )
+    elif job.device == "cuda":
+        yield _changed("compile", best, "on", _COMPILED, "fused kernels")
+    else:
+        yield LeftOut(field="compile", why="on a CPU the compiler's start takes longer than its code saves")
+
+
+def _zero(best: Trial, job: Job, failed: Sequence[Candidate]) -> Ideas:
+    if job.world_size == 1:
+        return
+    if best.candidate.zero:
+        yield _changed(
+            "zero", best, False, _UNSHARDED, "processes that keep the optimiser's whole state have less to exchange"
+        )
+    elif failed:
+        yield _changed(
+            "zero", best, True, _SHARDED, "less memory for the optimiser's state, where memory was the limit"
+        )
+    else:
+        yield LeftOut(field="zero", why="it saves memory, and memory was not the limit")
+
+
+def _compression(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
+    if best.candidate.gradient_compression == "bf16":
+        yield _changed("gradient_compression", best, "none", _UNCOMPRESSED, "nothing to convert")
+    elif job.nodes > 1:
+        yield _changed("gradient_compression", best, "bf16", _COMPRESSED, "half the bytes between nodes")
+    elif job.world_size > 1:
+        yield LeftOut(field="gradient_compression", why="all processes are on one machine")

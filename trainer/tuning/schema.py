@@ -1,0 +1,151 @@
+"""What the stage tune leaves in `tuning.json`: every trial, what was chosen and why, and the forecast. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trainer import artifacts
+from trainer.config import Compile, DistillSettings, Precision, Workers
+from trainer.costs import Place
+from trainer.errors import ArtifactError
+from trainer.forecast import Forecast, Measurement, Work
+
+FILE = "tuning.json"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Candidate(_Record):
+    """The settings of a distillation that a search may change; each means what it means there."""
+
+    workers: Workers
+    batch_size: int
+    accumulation: int
+    precision: Precision
+    compile: Compile
+    zero: bool
+    gradient_compression: Literal["none", "bf16"]
+    teacher: Literal["online", "recorded"]
+
+    @classmethod
+    def of(cls, settings: DistillSettings) -> Candidate:
+        """What a distillation has of them."""
+        values = {name: getattr(settings, name) for name in cls.model_fields}
+        return cls.model_validate({name: "auto" if value is None else value for name, value in values.items()})
+
+    def applied(self, settings: DistillSettings) -> DistillSettings:
+        """The distillation with these settings."""
+        return settings.model_copy(update=self.model_dump())
+
+    def changes(self, before: Candidate) -> dict[str, tuple[Any, Any]]:
+        """Name of each setting that differs -> its value before and now."""
+        pairs = {name: (getattr(before, name), getattr(self, name)) for name in type(self).model_fields}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    @property
+    def held(self) -> int:
+        """Images that all processes together hold in memory at once."""
+        return self.batch_size // self.accumulation
+
+
+class Trial(_Record):
+    """A candidate, measured."""
+
+    candidate: Candidate
+    ended: Literal["measured", "outrun", "out of memory"]
+    """`outrun`: stopped as soon as it was clear that it would not be the best."""
+    images_per_second: float = 0.0
+    """Mean, over all processes; 0 where the candidate did not fit into memory."""
+    low: float = 0.0
+    high: float = 0.0
+    """95 % interval of that mean."""
+    steps: int = 0
+    """Steps that were measured, after those that warm up."""
+    startup_s: float = 0.0
+    """From the beginning of the trial to the end of its first step: model, loader, compilation."""
+    seconds: float
+    """How long the trial took."""
+    shares: Mapping[str, float] = {}
+    """Range -> its share of the steps' time."""
+    workers: int = 0
+    """Loader processes beside each training process; those that `auto` chose."""
+    advised_workers: int = 0
+    """As many as keep up with this step by the measured time that loading takes."""
+    memory_bytes: int = 0
+    """Most that a process used: of its GPU, or else of the machine."""
+
+
+class Tried(_Record):
+    """A step of the search."""
+
+    trial: Trial
+    idea: str
+    """What was changed, and why that might help."""
+    run_s: float | None
+    """Seconds of the whole distillation at this rate; none where the candidate did not fit into memory."""
+    gain: float | None
+    """How many times shorter the distillation is than with the best settings before; none likewise."""
+    taken: bool
+    verdict: str
+    """Why it was taken, or not."""
+
+
+class Tuning(_Record):
+    """What was tried, what was found, and what the distillation will take."""
+
+    place: Place
+    given: Mapping[str, Any]
+    """Section `distill` before."""
+    chosen: Mapping[str, Any]
+    """The same with what was found."""
+    applied: bool
+    """Whether the distillation uses what was found (`tune.apply`)."""
+    tried: tuple[Tried, ...]
+    """The trials, in their order; the first one is of the given settings."""
+    untried: Mapping[str, str]
+    """What was left out -> why."""
+    reasons: tuple[str, ...]
+    """What was changed, in words, with what it brought."""
+    stopped: str
+    """Why the search ended."""
+    search_s: float
+    """How long it took."""
+    measurement: Measurement
+    """Of the settings that the distillation uses."""
+    work: Work
+    forecast: Forecast
+    """Of the settings that the distillation uses."""
+    alternatives: Mapping[str, Forecast]
+    """What else could be done -> what that would take."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Section `distill` that the distillation uses."""
+        return self.chosen if self.applied else self.given
+
+    @property
+    def reads_recording(self) -> bool:
+        """Whether the stage reinforce has to run before that distillation."""
+        return DistillSettings.model_validate(self.settings).reads_recording
+
+
+def read_tuning(uri: str | Path) -> Tuning:
+    """Read and check what tune left.
+
+    Raises:
+        ArtifactError: it is missing, damaged, or of another version.
+        StorageError: the store does not answer or refuses.
+    """
+    content = (artifacts.read(uri, "tuning").path / FILE).read_bytes()
+    try:
+        return Tuning.model_validate_json(content)
+    except ValidationError as error:
+        raise ArtifactError(
+            f"tuning {uri}: {FILE} is not one of this version ({error}); run the stage tune again"
+        ) from error

@@ -1,0 +1,177 @@
+"""Which candidate to measure next, and when to stop: the largest expected gain first, as long as it would pay for its trial.
+
+The search climbs: each idea changes the best candidate in one setting, and is taken if it makes the whole distillation clearly shorter.
+It is a function of what is measured alone, so that processes which see the same measurements take the same decisions.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trainer.errors import SettingsError
+from trainer.tuning.ideas import Idea, Job, LeftOut, ideas, less_memory
+from trainer.tuning.schema import Candidate, Trial, Tried
+
+LEAST_GAIN = 1.03
+"""A change that brings less is not taken: it may be noise, and most changes have a price."""
+ANOTHER_CHANCE = 1.3
+"""What brought nothing is tried again when the best has since become so many times faster: what held it up may be gone."""
+
+Measure = Callable[[Candidate, float], Trial]
+"""A candidate, and the rate in images a second below which it can not be the best, to its trial."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What a search found."""
+
+    best: Trial
+    tried: list[Tried]
+    untried: dict[str, str]
+    """What was left out -> why."""
+    stopped: str = ""
+    seconds: float = 0.0
+
+    @property
+    def given(self) -> Trial:
+        """The trial of the given settings."""
+        return self.tried[0].trial
+
+
+@dataclass(kw_only=True)
+class _State:
+    job: Job
+    best: Trial
+    tried: list[Tried] = field(default_factory=list)
+    rejected: dict[tuple[str, str], float] = field(default_factory=dict)
+    """A setting and its value -> the best rate when it brought nothing."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(tried.trial.seconds for tried in self.tried)
+
+    @property
+    def failed(self) -> list[Candidate]:
+        return [tried.trial.candidate for tried in self.tried if tried.trial.ended == "out of memory"]
+
+    def is_new(self, idea: Idea) -> bool:
+        """Whether an idea was not tried, or should get another chance."""
+        before = self.rejected.get(_key(idea))
+        return before is None or self.best.images_per_second >= ANOTHER_CHANCE * before
+
+
+def search(start: Candidate, job: Job, measure: Measure, *, limit_s: float) -> Found:
+    """Measure candidates until nothing is left that would pay for its trial.
+
+    Args:
+        start: the given settings.
+        job: what is given.
+        measure: runs a trial.
+        limit_s: longest time of all trials.
+
+    Raises:
+        SettingsError: not even the smallest part of a batch fits into memory.
+    """
+    state = _begin(start, job, measure)
+    while True:
+        all_ideas = ideas(state.best, job, state.failed)
+        new = [idea for idea in all_ideas if isinstance(idea, Idea) and state.is_new(idea)]
+        idea = max(new, key=lambda one: one.gain, default=None)
+        stopped = _reason_to_stop(state, idea, limit_s)
+        if idea is None or stopped:
+            break
+        _try(state, idea, measure)
+    untried = {one.field: one.why for one in all_ideas if isinstance(one, LeftOut)}
+    untried |= {_key_text(one): stopped for one in new}
+    return Found(best=state.best, tried=state.tried, untried=untried, stopped=stopped, seconds=state.seconds)
+
+
+def _begin(start: Candidate, job: Job, measure: Measure) -> _State:
+    """The given settings, in as many parts as it takes for them to fit."""
+    tried: list[Tried] = []
+    candidate: Candidate | None = start
+    while candidate is not None:
+        trial = measure(candidate, 0.0)
+        fits = trial.ended != "out of memory"
+        idea = (
+            "the given settings"
+            if not tried
+            else "the same batch in twice as many parts, because it did not fit into memory"
+        )
+        run_s = job.run_s(trial) if fits else None
+        verdict = "this is what is to be bettered" if fits else "does not fit into memory"
+        tried.append(Tried(trial=trial, idea=idea, run_s=run_s, gain=None, taken=fits, verdict=verdict))
+        if fits:
+            return _State(job=job, best=trial, tried=tried)
+        candidate = less_memory(candidate, job)
+    raise SettingsError(
+        f"distill.batch_size = {start.batch_size} does not fit into memory on {job.world_size} processes, not even in "
+        f"{tried[-1].trial.candidate.accumulation} micro-batches; choose a smaller batch, a smaller student, or a larger pool"
+    )
+
+
+def _reason_to_stop(state: _State, idea: Idea | None, limit_s: float) -> str:
+    """Why the search ends here; empty if it goes on with this idea."""
+    if idea is None:
+        return "nothing is left to try"
+    trials = [tried.trial.seconds for tried in state.tried if tried.trial.ended == "measured"]
+    cost, run_s = statistics.median(trials), state.job.run_s(state.best)
+    saving = run_s * (1 - 1 / idea.gain)
+    if saving < cost:
+        return (
+            f"the best idea left ({_key_text(idea)}) may save about {saving:.0f} s of a distillation of {run_s:.0f} s, and to try it takes "
+            f"about {cost:.0f} s"
+        )
+    if state.seconds + cost > limit_s:
+        return f"the {limit_s / 60:g} minutes of the search are over (tune.minutes)"
+    return ""
+
+
+def _try(state: _State, idea: Idea, measure: Measure) -> None:
+    job, best = state.job, state.best
+    before = job.run_s(best)
+    trial = measure(idea.candidate, rate_to_beat(job, best, idea.candidate))
+    if trial.ended == "out of memory":
+        run_s, gain, taken, verdict = None, None, False, "does not fit into memory"
+    else:
+        run_s = job.run_s(trial)
+        gain = before / run_s
+        taken, verdict = _judge(job, trial, before, gain)
+    if taken:
+        state.best = trial
+    else:
+        state.rejected[_key(idea)] = best.images_per_second
+    text = f"{_key_text(idea)}: {idea.why}"
+    state.tried.append(Tried(trial=trial, idea=text, run_s=run_s, gain=gain, taken=taken, verdict=verdict))
+
+
+def _judge(job: Job, trial: Trial, before: float, gain: float) -> tuple[bool, str]:
+    if trial.ended == "outrun":
+        return False, f"clearly slower: {gain:.2f} times the speed of the best, when it was stopped"
+    if gain < LEAST_GAIN:
+        return (
+            False,
+            f"{gain:.3f} times the speed of the best, which is less than the {LEAST_GAIN} that a change must bring",
+        )
+    if job.run_s(trial, trial.low) > before:
+        return False, f"{gain:.3f} times the speed of the best, but its steps vary too much to be sure"
+    return True, f"{gain:.2f} times the speed of the best before"
+
+
+def rate_to_beat(job: Job, best: Trial, candidate: Candidate) -> float:
+    """Images a second below which a candidate makes the distillation no shorter than the best one does."""
+    left = job.run_s(best) - job.fixed_s(candidate, 0.0)
+    return job.images / left if left > 0 else float("inf")
+
+
+def _key(idea: Idea) -> tuple[str, str]:
+    return idea.field, _key_text(idea)
+
+
+def _key_text(idea: Idea) -> str:
+    """`precision=bf16`, `batch_size=64 accumulation=2`."""
+    names = ("batch_size", "accumulation") if idea.field == "batch_size" else (idea.field,)
+    values = {name: getattr(idea.candidate, name) for name in names}
+    return " ".join(f"{name}={str(value).lower()}" for name, value in values.items())
