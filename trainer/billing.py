@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.costs import Place, dollars_text, duration_text
+from trainer.costs import Place, dollars_text, duration_text, place_here
 from trainer.forecast import Forecast
 
 if TYPE_CHECKING:
@@ -115,6 +115,12 @@ def stage_bill(stage: str, manifest: Manifest, evidence: Evidence | None = None)
         iterations_per_second=sum(record.steps.count for record, _ in trained) / training_s if training_s else None,
         images_per_second=images / training_s if training_s and images else None,
     )
+
+
+def bill_here(stage: str, seconds: float) -> StageBill:
+    """Bill a stage that runs in this process, when it is nearly at its end."""
+    place = place_here()
+    return StageBill(stage=stage, seconds=seconds, place=place, dollars=place.dollars(seconds) if place else None)
 
 
 def _parts_of_work(manifest: Manifest) -> dict[str, float]:

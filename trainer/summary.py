@@ -9,6 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer import billing
+from trainer.billing import Bill
+from trainer.forecast import Forecast
+
 DATASET_KEYS = ("train", "val", "test", "unlabeled", "classes", "quarantined")
 TEACHER_KEYS = ("architecture", "parameters", "latency_ms")
 STUDENT_KEYS = ("architecture", "parameters", "test", "latency_ms", "size_bytes")
@@ -28,9 +32,10 @@ def build(
     *,
     recipe: str,
     settings: Mapping[str, Any],
-    seconds: Mapping[str, float],
+    bill: Bill,
     dataset: Mapping[str, Any],
     recording: Mapping[str, Any] | None,
+    profile: Mapping[str, Any],
     evaluation: Mapping[str, Any],
     registered: Registered,
     reports: Mapping[str, str],
@@ -40,9 +45,10 @@ def build(
     Args:
         recipe: its name or path.
         settings: all resolved settings.
-        seconds: stage -> how long it took.
+        bill: what every stage took.
         dataset: figures of the data set.
         recording: figures of the teacher's recorded outputs; None where the teacher ran in every step.
+        profile: figures of the report on the trainings.
         evaluation: figures of the evaluation.
         registered: where MLflow keeps the run.
         reports: name -> path.
@@ -51,11 +57,13 @@ def build(
     return {
         "recipe": recipe,
         "settings": dict(settings),
-        "stages": {name: {"seconds": round(taken, 3)} for name, taken in seconds.items()},
+        "stages": {one.stage: {"seconds": round(one.seconds, 3)} for one in bill.stages},
+        "bill": bill.model_dump(mode="json"),
         "dataset": {key: dataset[key] for key in DATASET_KEYS},
         **({"teacher_outputs": dict(recording)} if recording is not None else {}),
         "teacher": {**{key: teacher[key] for key in TEACHER_KEYS}, "test": {"top1": teacher["test"]["top1"]}},
         "student": {key: student[key] for key in STUDENT_KEYS},
+        "profile": {"verdict": profile.get("verdict", "")},
         "verdict": dict(evaluation["verdict"]),
         "mlflow": asdict(registered),
         "reports": dict(reports),
@@ -63,15 +71,22 @@ def build(
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """A summary as text: the stages, teacher against student, the verdict, and where to look."""
-    parts = [_stages(summary), _comparison(summary), _verdict(summary["verdict"]), _places(summary)]
+    """A summary as text: the stages, what they cost, teacher against student, the verdict, and where to look."""
+    bill = Bill.model_validate(summary["bill"])
+    parts = [_stages(summary), bill_table(bill), _comparison(summary), _verdict(summary["verdict"]), _places(summary)]
     return "\n\n".join("\n".join(part) for part in parts)
+
+
+def bill_table(bill: Bill) -> list[str]:
+    """Lines: what each stage took and cost, forecast against actual, and what the total leaves out."""
+    said = [billing.forecast_text(bill), *bill.notes]
+    return [*aligned(billing.rows(bill), right={2, 3}), *(f"  - {text}" for text in said if text)]
 
 
 def _stages(summary: Mapping[str, Any]) -> list[str]:
     figures = _main_figures(summary)
     rows = [(name, f"{stage['seconds']:.1f}", figures.get(name, "")) for name, stage in summary["stages"].items()]
-    return _aligned([("stage", "seconds", "main figure"), *rows], right={1})
+    return aligned([("stage", "seconds", "main figure"), *rows], right={1})
 
 
 def _main_figures(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -83,12 +98,17 @@ def _main_figures(summary: Mapping[str, Any]) -> dict[str, str]:
         "prepare": f"{data['train']:,} train, {data['val']:,} val, {data['test']:,} test images of {data['classes']:,} classes",
         "pretrain": f"teacher {teacher['test']['top1']:.1%} test top-1",
         "distill": f"student {student['test']['top1']:.1%} test top-1, agrees with the teacher on {student['test']['agreement']:.1%}",
-        "profile": summary["reports"].get("profile", ""),
+        "tune": _expected(summary["bill"]["forecast"]),
+        "profile": summary["profile"]["verdict"] or summary["reports"].get("profile", ""),
         "evaluate": "gate passed" if verdict["passed"] else "gate not passed",
         "register": f"{summary['mlflow']['model_name']} version {version}, {promoted}"
         if version
         else "nothing is tracked",
     }
+
+
+def _expected(forecast: Mapping[str, Any] | None) -> str:
+    return f"forecast {Forecast.model_validate(forecast)}" if forecast else ""
 
 
 def _recorded(outputs: Mapping[str, Any]) -> str:
@@ -102,7 +122,7 @@ def _comparison(summary: Mapping[str, Any]) -> list[str]:
     teacher, student = summary["teacher"], summary["student"]
     points = 100 * (student["test"]["top1"] - teacher["test"]["top1"])
     p50 = [model["latency_ms"]["p50"] for model in (teacher, student)]
-    return _aligned(
+    return aligned(
         [
             ("", "teacher", "student", ""),
             ("architecture", teacher["architecture"], student["architecture"], ""),
@@ -135,11 +155,11 @@ def _places(summary: Mapping[str, Any]) -> list[str]:
     rows = [*summary["reports"].items()]
     if mlflow["tracking_uri"]:
         rows.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']})"))
-    return ["Where to look:", *(f"  {line}" for line in _aligned(rows))]
+    return ["Where to look:", *(f"  {line}" for line in aligned(rows))]
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Columns as wide as their widest cell, two spaces apart; those in `right` stand right."""
+def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Lines with columns as wide as their widest cell, two spaces apart; those in `right` stand right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     aligned = [
         [

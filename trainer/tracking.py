@@ -50,6 +50,8 @@ RUN = "TRAINER_RUN"
 RUN_TAG = "trainer.run"
 STAGE_TAG = "trainer.stage"
 ERROR_TAG = "trainer.error"
+BILL = "bill.json"
+"""Name under which register leaves a run's bill with its parent run."""
 
 # MLflow's defaults, 120 s and 7 retries, would hold a training for minutes; whatever matters is retried here.
 _TIMEOUT, _RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"

@@ -8,7 +8,7 @@ import platform
 import shlex
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,17 @@ import numpy.typing as npt
 
 from trainer import artifacts, models, served_student, storage, summary, tracking
 from trainer.artifacts import Artifact, Manifest
+from trainer.billing import Bill, StageBill, bill_here, make_bill, stage_bill
 from trainer.config import RegisterSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.schema import CARD
 from trainer.distillation import recording
 from trainer.errors import TrackingError
 from trainer.launch import flag
+from trainer.profiling.evidence import read_evidence
 from trainer.stages import STAGES, evaluate
 from trainer.summary import Registered
+from trainer.tuning.schema import Tuning, read_tuning
 
 if TYPE_CHECKING:
     from mlflow.models.model import ModelInfo
@@ -37,6 +40,19 @@ PROFILE_PAGE = "report.html"
 _REQUIREMENTS = ("mlflow", "numpy", "pandas", "safetensors", "timm", "torch", "torchvision")
 _EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes images of any size
 _PICTURES = "**/*.png"
+
+_MADE = {
+    "prepare": "dataset",
+    "pretrain": "teacher",
+    "tune": "tuning",
+    "reinforce": "teacher_outputs",
+    "distill": "student",
+    "profile": "report",
+    "evaluate": "evaluation",
+}
+"""Stage -> what it made, by which it is billed; in the order in which they run."""
+_RECORDED = {"pretrain": "pretrain_evidence", "distill": "distill_evidence"}
+"""Stage -> what its trainings recorded."""
 
 
 def run(
@@ -53,6 +69,7 @@ def run(
     recipe: str,
     resolved: Mapping[str, Any],
     teacher_outputs: str | Path | None = None,
+    tuning: str | Path | None = None,
 ) -> Artifact:
     """Register the student where MLflow is set up, and write `summary.json` in any case.
 
@@ -71,6 +88,7 @@ def run(
         recipe: name or path of the run's recipe, for the summary.
         resolved: all settings of the run, for the summary and MLflow.
         teacher_outputs: input, the teacher's recorded outputs, where the student learned from them.
+        tuning: input, what was measured and forecast before the distillation, where somebody did.
 
     Raises:
         TrackingError: MLflow does not answer or refuses; says where the student is and how to register it later.
@@ -91,6 +109,11 @@ def run(
     if teacher_outputs:  # of the records, which may be many gigabytes, only what they say of themselves is needed
         given["teacher_outputs"] = teacher_outputs
         made["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs")
+    tuned = read_tuning(tuning) if tuning else None
+    if tuning:
+        given["tuning"] = tuning
+        made["tuning"] = artifacts.manifest(tuning, "tuning")
+    stages = [_stage_bill(stage, made[name], given) for stage, name in _MADE.items() if name in made]
     values = settings.model_dump(mode="json")
     parents = {name: manifest.fingerprint for name, manifest in made.items()}
     with artifacts.create(registration, "registration", settings=values, parents=parents) as draft:
@@ -99,13 +122,14 @@ def run(
             reports["reinforce"] = draft.path / "reinforce.html"
             reports["reinforce"].write_bytes(storage.read_bytes(storage.join(teacher_outputs, recording.REPORT)))
         with _retold(settings, given | {"registration": registration}, recipe):
-            registered = _register(settings, inputs, reports, recipe, resolved)
+            registered = _register(settings, inputs, reports, recipe, resolved, _bill(stages, tuned))
         content = summary.build(
             recipe=recipe,
-            settings=resolved,
-            seconds=_seconds(made) | {"register": time.monotonic() - start},
+            settings={**resolved, "distill": tuned.settings} if tuned else resolved,
+            bill=_bill([*stages, bill_here("register", time.monotonic() - start)], tuned),
             dataset=inputs["dataset"].figures,
             recording=made["teacher_outputs"].figures if teacher_outputs else None,
+            profile=inputs["report"].figures,
             evaluation=inputs["evaluation"].figures,
             registered=registered,
             reports={name: str(path.resolve()) for name, path in reports.items()},
@@ -133,17 +157,13 @@ def _retold(settings: RegisterSettings, places: Mapping[str, str | Path], recipe
         ) from error
 
 
-def _seconds(made: Mapping[str, Manifest]) -> dict[str, float]:
-    """Stage -> how long it took, by the first output of each that ran."""
-    outputs = {
-        "prepare": "dataset",
-        "pretrain": "teacher",
-        "reinforce": "teacher_outputs",
-        "distill": "student",
-        "profile": "report",
-        "evaluate": "evaluation",
-    }
-    return {stage: made[name].seconds for stage, name in outputs.items() if name in made}
+def _stage_bill(stage: str, made: Manifest, given: Mapping[str, str | Path]) -> StageBill:
+    evidence = read_evidence(given[_RECORDED[stage]]) if stage in _RECORDED else None
+    return stage_bill(stage, made, evidence)
+
+
+def _bill(stages: Sequence[StageBill], tuned: Tuning | None) -> Bill:
+    return make_bill(stages, tuned.forecast if tuned else None)
 
 
 def _reports(inputs: Mapping[str, Artifact]) -> dict[str, Path]:
@@ -163,6 +183,7 @@ def _register(
     reports: Mapping[str, Path],
     recipe: str,
     resolved: Mapping[str, Any],
+    bill: Bill,
 ) -> Registered:
     """Log and register, if this run is tracked."""
     tracking_uri = tracking.uri()
@@ -174,7 +195,7 @@ def _register(
         with tracking.explained():
             run_id = tracking.start_parent(resolved, {"recipe": recipe}) or str(tracker.run_id)
             client = tracking.client()
-            _log_results(client, run_id, figures, reports)
+            _log_results(client, run_id, figures, reports, bill)
             model = _log_model(client, run_id, inputs)
             version = _create_version(client, settings, model, run_id, _version_tags(inputs))
             if figures["verdict"]["passed"]:
@@ -185,15 +206,20 @@ def _register(
     )
 
 
-def _log_results(client: MlflowClient, run_id: str, evaluation: Mapping[str, Any], reports: Mapping[str, Path]) -> None:
-    """The run's reports, pictures and figures."""
+def _log_results(
+    client: MlflowClient, run_id: str, evaluation: Mapping[str, Any], reports: Mapping[str, Path], bill: Bill
+) -> None:
+    """The run's reports, pictures and figures, and what it cost until now."""
     from mlflow.entities import Metric
 
     for name, page in reports.items():
         client.log_artifact(run_id, str(page), f"reports/{name}")
     client.log_dict(run_id, dict(evaluation), "evaluation.json")
     now_ms = int(time.time() * 1000)
-    figures = tracking.numbers(evaluation)
+    client.log_dict(run_id, bill.model_dump(mode="json"), tracking.BILL)
+    stages = {one.stage: {"seconds": one.seconds, "dollars": one.dollars} for one in bill.stages}
+    costs = {"bill": {**stages, "seconds": bill.seconds, "dollars": bill.dollars}}
+    figures = tracking.numbers(evaluation) | tracking.numbers(costs)
     client.log_batch(run_id, metrics=[Metric(name, value, now_ms, 0) for name, value in figures.items()])
 
 
