@@ -156,39 +156,39 @@ class VanishingGradients(Thresholds):
     mean_abs: NonNegativeFloat = 1e-7
     """Mean absolute gradient of a tensor."""
     share: Fraction = 0.5
-    """Share of the tensors' looks."""
+    """Share of the looks at tensors in which that must be so."""
 
 
 class ExplodingGradients(Thresholds):
     """Gradients or weights that are not finite, or grow without bound."""
 
     growth: NonNegativeFloat = 100.0
-    """Norm of the gradient against its median before."""
+    """Norm of the whole gradient against the larger of its first one and its median before, in two looks in a row."""
 
 
 class UpdateRatio(Thresholds):
     """Steps too large or too small for the weights."""
 
     largest: NonNegativeFloat = 10.0
-    """Norm of the update against the norm of the weights of a tensor."""
-    smallest: NonNegativeFloat = 1e-8
-    """The same norm below which the step makes no difference."""
+    """Norm of the update against the norm of the weights, of the middle matrix."""
+    smallest: NonNegativeFloat = 1e-7
+    """The same below which steps make no difference: float32 rounds weights to 6e-8 of themselves."""
 
 
 class LossNotFalling(Thresholds):
     """A loss that stays where it is."""
 
-    fall: NonNegativeFloat = 0.01
-    """Least relative fall between the halves of the window."""
+    fall: NonNegativeFloat = 0.03
+    """Least fall from the first points of the loss to its window, as a share."""
     window: Fraction = 0.3
-    """Share of the training that is looked at."""
+    """Share of the training, at its end, that is compared with its start."""
 
 
 class Overfitting(Thresholds):
     """A validation loss that leaves the training loss behind."""
 
     ratio: NonNegativeFloat = 0.1
-    """(validation - training) / training loss, while the validation's rises."""
+    """How far the validation loss is above its lowest, and above the training loss, as shares of these."""
 
 
 class UnchangedWeights(Thresholds):
@@ -202,7 +202,9 @@ class PoorInitialisation(Thresholds):
     """Weights that start alike, or far from the usual scale."""
 
     largest_ratio: NonNegativeFloat = 10.0
-    """Largest against smallest variance of the weights' scale, relative to the usual one, between layers of a kind."""
+    """Root mean square of a matrix's weights against that of the same matrix in another block."""
+    largest_gain: NonNegativeFloat = 10.0
+    """Root mean square of a matrix's weights times the fourth root of their number: how much about it stretches a signal."""
 
 
 class ClassImbalance(Thresholds):
@@ -216,28 +218,28 @@ class StalledTraining(Thresholds):
     """A training in which nothing happens."""
 
     seconds: NonNegativeFloat = 1800.0
-    """Longest time without a step."""
+    """Longest time without a step, validation and checkpoints taken off."""
 
 
 class WeakTeacher(Thresholds):
     """A teacher that is no better than its student."""
 
-    margin: Fraction = 0.0
-    """By how much its validation accuracy must be above the student's."""
+    margin: Fraction = 0.01
+    """By how much, beside two standard errors, the student's validation accuracy may be above its teacher's."""
 
 
 class VanishingLossTerm(Thresholds):
     """A weighted loss term that makes no difference."""
 
     share: Fraction = 0.01
-    """Share of the whole loss."""
+    """Share of the weighted loss that a term must have in some third of the training."""
 
 
 class LowRecordedMass(Thresholds):
     """Recorded outputs that hold too little of the teacher's distribution."""
 
     mass: Fraction = 0.5
-    """Mean probability of the recorded classes at the temperature of the loss."""
+    """Least mean probability of the recorded classes, at the recorded temperature nearest to the loss's."""
 
 
 class RuleSettings(Section):

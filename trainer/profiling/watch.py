@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from trainer.config import WatchSettings
 from trainer.errors import TrainingError
-from trainer.profiling.evidence import Recorder
+from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Judgement
 from trainer.tracking import Tracker

@@ -1,0 +1,217 @@
+"""The rules on what a training learns from: the classes, the teacher, its recorded outputs, and how the loss is weighed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
+from trainer.profiling.rules.training.causes import first_cause
+from trainer.profiling.schema import ContextRecord
+
+_GUESSING = 1.5
+"""A teacher below so many times the accuracy of always saying the most frequent class knows next to nothing."""
+
+
+def _context(case: Case) -> ContextRecord:
+    return case.training.ranks[0].record.context
+
+
+def _judge_classes(case: Case) -> Outcome:
+    limit, classes = case.rules.class_imbalance.ratio, _context(case).classes
+    if not classes:
+        return NotJudged(
+            reason="the training learns from no labels, or did not record how many images its classes have"
+        )
+    rarest, largest = min(classes, key=classes.__getitem__), max(classes, key=classes.__getitem__)
+    ratio = classes[largest] / max(classes[rarest], 1)
+    if ratio <= limit:
+        return Healthy(text=f"the largest of {len(classes)} classes has {ratio:.3g} times the images of the smallest")
+    rare = sum(count * limit < classes[largest] for count in classes.values())
+    return Finding(
+        severity="warning",
+        confidence=0.9,
+        text=(
+            f"Class {largest!r} has {classes[largest]:,} training images and {rarest!r} has {classes[rarest]:,}: {ratio:.3g} times as many "
+            f"(limit {limit:g}); {rare} of {len(classes)} classes are so much smaller than the largest."
+        ),
+        advice="Add images of the small classes, or take out some of the large ones; look at the accuracy of each class in the evaluation.",
+        saving=None,
+        numbers={"ratio": ratio, "small_classes": float(rare)},
+    )
+
+
+CLASS_IMBALANCE = Rule(
+    name="class_imbalance",
+    kind="training",
+    title="Class imbalance",
+    needs="The number of training images of each class.",
+    fires="The largest class has more than `ratio` times the images of the smallest.",
+    advises="More images of the small classes, or fewer of the large ones.",
+    judge=_judge_classes,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The teacher
+
+
+def _judge_teacher(case: Case) -> Outcome:
+    if case.training.name != "distill":
+        return NotJudged(reason="only a distillation has a teacher")
+    teacher, margin = _context(case).teacher_val_top1, case.rules.weak_teacher.margin
+    if teacher is None:
+        return NotJudged(
+            reason="the teacher's validation accuracy is not known: it was not trained, or not measured, by the stage pretrain"
+        )
+    guess = _guessing(_context(case))
+    if teacher <= _GUESSING * guess:
+        return _weak(
+            f"The teacher's validation accuracy is {teacher:.1%}; always saying the most frequent class gives {guess:.1%}.",
+            0.95,
+        )
+    curve = case.training.metrics.get("val_top1")
+    if curve is None or not len(curve.values):
+        return NotJudged(reason="the student has not been measured on the validation split yet")
+    student, noise = float(curve.values[-1]), _noise(_context(case), teacher)
+    if student - teacher <= margin + noise:
+        return Healthy(text=f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
+    return _weak(
+        f"The student's validation accuracy, {student:.1%}, is above its teacher's, {teacher:.1%}, by more than {margin + noise:.1%}.",
+        0.8,
+    )
+
+
+def _weak(text: str, confidence: float) -> Finding:
+    return Finding(
+        severity="warning",
+        confidence=confidence,
+        text=text,
+        advice=(
+            "Train the teacher longer (pretrain.finetune.epochs, pretrain.mae.epochs) or take a better one (pretrain.weights); until then "
+            "raise distill.label_weight against distill.logit_weight."
+        ),
+        saving=None,
+    )
+
+
+def _guessing(context: ContextRecord) -> float:
+    """Accuracy of always saying the most frequent class, on images that are distributed as the training images; 0 if unknown."""
+    classes = context.classes or {}
+    return max(classes.values(), default=0) / max(sum(classes.values()), 1)
+
+
+def _noise(context: ContextRecord, accuracy: float) -> float:
+    """Two standard errors of the difference of two accuracies on the validation split."""
+    return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / context.val_samples) if context.val_samples else 0.0
+
+
+WEAK_TEACHER = Rule(
+    name="weak_teacher",
+    kind="training",
+    title="Weak teacher",
+    needs="The teacher's validation accuracy, which the stage pretrain measures, and the student's.",
+    fires=(
+        f"The teacher is hardly better ({_GUESSING:g} times) than always saying the most frequent class; or the student's accuracy is "
+        "above its by more than `margin` and two standard errors."
+    ),
+    advises="A better teacher, or more weight for the labels.",
+    judge=_judge_teacher,
+)
+
+
+def _judge_mass(case: Case) -> Outcome:
+    context, limit = _context(case), case.rules.low_recorded_mass.mass
+    if not context.recorded_mass:
+        return NotJudged(reason="the training reads no recorded outputs of a teacher")
+    wanted = float(context.settings.get("temperature", 1.0))
+    temperature = min(context.recorded_mass, key=lambda text: abs(float(text) - wanted))
+    mass = context.recorded_mass[temperature]
+    seen = f"hold {mass:.1%} of the teacher's probability at temperature {temperature} in the mean"
+    if mass >= limit:
+        return Healthy(text=f"the recorded outputs {seen}")
+    return Finding(
+        severity="warning",
+        confidence=0.9 if float(temperature) == wanted else 0.7,
+        text=f"The recorded outputs {seen} (limit {limit:.0%}); of the other classes only their sum is known.",
+        advice="Record more of them (reinforce.top_k=all, or twice the number), lower distill.temperature, or set distill.teacher=online.",
+        saving=None,
+        numbers={"mass": mass},
+    )
+
+
+LOW_RECORDED_MASS = Rule(
+    name="low_recorded_mass",
+    kind="training",
+    title="Low recorded mass",
+    needs="The coverage of the teacher's recorded outputs.",
+    fires="The recorded classes hold less than `mass` of the teacher's probability in the mean, at the temperature nearest to the loss's.",
+    advises="Recording more classes of each view, or asking the teacher in every step.",
+    judge=_judge_mass,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+_PARTS = 3
+"""A term that vanishes because it was learned had a share in the first part of the training."""
+_FEWEST_POINTS = 6
+
+
+def _judge_terms(case: Case) -> Outcome:
+    settings, limit = _context(case).settings, case.rules.vanishing_loss_term.share
+    weights = {name: float(settings.get(f"{name}_weight", 0)) for name in ("logit", "feature", "label")}
+    terms = {
+        name: case.training.metrics[name].values
+        for name, weight in weights.items()
+        if weight and name in case.training.metrics
+    }
+    if len(terms) < 2:
+        return NotJudged(reason="the loss has one term")
+    if min(map(len, terms.values())) < _FEWEST_POINTS:
+        return NotJudged(reason=f"fewer than {_FEWEST_POINTS} points of the loss were recorded")
+    if cause := first_cause(case, WEAK_TEACHER):
+        return cause
+    sizes = np.stack([weights[name] * np.abs(values) for name, values in terms.items()])
+    shares = sizes / np.maximum(sizes.sum(0), np.finfo(np.float64).tiny)
+    largest = np.max([np.median(part, axis=1) for part in np.array_split(shares, _PARTS, axis=1)], axis=0)
+    told = dict(zip(terms, largest.tolist(), strict=True))
+    least = min(told, key=told.__getitem__)
+    if told[least] >= limit:
+        return Healthy(
+            text="shares of the loss: " + ", ".join(f"{name} up to {share:.0%}" for name, share in told.items())
+        )
+    return _vanishing_term(case, least, told[least], weights[least])
+
+
+def _vanishing_term(case: Case, term: str, share: float, weight: float) -> Finding:
+    temperature = _context(case).settings.get("temperature")
+    softened = (
+        f" (now {weight:g}) or distill.temperature (now {temperature:g})"
+        if term == "logit" and temperature
+        else f" (now {weight:g})"
+    )
+    return Finding(
+        severity="warning",
+        confidence=0.85,
+        text=(
+            f"The {term} term is never more than {share:.1e} of the weighted loss (limit {case.rules.vanishing_loss_term.share:g}), so it "
+            "teaches nothing."
+        ),
+        advice=f"Raise distill.{term}_weight{softened}, or set the weight to 0 and save the term's work.",
+        saving=None,
+        numbers={"share": share},
+    )
+
+
+VANISHING_LOSS_TERM = Rule(
+    name="vanishing_loss_term",
+    kind="training",
+    title="Vanishing loss term",
+    needs=f"{_FEWEST_POINTS} points of each term of the distillation's loss, and their weights.",
+    fires="A term with a weight has less than `share` of the weighted loss in each third of the training.",
+    advises="A larger weight or another temperature; or none, to save the term's work.",
+    judge=_judge_terms,
+)

@@ -1,0 +1,69 @@
+"""The rule on a training in which nothing happens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainer.profiling.evidence import RankEvidence, Spans
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
+from trainer.profiling.series import Series
+
+
+def _judge_stalled(case: Case) -> Outcome:
+    rank, limit = case.training.ranks[0], case.rules.stalled_training.seconds
+    if len(rank.steps["step"]) < 2:
+        return NotJudged(reason="fewer than two steps were measured")
+    pauses = _pauses(rank)
+    worst = int(pauses.argmax())
+    if pauses[worst] <= limit:
+        return Healthy(text=f"the longest time without a step was {pauses[worst]:.3g} s")
+    before, after = int(rank.steps["step"][worst]), int(rank.steps["step"][worst + 1])
+    start_s = float(rank.steps["start_s"][worst] + rank.steps["seconds"][worst])
+    stalls = pauses[pauses > limit]
+    times = f"{len(stalls)} times, together for {stalls.sum():,.0f} s; the longest time" if len(stalls) > 1 else ""
+    return Finding(
+        severity="severe",
+        confidence=0.9,
+        text=(
+            f"No step ended for {pauses[worst]:,.0f} s between steps {before + 1} and {after + 1} (limit {limit:g} s), with no validation "
+            f"or checkpoint to account for it{'; it happened ' + times if times else ''}."
+        ),
+        advice=(
+            "Look at the log and the machine of that time: storage that did not answer, a loader process or another process of the job "
+            "that hung, a machine that was paused."
+        ),
+        saving=Saving(seconds=float(stalls.sum()), reason="the time without a step"),
+        numbers={"longest_s": float(pauses[worst]), "stalls": float(len(stalls))},
+        window_s=(start_s, start_s + float(pauses[worst])),
+        steps=(before, after),
+    )
+
+
+def _pauses(rank: RankEvidence) -> Series:
+    """From the end of each step in the table to that of the next one, less ranges outside of steps and steps that the table left out."""
+    ends = rank.steps["start_s"] + rank.steps["seconds"]
+    left_out = np.maximum(np.diff(rank.steps["step"]) - 1, 0) * np.median(rank.steps["seconds"])
+    return np.asarray(np.diff(ends) - left_out - _spent_between(rank.spans, ends))
+
+
+def _spent_between(spans: Spans, ends: Series) -> Series:
+    """Seconds of the ranges outside of steps, in each of the times between two ends."""
+    spent = np.zeros(len(ends) - 1)
+    places = np.searchsorted(ends, spans.start_s) - 1
+    inside = (places >= 0) & (places < len(spent))
+    np.add.at(spent, places[inside], spans.seconds[inside])
+    return spent
+
+
+STALLED_TRAINING = Rule(
+    name="stalled_training",
+    kind="training",
+    title="Stalled training",
+    needs="Two steps.",
+    fires=(
+        "For longer than `seconds` no step ends, validation, checkpoints and other named ranges taken off. While the training runs, an "
+        "alarm tells after that time without waiting for the next step."
+    ),
+    advises="Looking at the storage, the loader processes and the other processes of the job.",
+    judge=_judge_stalled,
+)

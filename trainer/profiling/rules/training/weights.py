@@ -1,0 +1,367 @@
+"""The rules on weights and gradients, from the looks at every tensor.
+
+Shapes: L looks, P tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
+from trainer.profiling.rules.training.causes import first_cause, listed, saving_after
+from trainer.profiling.rules.training.looks import Looks, looks_of
+from trainer.profiling.series import Series
+
+Flags = npt.NDArray[np.bool_]
+
+_LOOKS = 3
+"""Fewer looks tell no course."""
+_ALIKE = 0.999
+"""Mean absolute value against root mean square: 1 where all weights have the same size, 0.8 in a normal distribution."""
+_WARM = 0.1
+"""Share of the peak learning rate from which on a step is meant to move the weights."""
+
+
+def _few(looks: Looks, needed: int) -> NotJudged | None:
+    if len(looks) >= needed:
+        return None
+    return NotJudged(
+        reason=f"{len(looks)} looks at the weights were recorded, and {needed} are needed (evidence.tensors_every, evidence.tensors_budget)"
+    )
+
+
+def _chosen(looks: Looks, flags: Flags) -> list[str]:
+    """Names of the tensors that flags [P] choose."""
+    return [name for name, is_chosen in zip(looks.names, flags, strict=True) if is_chosen]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Initialisation
+
+
+def _judge_initialisation(case: Case) -> Outcome:
+    limits, looks = case.rules.poor_initialisation, looks_of(case)
+    if few := _few(looks, 1):
+        return few
+    if looks.steps[0] > 0:
+        return NotJudged(
+            reason=f"the first look was at step {looks.steps[0] + 1:.0f}, so how the weights started was not seen"
+        )
+    scales = np.where(looks.matrices()[0], looks.scales()[0], 0.0)
+    alike = (scales > 0) & (looks.grid("weight_mean_abs")[0] > _ALIKE * scales)
+    gains = scales * looks.grid("elements")[0] ** 0.25
+    least, most = _most_uneven(looks.names, scales)
+    uneven = scales[most] / scales[least] if scales[least] else 1.0
+    if alike.any():
+        return _poor(
+            looks, alike, "start with all weights of the same size, so that their units learn the same thing", 0.95
+        )
+    if gains.max() > limits.largest_gain:
+        text = (
+            f"start far too large: they stretch a signal up to {gains.max():.3g} times (limit {limits.largest_gain:g})"
+        )
+        return _poor(looks, gains > limits.largest_gain, text, 0.9)
+    if uneven > limits.largest_ratio:
+        text = f"start {uneven:.3g} times apart (limit {limits.largest_ratio:g}): {scales[least]:.2g} and {scales[most]:.2g}"
+        return _poor(looks, np.isin(range(len(scales)), (least, most)), text, 0.8)
+    return Healthy(
+        text=f"matrices stretch a signal {gains.max():.2g} times at most, and those of a kind differ {uneven:.2g} times at most"
+    )
+
+
+def _poor(looks: Looks, flags: Flags, what: str, confidence: float) -> Finding:
+    names = _chosen(looks, flags)
+    return Finding(
+        severity="severe",
+        confidence=confidence,
+        text=f"{len(names)} of {len(looks.names)} tensors of weights ({listed(names)}) {what}.",
+        advice=(
+            "Draw them as timm does (normal, standard deviation 0.02), or start from weights that were trained "
+            "(pretrain.weights, pretrain.mae.epochs)."
+        ),
+        saving=None,
+        numbers={"tensors": float(len(names))},
+        steps=(0, 0),
+    )
+
+
+def _most_uneven(names: Sequence[str], scales: Series) -> tuple[int, int]:
+    """Of tensors whose names differ in numbers only: the two whose scales are furthest apart, the smaller one first."""
+    kinds: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        if scales[number] > 0:
+            kinds.setdefault(re.sub(r"\d+", "N", name), []).append(number)
+    pairs = [(min(kind, key=scales.__getitem__), max(kind, key=scales.__getitem__)) for kind in kinds.values()]
+    return max(pairs, key=lambda pair: float(scales[pair[1]] / scales[pair[0]]), default=(0, 0))
+
+
+POOR_INITIALISATION = Rule(
+    name="poor_initialisation",
+    kind="training",
+    title="Poor initialisation",
+    needs="The look at the first step, before its update.",
+    fires=(
+        "A matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth root "
+        "of its elements); or its root mean square differs more than `largest_ratio` times from that of the same matrix in another block."
+    ),
+    advises="Draw these weights as timm does, or start from trained ones.",
+    judge=_judge_initialisation,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def _judge_vanishing(case: Case) -> Outcome:
+    limits, looks = case.rules.vanishing_gradients, looks_of(case)
+    if answer := _few(looks, _LOOKS) or first_cause(case, POOR_INITIALISATION):
+        return answer
+    sizes = looks.grid("gradient_mean_abs")
+    seen, small = ~np.isnan(sizes), sizes < limits.mean_abs
+    if not seen.any():
+        return NotJudged(reason="no tensor had a gradient")
+    share, typical = small.sum() / seen.sum(), float(np.nanmedian(sizes))
+    if share <= limits.share:
+        return Healthy(
+            text=f"the middle tensor's mean absolute gradient is {typical:.2g}; {share:.0%} of the looks are below {limits.mean_abs:g}"
+        )
+    names = _chosen(looks, small.mean(0) > limits.share)
+    return Finding(
+        severity="severe",
+        confidence=0.9,
+        text=(
+            f"Gradients are too small to learn from: {share:.0%} of the looks at tensors saw a mean absolute gradient below "
+            f"{limits.mean_abs:g} (the middle one {typical:.2g}), such as those of {listed(names)}."
+        ),
+        advice=(
+            "Look for what shrinks the loss or its gradient: weights of the loss terms near 0, a detached tensor, saturated units; AdamW's "
+            "epsilon of 1e-8 swallows such gradients."
+        ),
+        saving=saving_after(case, float(looks.seconds[0]), "little is learned"),
+        numbers={"looks_share": float(share), "median_mean_abs": typical},
+    )
+
+
+VANISHING_GRADIENTS = Rule(
+    name="vanishing_gradients",
+    kind="training",
+    title="Vanishing gradients",
+    needs=f"{_LOOKS} looks at the gradients.",
+    fires="More than `share` of all looks at tensors see a mean absolute gradient below `mean_abs`.",
+    advises="Find what shrinks the loss or its gradient: weights near 0, a detached tensor, saturated units.",
+    judge=_judge_vanishing,
+)
+
+
+def _judge_exploding(case: Case) -> Outcome:
+    looks = looks_of(case)
+    return (
+        _not_finite(case, looks)
+        or _few(looks, _LOOKS)
+        or first_cause(case, POOR_INITIALISATION)
+        or _growth(case, looks)
+    )
+
+
+def _not_finite(case: Case, looks: Looks) -> Finding | None:
+    """Numbers that are none, in a gradient, a tensor of weights, or the loss."""
+    bad = (
+        (looks.grid("gradient_nonfinite") > 0)
+        | (looks.grid("weight_nonfinite") > 0)
+        | np.isinf(looks.grid("gradient_norm"))
+    )
+    if not bad.any():
+        return None
+    first = int(bad.any(1).argmax())
+    names, seconds = _chosen(looks, bad[first]), float(looks.seconds[first])
+    return Finding(
+        severity="severe",
+        confidence=1.0,
+        text=(
+            f"At step {looks.steps[first] + 1:.0f} {len(names)} of {len(looks.names)} tensors ({listed(names)}) have gradients or weights "
+            f"that are not finite{_moved(looks)}."
+        ),
+        advice=_calm(case),
+        saving=saving_after(case, seconds, "nothing is learned"),
+        numbers={"tensors": float(len(names))},
+        window_s=(seconds, case.training.ranks[0].record.ended_s),
+        steps=(int(looks.steps[first]), int(looks.steps[-1])),
+    )
+
+
+def _growth(case: Case, looks: Looks) -> Outcome:
+    """The whole gradient's norm against the larger of its first one and its median before, in two looks in a row."""
+    limit = case.rules.exploding_gradients.growth
+    norms = np.sqrt(np.nansum(looks.grid("gradient_norm") ** 2, axis=1))
+    usual = np.array([max(norms[0], np.median(norms[:index])) for index in range(1, len(norms))])
+    growth = norms[1:] / np.maximum(usual, np.finfo(np.float64).tiny)
+    lasting = np.minimum(growth[:-1], growth[1:])
+    worst = int(lasting.argmax())
+    if lasting[worst] <= limit:
+        return Healthy(
+            text=f"all gradients and weights are finite; the gradient's norm grew {growth.max():.3g} times at most"
+        )
+    seconds = float(looks.seconds[worst + 1])
+    return Finding(
+        severity="severe",
+        confidence=0.9,
+        text=(
+            f"The gradient's norm grew from {usual[worst]:.3g} to {norms[worst + 1]:.3g} at step {looks.steps[worst + 1] + 1:.0f} and "
+            f"stayed {lasting[worst]:.3g} times as large (limit {limit:g}){_moved(looks)}."
+        ),
+        advice=_calm(case),
+        saving=saving_after(case, seconds, "the weights are being destroyed"),
+        numbers={"growth": float(lasting[worst])},
+        window_s=(seconds, case.training.ranks[0].record.ended_s),
+        steps=(int(looks.steps[worst + 1]), int(looks.steps[-1])),
+    )
+
+
+def _moved(looks: Looks) -> str:
+    ratios = looks.update_ratios()
+    told = np.isfinite(ratios)
+    return f"; steps moved the middle matrix by up to {ratios[told].max():.2g} times its own norm" if told.any() else ""
+
+
+def _calm(case: Case) -> str:
+    settings = case.training.ranks[0].record.context.settings
+    rate, clip = settings.get("base_learning_rate"), settings.get("clip_norm")
+    tenth = f"={rate / 10:g} (a tenth)" if isinstance(rate, int | float) else ""
+    limited = "set clip_norm=1" if clip == 0 else f"or clip_norm (now {clip})" if clip is not None else "or clip_norm"
+    return f"Lower base_learning_rate{tenth}, {limited}, or use precision=fp32; go on from a checkpoint of before, or start again."
+
+
+EXPLODING_GRADIENTS = Rule(
+    name="exploding_gradients",
+    kind="training",
+    title="Exploding gradients",
+    needs=f"Looks at the weights and gradients; {_LOOKS} of them for growth.",
+    fires=(
+        "A gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two looks in a row "
+        "more than `growth` times both its first one and its median before."
+    ),
+    advises="A lower learning rate, a smaller clip_norm, or precision=fp32; going on from a checkpoint of before.",
+    judge=_judge_exploding,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps
+
+
+def _judge_unchanged(case: Case) -> Outcome:
+    needed, looks = case.rules.unchanged_weights.looks, looks_of(case)
+    if answer := _few(looks, needed) or first_cause(case, POOR_INITIALISATION, VANISHING_GRADIENTS):
+        return answer
+    still = looks.grid("unchanged") >= 1
+    runs = np.stack([still[start : start + needed].all(0) for start in range(len(looks) - needed + 1)])
+    frozen: Flags = np.any(runs, axis=0)
+    names = _chosen(looks, frozen)
+    if not names:
+        return Healthy(text=f"each of {len(looks.names)} tensors changed at least once in {needed} looks")
+    everything = bool(frozen.all())
+    seconds = float(looks.seconds[int(runs.any(1).argmax())])
+    return Finding(
+        severity="severe" if everything else "warning",
+        confidence=0.95,
+        text=(
+            f"{'All' if everything else len(names)} of {len(looks.names)} tensors of weights ({listed(names)}) did not change in "
+            f"{needed} looks in a row."
+        ),
+        advice=(
+            "Raise base_learning_rate: its steps are lost in the rounding of the weights."
+            if everything
+            else "Let them be trained (requires_grad, a learning rate above 0 in their group), or leave them out of the model."
+        ),
+        saving=saving_after(case, seconds, "nothing changes") if everything else None,
+        numbers={"tensors": float(len(names))},
+    )
+
+
+UNCHANGED_WEIGHTS = Rule(
+    name="unchanged_weights",
+    kind="training",
+    title="Unchanged weights",
+    needs="As many looks at the weights as `looks`.",
+    fires="In `looks` looks in a row a step changed no element of a tensor.",
+    advises="Letting the tensors be trained; a larger learning rate where none of them changes.",
+    judge=_judge_unchanged,
+)
+
+
+def _judge_update_ratio(case: Case) -> Outcome:
+    looks = looks_of(case)
+    if answer := _few(looks, 1) or first_cause(case, POOR_INITIALISATION, EXPLODING_GRADIENTS):
+        return answer
+    ratios = looks.update_ratios()
+    if not np.isfinite(ratios).any():
+        return NotJudged(reason="no matrix was large enough for its update to be compared with it")
+    worst = int(np.nanargmax(ratios))
+    if ratios[worst] > case.rules.update_ratio.largest:
+        return _too_large(case, looks, worst)
+    return _size_of_warm_steps(case, looks)
+
+
+def _too_large(case: Case, looks: Looks, worst: int) -> Finding:
+    ratio, limit = float(looks.update_ratios()[worst]), case.rules.update_ratio.largest
+    return Finding(
+        severity="severe",
+        confidence=0.9,
+        text=(
+            f"Step {looks.steps[worst] + 1:.0f} moved the middle matrix by {ratio:.3g} times its own norm (limit {limit:g}); "
+            "0.001 is usual."
+        ),
+        advice=_calm(case),
+        saving=saving_after(case, float(looks.seconds[worst]), "what was learned before is overwritten"),
+        numbers={"update_ratio": ratio},
+        steps=(int(looks.steps[worst]), int(looks.steps[worst])),
+    )
+
+
+def _size_of_warm_steps(case: Case, looks: Looks) -> Outcome:
+    """Whether steps after the warm-up, and before the schedule's end, move the weights at all."""
+    warm = _is_warm(case, looks.steps) & np.isfinite(looks.update_ratios())
+    if warm.sum() < _LOOKS:
+        return NotJudged(reason=f"{warm.sum()} looks were at a learning rate near its peak, and {_LOOKS} are needed")
+    if cause := first_cause(case, VANISHING_GRADIENTS, UNCHANGED_WEIGHTS):
+        return cause
+    ratio, limit = float(looks.update_ratios()[warm].max()), case.rules.update_ratio.smallest
+    if ratio >= limit:
+        return Healthy(text=f"steps move the middle matrix by {ratio:.2g} times its own norm at most")
+    return Finding(
+        severity="severe",
+        confidence=0.8,
+        text=f"No step moved the middle matrix by more than {ratio:.2g} times its own norm (limit {limit:g}); 0.001 is usual.",
+        advice="Raise base_learning_rate, a thousand times and more: so small a step is lost in the rounding of the weights.",
+        saving=saving_after(case, float(looks.seconds[0]), "next to nothing changes"),
+        numbers={"update_ratio": ratio},
+    )
+
+
+def _is_warm(case: Case, steps: Series) -> Flags:
+    """Whether the learning rate of these steps is near its peak; all are where it was not recorded."""
+    curve = case.training.metrics.get("learning_rate")
+    if curve is None or not len(curve.steps):
+        return np.ones(len(steps), bool)
+    settings = case.training.ranks[0].record.context.settings
+    peak = settings.get("base_learning_rate", 0) * settings.get("batch_size", 0) / 256
+    return np.asarray(np.interp(steps, curve.steps, curve.values) >= _WARM * max(peak, curve.values.max()))
+
+
+UPDATE_RATIO = Rule(
+    name="update_ratio",
+    kind="training",
+    title="Update ratio",
+    needs=f"Looks at weights and their updates, and the learning rate; {_LOOKS} looks near the peak learning rate for the lower limit.",
+    fires=(
+        "A step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near the "
+        "peak learning rate is above `smallest`."
+    ),
+    advises="A lower learning rate; or a higher one.",
+    judge=_judge_update_ratio,
+)
