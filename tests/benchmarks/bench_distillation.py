@@ -61,7 +61,7 @@ from trainer.distillation.reinforcement import UnitBatches, parts_of, record_bat
 from trainer.distillation.shards import Unit
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import TrainerError
-from trainer.profiling.evidence import Recorder
+from trainer.profiling.recorder import Recorder
 from trainer.profiling.timeline import HostClock, Timeline
 from trainer.stages import prepare, reinforce
 from trainer.training.checkpoints import Checkpoints

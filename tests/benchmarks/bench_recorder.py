@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import EvidenceSettings
-from trainer.profiling.evidence import Recorder
+from trainer.profiling.recorder import Recorder
 
 Range = Callable[[str], AbstractContextManager[None]]
 Step = Callable[[Range], None]

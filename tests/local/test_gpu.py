@@ -12,7 +12,8 @@ from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.teacher import GRAPH_BATCH, FrozenTeacher
-from trainer.profiling.evidence import Recorder, read_evidence
+from trainer.profiling.evidence import read_evidence
+from trainer.profiling.recorder import Recorder
 from trainer.tracking import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.devices import choose_device

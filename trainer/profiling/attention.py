@@ -6,8 +6,8 @@ Shapes: B images, H heads, N tokens, D features of a head, K blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -43,7 +43,7 @@ class AttentionEntropy:
             stack.callback(self._model.train, training)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for row in rows:
-                stack.callback(row.listen())
+                stack.enter_context(row.listening())
             self._model.eval()
             forward()
         return torch.stack([row.entropy for row in rows])
@@ -57,14 +57,19 @@ class _Rows:
         self._heard: dict[str, Tensor] = {}
         self.entropy = torch.full((), math.nan, device=attention.proj.weight.device)
 
-    def listen(self) -> Callable[[], None]:
-        """Begin to hear; gives what ends it."""
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear while the block runs."""
         attention = self._attention
         handles = [
             module.register_forward_hook(partial(self._hear, name))
             for name, module in (("queries", attention.q_norm), ("keys", attention.k_norm))
         ]
-        return lambda: [handle.remove() for handle in handles] and None
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _hear(self, name: str, _module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Queries come first; [B, H, N, D]."""

@@ -1,31 +1,18 @@
-"""Records a training, and reads the record; what it holds stands in `trainer.profiling.schema`."""
+"""Evidence, as it is kept and read; what it holds stands in `trainer.profiling.schema`, and `trainer.profiling.recorder` makes it."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import platform
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import numpy as np
-import psutil
 import pyarrow as pa
-import torch
 
 from trainer import artifacts, storage
-from trainer.config import EvidenceSettings
-from trainer.cores import usable_cores
-from trainer.costs import place_here
 from trainer.errors import ArtifactError, writing_to
-from trainer.profiling.looks import Looks
-from trainer.profiling.monitor import Monitor, signals
-from trainer.profiling.operators import OperatorWindow
 from trainer.profiling.schema import (
     METRIC_COLUMNS,
     SCHEMA_VERSION,
@@ -33,239 +20,12 @@ from trainer.profiling.schema import (
     STEP_COLUMNS,
     SYSTEM_COLUMNS,
     TENSOR_COLUMNS,
-    ContextRecord,
-    OutsideRecord,
-    ProcessRecord,
     RankRecord,
-    StepRecord,
 )
-from trainer.profiling.series import Series, ThinnedTable
-from trainer.profiling.timeline import Clock, CudaClock, HostClock, Timeline
+from trainer.profiling.series import Series
 
-METRIC_POINTS_KEPT = 4096
-"""Points of each metric; a longer curve is thinned evenly."""
-
-_IMPORTED_UNIX = time.time()
-
-
-class Recorder:
-    """Records one part of a training in one process: steps, machine, operators and curves.
-
-    with recorder:
-        for step in range(first, total):
-            with recorder.timeline.step(step, images=batch_size):
-                with recorder.timeline.range("data"): ...
-            recorder.metrics(step, {"loss": loss})
-    recorder.write(directory)
-    """
-
-    def __init__(
-        self, settings: EvidenceSettings, *, name: str, device: torch.device, rank: int, world_size: int
-    ) -> None:
-        self._settings = settings
-        self.name = name
-        self._device = device
-        self._rank = rank
-        self._world_size = world_size
-        length = settings.operators_steps if rank == 0 else 0
-        self._window = OperatorWindow(
-            settings.operators_at[0] if settings.operators_at else 0, length if settings.operators_at else 0, device
-        )
-        if rank:
-            self._window.missing = "recorded by rank 0 only"
-        clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
-        self.timeline = Timeline(clock, window=self._window)
-        self.looks = Looks(settings, self.timeline, self.metrics)
-        """Looks at weights and attention; `looks.at(model)` says at which."""
-        self.context = ContextRecord()
-        """What is known of the training."""
-        self.workers: int | None = None
-        """Loader processes beside this process."""
-        self._metrics: dict[str, ThinnedTable] = {}
-        self._costs: dict[str, float] = {}
-        self._monitor: Monitor | None = None
-        self._began_unix = 0.0
-        self._ended_s = 0.0
-
-    def __enter__(self) -> Self:
-        self._began_unix = time.time()
-        self.timeline.start()
-        machine = int(os.environ.get("LOCAL_RANK", self._rank)) == 0
-        self._monitor = Monitor(
-            signals(self._device, machine=machine), self._settings.system_interval_s, origin_ns=self._origin_ns
-        )
-        if not machine:
-            self._monitor.missing["machine"] = "recorded by the first process of the machine only"
-        self._monitor.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._monitor is not None
-        self._monitor.stop()
-        if kind is None:
-            self.timeline.finish()
-            self.looks.finish()
-        self._window.finish(self.timeline.totals.steps)
-        self._ended_s = self.timeline.now_s()
-
-    @property
-    def _origin_ns(self) -> int:
-        assert self.timeline.origin_ns is not None
-        return self.timeline.origin_ns
-
-    def metrics(self, step: int, values: Mapping[str, float], seconds: float | None = None) -> None:
-        """Points of the training curves; kept by rank 0, ignored elsewhere.
-
-        Args:
-            step: of the training.
-            values: by name.
-            seconds: since the recording began; now where not given.
-        """
-        if self._rank:
-            return
-        seconds = self.timeline.now_s() if seconds is None else seconds
-        for name, value in values.items():
-            if name not in self._metrics:
-                self._metrics[name] = ThinnedTable(["step", "seconds", "value"], METRIC_POINTS_KEPT)
-            self._metrics[name].append((step, seconds, value))
-
-    def cost(self, part: str, seconds: float) -> None:
-        """Count what a part of watching has cost."""
-        self._costs[part] = self._costs.get(part, 0.0) + seconds
-
-    def write(self, directory: str | Path) -> None:
-        """Write this rank's files below `directory`/NAME, an evidence artifact in the making.
-
-        Raises:
-            OutputError: the directory can not be written.
-        """
-        if self._monitor is None:
-            raise RuntimeError("nothing was recorded; use `with recorder:` first")
-        path = Path(directory) / self.name
-        with writing_to(path):
-            path.mkdir(parents=True, exist_ok=True)
-            prefix = path / f"rank{self._rank}"
-            _write_arrow(prefix.with_name(f"{prefix.name}-steps.arrow"), self._step_table())
-            _write_arrow(prefix.with_name(f"{prefix.name}-spans.arrow"), self._span_table())
-            _write_arrow(prefix.with_name(f"{prefix.name}-tensors.arrow"), self._tensor_table())
-            system = _number_table(self._monitor.columns, self._monitor.samples(), exact={"end_s"})
-            _write_arrow(prefix.with_name(f"{prefix.name}-system.arrow"), system)
-            if self._rank == 0:
-                _write_arrow(path / "metrics.arrow", self._metric_table())
-            record = self._record(self._monitor).model_dump_json(indent=2)
-            storage.write_bytes(prefix.with_suffix(".json"), record.encode())
-
-    def _step_table(self) -> pa.Table:
-        steps = self.timeline.steps
-        table = _number_table(steps.columns, steps.array(), exact={"start_s"})
-        for name, kind in (("step", pa.int64()), ("images", pa.int64()), ("profiled", pa.bool_())):
-            column = pa.array(steps.column(name).astype(kind.to_pandas_dtype()))
-            table = table.set_column(steps.columns.index(name), name, column)
-        return table
-
-    def _span_table(self) -> pa.Table:
-        spans = self.timeline.spans
-        names = list(self.timeline.outside)
-        table = _number_table(spans.columns, spans.array(), exact={"start_s"})
-        labels = pa.array([names[int(index)] for index in spans.column("range")], pa.string())
-        return table.set_column(0, "range", labels)
-
-    def _tensor_table(self) -> pa.Table:
-        moments, values = self.looks.table()
-        names = self.looks.tensors
-        steps, seconds = np.repeat(moments, len(names), axis=0).T
-        return pa.table(
-            {
-                "step": pa.array(steps.astype(np.int64)),
-                "seconds": pa.array(seconds),
-                "tensor": pa.array([*names] * len(moments), pa.string()),
-            }
-            | {
-                name: pa.array(values[:, :, index].ravel().astype(np.float32))
-                for index, name in enumerate(TENSOR_COLUMNS)
-            }
-        )
-
-    def _metric_table(self) -> pa.Table:
-        rows = [(name, *point) for name, table in self._metrics.items() for point in table.array().tolist()]
-        rows.sort(key=lambda row: row[2])
-        return pa.table(
-            {
-                "step": pa.array([int(row[1]) for row in rows], pa.int64()),
-                "seconds": pa.array([row[2] for row in rows], pa.float64()),
-                "name": pa.array([row[0] for row in rows], pa.string()),
-                "value": pa.array([row[3] for row in rows], pa.float64()),
-            }
-        )
-
-    def _record(self, monitor: Monitor) -> RankRecord:
-        timeline, totals, process = self.timeline, self.timeline.totals, psutil.Process()
-        first = timeline.first_step_ended_ns
-        return RankRecord(
-            schema_version=SCHEMA_VERSION,
-            name=self.name,
-            rank=self._rank,
-            world_size=self._world_size,
-            device=_device_name(self._device),
-            host=platform.node(),
-            cores=usable_cores(),
-            memory_bytes=psutil.virtual_memory().total,
-            workers=self.workers,
-            process=ProcessRecord(pid=process.pid, started_unix=process.create_time(), imported_unix=_IMPORTED_UNIX),
-            place=place_here(),
-            context=self.context,
-            began_unix=self._began_unix,
-            first_step_s=None if first is None else (first - self._origin_ns) * 1e-9,
-            ended_s=self._ended_s,
-            settings=self._settings,
-            steps=StepRecord(
-                count=totals.steps,
-                kept_of=timeline.steps.stride,
-                lost=totals.lost,
-                seconds=totals.seconds,
-                images=totals.images,
-                ranges=dict(zip(timeline.ranges, totals.ranges, strict=True)),
-            ),
-            outside={
-                name: OutsideRecord(count=total.count, seconds=total.seconds)
-                for name, total in timeline.outside.items()
-            },
-            system_interval_s=monitor.interval_s,
-            operators=self._window.table,
-            missing=monitor.missing
-            | self.looks.missing
-            | ({"operators": self._window.missing} if self._window.missing else {}),
-        )
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return str(device)
-
-
-def _number_table(columns: list[str], values: Series, *, exact: set[str]) -> pa.Table:
-    """Columns as float32, which tells a microsecond in ten seconds; `exact` ones as float64."""
-    return pa.table(
-        {
-            name: pa.array(values[:, index].astype(np.float64 if name in exact else np.float32))
-            for index, name in enumerate(columns)
-        }
-    )
-
-
-def _write_arrow(path: Path, table: pa.Table) -> None:
-    buffer = io.BytesIO()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_file(buffer, table.schema, options=options) as writer:
-        writer.write_table(table)
-    storage.write_bytes(path, buffer.getvalue())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
+_EXACT = {"start_s", "end_s", "step", "images"}
+"""Columns that need more than float32, which tells a microsecond in ten seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +95,93 @@ class Evidence:
     path: Path
     fingerprint: str
     trainings: Sequence[TrainingEvidence]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def write_rank(directory: str | Path, training: TrainingEvidence) -> None:
+    """Write what one process recorded below `directory`/NAME, an evidence artifact in the making.
+
+    Args:
+        directory: of all trainings.
+        training: with the evidence of this process only; the first one writes the curves too.
+
+    Raises:
+        OutputError: the directory can not be written.
+    """
+    (rank,) = training.ranks
+    path = Path(directory) / training.name
+    prefix = f"rank{rank.record.rank}"
+    with writing_to(path):
+        path.mkdir(parents=True, exist_ok=True)
+        _write_arrow(path / f"{prefix}-steps.arrow", _step_table(rank.steps))
+        _write_arrow(path / f"{prefix}-spans.arrow", _span_table(rank.spans))
+        _write_arrow(path / f"{prefix}-tensors.arrow", _tensor_table(rank.tensors))
+        _write_arrow(path / f"{prefix}-system.arrow", pa.table(_numbers(rank.system)))
+        if rank.record.rank == 0:
+            _write_arrow(path / "metrics.arrow", _metric_table(training.metrics))
+        storage.write_bytes(path / f"{prefix}.json", rank.record.model_dump_json(indent=2).encode())
+
+
+def _step_table(steps: Mapping[str, Series]) -> pa.Table:
+    kinds = {"step": pa.int64(), "images": pa.int64(), "profiled": pa.bool_()}
+    exact = {name: pa.array(steps[name].astype(kind.to_pandas_dtype())) for name, kind in kinds.items()}
+    return pa.table(_numbers(steps) | exact)
+
+
+def _span_table(spans: Spans) -> pa.Table:
+    return pa.table(
+        {"range": pa.array(spans.names, pa.string()), **_numbers({"start_s": spans.start_s, "seconds": spans.seconds})}
+    )
+
+
+def _tensor_table(looks: TensorLooks) -> pa.Table:
+    return pa.table(
+        {
+            "step": pa.array(looks.steps.astype(np.int64)),
+            "seconds": pa.array(looks.seconds),
+            "tensor": pa.array(looks.tensors, pa.string()),
+            **_numbers(looks.values),
+        }
+    )
+
+
+def _metric_table(curves: Mapping[str, Curve]) -> pa.Table:
+    """All points in the order of time."""
+    steps, seconds, values = (
+        np.concatenate([np.empty(0), *(getattr(curve, column) for curve in curves.values())])
+        for column in ("steps", "seconds", "values")
+    )
+    names = np.repeat(np.array(list(curves), dtype=object), [len(curve.steps) for curve in curves.values()])
+    order = np.argsort(seconds, kind="stable")
+    return pa.table(
+        {
+            "step": pa.array(steps[order].astype(np.int64)),
+            "seconds": pa.array(seconds[order]),
+            "name": pa.array(names[order], pa.string()),
+            "value": pa.array(values[order]),
+        }
+    )
+
+
+def _numbers(columns: Mapping[str, Series]) -> dict[str, pa.Array]:
+    return {
+        name: pa.array(values.astype(np.float64 if name in _EXACT else np.float32)) for name, values in columns.items()
+    }
+
+
+def _write_arrow(path: Path, table: pa.Table) -> None:
+    buffer = io.BytesIO()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(buffer, table.schema, options=options) as writer:
+        writer.write_table(table)
+    storage.write_bytes(path, buffer.getvalue())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
 
 
 def read_evidence(uri: str | Path) -> Evidence:

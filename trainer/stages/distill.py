@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from trainer import artifacts, models
+from trainer.artifacts import Manifest
 from trainer.config import DistillSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
@@ -16,6 +17,8 @@ from trainer.distillation.student import ProjectedStudent
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import SettingsError
 from trainer.models import Classifier
+from trainer.profiling.schema import ContextRecord
+from trainer.profiling.startup import Startup
 from trainer.training.devices import Device
 from trainer.training.session import open_session
 
@@ -44,17 +47,25 @@ def run(
         ArtifactError: the recorded outputs are not of this teacher, data set or augmentation.
         TrainerError: as the parts that it calls.
     """
-    data = open_dataset(dataset)
-    parents = {"dataset": data.fingerprint, "teacher": artifacts.manifest(teacher, "model").fingerprint}
+    startup = Startup()
+    with startup.part("fetch"):
+        data = open_dataset(dataset)
+        teaching = artifacts.manifest(teacher, "model")
+    parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
     torch.manual_seed(settings.seed or 0)
     classifier = models.create(settings.student, data.classes, drop_path=settings.drop_path)
     recording, teacher_model = None, None
-    if settings.reads_recording:
-        recording = _open_recording(settings, classifier, teacher_outputs, data=data, dataset=dataset, teacher=teacher)
-        parents["teacher_outputs"] = recording.fingerprint
-    elif settings.needs_teacher:
-        teacher_model = load_teacher(teacher, data)
-    with open_session("distill", settings, data, parents=parents, model=student, evidence=evidence) as session:
+    with startup.part("fetch"):
+        if settings.reads_recording:
+            recording = _open_recording(
+                settings, classifier, teacher_outputs, data=data, dataset=dataset, teacher=teacher
+            )
+            parents["teacher_outputs"] = recording.fingerprint
+        elif settings.needs_teacher:
+            teacher_model = load_teacher(teacher, data)
+    with open_session(
+        "distill", settings, data, parents=parents, model=student, evidence=evidence, startup=startup
+    ) as session:
         trained = session.train(
             "distill",
             make_objective(settings, classifier, teacher_model, recording, session.processes.device),
@@ -62,10 +73,20 @@ def run(
             settings,
             view_size=view_size(classifier, teacher_model, recording),
             teacher_outputs=recording,
+            context=_context(settings, teaching, teacher_outputs),
         )
         kept = trained.classifier if isinstance(trained, ProjectedStudent) else trained
         assert isinstance(kept, Classifier), "the objective's model is a Classifier or holds one"
-        session.keep(kept)
+        session.keep(kept, settings)
+
+
+def _context(settings: DistillSettings, teacher: Manifest, teacher_outputs: str | Path | None) -> ContextRecord:
+    """What the teacher and its recorded outputs say of themselves."""
+    mass = None
+    if settings.reads_recording and teacher_outputs is not None:
+        held = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
+        mass = {temperature.removeprefix("t"): told["mean"] for temperature, told in held.items()}
+    return ContextRecord(teacher_val_top1=teacher.figures.get("val_top1"), recorded_mass=mass)
 
 
 def _open_recording(

@@ -15,6 +15,7 @@ from trainer.models import Classifier
 from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.pretraining.reconstructions import draw_reconstructions
+from trainer.profiling.startup import Startup
 from trainer.training.session import Session, open_session
 
 RECONSTRUCTIONS = "mae/reconstructions.png"
@@ -36,14 +37,18 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
         SettingsError: there are neither weights nor labels to learn from.
         TrainerError: as the parts that it calls.
     """
-    data = open_dataset(dataset)
-    model, parents = _start(settings, data)
-    with open_session("pretrain", settings, data, parents=parents, model=teacher, evidence=evidence) as session:
+    startup = Startup()
+    with startup.part("fetch"):
+        data = open_dataset(dataset)
+        model, parents = _start(settings, data)
+    with open_session(
+        "pretrain", settings, data, parents=parents, model=teacher, evidence=evidence, startup=startup
+    ) as session:
         if settings.mae.epochs:
             _pretrain(model, settings, session)
         if settings.finetune.epochs:
             model = _finetune(model, settings, session)
-        session.keep(model)
+        session.keep(model, settings.finetune)
 
 
 def _start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier, dict[str, str]]:

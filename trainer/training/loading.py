@@ -15,7 +15,7 @@ from trainer.cores import usable_cores
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches, make_loader
 from trainer.data.workers import LoadingTime, choose_workers, measure_loading
-from trainer.profiling.evidence import Recorder
+from trainer.profiling.recorder import Recorder
 from trainer.training.processes import Processes
 
 logger = logging.getLogger(__name__)

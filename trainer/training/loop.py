@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.config import DecodeOn, TrainingSettings, ViewsOn, Workers
+from trainer.config import DecodeOn, TrainingSettings, ViewsOn, WatchSettings, Workers
 from trainer.data.batch import Batch
 from trainer.data.loader import (
     MicroBatches,
@@ -32,8 +32,9 @@ from trainer.data.order import SampleOrder
 from trainer.data.randomness import random_bits
 from trainer.data.views.mixing import mixes
 from trainer.errors import TrainingError
-from trainer.profiling.evidence import Recorder
+from trainer.profiling.recorder import Recorder
 from trainer.profiling.timeline import Timeline
+from trainer.profiling.watch import Watch
 from trainer.tracking import Tracker
 from trainer.training.averages import AveragedModel
 from trainer.training.checkpoints import Checkpoints, State
@@ -104,6 +105,8 @@ class Training:
     """Where stored images are decoded."""
     validate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Measures a model on the validation split."""
+    watch: WatchSettings = WatchSettings()
+    """How it judges itself while it runs."""
 
     @property
     def total_steps(self) -> int:
@@ -157,18 +160,21 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
         The trained model: the average of the weights where `ema_decay` is set.
 
     Raises:
-        TrainingError: a loss is not finite; the step and the samples are named.
+        TrainingError: a loss is not finite; the step and the samples are named. Or a rule of `stop_on` has a finding.
         SettingsError: the batch can not be dealt to the processes.
     """
     loop = Loop(training)
     first_step = loop.resume()
     settings, processes, timeline = training.settings, training.processes, recorder.timeline
     report = _report(training, recorder, tracker, first_step)
+    say, active = report.progress.say, processes.is_first
+    watch = Watch(recorder, training.watch, tracker=tracker, say=say, active=active)
     with recorder, report.progress:
         for step, feed in loop.steps(first_step, recorder):
             with timeline.step(step, images=settings.batch_size):
                 losses = loop.step(step, feed, recorder)
             report.add(step, losses)
+            watch.look(step)
             loop.check_graphs(step + 1 - first_step)
             if loop.validation_is_due(step) and training.validate is not None:
                 with timeline.range("evaluate"):

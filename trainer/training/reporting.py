@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import TrainingError
-from trainer.profiling.evidence import Recorder
+from trainer.profiling.recorder import Recorder
 from trainer.tracking import Tracker
 from trainer.training.processes import Processes
 from trainer.training.progress import Progress

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from trainer import models, tracking
 from trainer.artifacts import Draft
-from trainer.config import DistillSettings, LoadingSettings, PretrainSettings, TrainingSettings
+from trainer.config import DistillSettings, LoadingSettings, PretrainSettings, TrainingSettings, WatchSettings
 from trainer.data.dataset import PreparedDataset
-from trainer.data.loader import Samples
+from trainer.data.loader import Samples, micro_batch_size
 from trainer.distillation.recording import Recording
 from trainer.models import Classifier
-from trainer.profiling.evidence import Recorder
+from trainer.profiling.recorder import Recorder
+from trainer.profiling.schema import ContextRecord
+from trainer.profiling.startup import Startup
 from trainer.tracking import Tracker
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
 from trainer.training.loop import Objective, Training, train
@@ -45,7 +48,11 @@ class Session:
     evidence: Draft
     """The evidence in the making."""
     checkpoint_root: str
+    startup: Startup
+    watch: WatchSettings
     _trainings: list[Checkpoints] = field(default_factory=list)
+    _measured: dict[str, float] = field(default_factory=dict)
+    """What the last validation measured."""
 
     def train(
         self,
@@ -58,6 +65,7 @@ class Session:
         layer_decay: float = 1.0,
         labelled: bool = True,
         teacher_outputs: Recording | None = None,
+        context: ContextRecord | None = None,
     ) -> nn.Module:
         """Run the training `name`, record its evidence, and give the trained model.
 
@@ -70,6 +78,10 @@ class Session:
             layer_decay: factor of the learning rate from one block to the one below it.
             labelled: whether the model is a classifier, to be measured on the validation split.
             teacher_outputs: recorded outputs, whose views are seen again.
+            context: what only the stage knows of the training.
+
+        Raises:
+            TrainerError: as it ended; what was recorded is kept and its place named.
         """
         checkpoints = Checkpoints(
             self.checkpoint_root,
@@ -78,13 +90,6 @@ class Session:
             parents=self.parents,
         )
         self._trainings.append(checkpoints)
-        measure = partial(
-            validate,
-            split=self.data.split("val"),
-            processes=self.processes,
-            batch_size=settings.batch_size,
-            precision=settings.precision,
-        )
         training = Training(
             name=name,
             objective=objective,
@@ -101,7 +106,8 @@ class Session:
             view_seed=teacher_outputs.description.seed if teacher_outputs else None,
             view_count=teacher_outputs.description.views if teacher_outputs else 0,
             teacher_outputs=teacher_outputs,
-            validate=measure if labelled else None,
+            validate=partial(self._measure, settings) if labelled else None,
+            watch=self.watch,
         )
         recorder = Recorder(
             settings.evidence,
@@ -109,16 +115,54 @@ class Session:
             device=self.processes.device.torch_device,
             rank=self.processes.rank,
             world_size=self.processes.world_size,
+            context=self._context(training, context or ContextRecord()),
+            startup=self.startup,
         )
         trained = train(training, recorder, self.tracker)
         recorder.write(self.evidence.path)
+        self.startup.begin_again()
         return trained
 
-    def keep(self, model: Classifier) -> None:
-        """Write the stage's result into its model directory."""
+    def _context(self, training: Training, known: ContextRecord) -> ContextRecord:
+        """What is known of a training, with what the stage knows."""
+        labels = training.samples.labels
+        counts = np.bincount(labels[labels >= 0], minlength=len(self.data.classes)).tolist()
+        return known.model_copy(
+            update={
+                "settings": training.settings.model_dump(mode="json"),
+                "total_steps": training.total_steps,
+                "samples": len(training.samples),
+                "val_samples": len(self.data.split("val")),
+                "classes": dict(zip(self.data.classes, counts, strict=True)) if any(counts) else None,
+                "micro_batch": micro_batch_size(training.settings, self.processes.world_size),
+                "parameters": models.parameter_count(training.objective.model),
+            }
+        )
+
+    def _measure(self, settings: TrainingSettings, model: nn.Module) -> Mapping[str, float]:
+        """Accuracy and loss on the validation split."""
+        measured = validate(
+            model,
+            split=self.data.split("val"),
+            processes=self.processes,
+            batch_size=settings.batch_size,
+            precision=settings.precision,
+        )
+        self._measured.update(measured)
+        return measured
+
+    def keep(self, model: Classifier, settings: TrainingSettings) -> None:
+        """Write the stage's result into its model directory, with its accuracy on the validation split.
+
+        Args:
+            model: as the last training left it, or as it was given where nothing was trained.
+            settings: how it is measured where no training has done it.
+        """
+        if not self._measured:
+            self._measure(settings, model.to(self.processes.device.torch_device))
         if self.processes.is_first:
             models.save(model, self.model.path)
-            self.model.figures.update(models.describe(model))
+            self.model.figures.update(models.describe(model) | {"val_top1": self._measured["val_top1"]})
 
     def remove_checkpoints(self) -> None:
         """Drop the checkpoints of all trainings: the result is complete."""
@@ -136,6 +180,7 @@ def open_session(
     parents: Mapping[str, str],
     model: str | Path,
     evidence: str | Path,
+    startup: Startup | None = None,
 ) -> Iterator[Session]:
     """Join the processes, start the stage's tracked run, make its two outputs; complete them when the block ends well.
 
@@ -146,15 +191,17 @@ def open_session(
         parents: fingerprint of each input.
         model: output, the model directory.
         evidence: output, what the trainings recorded of themselves.
+        startup: has counted what the stage has done so far.
 
     Raises:
         TrainerError: as the parts that it calls.
     """
     values = settings.model_dump(mode="json")
-    with (
-        join_processes() as processes,
-        tracking.stage_run(stage, values, active=processes.is_first) as tracker,
-    ):
+    startup = startup or Startup()
+    with ExitStack() as stack:
+        with startup.part("join"):
+            processes = stack.enter_context(join_processes())
+        tracker = stack.enter_context(tracking.stage_run(stage, values, active=processes.is_first))
         with (
             shared_artifact(processes, evidence, "evidence", settings=values, parents=parents) as evidence_draft,
             shared_artifact(processes, model, "model", settings=values, parents=parents) as model_draft,
@@ -170,6 +217,8 @@ def open_session(
                 model=model_draft,
                 evidence=evidence_draft,
                 checkpoint_root=checkpoint_root(model),
+                startup=startup,
+                watch=settings.watch or WatchSettings(),
             )
             yield session
         session.remove_checkpoints()

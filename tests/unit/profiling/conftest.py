@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer import artifacts
 from trainer.config import EvidenceSettings
-from trainer.profiling.evidence import Recorder
+from trainer.profiling.recorder import Recorder
 
 Record = Callable[..., Recorder]
 

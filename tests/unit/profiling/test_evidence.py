@@ -16,7 +16,8 @@ import torch
 from trainer import artifacts
 from trainer.config import EvidenceSettings
 from trainer.errors import ArtifactError, OutputError
-from trainer.profiling.evidence import Recorder, read_evidence
+from trainer.profiling.evidence import read_evidence
+from trainer.profiling.recorder import Recorder
 from trainer.profiling.timeline import PHASES
 
 Change = Callable[[dict[str, Any]], None]

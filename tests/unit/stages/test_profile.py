@@ -10,7 +10,7 @@ import torch
 from trainer import artifacts
 from trainer.config import EvidenceSettings, ProfileSettings
 from trainer.errors import ArtifactError
-from trainer.profiling.evidence import Recorder
+from trainer.profiling.recorder import Recorder
 from trainer.stages import profile
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.config import EvidenceSettings
-from trainer.profiling.evidence import Recorder
+from trainer.profiling.recorder import Recorder
 from trainer.training.devices import Device, choose_device
 from trainer.training.loading import TIMED_STEPS, WARM_STEPS, Loading
 from trainer.training.processes import Processes

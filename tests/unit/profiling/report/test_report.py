@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from trainer import artifacts
-from trainer.profiling.evidence import Curve, Recorder, TrainingEvidence, read_evidence
+from trainer.billing import make_bill
+from trainer.profiling.evidence import Curve, TrainingEvidence, read_evidence
+from trainer.profiling.recorder import Recorder
 from trainer.profiling.report import build, facts
 from trainer.profiling.summary import summarize
 
@@ -18,7 +20,7 @@ LIMIT = 2_000_000
 
 
 def page_of(trainings: list[TrainingEvidence]) -> str:
-    return build([(training, summarize(training)) for training in trainings], [], top_operators=20)
+    return build([(training, summarize(training)) for training in trainings], [], make_bill([]), top_operators=20)
 
 
 class Balance(HTMLParser):
@@ -139,4 +141,4 @@ def test_a_training_without_steps_has_a_page(record: Callable[..., Recorder], tm
 
 
 def test_nothing_trained_is_said() -> None:
-    assert "Nothing was trained" in build([], [], top_operators=5)
+    assert "Nothing was trained" in build([], [], make_bill([]), top_operators=5)

@@ -1,0 +1,249 @@
+"""Records a training: steps, machine, operators, curves, and what is learned."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import psutil
+import torch
+
+from trainer.config import EvidenceSettings
+from trainer.cores import usable_cores
+from trainer.costs import place_here
+from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorLooks, TrainingEvidence, write_rank
+from trainer.profiling.looks import Looks
+from trainer.profiling.monitor import Monitor, signals
+from trainer.profiling.operators import OperatorWindow
+from trainer.profiling.schema import (
+    SCHEMA_VERSION,
+    TENSOR_COLUMNS,
+    ContextRecord,
+    OutsideRecord,
+    ProcessRecord,
+    RankRecord,
+    StepRecord,
+)
+from trainer.profiling.series import ThinnedTable
+from trainer.profiling.startup import IMPORTED_UNIX, Startup
+from trainer.profiling.timeline import Clock, CudaClock, HostClock, Timeline
+
+METRIC_POINTS_KEPT = 4096
+"""Points of each metric; a longer curve is thinned evenly."""
+
+
+class Recorder:
+    """Records one part of a training in one process: steps, machine, operators and curves.
+
+    with recorder:
+        for step in range(first, total):
+            with recorder.timeline.step(step, images=batch_size):
+                with recorder.timeline.range("data"): ...
+            recorder.metrics(step, {"loss": loss})
+    recorder.write(directory)
+    """
+
+    def __init__(
+        self,
+        settings: EvidenceSettings,
+        *,
+        name: str,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        context: ContextRecord | None = None,
+        startup: Startup | None = None,
+    ) -> None:
+        """Of the training `name` in process `rank`.
+
+        Args:
+            settings: what is recorded, and how often.
+            name: `mae`, `finetune` or `distill`.
+            device: on which it trains.
+            rank: of the process.
+            world_size: processes.
+            context: what is known of the training beside what is measured.
+            startup: what the time before it went into.
+        """
+        self._settings = settings
+        self.name = name
+        self._device = device
+        self._rank = rank
+        self._world_size = world_size
+        length = settings.operators_steps if rank == 0 else 0
+        self._window = OperatorWindow(
+            settings.operators_at[0] if settings.operators_at else 0, length if settings.operators_at else 0, device
+        )
+        if rank:
+            self._window.missing = "recorded by rank 0 only"
+        clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
+        self.timeline = Timeline(clock, window=self._window)
+        self.looks = Looks(settings, self.timeline, self.metrics)
+        """Looks at weights and attention; `looks.at(model)` says at which."""
+        self._context = context or ContextRecord()
+        self._startup = startup
+        self._startup_s: dict[str, float] = {}
+        self.workers: int | None = None
+        """Loader processes beside this process."""
+        self._metrics: dict[str, ThinnedTable] = {}
+        self._costs: dict[str, float] = {}
+        self._monitor: Monitor | None = None
+        self._began_unix = 0.0
+        self._ended_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._began_unix = time.time()
+        self._startup_s = self._startup.until(self._began_unix) if self._startup else {}
+        self.timeline.start()
+        machine = int(os.environ.get("LOCAL_RANK", self._rank)) == 0
+        self._monitor = Monitor(
+            signals(self._device, machine=machine), self._settings.system_interval_s, origin_ns=self._origin_ns
+        )
+        if not machine:
+            self._monitor.missing["machine"] = "recorded by the first process of the machine only"
+        self._monitor.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._monitor is not None
+        self._monitor.stop()
+        if kind is None:
+            self.timeline.finish()
+            self.looks.finish()
+        self._window.finish(self.timeline.totals.steps)
+        self._ended_s = self.timeline.now_s()
+
+    @property
+    def _origin_ns(self) -> int:
+        assert self.timeline.origin_ns is not None
+        return self.timeline.origin_ns
+
+    def metrics(self, step: int, values: Mapping[str, float], seconds: float | None = None) -> None:
+        """Points of the training curves; kept by rank 0, ignored elsewhere.
+
+        Args:
+            step: of the training.
+            values: by name.
+            seconds: since the recording began; now where not given.
+        """
+        if self._rank:
+            return
+        seconds = self.timeline.now_s() if seconds is None else seconds
+        for name, value in values.items():
+            if name not in self._metrics:
+                self._metrics[name] = ThinnedTable(["step", "seconds", "value"], METRIC_POINTS_KEPT)
+            self._metrics[name].append((step, seconds, value))
+
+    def cost(self, part: str, seconds: float) -> None:
+        """Count what a part of watching has cost."""
+        self._costs[part] = self._costs.get(part, 0.0) + seconds
+
+    def snapshot(self) -> TrainingEvidence:
+        """What this process has recorded so far; for the training's thread, while it records or afterwards."""
+        if self._monitor is None:
+            raise RuntimeError("nothing was recorded; use `with recorder:` first")
+        steps, samples = self.timeline.steps, self._monitor.samples()
+        rank = RankEvidence(
+            record=self._record(self._monitor),
+            steps=dict(zip(steps.columns, steps.array().T, strict=True)),
+            spans=self._spans(),
+            tensors=self._tensor_looks(),
+            system=dict(zip(self._monitor.columns, samples.T, strict=True)),
+        )
+        return TrainingEvidence(name=self.name, ranks=[rank], metrics=self._curves())
+
+    def write(self, directory: str | Path) -> None:
+        """Write this rank's files below `directory`/NAME, an evidence artifact in the making.
+
+        Raises:
+            OutputError: the directory can not be written.
+        """
+        write_rank(directory, self.snapshot())
+
+    def _spans(self) -> Spans:
+        names, spans = list(self.timeline.outside), self.timeline.spans
+        return Spans(
+            names=[names[int(index)] for index in spans.column("range")],
+            start_s=spans.column("start_s"),
+            seconds=spans.column("seconds"),
+        )
+
+    def _tensor_looks(self) -> TensorLooks:
+        moments, values = self.looks.table()
+        names = self.looks.tensors
+        steps, seconds = np.repeat(moments, len(names), axis=0).T
+        return TensorLooks(
+            steps=steps,
+            seconds=seconds,
+            tensors=[*names] * len(moments),
+            values={name: values[:, :, index].ravel() for index, name in enumerate(TENSOR_COLUMNS)},
+        )
+
+    def _curves(self) -> dict[str, Curve]:
+        curves = {}
+        for name, table in self._metrics.items():
+            steps, seconds, values = table.array().T
+            curves[name] = Curve(steps=steps, seconds=seconds, values=values)
+        return curves
+
+    def _record(self, monitor: Monitor) -> RankRecord:
+        timeline, totals, process = self.timeline, self.timeline.totals, psutil.Process()
+        first = timeline.first_step_ended_ns
+        return RankRecord(
+            schema_version=SCHEMA_VERSION,
+            name=self.name,
+            rank=self._rank,
+            world_size=self._world_size,
+            device=_device_name(self._device),
+            host=platform.node(),
+            cores=usable_cores(),
+            memory_bytes=psutil.virtual_memory().total,
+            workers=self.workers,
+            process=ProcessRecord(pid=process.pid, started_unix=process.create_time(), imported_unix=IMPORTED_UNIX),
+            place=place_here(),
+            context=self._context,
+            startup=self._startup_parts(),
+            overhead=self._overhead(),
+            began_unix=self._began_unix,
+            first_step_s=None if first is None else (first - self._origin_ns) * 1e-9,
+            ended_s=self._ended_s or timeline.now_s(),
+            settings=self._settings,
+            steps=StepRecord(
+                count=totals.steps,
+                kept_of=timeline.steps.stride,
+                lost=totals.lost,
+                seconds=totals.seconds,
+                images=totals.images,
+                ranges=dict(zip(timeline.ranges, totals.ranges, strict=True)),
+            ),
+            outside={
+                name: OutsideRecord(count=total.count, seconds=total.seconds)
+                for name, total in timeline.outside.items()
+            },
+            system_interval_s=monitor.interval_s,
+            operators=self._window.table,
+            missing=monitor.missing
+            | self.looks.missing
+            | ({"operators": self._window.missing} if self._window.missing else {}),
+        )
+
+    def _startup_parts(self) -> dict[str, float]:
+        first = self.timeline.first_step_ended_ns
+        return self._startup_s | ({} if first is None else {"first_step": (first - self._origin_ns) * 1e-9})
+
+    def _overhead(self) -> dict[str, float]:
+        return self._costs | {"tensors": self.looks.spent_s}
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)
