@@ -1,4 +1,4 @@
-"""The command line: `python -m trainer run | stage | config | recipes`."""
+"""The command line: `python -m trainer run | stage | bill | config | recipes`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer import __version__, config, launch, stages
+from trainer import __version__, config, launch, stages, tracking
 from trainer.errors import (
     CRASH_EXIT_CODE,
     EXIT_CODE,
@@ -27,7 +27,8 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
   python -m trainer run digits                          the whole run on the bundled digits
   python -m trainer run grocery --set data.source=imagefolder:/photos
   python -m trainer config digits                       every setting with its meaning
-  python -m trainer stage evaluate --help               one stage on given inputs"""
+  python -m trainer stage evaluate --help               one stage on given inputs
+  python -m trainer bill runs/latest                    what a run took and cost; of several, side by side"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_stage(commands)
+    _add_bill(commands)
     _add_config(commands)
     listing = commands.add_parser("recipes", help="list the recipes", description="List the recipes.")
     listing.set_defaults(command=_recipes)
@@ -186,6 +188,25 @@ def _add_one_stage(names: Commands[argparse.ArgumentParser], stage: stages.Stage
     parser.set_defaults(command=_stage, stage=stage)
 
 
+def _add_bill(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bill",
+        help="show what runs took and cost",
+        description="Show what a run took and cost, stage by stage, or what several reached for their money: rates, accuracy, time, "
+        "dollars. A run has a bill when its stage register is done. TRAINER_PLACE gives this machine a price (docs/cluster.md).",
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="directory of a run, or of its registration")
+    parser.add_argument(
+        "--experiment",
+        metavar="NAME",
+        help=f"all runs of an MLflow experiment, too ({tracking.URI}, or else runs/mlflow.db)",
+    )
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+    parser.set_defaults(command=_bill)
+
+
 def _add_config(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "config",
@@ -245,6 +266,25 @@ def _checked_json(options: argparse.Namespace) -> str:
     if not isinstance(values, dict):
         raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
     return str(options.settings)
+
+
+def _bill(options: argparse.Namespace) -> None:
+    from trainer import price_performance, runs, summary
+
+    if not options.runs and not options.experiment:
+        raise SettingsError(
+            "bill: name the directories of runs, such as runs/latest, or an MLflow experiment with --experiment"
+        )
+    read = [price_performance.read_run(run) for run in options.runs]
+    entries = [entry for entry, _ in read]
+    if options.experiment:
+        if (store := tracking.local_store(runs.RUNS)).exists():
+            os.environ.setdefault(tracking.URI, f"sqlite:///{store}")
+        entries += price_performance.read_experiment(options.experiment)
+    if len(entries) == 1 and read:
+        print("\n".join(summary.bill_table(read[0][1])))
+    else:
+        print("\n".join(price_performance.lines(entries)))
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -129,10 +129,12 @@ def local_place(processes: int) -> Place:
 
 
 def duration_text(seconds: float) -> str:
-    """`48.2 s`, `12.5 min`, `3.20 h`."""
-    if seconds < 120:
+    """`48.2 s`, `12.5 min`, `3.20 h`, `40.0 days`."""
+    if seconds < 2 * 60:
         return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.2f} h"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.2f} h" if seconds < 3 * 86400 else f"{seconds / 86400:.1f} days"
 
 
 def dollars_text(dollars: float | None) -> str:

@@ -18,15 +18,18 @@ MLflow is imported where it is first needed: it takes more than a second.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sqlite3
+import tempfile
 import threading
 import time
 import urllib.parse
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,8 +86,7 @@ def environment(settings: TrackingSettings, *, directory: Path, run: str) -> dic
         directory: where `mlflow.db` and `mlartifacts` lie if no URI is given.
         run: name of the pipeline run.
     """
-    default_uri = f"sqlite:///{directory.resolve() / 'mlflow.db'}"
-    tracking_uri = settings.uri or os.environ.get(URI) or default_uri
+    tracking_uri = settings.uri or os.environ.get(URI) or f"sqlite:///{local_store(directory)}"
     default_experiment = TrackingSettings.model_fields["experiment"].default
     chosen = settings.experiment if settings.experiment != default_experiment else ""
     return {
@@ -92,6 +94,11 @@ def environment(settings: TrackingSettings, *, directory: Path, run: str) -> dic
         EXPERIMENT_NAME: chosen or os.environ.get(EXPERIMENT_NAME) or default_experiment,
         RUN: run,
     }
+
+
+def local_store(directory: Path) -> Path:
+    """The SQLite file of the runs in a directory, where nothing else was chosen."""
+    return directory.resolve() / "mlflow.db"
 
 
 def uri() -> str | None:
@@ -309,6 +316,42 @@ def _where_the_parent_may_be(mlflow: MlflowClient) -> list[str]:
     if os.environ.get(EXPERIMENT_ID) or os.environ.get(EXPERIMENT_NAME):
         return [_experiment(mlflow)]
     return [str(experiment.experiment_id) for experiment in mlflow.search_experiments()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BilledRun:
+    """A parent run that came to its end."""
+
+    name: str
+    params: Mapping[str, str]
+    metrics: Mapping[str, float]
+    bill: Mapping[str, Any]
+    """The content of its `bill.json`."""
+
+
+def billed_runs(experiment: str) -> list[BilledRun]:
+    """The runs of an experiment that have a bill, the oldest first.
+
+    Raises:
+        TrackingError: nothing is tracked, there is no such experiment, or MLflow does not answer or refuses.
+    """
+    with explained(), tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        mlflow = client()
+        known = {one.name: str(one.experiment_id) for one in mlflow.search_experiments()}
+        if experiment not in known:
+            raise TrackingError(
+                f"MLflow at {shown(uri() or URI)}: has no experiment {experiment!r}, but {', '.join(known)}; name one of these"
+            )
+        found = mlflow.search_runs([known[experiment]], "metrics.`bill/seconds` > 0", order_by=["start_time ASC"])
+        return [
+            BilledRun(
+                name=str(run.info.run_name),
+                params=run.data.params,
+                metrics=run.data.metrics,
+                bill=json.loads(Path(mlflow.download_artifacts(run.info.run_id, BILL, folder)).read_bytes()),
+            )
+            for run in found
+        ]
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

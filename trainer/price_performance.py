@@ -1,0 +1,194 @@
+"""What runs reached for what they cost, side by side: `python -m trainer bill RUN RUN ...`.
+
+Time and dollars are those of the distillation, with the recording of the teacher's outputs where it has one, from the start of the
+processes: start-up and compilation are in. Rates are of the training alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer import storage, tracking
+from trainer.billing import Bill
+from trainer.costs import Place, dollars_text, duration_text
+from trainer.errors import ArtifactError, ObjectNotFoundError
+from trainer.summary import aligned
+
+SUMMARY = "summary.json"
+STAGES = ("reinforce", "distill")
+"""What a distillation is billed for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A run in the table; none for what is not known of it."""
+
+    name: str
+    place: Place | None
+    seconds: float
+    """Billed wall time."""
+    iterations_per_second: float | None = None
+    images_per_second: float | None = None
+    accuracy: float | None = None
+    """As a fraction."""
+    epochs: float | None = None
+
+    @property
+    def dollars(self) -> float | None:
+        """What the time cost; none without a price."""
+        return self.place.dollars(self.seconds) if self.place else None
+
+    @property
+    def dollars_a_point(self) -> float | None:
+        """Dollars for each percentage point of accuracy."""
+        return self.dollars / (100 * self.accuracy) if self.dollars is not None and self.accuracy else None
+
+    @property
+    def epoch_s(self) -> float | None:
+        """Seconds an epoch."""
+        return self.seconds / self.epochs if self.epochs else None
+
+    def epoch_speed(self, other: Entry) -> float | None:
+        """How many times as fast an epoch is as the other run's."""
+        return other.epoch_s / self.epoch_s if self.epoch_s and other.epoch_s else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where entries come from
+
+
+def read_run(run: str | Path) -> tuple[Entry, Bill]:
+    """A run by its directory, by the registration that it made, or by its `summary.json`.
+
+    Raises:
+        ArtifactError: there is no summary, or it is of a version that had no bill.
+        StorageError: the store does not answer or refuses.
+    """
+    path = str(run) if str(run).endswith(".json") else storage.join(run, SUMMARY)
+    try:
+        content = json.loads(storage.read_bytes(path))
+        if "bill" not in content:
+            raise ArtifactError(
+                f"{path}: has no bill, as those of an earlier version; register the run again, or leave it out"
+            )
+        bill = Bill.model_validate(content["bill"])
+        accuracy, epochs = content["student"]["test"]["top1"], content["settings"]["distill"]["epochs"]
+    except (ObjectNotFoundError, FileNotFoundError, NotADirectoryError) as error:
+        raise ArtifactError(
+            f"{run}: has no {SUMMARY}; give the directory of a run that came to its end (`python -m trainer run` tells it)"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path}: is not the summary of a run ({error}); give the directory of a run") from error
+    return entry(_name(path), bill, accuracy=accuracy, epochs=epochs), bill
+
+
+def read_experiment(name: str) -> list[Entry]:
+    """The runs of an MLflow experiment that came to their end.
+
+    Raises:
+        TrackingError: nothing is tracked, there is no such experiment, or MLflow does not answer or refuses.
+        ArtifactError: no run of it has a bill, or a bill has no distillation.
+    """
+    runs = tracking.billed_runs(name)
+    if not runs:
+        raise ArtifactError(
+            f"experiment {name}: no run of it has a bill yet; a run has one when its stage register is done"
+        )
+    return [
+        entry(
+            run.name,
+            Bill.model_validate(run.bill),
+            accuracy=run.metrics.get("student/test/top1"),
+            epochs=float(run.params["distill.epochs"]) if "distill.epochs" in run.params else None,
+        )
+        for run in runs
+    ]
+
+
+def _name(path: str) -> str:
+    """The run's directory, also where its registration was given."""
+    folders = [part for part in path.split("/")[:-1] if part not in ("registration", ".")]
+    return folders[-1] if folders else path
+
+
+def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None) -> Entry:
+    """A run by its bill.
+
+    Raises:
+        ArtifactError: the bill has no distillation.
+    """
+    distill = bill.stage("distill")
+    if distill is None:
+        raise ArtifactError(f"{name}: its bill has no distillation; leave it out")
+    return Entry(
+        name=name,
+        place=distill.place,
+        seconds=sum(one.seconds for one in bill.stages if one.stage in STAGES),
+        iterations_per_second=distill.iterations_per_second,
+        images_per_second=distill.images_per_second,
+        accuracy=accuracy,
+        epochs=epochs,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+def rows(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
+    """Heading and a row for each run; columns of which nothing is known are left out.
+
+    Speeds are against the first run. The last column names the cheapest, the fastest and the most accurate run.
+    """
+    first = entries[0]
+    columns: Mapping[str, Callable[[Entry], str]] = {
+        "run": lambda one: one.name,
+        "where": lambda one: str(one.place or ""),
+        "it/s": lambda one: _number(one.iterations_per_second, ",.2f"),
+        "images/s": lambda one: _number(one.images_per_second, ",.0f"),
+        "accuracy": lambda one: _number(one.accuracy, ".2%"),
+        "epochs": lambda one: _number(one.epochs, ",g"),
+        "an epoch": lambda one: "" if one.epoch_s is None else duration_text(one.epoch_s),
+        "epoch speed": lambda one: _number(one.epoch_speed(first), ".2f", "x"),
+        "time": lambda one: duration_text(one.seconds),
+        "dollars": lambda one: dollars_text(one.dollars),
+        "$/point": lambda one: _number(one.dollars_a_point, ",.4f"),
+        "price of": lambda one: one.place.price.date if one.place and one.place.price else "",
+        "": lambda one: ", ".join(title for title, best in winners.items() if one is best),
+    }
+    winners = _winners(entries)
+    shown = {title: [cell(one) for one in entries] for title, cell in columns.items()}
+    kept = {title: cells for title, cells in shown.items() if any(cells)}
+    return [tuple(kept), *(tuple(cells[index] for cells in kept.values()) for index in range(len(entries)))]
+
+
+def _winners(entries: Sequence[Entry]) -> dict[str, Entry]:
+    """The best run of each kind, where they differ."""
+    known = {
+        "cheapest": [(one.dollars, one) for one in entries if one.dollars is not None],
+        "fastest": [(one.seconds, one) for one in entries],
+        "most accurate": [(-one.accuracy, one) for one in entries if one.accuracy is not None],
+    }
+    return {
+        title: min(pairs, key=lambda pair: pair[0])[1]
+        for title, pairs in known.items()
+        if len({value for value, _ in pairs}) > 1
+    }
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
+def lines(entries: Sequence[Entry]) -> list[str]:
+    """The table as text, with what it is of and what speaks against the prices."""
+    doubts = dict.fromkeys(one.place.price.doubt() for one in entries if one.place and one.place.price)
+    return [
+        *aligned(rows(entries), right=range(2, 11)),
+        "",
+        f"Time and dollars: {' and '.join(STAGES)}, with start-up and compilation. Rates: while it trained.",
+        *(f"  - {doubt}" for doubt in doubts if doubt),
+    ]
