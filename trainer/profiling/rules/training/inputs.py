@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
+from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
-from trainer.profiling.rules.training.causes import first_cause
 from trainer.profiling.schema import ContextRecord
 
 _GUESSING = 1.5

@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from trainer.profiling.evidence import Curve
+from trainer.profiling.rules.causes import first_cause, saving_after
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
-from trainer.profiling.rules.training.causes import first_cause, saving_after
 from trainer.profiling.rules.training.inputs import VANISHING_LOSS_TERM, WEAK_TEACHER
 from trainer.profiling.rules.training.weights import (
     EXPLODING_GRADIENTS,

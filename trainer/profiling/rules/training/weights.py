@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from trainer.profiling.rules.causes import first_cause, listed, saving_after
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
-from trainer.profiling.rules.training.causes import first_cause, listed, saving_after
 from trainer.profiling.rules.training.looks import Looks, looks_of
 from trainer.profiling.series import Series
 
