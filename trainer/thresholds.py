@@ -39,6 +39,8 @@ class CpuBottleneck(Thresholds):
     """Share of the samples in which that must be so."""
     waiting_share: Fraction = 0.15
     """Share of the steps' time that waits for data which the processor makes."""
+    own_share: Fraction = 0.5
+    """The same where the processes that train on a CPU load for themselves: there loading is a part of the work."""
 
 
 class IoBottleneck(Thresholds):
@@ -51,7 +53,9 @@ class IoBottleneck(Thresholds):
     share: Fraction = 0.5
     """Share of the samples in which that must be so."""
     waiting_share: Fraction = 0.15
-    """Share of the steps' time that waits for data while the cores have nothing to do."""
+    """Share of the steps' time that waits for data while the training and its loaders have nothing to do."""
+    loader_percent: NonNegativeFloat = 30.0
+    """Below this a loader process that is waited for waits itself, in percent of a core."""
 
 
 class LoaderWorkers(Thresholds):
@@ -63,22 +67,24 @@ class LoaderWorkers(Thresholds):
     """Fewer than this are too few where the training waits for data."""
     waiting_share: Fraction = 0.15
     """Share of the steps' time that waits for data."""
+    own_share: Fraction = 0.5
+    """The same where the processes that train on a CPU load for themselves."""
 
 
 class GpuMemoryGrowth(Thresholds):
     """Memory that grows from step to step."""
 
     growth: Fraction = 0.05
-    """Rise of the moving average after the warm-up, as a share."""
-    window: Positive = 10
-    """Samples of the moving average."""
+    """Rise after the warm-up, as a share."""
 
 
 class LoadBalance(Thresholds):
     """Processes that do not have the same to do."""
 
     distance: Fraction = 0.5
-    """Distance between the histograms of two devices' use (half the sum of absolute differences)."""
+    """Distance between the histograms of two GPUs' use (half the sum of absolute differences)."""
+    waiting_share: Fraction = 0.2
+    """Share of the steps' time that waits for whichever process has most to do."""
 
 
 class GpuUtilization(Thresholds):
@@ -148,6 +154,8 @@ class OwnOverhead(Thresholds):
 
     share: Fraction = 0.01
     """Share of the training's time."""
+    fewest_seconds: NonNegativeFloat = 60.0
+    """A shorter recording is not judged: what is done once weighs too much in it."""
 
 
 class VanishingGradients(Thresholds):

@@ -1,0 +1,280 @@
+"""The rules on the course of a training: how it starts, what interrupts its steps, what grows, and what watching it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.rules.causes import first_cause
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
+from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
+from trainer.profiling.rules.system.steps import Steps
+from trainer.profiling.schema import RankRecord
+from trainer.profiling.series import Rows, Series
+from trainer.profiling.summary import phase_of
+
+_AVOIDABLE: Mapping[str, str] = {
+    "compile": "keep compiled graphs between runs (TORCHINDUCTOR_CACHE_DIR on a volume that stays), or set compile=off",
+    "fetch": "keep inputs where the training runs (TRAINER_CACHE on a volume that stays), or in a nearer object store",
+}
+"""Part of the start-up that need not be -> what makes it short."""
+_PARTS = 6
+"""Parts of a training in each of which a leak shows."""
+_FEWEST_SAMPLES = 4 * _PARTS
+_STEADY = 0.2
+"""In each of them memory grows by at least this share of what it grows on average."""
+_MEMORY: Mapping[str, str] = {
+    "gpu_memory_allocated_bytes": "the GPU",
+    "process_private_bytes": "the process",
+    "process_rss_bytes": "the process",
+}
+"""Signal of memory that a training holds -> whose; the first of each owner that was recorded counts."""
+
+
+def _start_up(case: Case) -> Outcome:
+    record, limit_s = case.training.ranks[0].record, 60 * case.rules.start_up.largest_minutes
+    if record.first_step_s is None:
+        return NotJudged(reason="no step has ended")
+    parts = dict(record.startup)
+    if not parts:
+        return NotJudged(reason="the parts of the start-up were not recorded")
+    seconds = sum(parts.values())
+    told = ", ".join(f"{name} {_time(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
+    if seconds <= limit_s:
+        return Healthy(text=f"The first step ended after {_time(seconds)}: {told}.")
+    avoidable = {name: parts[name] for name in _AVOIDABLE if parts.get(name)}
+    advice = [_AVOIDABLE[name] for name in sorted(avoidable, key=lambda name: -avoidable[name])]
+    return Finding(
+        severity="warning",
+        confidence=0.9,
+        text=f"The first step ended only after {_time(seconds)}: {told}.",
+        advice=f"{'; '.join(advice)}.".capitalize() if advice else "Look at what the longest part waits for.",
+        saving=Saving(seconds=sum(avoidable.values()), reason=f"the parts {' and '.join(avoidable)}")
+        if avoidable
+        else None,
+        numbers={f"{name}_s": part for name, part in parts.items()},
+        window_s=(0.0, record.first_step_s),
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.1f} s"
+
+
+def _step_outliers(case: Case) -> Outcome:
+    limits = case.rules.step_outliers
+    steps = Steps(case, ignored=limits.ignored)
+    if steps.too_few:
+        return steps.too_few
+    seconds = _undisturbed(steps)
+    median, limit = float(np.median(seconds)), float(seconds.mean() + limits.sigmas * seconds.std())
+    far = np.flatnonzero(seconds > limit)
+    excess_s = float((seconds[far] - median).sum()) * steps.record.steps.kept_of
+    share = excess_s / max(steps.total_s, 1e-9)
+    told = f"{len(far)} of {len(steps)} steps took longer than {1e3 * limit:.3g} ms (median {1e3 * median:.3g} ms), which cost {share:.1%} of the steps' time"
+    if share <= limits.share:
+        return Healthy(text=f"{told}.")
+    other = first_cause(case, IO_BOTTLENECK, LOADER_WORKERS, CPU_BOTTLENECK, RECOMPILATION)
+    if other is not None:
+        return other
+    phase = _longer_phase(steps, far)
+    return Finding(
+        severity="warning",
+        confidence=0.7,
+        text=f"{told}; most of it in `{phase}`. The longest was step {int(steps.numbers[int(seconds.argmax())])}.",
+        advice=(
+            f"Look at what else happened at these steps: storage, other programs on the machine, garbage collection, or what `{phase}` does now and then."
+        ),
+        saving=Saving(seconds=excess_s, reason="these steps' time above the median"),
+        numbers={"outliers": float(len(far)), "limit_s": limit, "median_s": median, "excess_s": excess_s},
+        steps=(int(steps.numbers[far[0]]), int(steps.numbers[far[-1]])),
+    )
+
+
+def _undisturbed(steps: Steps) -> Series:
+    """Seconds of each step, [S], without the recorder's looks, and without the time in which a process had no core, or waited for one that had none."""
+    seconds = (steps.seconds - steps.phase("recorder")).min(axis=0)
+    delayed = np.nan_to_num(steps.column("host_delayed_seconds")).max(axis=0)
+    return np.asarray(seconds if steps.on_gpu else np.maximum(seconds - delayed, 0.0))
+
+
+def _longer_phase(steps: Steps, far: Rows) -> str:
+    """The phase that is longest in these steps against its median."""
+    phases = dict.fromkeys(phase_of(path) for path in steps.ranks[0].ranges if path != "recorder")
+
+    def excess(phase: str) -> float:
+        seconds = steps.phase(phase)[0]
+        return float((seconds[far] - np.median(seconds)).sum())
+
+    return max(phases, key=excess)
+
+
+def _memory_growth(case: Case) -> Outcome:
+    rank, limit = case.training.ranks[0], case.rules.gpu_memory_growth.growth
+    signals = {
+        owner: name
+        for name, owner in reversed(list(_MEMORY.items()))
+        if np.isfinite(rank.system.get(name, np.array([]))).any()
+    }
+    if not signals:
+        return NotJudged(reason="no memory was sampled")
+    looks = {owner: _levels(rank, name) for owner, name in signals.items()}
+    if all(levels is None for levels in looks.values()):
+        return NotJudged(reason=f"fewer than {_FEWEST_SAMPLES} samples of memory were taken after the warm-up")
+    for owner, levels in looks.items():
+        if levels is not None and _grows_steadily(levels, limit):
+            return _leak(rank, owner, levels)
+    told = " ".join(
+        f"Memory of {owner} went from {_mib(levels[0])} to {_mib(levels[-1])}."
+        for owner, levels in looks.items()
+        if levels is not None
+    )
+    return Healthy(text=told)
+
+
+def _levels(rank: RankEvidence, name: str) -> Series | None:
+    """Median of the signal in each part of the steps after their first quarter, which warms up; none where there are too few samples."""
+    values, ends = rank.system[name], rank.system["end_s"]
+    first = rank.record.first_step_s or 0.0
+    after = first + 0.25 * max(rank.record.ended_s - first, 0.0)
+    values = values[np.isfinite(values) & (ends >= after)]
+    if len(values) < _FEWEST_SAMPLES:
+        return None
+    return np.array([np.median(part) for part in np.array_split(values, _PARTS)])
+
+
+def _grows_steadily(levels: Series, limit: float) -> bool:
+    rises, whole = np.diff(levels), levels[-1] - levels[0]
+    return bool(whole > limit * levels[0] and rises.min() > _STEADY * whole / len(rises))
+
+
+def _leak(rank: RankEvidence, owner: str, levels: Series) -> Finding:
+    seconds = 0.75 * (rank.record.ended_s - (rank.record.first_step_s or 0.0)) * (_PARTS - 1) / _PARTS
+    an_hour = (levels[-1] - levels[0]) / max(seconds, 1e-9) * 3600
+    total = (
+        rank.system["gpu_memory_total_bytes"][-1]
+        if owner == "the GPU" and "gpu_memory_total_bytes" in rank.system
+        else rank.record.memory_bytes
+    )
+    left_h = max(0.0, float(total) - float(levels[-1])) / an_hour
+    return Finding(
+        severity="warning",
+        confidence=0.8,
+        text=(
+            f"Memory of {owner} grows all the time, from {_mib(levels[0])} to {_mib(levels[-1])} after the warm-up; at this rate it is full in "
+            f"{left_h:.1f} h."
+        ),
+        advice=(
+            "Look for what is kept from step to step: losses or outputs with their graphs in a list (detach them), a cache without a limit, "
+            "tensors on an object that lives on."
+        ),
+        saving=None,
+        numbers={"first_bytes": float(levels[0]), "last_bytes": float(levels[-1]), "bytes_an_hour": float(an_hour)},
+    )
+
+
+def _mib(value: float) -> str:
+    return f"{value / 2**20:.0f} MiB"
+
+
+def _recompilation(case: Case) -> Outcome:
+    record, after = case.training.ranks[0].record, case.rules.recompilation.after_steps
+    if not record.compilations:
+        return NotJudged(reason="nothing was compiled")
+    late = [one for one in record.compilations if one.step >= after]
+    graphs, seconds = sum(one.graphs for one in late), sum(one.seconds for one in late)
+    if not graphs:
+        return Healthy(
+            text=f"{sum(one.graphs for one in record.compilations)} graphs were compiled, all in the first {after} steps."
+        )
+    return Finding(
+        severity="warning",
+        confidence=0.9,
+        text=f"{graphs} graphs were compiled again after {after} steps (first after step {late[0].step}), which took {_time(seconds)}.",
+        advice=(
+            "Keep shapes and Python values that the model looks at the same from step to step (TORCH_LOGS=recompiles names the one that changed), "
+            "or set compile=off."
+        ),
+        saving=Saving(seconds=seconds, reason="the time inside of the compiler after these steps"),
+        numbers={"graphs": float(graphs), "seconds": seconds},
+        steps=(late[0].step, late[-1].step),
+    )
+
+
+def _own_overhead(case: Case) -> Outcome:
+    record, limits = case.training.ranks[0].record, case.rules.own_overhead
+    parts = {name: seconds for name, seconds in record.overhead.items() if seconds}
+    if not record.overhead:
+        return NotJudged(reason="what recording costs was not recorded")
+    if record.ended_s < limits.fewest_seconds:
+        return NotJudged(
+            reason=f"the recording lasts {_time(record.ended_s)}; from {_time(limits.fewest_seconds)} on, what it costs once no longer counts"
+        )
+    seconds, share = sum(parts.values()), _overhead_share(record)
+    told = ", ".join(f"{name} {_time(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
+    if share <= limits.share:
+        return Healthy(text=f"Recording cost {share:.2%} of the training's time: {told}.")
+    return Finding(
+        severity="warning",
+        confidence=0.9,
+        text=f"Recording cost {share:.1%} of the training's time ({_time(seconds)}): {told}.",
+        advice="Look more rarely: evidence.tensors_every or evidence.tensors_budget, evidence.system_interval_s, evidence.operators_steps.",
+        saving=Saving(seconds=seconds - limits.share * record.ended_s, reason="what it costs above the limit"),
+        numbers={f"{name}_s": part for name, part in parts.items()} | {"share": share},
+    )
+
+
+def _overhead_share(record: RankRecord) -> float:
+    return sum(record.overhead.values()) / max(record.ended_s, 1e-9)
+
+
+START_UP = Rule(
+    name="start_up",
+    kind="system",
+    title="Start-up",
+    needs="the parts of the start-up",
+    fires="the first step ended later than `largest_minutes` after the process began, or after the end of the training before it",
+    advises="a cache of compiled graphs, inputs near the machine",
+    judge=_start_up,
+)
+RECOMPILATION = Rule(
+    name="recompilation",
+    kind="system",
+    title="Recompilation",
+    needs="when graphs were compiled",
+    fires="a graph was compiled after more than `after_steps` steps",
+    advises="shapes and values that stay the same, or no compilation",
+    judge=_recompilation,
+)
+STEP_OUTLIERS = Rule(
+    name="step_outliers",
+    kind="system",
+    title="Step outliers",
+    needs="the duration of the steps, and how long the training's thread had no core",
+    fires=(
+        "steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than `share` of the steps' time; "
+        "not where another finding explains them, nor where other programs took the core"
+    ),
+    advises="what to look for, and in which phase",
+    judge=_step_outliers,
+)
+MEMORY_GROWTH = Rule(
+    name="gpu_memory_growth",
+    kind="system",
+    title="Memory growth",
+    needs="samples of the memory that torch has allocated on the GPU, and of the process's own memory",
+    fires="either grows by more than `growth` after the first quarter of the training, and in every part of the rest",
+    advises="what keeps graphs or tensors",
+    judge=_memory_growth,
+)
+OWN_OVERHEAD = Rule(
+    name="own_overhead",
+    kind="system",
+    title="Own overhead",
+    needs="what the recorder measures of itself, in recordings of at least `fewest_seconds`",
+    fires="recording takes more than `share` of the training's time",
+    advises="rarer looks",
+    judge=_own_overhead,
+)

@@ -1,0 +1,317 @@
+"""The rules on loading: whether the training waits for its batches, and on what their making waits.
+
+One diagnosis serves three rules, so that one cause has one finding: storage (`io_bottleneck`), too few or too many loader processes for the
+cores (`loader_workers`), or cores that are busy already (`cpu_bottleneck`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
+from trainer.profiling.rules.system.steps import Steps, usual
+from trainer.profiling.series import Series
+from trainer.profiling.summary import is_core
+
+Cause = Literal["storage", "processor", "nothing"]
+"""What batches that are waited for wait for."""
+_MARGIN = 1.25
+"""Loader processes together should be this much faster than the step, for rates vary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What a process waits for its batches in a usual step; seconds."""
+
+    step_s: float
+    waiting_s: float
+    """For its next batch, or while it makes it itself."""
+    computing_s: float
+    """Of that, while a processor made it."""
+    workers: int
+    """Loader processes beside each training process."""
+    per_core: float
+    """Training and loader processes of the machine for each of its cores."""
+    itself: bool
+    """Whether the processor that trains makes the batches, too."""
+
+    @property
+    def storage_s(self) -> float:
+        """Of the waiting, while nothing was computed."""
+        return self.waiting_s - self.computing_s
+
+    @property
+    def cause(self) -> Cause:
+        """What most of the waiting is for."""
+        if not self.waiting_s:
+            return "nothing"
+        return "storage" if self.storage_s > self.computing_s else "processor"
+
+    def share(self, seconds: float) -> float:
+        """As a share of the step."""
+        return seconds / self.step_s
+
+    def workers_that_keep_up(self) -> int:
+        """Loader processes beside each training process with which it would not wait, by the rate of now."""
+        making_s = self.workers * self.step_s if self.workers else self.waiting_s
+        return max(self.workers + 1, math.ceil(_MARGIN * making_s / max(self.step_s - self.waiting_s, 1e-9)))
+
+
+def diagnose(steps: Steps, *, busy_loader_percent: float) -> Loading:
+    """How the process that waits as long as most others loads.
+
+    Args:
+        steps: of the training.
+        busy_loader_percent: above this a loader process computes, in percent of a core.
+    """
+    data, seconds = usual(steps.phase("data")), usual(steps.seconds)
+    number = int(np.argsort(data / seconds)[(len(data) - 1) // 2])
+    rank = steps.ranks[number]
+    workers = rank.record.workers or 0
+    waiting_s, step_s = float(data[number]), float(seconds[number])
+    own_s = min(float(usual(np.nan_to_num(steps.column("host_data_cpu_seconds")))[number]), waiting_s)
+    if workers:
+        waiting_s -= own_s  # taking a batch over is no waiting
+        computing_s = waiting_s * _loaders_compute(rank, workers, busy_loader_percent)
+    else:
+        computing_s = waiting_s * _computes(steps, number)
+    return Loading(
+        step_s=step_s,
+        waiting_s=waiting_s,
+        computing_s=computing_s,
+        workers=workers,
+        per_core=steps.processes_here() * (1 + workers) / rank.record.cores,
+        itself=not workers and not steps.on_gpu,
+    )
+
+
+def _computes(steps: Steps, number: int) -> float:
+    """Share of the time in `data` in which the process computed, against what it computes elsewhere: other programs slow both."""
+    names = ("host_seconds", "host_data_seconds", "host_cpu_seconds", "host_data_cpu_seconds")
+    step, data, step_cpu, data_cpu = (float(steps.column(name)[number].sum()) for name in names)
+    if not data or math.isnan(step_cpu + data_cpu):
+        return 1.0
+    elsewhere = (step_cpu - data_cpu) / max(step - data, 1e-9)
+    return min(1.0, data_cpu / data / max(elsewhere, 1e-9))
+
+
+def _loaders_compute(rank: RankEvidence, workers: int, busy_percent: float) -> bool:
+    """Whether loader processes that are waited for compute; assumed where it is not known."""
+    percent = _finite(rank, "loaders_cpu_percent")
+    return not len(percent) or float(np.median(percent)) / workers >= busy_percent
+
+
+def _finite(rank: RankEvidence, name: str) -> Series:
+    values = rank.system.get(name, np.array([]))
+    return values[np.isfinite(values)]
+
+
+def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gpu_below: float) -> float:
+    """Share of the samples in which a signal was above a limit and the GPU below another; 0 where either was not sampled."""
+    gpu = rank.system.get("gpu_percent")
+    if signal is None or gpu is None or not len(gpu):
+        return 0.0
+    return float(np.mean((signal > above) & (gpu < gpu_below)))
+
+
+def _busiest_core(rank: RankEvidence) -> Series | None:
+    """Percent of the busiest core in each sample; none where the machine's cores were not sampled."""
+    cores = [values for name, values in rank.system.items() if is_core(name)]
+    return np.max(cores, axis=0) if cores else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+
+
+def _io_bottleneck(case: Case) -> Outcome:
+    steps, limits = Steps(case), case.rules.io_bottleneck
+    if steps.too_few:
+        return steps.too_few
+    loading = diagnose(steps, busy_loader_percent=limits.loader_percent)
+    share = loading.share(loading.storage_s)
+    sampled = _gpu_idles_while(
+        steps.ranks[0], steps.ranks[0].system.get("iowait_percent"), limits.iowait_percent, limits.gpu_percent
+    )
+    if loading.cause == "storage" and share > limits.waiting_share:
+        text = f"{_told(loading, share, loading.storage_s)} that storage has to give: nobody computes meanwhile."
+    elif sampled > limits.share:
+        share = sampled
+        text = f"In {sampled:.0%} of the samples the GPU was idle while the cores waited for storage."
+    else:
+        return Healthy(text=f"{share:.0%} of a step waits for storage ({_ms(loading.storage_s)}).")
+    return Finding(
+        severity="warning",
+        confidence=0.9 if loading.workers == 0 else 0.8,
+        text=text,
+        advice=(
+            f"Let more loader processes wait at the same time (data.workers={loading.workers_that_keep_up()}; waiting needs no core), or put "
+            "the prepared data set on a disk of the machine."
+        ),
+        saving=Saving(seconds=share * steps.total_s, reason="the steps without that waiting"),
+        numbers={"waiting_share": share, "storage_s": loading.storage_s, "step_s": loading.step_s},
+        steps=steps.span,
+    )
+
+
+def _loader_workers(case: Case) -> Outcome:
+    steps, limits = Steps(case), case.rules.loader_workers
+    if steps.too_few:
+        return steps.too_few
+    loading = diagnose(steps, busy_loader_percent=case.rules.io_bottleneck.loader_percent)
+    waits = _waits_for_processor(loading, limits.waiting_share, limits.own_share)
+    if loading.per_core < limits.fewest_per_core and waits:
+        return _too_few(loading, steps)
+    if loading.per_core > limits.most_per_core and (waits or loading.cause != "storage"):
+        return _too_many(loading, steps, waits=waits)
+    return Healthy(text=f"{_processes(loading)}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
+
+
+def _too_few(loading: Loading, steps: Steps) -> Finding:
+    share = loading.share(loading.computing_s)
+    most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
+    wanted = max(loading.workers + 1, min(loading.workers_that_keep_up(), most))
+    return Finding(
+        severity="warning",
+        confidence=0.8,
+        text=f"{_told(loading, share, loading.computing_s)} that processors make, and cores are free: {_processes(loading)}.",
+        advice=f"Let more processes load: data.workers={wanted}.",
+        saving=Saving(
+            seconds=share * steps.total_s * min(1.0, wanted / loading.workers_that_keep_up()),
+            reason="the waiting that so many loader processes hide, at the rate of now",
+        ),
+        numbers=_numbers(loading, share),
+        steps=steps.span,
+    )
+
+
+def _too_many(loading: Loading, steps: Steps, *, waits: bool) -> Finding:
+    share = loading.share(loading.computing_s)
+    wanted = max(0, steps.record.cores // steps.processes_here() - 1)
+    waiting = f"{_told(loading, share, loading.computing_s)}, and" if waits else "There are more processes than cores:"
+    return Finding(
+        severity="warning" if waits else "note",
+        confidence=0.7 if waits else 0.5,
+        text=f"{waiting} {_processes(loading)}: they take the cores from one another, and memory.",
+        advice=f"Let fewer processes load: data.workers={wanted}, or auto, which measures how many keep up.",
+        saving=Saving(seconds=share * steps.total_s, reason="the waiting for data") if waits else None,
+        numbers=_numbers(loading, share),
+        steps=steps.span,
+    )
+
+
+def _cpu_bottleneck(case: Case) -> Outcome:
+    steps, limits, processes = Steps(case), case.rules.cpu_bottleneck, case.rules.loader_workers
+    if steps.too_few:
+        return steps.too_few
+    loading = diagnose(steps, busy_loader_percent=case.rules.io_bottleneck.loader_percent)
+    share = loading.share(loading.computing_s)
+    sampled = _gpu_idles_while(steps.ranks[0], _busiest_core(steps.ranks[0]), limits.busy_percent, limits.gpu_percent)
+    if _waits_for_processor(loading, limits.waiting_share, limits.own_share):
+        if not processes.fewest_per_core <= loading.per_core <= processes.most_per_core:
+            return NotJudged(
+                reason=f"the number of loader processes comes first (loader_workers): {_processes(loading)}"
+            )
+        text = f"{_told(loading, share, loading.computing_s)} that processors make, and none is free: {_processes(loading)}."
+    elif sampled > limits.share and loading.share(loading.waiting_s) <= limits.waiting_share:
+        share = sampled
+        text = f"In {sampled:.0%} of the samples a core was busy and the GPU idle, though batches were ready."
+    else:
+        return Healthy(
+            text=f"{share:.0%} of a step waits for batches that processors make ({_ms(loading.computing_s)})."
+        )
+    return Finding(
+        severity="warning",
+        confidence=0.8,
+        text=text,
+        advice=_cheaper_batches(steps),
+        saving=Saving(seconds=share * steps.total_s, reason="the steps if batches were always ready"),
+        numbers=_numbers(loading, share),
+        steps=steps.span,
+    )
+
+
+def _cheaper_batches(steps: Steps) -> str:
+    if steps.on_gpu:
+        return (
+            "Let the GPU make the views (data.views_on=device) and decode (data.decode_on=cuda), store smaller images (data.image_size), or take "
+            "machines with more cores for each GPU."
+        )
+    return "Store smaller images (data.image_size), which are cheaper to decode, or take a machine with more cores."
+
+
+def _waits_for_processor(loading: Loading, waiting_share: float, own_share: float) -> bool:
+    limit = own_share if loading.itself else waiting_share
+    return loading.cause == "processor" and loading.share(loading.computing_s) > limit
+
+
+def _told(loading: Loading, share: float, seconds: float) -> str:
+    verb = "goes into batches" if loading.itself else "waits for batches"
+    return f"{share:.0%} of each step ({_ms(seconds)} of {_ms(loading.step_s)}) {verb}"
+
+
+def _processes(loading: Loading) -> str:
+    beside = (
+        "no loader process"
+        if not loading.workers
+        else f"{loading.workers} loader process{'es' * (loading.workers > 1)}"
+    )
+    return f"{beside} beside each training process, {loading.per_core:.1f} processes for each core"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _numbers(loading: Loading, share: float) -> dict[str, float]:
+    return {
+        "waiting_share": share,
+        "step_s": loading.step_s,
+        "workers": float(loading.workers),
+        "processes_per_core": loading.per_core,
+    }
+
+
+IO_BOTTLENECK = Rule(
+    name="io_bottleneck",
+    kind="system",
+    title="I/O bottleneck",
+    needs="phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait",
+    fires=(
+        "more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute (those below "
+        "`loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below `gpu_percent`) in "
+        "more than `share` of the samples"
+    ),
+    advises="more loader processes, which wait at the same time; the data set on a disk of the machine",
+    judge=_io_bottleneck,
+)
+LOADER_WORKERS = Rule(
+    name="loader_workers",
+    kind="system",
+    title="Loader workers",
+    needs="how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck",
+    fires=(
+        "there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while more than "
+        "`waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself)"
+    ),
+    advises="the number of loader processes that keeps up, as far as there are cores",
+    judge=_loader_workers,
+)
+CPU_BOTTLENECK = Rule(
+    name="cpu_bottleneck",
+    kind="system",
+    title="CPU bottleneck",
+    needs="phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU",
+    fires=(
+        "more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself), "
+        "and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below `gpu_percent`) in "
+        "more than `share` of the samples"
+    ),
+    advises="views and decoding on the GPU, smaller stored images, more cores",
+    judge=_cpu_bottleneck,
+)

@@ -1,0 +1,198 @@
+"""The rules on training processes beside one another: who waits for whom, and for what.
+
+A process's own work is what it does before it has to wait for the others' gradients: everything but the backward pass. Shapes: R
+processes, S steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
+from trainer.profiling.rules.system.steps import Steps, share_of_cpu, usual
+from trainer.profiling.series import Series
+
+_BLOCKS = 5
+"""A straggler is slower in all but one of so many parts of the training."""
+_BINS = 10
+
+
+def _judgeable(case: Case, steps: Steps) -> NotJudged | None:
+    """Why processes can not be compared, if they can not."""
+    if steps.record.world_size == 1:
+        return NotJudged(reason="one process trains alone")
+    if case.live:
+        return NotJudged(reason="while a training runs, only one process's record is at hand")
+    return steps.too_few
+
+
+def own_work(steps: Steps) -> Series:
+    """Seconds of each process's own work in each step, [R, S], as if no other program had taken its core."""
+    waiting = ("backward", "recorder", "optimizer") if _is_sharded(steps) else ("backward", "recorder")
+    own = steps.seconds - steps.phase(*waiting)
+    return own if steps.on_gpu else own * share_of_cpu(steps)[:, None]
+
+
+def _is_sharded(steps: Steps) -> bool:
+    """Whether processes exchange weights in the optimiser, too."""
+    return bool(steps.record.context.settings.get("zero", False))
+
+
+def _stragglers(case: Case) -> Outcome:
+    steps = Steps(case)
+    unjudgeable = _judgeable(case, steps)
+    if unjudgeable:
+        return unjudgeable
+    limit, own = case.rules.stragglers.slower, own_work(steps)
+    means = usual(own)
+    slowest = int(means.argmax())
+    behind_s = _behind(own, slowest)
+    share = behind_s / steps.step_s
+    blocks = [_behind(block, slowest) > limit / 2 * steps.step_s for block in np.array_split(own, _BLOCKS, axis=1)]
+    record = steps.ranks[slowest].record
+    told = (
+        f"process {slowest} on {record.host} takes {1e3 * means[slowest]:.3g} ms a step for its own work, the others "
+        f"{1e3 * (means[slowest] - behind_s):.3g} ms: {share:.0%} of the step"
+    )
+    if share <= limit or sum(blocks) < _BLOCKS - 1:
+        return Healthy(text=f"Slowest: {told}.")
+    phase = _slower_phase(steps, slowest)
+    return Finding(
+        severity="warning",
+        confidence=0.9,
+        text=f"The others wait for one: {told}. Most of it is in `{phase}`.",
+        advice=(
+            f"Look at {record.host} (other programs, a throttled or broken device, slow storage), replace that node, and keep pools to machines of one kind."
+        ),
+        saving=Saving(seconds=share * steps.total_s, reason="the time that the others wait in each step"),
+        numbers={"rank": float(slowest), "behind_s": behind_s, "step_s": steps.step_s},
+        steps=steps.span,
+    )
+
+
+def _behind(own: Series, number: int) -> float:
+    """Seconds by which a process is slower than the others' median, in a usual step."""
+    means = usual(own)
+    return float(means[number] - np.median(np.delete(means, number)))
+
+
+def _slower_phase(steps: Steps, number: int) -> str:
+    phases = ("data", "to_device", "teacher_forward", "forward", "optimizer", "other")
+    return max(phases, key=lambda phase: _behind(steps.phase(phase), number))
+
+
+def _load_balance(case: Case) -> Outcome:
+    steps, limits = Steps(case), case.rules.load_balance
+    unjudgeable = _judgeable(case, steps)
+    if unjudgeable:
+        return unjudgeable
+    if isinstance(_stragglers(case), Finding):
+        return NotJudged(reason="one process is slower than the others, which comes first (stragglers)")
+    waiting_s, distance = _alternating(steps), _distance(steps)
+    share = waiting_s / steps.step_s
+    told = f"{share:.0%} of each step ({1e3 * waiting_s:.3g} ms) is waiting for whichever process has most to do"
+    if distance is not None:
+        told += f"; the histograms of the GPUs' use are {distance:.2f} apart"
+    if share <= limits.waiting_share and (distance is None or distance <= limits.distance):
+        return Healthy(text=f"{told[0].upper()}{told[1:]}.")
+    return Finding(
+        severity="warning",
+        confidence=0.7,
+        text=f"The processes do not have the same to do: {told}.",
+        advice="Give every process the same work in each step: images of one size (data.image_size), and no branch in model or objective that depends on the batch or the process.",
+        saving=Saving(seconds=share * steps.total_s, reason="the steps if the work of each were spread evenly"),
+        numbers={"waiting_share": share} | ({} if distance is None else {"distance": distance}),
+        steps=steps.span,
+    )
+
+
+def _alternating(steps: Steps) -> float:
+    """Seconds of a usual step in which the processes wait for one that is not always the same."""
+    own = own_work(steps)
+    own = np.minimum(own, np.percentile(own, 95, axis=1, keepdims=True))
+    return float(own.max(axis=0).mean() - own.mean(axis=1).max())
+
+
+def _distance(steps: Steps) -> float | None:
+    """Largest distance between the histograms of two GPUs' use: half the sum of absolute differences."""
+    samples = [rank.system.get("gpu_percent") for rank in steps.ranks]
+    shares = [
+        np.histogram(values[np.isfinite(values)], bins=_BINS, range=(0, 100))[0] / max(1, np.isfinite(values).sum())
+        for values in samples
+        if values is not None and len(values)
+    ]
+    if len(shares) < 2:
+        return None
+    return max(float(np.abs(one - other).sum() / 2) for one in shares for other in shares)
+
+
+def _communication(case: Case) -> Outcome:
+    steps, limit = Steps(case), case.rules.communication.share
+    if steps.record.world_size == 1:
+        return NotJudged(reason="one process trains alone")
+    if steps.too_few:
+        return steps.too_few
+    measured = [rank.record.communication for rank in steps.ranks]
+    if any(record is None for record in measured):
+        return NotJudged(
+            reason=f"how long gradients travel was not measured: {steps.record.missing.get('communication', 'too few steps')}"
+        )
+    exposed = np.array([max(0.0, record.exchange_s - record.hidden_s) for record in measured if record is not None])
+    # Who waits for a slower process does so in the exchange; the process that all wait for waits for nothing but the network.
+    seconds = float(np.maximum(exposed - _waiting(steps), 0).min())
+    share = seconds / steps.step_s
+    told = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms)"
+    if share <= limit:
+        return Healthy(text=f"{told} waits for gradients that travel.")
+    return Finding(
+        severity="warning",
+        confidence=0.8,
+        text=f"{told} waits for gradients that travel between {steps.record.world_size} processes, with nothing to compute meanwhile.",
+        advice=(
+            "Halve the bytes (gradient_compression=bf16), exchange more rarely (a larger batch_size, or more accumulation at the same memory), or train on "
+            "fewer nodes, or ones with a faster network."
+        ),
+        saving=Saving(seconds=share * steps.total_s, reason="the steps if computation hid the exchange"),
+        numbers={"communication_share": share, "exposed_s": seconds, "step_s": steps.step_s},
+        steps=steps.span,
+    )
+
+
+def _waiting(steps: Steps) -> Series:
+    """Seconds of a usual step in which each process waits for the slowest one's own work, [R]."""
+    own = steps.seconds - steps.phase("backward", "recorder")
+    return np.asarray((own.max(axis=0) - own).mean(axis=1))
+
+
+STRAGGLERS = Rule(
+    name="stragglers",
+    kind="system",
+    title="Stragglers",
+    needs="all processes' steps, after the training",
+    fires="a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the step, all the time",
+    advises="another node; the phase that is slower",
+    judge=_stragglers,
+    live=False,
+)
+LOAD_BALANCE = Rule(
+    name="load_balance",
+    kind="system",
+    title="Load balance",
+    needs="all processes' steps and, on GPUs, their use, after the training",
+    fires=(
+        "waiting for whichever process has most to do takes more than `waiting_share` of the step, or the histograms of two GPUs' use are more than "
+        "`distance` apart; a process that is always the slowest is a straggler instead"
+    ),
+    advises="the same work for every process",
+    judge=_load_balance,
+    live=False,
+)
+COMMUNICATION = Rule(
+    name="communication",
+    kind="system",
+    title="Communication",
+    needs="DistributedDataParallel's own times of the exchange of gradients",
+    fires="the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower processes",
+    advises="fewer bytes, fewer exchanges, a faster network",
+    judge=_communication,
+)
