@@ -20,7 +20,7 @@ h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: .5rem 0 1rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .8rem .3rem 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--soft); font-weight: 600; } td.number, th.number { text-align: right; }
+th { color: var(--soft); font-weight: 600; } td.number { text-align: right; } .number, .short { white-space: nowrap; }
 figure { margin: .5rem 0 1rem; } figcaption { color: var(--soft); font-size: .9rem; }
 details { margin: .5rem 0 1rem; } summary { cursor: pointer; color: var(--accent); }
 img, svg { max-width: 100%; height: auto; } img.pixels { image-rendering: pixelated; }
@@ -28,6 +28,9 @@ code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .9em
 @media print { body { max-width: none; padding: 0; } h2, h3 { break-after: avoid; } figure, tr { break-inside: avoid; }
   details::details-content { content-visibility: visible; block-size: auto; } }
 """
+
+_SHORT = 18
+"""Characters of a cell that is not broken into lines."""
 
 
 def escape(text: object) -> str:
@@ -79,7 +82,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _cell(value: object) -> str:
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     text = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    return f'<td class="number">{escape(text)}</td>' if numeric else f"<td>{escape(text)}</td>"
+    style = ' class="number"' if numeric else ' class="short"' if len(text) <= _SHORT else ""
+    return f"<td{style}>{escape(text)}</td>"
 
 
 def picture(content: bytes, caption: str, *, media_type: str = "image/png", pixels: bool = False) -> str:

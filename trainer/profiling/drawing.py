@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer.html import escape
 from trainer.profiling.series import Series
 from trainer.profiling.words import short
+
+Chosen = NDArray[np.bool_]
 
 WIDTH = 1040
 BINS = 240
@@ -24,7 +27,11 @@ PLOT = WIDTH - _LEFT - _RIGHT
 """Width of the part with data in drawings that have labels on the left."""
 _HEAT_LEVELS = 10
 _MOST_HEAT_ROWS = 48
+_WITH_GAPS = 8
+"""Rows of cells that are higher are drawn apart from one another."""
 _ROW = 26
+_NARROW_ROW = 15
+_MANY_ROWS = 16
 
 COLOURS: Mapping[str, tuple[str, str]] = {
     "data": ("#e08214", "#f2a65a"),
@@ -38,6 +45,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "checkpoint": ("#cf5f83", "#ec8fab"),
     "profiler": ("#8d6e63", "#b59a8f"),
     "recorder": ("#6a7f2f", "#b3c46a"),
+    "lost": ("#c0392b", "#e8776b"),
     "between": ("#d3d9e2", "#3b4553"),
     "named": ("#5f6b8a", "#a4aecb"),
 }
@@ -56,7 +64,8 @@ def _style() -> str:
         "svg .whisker{stroke:var(--ink);stroke-width:1.5;opacity:.75}svg .bar{fill:var(--accent)}svg .panel{fill:var(--panel)}"
         "svg .line{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}"
         ".s0{stroke:var(--accent);background:var(--accent)}.s1{stroke:var(--data);background:var(--data)}"
-        ".heat{fill:var(--accent)}.legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;margin:.35rem 0 .8rem;font-size:.9rem}"
+        ".heat{stroke:var(--accent)}.scale{fill:var(--accent)}.broken{stroke:var(--bad)}svg .small{font-size:9.5px;fill:var(--soft)}"
+        ".legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;margin:.35rem 0 .8rem;font-size:.9rem}"
         ".legend i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}"
         ".tiles{display:flex;flex-wrap:wrap;gap:.75rem;margin:.75rem 0 1.25rem}"
         ".tile{background:var(--panel);border-radius:8px;padding:.6rem .9rem;min-width:9.5rem;flex:1}"
@@ -191,24 +200,26 @@ def _value_axis(most: float, length: float, height: float, unit: str) -> str:
     for tick in ticks(0, most, 6):
         x = _LEFT + tick / most * length
         content.append(line(x, 0, x, height, "grid") + text(x, height + 15, short(tick), "soft mid"))
-    content.append(text(_LEFT + length + 18, height + 15, unit, "soft"))
+    content.append(text(_LEFT + length + 26, height + 15, unit, "soft"))
     return "".join(content)
 
 
 def stacked_rows(rows: Sequence[tuple[str, Sequence[Part], str]], most: float, unit: str, title: str) -> str:
     """One stacked bar a row on a common scale: (label, parts whose `share` is an amount, note)."""
     length = PLOT - 190
-    height = _ROW * len(rows)
+    row = _ROW if len(rows) <= _MANY_ROWS else _NARROW_ROW
+    height, gap = row * len(rows), row / 6
     content = [_value_axis(most, length, height, unit)]
     for index, (label, parts, note) in enumerate(rows):
-        y, x = index * _ROW, float(_LEFT)
-        content.append(text(_LEFT - 10, y + 17, label, "end"))
+        y, x = index * row, float(_LEFT)
+        baseline = y + row / 2 + 4
+        content.append(text(_LEFT - 10, baseline, label, "end"))
         for part in parts:
             width = part.share / most * length
             hint = f"{part.label}: {short(part.share)} {unit}"
-            content.append(rectangle(x, y + 4, width - 0.5, _ROW - 8, colour_class(part.name), hint))
+            content.append(rectangle(x, y + gap, width - 0.5, row - 2 * gap, colour_class(part.name), hint))
             x += width
-        content.append(text(_LEFT + length + 18, y + 17, note, "soft"))
+        content.append(text(_LEFT + length + 18, baseline, note, "soft"))
     return figure(height + 34, "".join(content), title)
 
 
@@ -354,27 +365,96 @@ def heat_lane(title: str, unit: str, percent: Series) -> Lane:
     starts = range(0, len(percent), group)
     rows = np.stack([percent[start : start + group].mean(axis=0) for start in starts])
     row_height = max(5, min(16, 160 // len(rows)))
-    levels = np.where(np.isfinite(rows), np.round(np.nan_to_num(rows) / 100 * _HEAT_LEVELS), 0).astype(int)
-    column = PLOT / rows.shape[1]
-    content = [rectangle(0, 0, PLOT, row_height * len(rows), "panel")]
-    for level in range(1, _HEAT_LEVELS + 1):
-        cells = "".join(_runs(levels[row] == level, row * row_height, row_height - 1) for row in range(len(rows)))
-        if cells:
-            place = f'transform="scale({column:.4f} 1)" opacity="{level / _HEAT_LEVELS:.1f}"'
-            content.append(f'<path class="heat" shape-rendering="crispEdges" {place} d="{cells}"/>')
+    content = [rectangle(0, 0, PLOT, row_height * len(rows), "panel"), _cells(rows / 100, PLOT, row_height)]
     every = max(1, math.ceil(12 / row_height))
     content.extend(
         text(-7, row * row_height + row_height / 2 + 4, row * group, "soft end") for row in range(0, len(rows), every)
     )
-    grouped = f", {group} cores a row" if group > 1 else ""
+    grouped = f", {group} a row" if group > 1 else ""
     return Lane(title=title, unit=unit + grouped, height=max(34, row_height * len(rows)), content="".join(content))
 
 
-def _runs(chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], y: int, height: int) -> str:
-    """Neighbouring chosen cells of a row as one rectangle each."""
-    steps = np.diff(np.concatenate(([0], chosen.astype(int), [0])))
-    starts, ends = np.flatnonzero(steps == 1).tolist(), np.flatnonzero(steps == -1).tolist()
-    return "".join(f"M{a} {y}h{b - a}v{height}h{a - b}z" for a, b in zip(starts, ends, strict=True))
+def _cells(shares: Series, width: float, row_height: float) -> str:
+    """A matrix [rows, columns] of shares from 0 to 1 as cells, the stronger the higher; unknown ones are left out."""
+    levels = np.where(np.isfinite(shares), np.round(np.nan_to_num(shares) * _HEAT_LEVELS), 0).astype(int)
+    content = []
+    for level in range(1, _HEAT_LEVELS + 1):
+        content.append(_runs(levels == level, width, row_height, f'class="heat" opacity="{level / _HEAT_LEVELS:.1f}"'))
+    return "".join(content)
+
+
+def _runs(chosen: Chosen, width: float, row_height: float, style: str) -> str:
+    """Neighbouring chosen cells of a row as one thick line each, which is the shortest way to say it."""
+    lines: list[str] = []
+    for row, cells in enumerate(chosen):
+        steps = np.diff(np.concatenate(([0], cells.astype(int), [0])))
+        starts, ends = np.flatnonzero(steps == 1).tolist(), np.flatnonzero(steps == -1).tolist()
+        y = f"{(row + 0.5) * row_height:g}"
+        lines.extend(f"M{start} {y}h{end - start}" for start, end in zip(starts, ends, strict=True))
+    if not lines:
+        return ""
+    place = (
+        f'transform="scale({width / chosen.shape[1]:.4f} 1)" stroke-width="{row_height - (row_height > _WITH_GAPS):g}"'
+    )
+    return f'<path {style} fill="none" shape-rendering="crispEdges" {place} d="{"".join(lines)}"/>'
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatMap:
+    """A matrix as colours."""
+
+    labels: Sequence[str]
+    """Of the rows."""
+    shares: Series
+    """[rows, columns] from 0 to 1 on the scale; NaN where unknown."""
+    marked: Chosen
+    """[rows, columns]: cells in the colour of what is broken."""
+    columns: Sequence[str]
+    """Label of each column, of which as many are shown as there is room for."""
+    low: str
+    """What 0 on the scale is."""
+    high: str
+    unit: str
+    """What the columns are."""
+
+
+def heat_map(chart: HeatMap, title: str) -> str:
+    """A whole drawing of a matrix, with its scale below."""
+    row_height = 14 if len(chart.labels) <= 24 else 11
+    height, column = row_height * len(chart.labels), PLOT / len(chart.columns)
+    cells = _cells(chart.shares, PLOT, row_height)
+    broken = _runs(chart.marked, PLOT, row_height, 'class="broken"')
+    content = [
+        f'<g transform="translate({_LEFT} 0)">{rectangle(0, 0, PLOT, height, "panel")}{cells}{broken}</g>',
+        *(
+            text(_LEFT - 8, (row + 0.5) * row_height + 4, _fitting(label), "small end")
+            for row, label in enumerate(chart.labels)
+        ),
+    ]
+    every = max(1, math.ceil(54 / column))
+    for index in range(0, len(chart.columns), every):
+        content.append(text(_LEFT + (index + 0.5) * column, height + 15, chart.columns[index], "soft mid"))
+    content.append(text(_LEFT - 8, height + 15, chart.unit, "soft end"))
+    content.append(_scale(chart, height + 24))
+    return figure(height + 42, "".join(content), title)
+
+
+def _fitting(label: str, characters: int = 26) -> str:
+    """The end of a label that is too long: the numbers of blocks stand there."""
+    return label if len(label) <= characters else f"…{label[1 - characters :]}"
+
+
+def _scale(chart: HeatMap, y: float) -> str:
+    cell, levels = 16, range(1, _HEAT_LEVELS + 1)
+    middle = _LEFT + PLOT / 2 - cell * _HEAT_LEVELS / 2
+    content = [text(middle - 8, y + 11, chart.low, "soft end")]
+    for level in levels:
+        x = middle + (level - 1) * cell
+        content.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{cell}" height="12" class="scale" opacity="{level / _HEAT_LEVELS:.1f}"/>'
+        )
+    content.append(text(middle + cell * _HEAT_LEVELS + 8, y + 11, chart.high, "soft"))
+    return "".join(content)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,10 +79,15 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> st
     findings = found(given)
     if findings:
         return _of_finding(findings, {summary.name: summary for summary in summaries})
-    judged = sum(isinstance(one.outcome, Healthy) for one in given)
-    unjudged = sum(isinstance(one.outcome, NotJudged) for one in given)
-    looked = f"{judged} looks of the rules found nothing" if judged else "no rule could judge"
-    return f"Nothing slows or spoils the training, as far as can be told: {looked}, {unjudged} could not judge."
+    judged = {one.rule for one in given if isinstance(one.outcome, Healthy)}
+    unjudged = {one.rule for one in given} - judged
+    looked = f"{_rules(len(judged))} looked and found nothing" if judged else "no rule could look"
+    rest = f", {_rules(len(unjudged))} could not judge" if judged and unjudged else ""
+    return f"Nothing slows or spoils the training, as far as can be told: {looked}{rest}."
+
+
+def _rules(count: int) -> str:
+    return "1 rule" if count == 1 else f"{count} rules"
 
 
 def _of_finding(findings: Sequence[Found], summaries: Mapping[str, TrainingSummary]) -> str:
@@ -133,8 +138,8 @@ def from_json(text: str, source: str) -> list[Answer]:
         ArtifactError: it is something else; names `source`.
     """
     try:
-        return [_answer(row) for row in json.loads(text)]
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        return [_answer(row) for row in TypeAdapter(list[dict[str, Any]]).validate_json(text)]
+    except (ValidationError, KeyError, TypeError) as error:
         raise ArtifactError(
             f"{source}: does not hold the answers of rules ({error}); run the stage profile again"
         ) from error

@@ -22,6 +22,25 @@ LABELS = {
     "between": "between steps",
 }
 
+SIGNALS = {
+    "iowait_percent": "waiting for storage",
+    "memory_used_bytes": "memory of the machine",
+    "disk_read_bytes_per_s": "disk, read",
+    "disk_write_bytes_per_s": "disk, written",
+    "network_received_bytes_per_s": "network, received",
+    "network_sent_bytes_per_s": "network, sent",
+    "process_rss_bytes": "memory of the process",
+    "process_private_bytes": "of that, its own",
+    "process_cpu_percent": "processor, this process",
+    "loaders_cpu_percent": "processor, its loaders",
+    "gpu_percent": "GPU",
+    "gpu_memory_used_bytes": "GPU memory",
+    "gpu_memory_allocated_bytes": "GPU memory, tensors",
+    "gpu_memory_total_bytes": "GPU memory there is",
+    "cores_percent": "cores",
+    "busiest_core_percent": "busiest core",
+}
+
 
 def training(name: str) -> str:
     """A part of the training, as people say it."""
@@ -37,8 +56,8 @@ def named_number(name: str, value: float) -> tuple[str, str]:
     """A number whose name ends with its unit: `waiting_share`, 0.4 -> waiting share, 40 %."""
     for suffix, shown in _UNITS.items():
         if name.endswith(suffix):
-            spoken = name if suffix == "_share" else name.removesuffix(suffix)
-            return spoken.replace("_", " "), shown(value)
+            bare = name if suffix == "_share" else name.removesuffix(suffix)
+            return SIGNALS.get(name, bare.replace("_", " ")), shown(value)
     return name.replace("_", " "), short(value)
 
 
@@ -46,7 +65,7 @@ def short(value: float) -> str:
     """A number in about three digits."""
     if value == 0:
         return "0"
-    if abs(value) >= 100 or value == round(value, 0):
+    if 1e9 > abs(value) >= 100 or value == round(value, 0):
         return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
     return f"{value:.3g}"
 
@@ -65,8 +84,10 @@ def milliseconds(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes of memory."""
-    return f"{count / 1e9:.2f} GB" if abs(count) >= 1e8 else f"{count / 1e6:.3g} MB"
+    """Bytes."""
+    if abs(count) >= 1e9:
+        return f"{count / 1e9:.2f} GB"
+    return f"{short(count / 1e6)} MB" if abs(count) >= 1e5 or not count else f"{short(count / 1e3)} kB"
 
 
 def duration(seconds: float) -> str:
@@ -91,7 +112,7 @@ def clipped(name: str, length: int = 90) -> str:
 
 
 _UNITS: Mapping[str, Callable[[float], str]] = {
-    "_bytes_per_s": lambda value: f"{value / 1e6:.3g} MB/s",
+    "_bytes_per_s": lambda value: f"{size(value)}/s",
     "_bytes": size,
     "_percent": lambda value: percent(value / 100),
     "_share": percent,

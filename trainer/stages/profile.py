@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from trainer import artifacts, tracking
 from trainer.artifacts import Artifact
+from trainer.billing import make_bill, stage_bill
 from trainer.config import ProfileSettings
 from trainer.profiling import findings
 from trainer.profiling import report as page
@@ -23,13 +24,15 @@ FINDINGS = "findings.json"
 """What every rule answered on every training."""
 SUMMARY = "summary.json"
 """The numbers of every training."""
+BILL = "bill.json"
+"""What the trainings took."""
 REPORT = "report.html"
 
 
 def run(
     settings: ProfileSettings, *, pretrain_evidence: str | Path, distill_evidence: str | Path, report: str | Path
 ) -> Artifact:
-    """Write `report.html`, and what it shows as `summary.json` and `findings.json`, into the report.
+    """Write `report.html`, and what it shows as `summary.json`, `findings.json` and `bill.json`, into the report.
 
     Args:
         settings: section `profile`.
@@ -49,6 +52,12 @@ def run(
     trainings = [(training, summarize(training)) for source in sources.values() for training in source.trainings]
     summaries = [summary for _, summary in trainings]
     answers = [answer for source in sources.values() for answer in judged(source, settings)]
+    bill = make_bill(
+        [
+            stage_bill("pretrain", artifacts.manifest(pretrain_evidence, "evidence"), sources["pretrain_evidence"]),
+            stage_bill("distill", artifacts.manifest(distill_evidence, "evidence"), sources["distill_evidence"]),
+        ]
+    )
     parents = {name: source.fingerprint for name, source in sources.items()}
     values = settings.model_dump(mode="json")
     with (
@@ -58,7 +67,8 @@ def run(
         numbers = TypeAdapter(dict[str, TrainingSummary]).dump_json({one.name: one for one in summaries}, indent=2)
         (draft.path / SUMMARY).write_bytes(numbers + b"\n")
         (draft.path / FINDINGS).write_text(findings.to_json(answers))
-        (draft.path / REPORT).write_text(page.build(trainings, answers, top_operators=settings.top_operators))
+        (draft.path / BILL).write_text(bill.model_dump_json(indent=2) + "\n")
+        (draft.path / REPORT).write_text(page.build(trainings, answers, bill, top_operators=settings.top_operators))
         draft.figures.update({summary.name: _figures(summary) for summary in summaries})
         tracker.metrics(0, tracking.numbers(draft.figures))
         draft.figures["verdict"] = findings.verdict(answers, summaries)

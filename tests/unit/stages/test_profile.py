@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,11 @@ def test_the_report_holds_the_page_and_its_numbers(inputs: dict[str, Path], tmp_
     numbers = json.loads((report.path / "summary.json").read_text())
     assert list(numbers) == ["distill"]
     assert numbers["distill"]["steps"] == 10
-    assert page.count("<td>aten::") == 2
+    assert len(re.findall("<td[^>]*>aten::", page)) == 2
+    assert json.loads((report.path / "bill.json").read_text())["stages"][1]["stage"] == "distill"
+    rows = json.loads((report.path / "findings.json").read_text())
+    assert {row["training"] for row in rows} == {"distill"}
+    assert report.figures["verdict"] in unescape(page)
     figures = report.figures["distill"]
     assert figures["step_ms"] == numbers["distill"]["step_ms"]["p50"] > 0
     assert figures["images_per_second"] == numbers["distill"]["images_per_second"] > 0

@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer import html
+from trainer.billing import Bill
 from trainer.html import escape
 from trainer.profiling import drawing, words
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer, Found, found, verdict
-from trainer.profiling.report import course, expenses, judged, machine, steps
+from trainer.profiling.report import course, expenses, judged, machine, steps, tensors
 from trainer.profiling.summary import TrainingSummary, is_core
 
 Numbered = Sequence[tuple[int, Found]]
 
 
 def build(
-    trainings: Sequence[tuple[TrainingEvidence, TrainingSummary]], answers: Sequence[Answer], *, top_operators: int
+    trainings: Sequence[tuple[TrainingEvidence, TrainingSummary]],
+    answers: Sequence[Answer],
+    bill: Bill,
+    *,
+    top_operators: int,
 ) -> str:
     """The page: HTML below 2 MB without references to anything outside of it.
 
     Args:
         trainings: evidence and its numbers, in the order in which they ran; may be empty.
         answers: of the rules, on all of them.
+        bill: of the stages that trained.
         top_operators: rows of the operator tables.
     """
     summaries = [summary for _, summary in trainings]
@@ -35,6 +41,7 @@ def build(
     for evidence, summary in trainings:
         own = [(number, one) for number, one in numbered if one.answer.training == summary.name]
         sections.append(_training(evidence, summary, own, top_operators))
+    sections.append(expenses.bill(bill))
     return html.page("What slows or spoils the training", verdict(answers, summaries), sections)
 
 
@@ -89,6 +96,7 @@ def _training(evidence: TrainingEvidence, summary: TrainingSummary, findings: Nu
         machine.operators(summary, top_operators),
         machine.ranks(summary),
         machine.use(summary),
+        tensors.section(evidence),
         expenses.startup(summary),
         expenses.overhead(summary),
         expenses.attempts(summary),

@@ -127,7 +127,7 @@ def _core_lanes(system: Mapping[str, Series], edges: Series) -> list[Lane]:
     if not cores or not len(system["end_s"]):
         return []
     percent = np.stack([binning.mean_in_bins(system["end_s"], system[name], edges) for name in cores])
-    return [drawing.heat_lane("CPU cores", "0 to 100 % busy", percent)]
+    return [drawing.heat_lane("CPU cores", "% busy", percent)]
 
 
 def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float) -> list[Lane]:

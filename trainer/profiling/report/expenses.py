@@ -1,12 +1,13 @@
-"""What is not training: start-up, the recorder's own work, earlier attempts, what is missing."""
+"""The bill, and what stands on it beside training: start-up, the recorder's own work, earlier attempts; what is missing."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from trainer import html
+from trainer import billing, html
+from trainer.billing import Bill
 from trainer.profiling import drawing, words
-from trainer.profiling.drawing import Bar
+from trainer.profiling.drawing import Bar, Part
 from trainer.profiling.summary import TrainingSummary
 
 _STARTUP = {
@@ -24,6 +25,42 @@ _OVERHEAD = {
     "operators": "windows of torch.profiler",
     "rules": "judging the training",
 }
+
+
+_COLOURS = {
+    "startup": "data",
+    "compilation": "profiler",
+    "training": "forward",
+    "work": "forward",
+    "evaluation": "evaluate",
+    "checkpoints": "checkpoint",
+    "recorder": "recorder",
+    "lost": "lost",
+    "ending": "other",
+}
+"""Part of the bill -> colour."""
+
+
+def bill(given: Bill) -> str:
+    """Wall time and dollars of each stage, and what they went for."""
+    if not given.stages:
+        return ""
+    rows = []
+    for stage in given.stages:
+        parts = [
+            Part(name=_COLOURS[name], label=billing.PARTS[name], share=seconds) for name, seconds in stage.parts.items()
+        ]
+        note = " ".join(filter(None, (words.duration(stage.seconds), words.dollars(stage.dollars))))
+        rows.append((stage.stage, parts, note))
+    picture = drawing.stacked_rows(rows, max(stage.seconds for stage in given.stages) or 1.0, "s", "The bill")
+    seen = dict.fromkeys(name for stage in given.stages for name in stage.parts)
+    legend = drawing.legend([(drawing.colour_class(_COLOURS[name]), billing.PARTS[name]) for name in seen])
+    heading, *cells = billing.rows(given)
+    notes = [note for note in (billing.forecast_text(given), *given.notes) if note]
+    caption = "From the start of each stage's processes to their end."
+    return html.section(
+        "The bill", legend, html.drawing(picture, caption), html.table(heading, cells), *map(html.paragraph, notes)
+    )
 
 
 def startup(summary: TrainingSummary) -> str:

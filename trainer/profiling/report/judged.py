@@ -22,14 +22,14 @@ def section(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> 
     return html.section(
         f"Findings: {len(findings)}",
         *(cards or [html.paragraph("None.")]),
-        _folded("found nothing", "What it saw", healthy),
-        _folded("could not judge", "Why", unjudged),
+        _folded("the rule found nothing", "What it saw", healthy),
+        _folded("the rule could not judge", "Why", unjudged),
     )
 
 
 def _folded(did: str, heading: str, rows: Iterable[tuple[Answer, str]]) -> str:
     cells = [(one.title, words.training(one.training), text) for one, text in rows]
-    title = f"{len(cells)} {'look' if len(cells) == 1 else 'looks'} of the rules {did}"
+    title = f"{len(cells)} {'answer' if len(cells) == 1 else 'answers'}: {did}"
     return html.details(title, html.table(["Rule", "Training", heading], cells)) if cells else ""
 
 

@@ -6,19 +6,22 @@ from trainer import html
 from trainer.profiling import drawing, words
 from trainer.profiling.drawing import Bar, Part
 from trainer.profiling.evidence import TrainingEvidence
-from trainer.profiling.summary import PhaseSummary, SlowStep, Spread, TrainingSummary, measured_steps
+from trainer.profiling.summary import PhaseSummary, SlowStep, Spread, TrainingSummary, is_core, measured_steps
 
 _FEWEST_DRAWN = 20
-_MACHINE = {
-    "cores_percent": "cores",
-    "busiest_core_percent": "busiest core",
-    "iowait_percent": "waiting for storage",
-    "gpu_percent": "GPU",
-    "disk_read_bytes_per_s": "disk read",
-    "disk_write_bytes_per_s": "disk written",
-    "network_received_bytes_per_s": "received",
-    "network_sent_bytes_per_s": "sent",
-}
+_MACHINE = (
+    "cores_percent",
+    "busiest_core_percent",
+    "iowait_percent",
+    "gpu_percent",
+    "disk_read_bytes_per_s",
+    "disk_write_bytes_per_s",
+    "network_received_bytes_per_s",
+)
+_UNUSUAL = 1.5
+"""Times what is usual, or its inverse."""
+_LEAST = {"_percent": 5.0, "_bytes_per_s": 5e6}
+"""Unit -> difference from what is usual below which nothing is told."""
 
 
 def recording(summary: TrainingSummary) -> str:
@@ -88,7 +91,7 @@ def _slowest(summary: TrainingSummary, step_ms: Spread) -> str:
             words.milliseconds(step.ms),
             f"{step.ms / step_ms.p50:.1f} x",
             _longer(step, summary),
-            _machine(step),
+            _machine(step, summary),
         )
         for step in summary.slowest
     ]
@@ -108,7 +111,28 @@ def _longer(step: SlowStep, summary: TrainingSummary) -> str:
     return ", ".join(told)
 
 
-def _machine(step: SlowStep) -> str:
-    numbers = [(title, step.machine[name], name) for name, title in _MACHINE.items() if step.machine.get(name)]
-    told = [f"{title} {words.named_number(name, value)[1]}" for title, value, name in numbers]
-    return ", ".join(told) if told else "not sampled"
+def _machine(step: SlowStep, summary: TrainingSummary) -> str:
+    """What the machine did otherwise than usual."""
+    if not step.machine:
+        return "not sampled"
+    told = []
+    for name in _MACHINE:
+        now, usual = step.machine.get(name), _usual(name, summary)
+        if now is not None and usual is not None and _differs(name, now, usual):
+            title, value = words.named_number(name, now)
+            told.append(f"{title} {value} (usually {words.named_number(name, usual)[1]})")
+    return ", ".join(told) or "as usual"
+
+
+def _usual(name: str, summary: TrainingSummary) -> float | None:
+    cores = [signal.mean for signal_name, signal in summary.system.items() if is_core(signal_name)]
+    if name == "cores_percent":
+        return sum(cores) / len(cores) if cores else None
+    if name == "busiest_core_percent":
+        return max(cores, default=None)
+    return summary.system[name].mean if name in summary.system else None
+
+
+def _differs(name: str, now: float, usual: float) -> bool:
+    least = next(least for unit, least in _LEAST.items() if name.endswith(unit))
+    return abs(now - usual) > least and max(now, usual) > _UNUSUAL * min(now, usual)

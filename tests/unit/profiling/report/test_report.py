@@ -1,26 +1,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from trainer import artifacts
-from trainer.billing import make_bill
-from trainer.profiling.evidence import Curve, TrainingEvidence, read_evidence
+from trainer.billing import Bill, StageBill, make_bill
+from trainer.profiling.evidence import TrainingEvidence, read_evidence
+from trainer.profiling.findings import Answer
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.report import build, facts
+from trainer.profiling.rules.outcomes import NotJudged
 from trainer.profiling.summary import summarize
 
 LIMIT = 2_000_000
 
 
-def page_of(trainings: list[TrainingEvidence]) -> str:
-    return build([(training, summarize(training)) for training in trainings], [], make_bill([]), top_operators=20)
+def page_of(trainings: list[TrainingEvidence], answers: Sequence[Answer] = (), bill: Bill | None = None) -> str:
+    summaries = [(training, summarize(training)) for training in trainings]
+    return build(summaries, answers, bill or make_bill([]), top_operators=20)
 
 
 class Balance(HTMLParser):
@@ -45,13 +47,8 @@ class Balance(HTMLParser):
         pass
 
 
-@pytest.fixture
-def trainings(evidence: Path) -> list[TrainingEvidence]:
-    return list(read_evidence(evidence).trainings)
-
-
-def test_the_page_holds_every_part(trainings: list[TrainingEvidence]) -> None:
-    page = page_of(trainings)
+def test_the_page_holds_every_part(plain: list[TrainingEvidence]) -> None:
+    page = page_of(plain)
     for wanted in (
         "Masked autoencoder",
         "Distillation",
@@ -66,70 +63,109 @@ def test_the_page_holds_every_part(trainings: list[TrainingEvidence]) -> None:
         "matrix product",
         "The processes side by side",
         "rank 1",
+        "Use of the machine",
+        "memory of the process",
         "the training runs on cpu",
     ):
         assert wanted in page, wanted
 
 
-def test_the_page_is_well_formed_and_refers_to_nothing_outside(trainings: list[TrainingEvidence]) -> None:
-    page = page_of(trainings)
+@pytest.fixture(scope="module")
+def large_page(large: TrainingEvidence, answers: list[Answer]) -> str:
+    stage = StageBill(stage="distill", seconds=9000, parts={"training": 8000, "lost": 1000}, dollars=439.2)
+    return page_of([large], answers, make_bill([stage]))
+
+
+@pytest.mark.parametrize("which", ["plain", "large"])
+def test_the_page_is_well_formed_and_refers_to_nothing_outside(
+    which: str, plain: list[TrainingEvidence], large_page: str
+) -> None:
+    page = large_page if which == "large" else page_of(plain)
     balance = Balance()
     balance.feed(page)
     assert balance.open == []
     assert balance.references == []
     assert not re.search(r"https?:|//[a-z]|@import|url\(|<script", page)
-    assert "nan" not in re.findall(r'd="([^"]*)"', page)
+    assert "nan" not in "".join(re.findall(r'd="([^"]*)"', page))
     assert not re.search(r'[=" ](nan|inf|None)[" ]', page)
 
 
-def test_the_sentence_names_what_dominates(trainings: list[TrainingEvidence]) -> None:
-    summary = summarize(trainings[1])
+def test_a_page_about_many_gpus_holds_what_only_they_have(large_page: str) -> None:
+    for wanted in (
+        "Distillation: exploding gradients, so what goes on is of no use; 2 more findings below.",
+        "1. Exploding gradients",
+        "2. Loader workers",
+        "Saves about 66 min 40 s",
+        "$195.20",
+        "% busy, 4 a row",
+        "GPU memory",
+        "rank 63",
+        "node-7.cluster.example",
+        "Exchanging gradients takes 120 ms a step, of which 100 ms",
+        "Norm of the gradient",
+        "Red: weights or gradients that are not finite.",
+        "Entropy of the attention",
+        "blocks.23",
+        "network.blocks.23",
+        "13 graphs were compiled in 55 s",
+        "What watching cost",
+        "Attempts",
+        "gpu-a100 (p4d.24xlarge)",
+        "The bill",
+        "lost work",
+        "$439.20",
+    ):
+        assert wanted in large_page, wanted
+
+
+def test_slow_steps_are_listed_with_what_made_them_slow(large_page: str) -> None:
+    _, _, table = large_page.partition("Slowest steps")
+    assert re.match(r".*?<tbody><tr><td[^>]*>[\d,]+</td>", table)
+    first = re.search(r"<tbody>(.*?)</tr>", table)[1]  # type: ignore[index]
+    assert re.search(r"\d+(\.\d)? x", first)
+    assert re.search(r"\+[\d,.]+ m?s", first)
+
+
+def test_a_finding_without_a_window_is_not_drawn_over_time(large_page: str) -> None:
+    course = large_page.partition("The training and the machine over time")[2].partition("</svg>")[0]
+    assert "1. Exploding gradients" in course
+    assert "3. Step outliers" in course
+    assert "2. Loader workers" not in course
+
+
+def test_the_sentence_names_what_dominates(plain: list[TrainingEvidence]) -> None:
+    summary = summarize(plain[1])
     shares = dict.fromkeys(summary.recorded_shares, 0.0) | {"backward": 0.625, "data": 0.375}
     sentence = facts([replace(summary, recorded_shares=shares, recorded_s=90.0)])
     assert sentence.startswith("Distillation took 90 s; its largest part was “backward pass” with 62 %.")
     assert "waiting for data" in sentence
 
 
-def test_names_are_escaped(record: Callable[..., Recorder], tmp_path: Path) -> None:
+def test_names_are_escaped(record: Callable[..., Recorder], answers: list[Answer], tmp_path: Path) -> None:
     with artifacts.create(tmp_path, "evidence", settings={}) as draft:
         record(steps=8, named_range='<script>alert("x")<&').write(draft.path)
     training = read_evidence(tmp_path).trainings[0]
-    page = page_of([replace(training, name="<b>distill")])
+    hostile = "</svg></style><img src=x onerror=alert(1)>"
+    first = training.ranks[0]
+    looks = replace(first.tensors, tensors=[hostile] * len(first.tensors.tensors))
+    record = first.record.model_copy(update={"host": hostile, "device": hostile, "missing": {hostile: hostile}})
+    metrics = training.metrics | {f"attention_entropy/{hostile}": training.metrics["loss"]}
+    training = replace(
+        training, name="<b>distill", ranks=[replace(first, record=record, tensors=looks)] * 2, metrics=metrics
+    )
+    told = NotJudged(reason=hostile)
+    answer = Answer(rule="batch_size", title=hostile, kind="system", training="<b>distill", outcome=told)
+    finding = replace(answers[0], training="<b>distill", title=hostile)
+    page = page_of([training], [answer, finding])
     assert "<script" not in page
+    assert "<img" not in page
     assert "&lt;script&gt;alert(&quot;x&quot;)&lt;&amp;" in page
     assert "&lt;b&gt;distill" in page
 
 
-def test_a_page_on_long_series_and_many_cores_stays_small(trainings: list[TrainingEvidence]) -> None:
-    random = np.random.default_rng(0)
-    first = trainings[1].ranks[0]
-    steps, samples, points = 16384, 8192, 4096
-    seconds = random.random(steps)
-    start = np.cumsum(seconds) - seconds
-    split = random.dirichlet(np.ones(len(first.ranges)), steps) * seconds[:, None]
-    table = {
-        "step": np.arange(steps, dtype=float),
-        "start_s": start,
-        "seconds": seconds,
-        "images": np.full(steps, 64.0),
-        "profiled": np.zeros(steps),
-        "host_seconds": seconds,
-        "host_data_seconds": seconds,
-        **{name: split[:, index] for index, name in enumerate(first.ranges)},
-    }
-    ended = float(seconds.sum())
-    system = {"end_s": np.linspace(ended / samples, ended, samples)}
-    system |= {f"cpu{core}_percent": 100 * random.random(samples) for core in range(192)}
-    system |= {name: 1e9 * random.random(samples) for name in first.system if name not in system}
-    record = first.record.model_copy(update={"ended_s": ended})
-    times = np.linspace(0, ended, points)
-    loss = Curve(steps=np.arange(points, dtype=float), seconds=times, values=random.random(points))
-    long = replace(
-        trainings[1], ranks=[replace(first, record=record, steps=table, system=system)] * 64, metrics={"loss": loss}
-    )
-    page = page_of([replace(long, name=name) for name in ("mae", "finetune", "distill")])
+def test_a_page_on_three_large_trainings_stays_small(large: TrainingEvidence, answers: list[Answer]) -> None:
+    page = page_of([replace(large, name=name) for name in ("mae", "finetune", "distill")], answers)
     assert len(page.encode()) < LIMIT
-    assert "4 cores a row" in page
 
 
 def test_a_training_without_steps_has_a_page(record: Callable[..., Recorder], tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.costs import Place, Price
+from trainer.errors import ArtifactError
+from trainer.profiling.evidence import read_evidence
+from trainer.profiling.findings import Answer, answers, found, from_json, to_json, verdict
+from trainer.profiling.rules.outcomes import Finding, Healthy, Judgement, NotJudged, Rule, Saving
+from trainer.profiling.summary import TrainingSummary, summarize
+
+PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="here", source="the list")
+SLOW = Finding(
+    severity="warning",
+    confidence=0.8,
+    text="Steps wait.",
+    advice="Set distill.workers=2.",
+    saving=Saving(seconds=30.0, reason="the time that steps wait"),
+    numbers={"waiting_share": 0.5},
+    window_s=(1.0, 2.0),
+    steps=(3, 4),
+)
+
+
+def answer(rule: str, outcome: Finding | Healthy | NotJudged) -> Answer:
+    return Answer(
+        rule=rule, title=rule.replace("_", " ").capitalize(), kind="system", training="distill", outcome=outcome
+    )
+
+
+@pytest.fixture
+def summary(evidence: Path) -> TrainingSummary:
+    return replace(summarize(read_evidence(evidence).trainings[1]), recorded_s=120.0)
+
+
+def test_findings_stand_by_their_saving_and_severe_ones_first() -> None:
+    given = [
+        answer("healthy", Healthy(text="fine")),
+        answer("small", replace(SLOW, saving=Saving(seconds=1.0, reason=""))),
+        answer("nothing_to_save", replace(SLOW, saving=None)),
+        answer("large", SLOW),
+        answer("ruined", replace(SLOW, severity="severe", saving=None)),
+        answer("surer", replace(SLOW, confidence=0.9)),
+    ]
+    assert [one.answer.rule for one in found(given)] == ["ruined", "surer", "large", "small", "nothing_to_save"]
+
+
+def test_the_verdict_names_the_costliest_finding_with_its_saving(summary: TrainingSummary) -> None:
+    priced = replace(answer("loader_workers", SLOW), dollars=0.3)
+    assert verdict([priced, answer("other", replace(SLOW, saving=None))], [summary]) == (
+        "Distillation: loader workers costs the most; curing it would save about 30 s (25 % of the training, $0.30); "
+        "1 more finding below."
+    )
+
+
+def test_the_verdict_on_a_spoiled_training_says_so(summary: TrainingSummary) -> None:
+    ruined = answer("exploding_gradients", replace(SLOW, severity="severe"))
+    assert verdict([answer("loader_workers", SLOW), ruined], [summary]).startswith(
+        "Distillation: exploding gradients, so what goes on is of no use"
+    )
+
+
+def test_the_verdict_counts_rules_and_not_answers(summary: TrainingSummary) -> None:
+    given = [answer("a", Healthy(text="")), answer("a", Healthy(text="")), answer("b", NotJudged(reason=""))]
+    assert "1 rule looked and found nothing, 1 rule could not judge" in verdict(given, [summary])
+    assert "no rule could look" in verdict(given[2:], [summary])
+    assert "Nothing was trained" in verdict([], [])
+
+
+def test_dollars_are_those_of_the_place_where_the_training_ran(summary: TrainingSummary) -> None:
+    rule = Rule(
+        name="loader_workers",
+        kind="system",
+        title="Loader workers",
+        needs="",
+        fires="",
+        advises="",
+        judge=lambda _: SLOW,
+    )
+    judgement = Judgement(rule=rule, training="distill", outcome=SLOW)
+    place = Place(pool="pool", nodes=2, price=PRICE)
+    assert answers([judgement], [replace(summary, place=place)])[0].dollars == pytest.approx(0.6)
+    assert answers([judgement], [replace(summary, place=None)])[0].dollars is None
+    healthy = replace(judgement, outcome=Healthy(text="fine"))
+    assert answers([healthy], [replace(summary, place=place)])[0].dollars is None
+
+
+def test_answers_are_kept_as_they_are_also_with_infinite_numbers() -> None:
+    given = [
+        replace(answer("a", replace(SLOW, numbers={"growth": float("inf")})), dollars=0.25),
+        answer("b", Healthy(text="fine")),
+        answer("c", NotJudged(reason="turned off")),
+    ]
+    assert from_json(to_json(given), "findings.json") == given
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '[{"outcome": "Guess"}]', json.dumps([{"outcome": "Finding", "told": {}}])]
+)
+def test_other_content_is_refused(text: str) -> None:
+    with pytest.raises(ArtifactError, match="run the stage profile again"):
+        from_json(text, "report/findings.json")

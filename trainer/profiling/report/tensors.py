@@ -1,0 +1,211 @@
+"""Weights, gradients and updates of each layer over the training, and how sharply each block attends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer import html
+from trainer.profiling import drawing, words
+from trainer.profiling.drawing import Chosen, HeatMap
+from trainer.profiling.evidence import Curve, TensorLooks, TrainingEvidence
+from trainer.profiling.series import Series
+
+_MOST_LAYERS = 40
+_MOST_COLUMNS = 64
+_ATTENTION = "attention_entropy/"
+_MEASURES = (
+    ("gradient_norm", "Norm of the gradient"),
+    ("update_ratio", "Update against weights"),
+    ("weight_norm", "Norm of the weights"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Looks at tensors, brought together by layer."""
+
+    names: Sequence[str]
+    steps: Series
+    """[looks]."""
+    values: Mapping[str, Series]
+    """Measure -> [layers, looks]: norms over the whole layer, NaN where there is none."""
+    broken: Chosen
+    """[layers, looks]: a weight or a gradient is not finite."""
+
+
+def section(evidence: TrainingEvidence) -> str:
+    """Heat maps of layers over time, of those that were looked at."""
+    looks = evidence.ranks[0].tensors
+    parts = [_attention(evidence.metrics)]
+    if len(looks.steps):
+        layers = by_layer(looks)
+        parts = [*(_measure(layers, name, title) for name, title in _MEASURES), _table(layers), *parts]
+    content = "".join(parts)
+    return html.subsection("Weights, gradients and attention", content) if content else ""
+
+
+def by_layer(looks: TensorLooks) -> Layers:
+    """The looks as matrices, a row a layer."""
+    steps, columns = np.unique(looks.steps, return_inverse=True)
+    tensors = list(dict.fromkeys(looks.tensors))
+    layer_of = _layers_of(tensors)
+    names = list(dict.fromkeys(layer_of.values()))
+    rows = np.array([names.index(layer_of[tensor]) for tensor in tensors])
+    row_of = dict(zip(tensors, rows.tolist(), strict=True))
+    place = np.array([row_of[tensor] for tensor in looks.tensors]), columns
+
+    def together(values: Series) -> Series:
+        total = np.zeros((len(names), len(steps)))
+        np.add.at(total, place, np.where(np.isfinite(values), values, 0.0))
+        known = np.zeros_like(total)
+        np.add.at(known, place, np.isfinite(values))
+        return np.where(known > 0, total, np.nan)
+
+    weight, gradient, ratio = (looks.values[name] for name in ("weight_norm", "gradient_norm", "update_ratio"))
+    weight_squares = together(weight**2)
+    broken = np.nan_to_num(looks.values["weight_nonfinite"]) + np.nan_to_num(looks.values["gradient_nonfinite"])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        update = np.sqrt(together((ratio * weight) ** 2) / weight_squares)
+    return Layers(
+        names=names,
+        steps=steps,
+        values={
+            "weight_norm": np.sqrt(weight_squares),
+            "gradient_norm": np.sqrt(together(gradient**2)),
+            "update_ratio": update,
+        },
+        broken=together(broken) > 0,
+    )
+
+
+def _layers_of(tensors: Sequence[str]) -> dict[str, str]:
+    """Tensor -> its layer, in as much detail as there is room for; past that, neighbours stand together."""
+    for shortened in (_innermost, _outermost):
+        layers = {tensor: shortened(tensor) for tensor in tensors}
+        if len(set(layers.values())) <= _MOST_LAYERS:
+            return layers
+    names = list(dict.fromkeys(layers.values()))
+    group = -(-len(names) // _MOST_LAYERS)
+    together = {}
+    for start in range(0, len(names), group):
+        some = names[start : start + group]
+        together.update(dict.fromkeys(some, f"{some[0]} … {some[-1]}" if len(some) > 1 else some[0]))
+    return {tensor: together[layer] for tensor, layer in layers.items()}
+
+
+def _innermost(tensor: str) -> str:
+    """`blocks.3.attn.qkv.weight` -> blocks.3, to the last number in the path; `head.weight` -> head."""
+    return _numbered(tensor, r"(.*\.\d+)\.")
+
+
+def _outermost(tensor: str) -> str:
+    """The same to the first number."""
+    return _numbered(tensor, r"(.*?\.\d+)\.")
+
+
+def _numbered(tensor: str, pattern: str) -> str:
+    found = re.match(pattern, tensor)
+    return found.group(1) if found else tensor.rpartition(".")[0] or tensor
+
+
+def _measure(layers: Layers, name: str, title: str) -> str:
+    values = layers.values[name]
+    known = values[np.isfinite(values) & (values > 0)]
+    if not len(known):
+        return ""
+    low, high = np.log10(np.percentile(known, [2, 98])).tolist()
+    high = high if high > low else low + 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = np.clip((np.log10(values) - low) / (high - low), 0.0, 1.0)
+    caption = f"{title} of each layer at each look, logarithmic."
+    if layers.broken.any():
+        caption += " Red: weights or gradients that are not finite."
+    return _map(
+        layers.names,
+        layers.steps,
+        0.1 + 0.9 * shares,
+        layers.broken,
+        title,
+        caption,
+        [f"{10**end:.1e}" for end in (low, high)],
+    )
+
+
+def _map(
+    names: Sequence[str], steps: Series, shares: Series, broken: Chosen, title: str, caption: str, ends: Sequence[str]
+) -> str:
+    columns = min(_MOST_COLUMNS, len(steps))
+    groups = np.array_split(np.arange(len(steps)), columns)
+    chart = HeatMap(
+        labels=names,
+        shares=np.stack([_mean(shares[:, group]) for group in groups], axis=1),
+        marked=np.stack([broken[:, group].any(axis=1) for group in groups], axis=1),
+        columns=[f"{steps[group[0]]:,.0f}" for group in groups],
+        low=ends[0],
+        high=ends[1],
+        unit="step",
+    )
+    return html.drawing(drawing.heat_map(chart, title), caption)
+
+
+def _mean(values: Series) -> Series:
+    """Mean of each row's known values, NaN where none is; [rows, columns] -> [rows]."""
+    known = np.isfinite(values)
+    count = known.sum(axis=1)
+    return np.where(count, np.where(known, values, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)
+
+
+def _table(layers: Layers) -> str:
+    rows = []
+    for row, name in enumerate(layers.names):
+        cells = [words.clipped(name, 60)]
+        for measure, _ in _MEASURES:
+            cells += [_scientific(value) for value in _ends(layers.values[measure][row])]
+        rows.append(
+            [*cells, f"{int(layers.broken[row].sum())} of {len(layers.steps)}" if layers.broken[row].any() else "none"]
+        )
+    headers = [
+        "Layer",
+        *(f"{title}, {when}" for _, title in _MEASURES for when in ("first", "last")),
+        "Looks with non-finite",
+    ]
+    return html.details("The layers in numbers", html.table(headers, rows))
+
+
+def _ends(values: Series) -> tuple[float, float]:
+    known = values[np.isfinite(values)]
+    return (float(known[0]), float(known[-1])) if len(known) else (np.nan, np.nan)
+
+
+def _scientific(value: float) -> str:
+    return f"{value:.2e}" if np.isfinite(value) else "none"
+
+
+def _attention(metrics: Mapping[str, Curve]) -> str:
+    curves = {name.removeprefix(_ATTENTION): curve for name, curve in metrics.items() if name.startswith(_ATTENTION)}
+    if not curves:
+        return ""
+    steps = np.unique(np.concatenate([curve.steps for curve in curves.values()]))
+    values = np.full((len(curves), len(steps)), np.nan)
+    for row, curve in enumerate(curves.values()):
+        values[row, np.searchsorted(steps, curve.steps)] = curve.values
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return ""
+    low, high = float(known.min()), float(known.max())
+    shares = (values - low) / (high - low) if high > low else np.where(np.isfinite(values), 0.5, np.nan)
+    caption = "Entropy of each block's attention, as a share of the largest possible: 0 looks at one place, 1 at all places alike."
+    broken = np.zeros(values.shape, dtype=bool)
+    return _map(
+        list(curves),
+        steps,
+        0.1 + 0.9 * shares,
+        broken,
+        "Entropy of the attention",
+        caption,
+        [f"{low:.2f}", f"{high:.2f}"],
+    )
