@@ -306,7 +306,7 @@ def refuse_over_budget(
     raise BudgetError(
         f"the distillation would take {expected} on {expected.place}{assumed}, but {said}; it was not started. "
         + (f"What would fit: {'; '.join(fitting)}. " if fitting else "Nothing that was measured would fit. ")
-        + (f"Better known than fitting: {'; '.join(other)}. " if other else "")
+        + (f"Not within it: {'; '.join(other)}. " if other else "")
         + "Choose one of these, or raise the budget"
     )
 
@@ -322,5 +322,4 @@ def _at_worst(one: Forecast) -> Forecast:
 
 
 def _option(name: str, one: Forecast) -> str:
-    dollars = "" if one.dollars is None else f", {dollars_text(one.dollars)}"
-    return f"{name} ({_hours(one.hours)}{dollars})"
+    return f"{name} ({_hours(one.hours)}, {dollars_text(one.dollars) or 'price not known'})"
