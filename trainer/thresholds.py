@@ -177,7 +177,7 @@ class ExplodingGradients(Thresholds):
 class UpdateRatio(Thresholds):
     """Steps too large or too small for the weights."""
 
-    largest: NonNegativeFloat = 10.0
+    largest: NonNegativeFloat = 1.0
     """Norm of the update against the norm of the weights, of the middle matrix."""
     smallest: NonNegativeFloat = 1e-7
     """The same below which steps make no difference: float32 rounds weights to 6e-8 of themselves."""

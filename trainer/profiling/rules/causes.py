@@ -1,4 +1,4 @@
-"""Which finding explains others, how much of a training is left, and how names are listed."""
+"""What rules share: which finding explains others, how much of a training is left, names of settings and of other things."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from trainer.profiling.rules.outcomes import Case, Finding, NotJudged, Rule, Saving
 
 _NAMED = 3
+_SECTIONS = {"mae": "pretrain.mae", "finetune": "pretrain.finetune"}
+"""Trainings whose settings do not stand in a section of their name."""
 
 
 def first_cause(case: Case, *rules: Rule) -> NotJudged | None:
@@ -26,6 +28,11 @@ def saving_after(case: Case, since_s: float, why: str) -> Saving:
         seconds=max(0.0, record.ended_s - since_s) + max(0.0, left),
         reason=f"the training's time after that, in which {why}",
     )
+
+
+def setting(case: Case, name: str) -> str:
+    """The full name of a setting of this training."""
+    return f"{_SECTIONS.get(case.training.name, case.training.name)}.{name}"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
 from trainer.profiling.schema import ContextRecord
+from trainer.profiling.series import Series
 
 _GUESSING = 1.5
 """A teacher below so many times the accuracy of always saying the most frequent class knows next to nothing."""
@@ -158,32 +161,51 @@ LOW_RECORDED_MASS = Rule(
 _PARTS = 3
 """A term that vanishes because it was learned had a share in the first part of the training."""
 _FEWEST_POINTS = 6
+_SOFTENED = ("kl", "dkd")
+"""Logit losses that are multiplied by the temperature's square."""
 
 
 def _judge_terms(case: Case) -> Outcome:
-    settings, limit = _context(case).settings, case.rules.vanishing_loss_term.share
+    settings, metrics = _context(case).settings, case.training.metrics
     weights = {name: float(settings.get(f"{name}_weight", 0)) for name in ("logit", "feature", "label")}
-    terms = {
-        name: case.training.metrics[name].values
-        for name, weight in weights.items()
-        if weight and name in case.training.metrics
-    }
-    if len(terms) < 2:
-        return NotJudged(reason="the loss has one term")
+    terms = {name: metrics[name].values for name, weight in weights.items() if weight and name in metrics}
+    if not terms:
+        return NotJudged(reason="only a distillation's loss has terms")
     if min(map(len, terms.values())) < _FEWEST_POINTS:
         return NotJudged(reason=f"fewer than {_FEWEST_POINTS} points of the loss were recorded")
-    if cause := first_cause(case, WEAK_TEACHER):
-        return cause
+    if answer := first_cause(case, WEAK_TEACHER) or _rounded_away(settings, terms):
+        return answer
     sizes = np.stack([weights[name] * np.abs(values) for name, values in terms.items()])
     shares = sizes / np.maximum(sizes.sum(0), np.finfo(np.float64).tiny)
     largest = np.max([np.median(part, axis=1) for part in np.array_split(shares, _PARTS, axis=1)], axis=0)
     told = dict(zip(terms, largest.tolist(), strict=True))
     least = min(told, key=told.__getitem__)
-    if told[least] >= limit:
+    if told[least] >= case.rules.vanishing_loss_term.share:
         return Healthy(
             text="shares of the loss: " + ", ".join(f"{name} up to {share:.0%}" for name, share in told.items())
         )
     return _vanishing_term(case, least, told[least], weights[least])
+
+
+def _rounded_away(settings: Mapping[str, Any], terms: Mapping[str, Series]) -> Finding | None:
+    """A softened term, which is multiplied by the temperature's square and so is its rounding."""
+    temperature = float(settings.get("temperature", 1))
+    if settings.get("logit_loss") not in _SOFTENED or "logit" not in terms:
+        return None
+    rounding, term = temperature**2 * float(np.finfo(np.float32).eps), float(np.median(np.abs(terms["logit"])))
+    if rounding <= term:
+        return None
+    return Finding(
+        severity="warning",
+        confidence=0.8,
+        text=(
+            f"At temperature {temperature:g} the logit term is lost in float32's rounding: that is {rounding:.2g} in each image, and the "
+            f"term {term:.2g}."
+        ),
+        advice="Choose a distill.temperature between 1 and 10.",
+        saving=None,
+        numbers={"rounding": rounding, "term": term},
+    )
 
 
 def _vanishing_term(case: Case, term: str, share: float, weight: float) -> Finding:
@@ -211,7 +233,10 @@ VANISHING_LOSS_TERM = Rule(
     kind="training",
     title="Vanishing loss term",
     needs=f"{_FEWEST_POINTS} points of each term of the distillation's loss, and their weights.",
-    fires="A term with a weight has less than `share` of the weighted loss in each third of the training.",
+    fires=(
+        "A term with a weight has less than `share` of the weighted loss in each third of the training; or the temperature is so high that "
+        "the rounding of float32, times its square, is larger than the logit term."
+    ),
     advises="A larger weight or another temperature; or none, to save the term's work.",
     judge=_judge_terms,
 )

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from trainer.profiling.evidence import Curve
-from trainer.profiling.rules.causes import first_cause, saving_after
+from trainer.profiling.rules.causes import first_cause, saving_after, setting
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
 from trainer.profiling.rules.training.inputs import VANISHING_LOSS_TERM, WEAK_TEACHER
 from trainer.profiling.rules.training.weights import (
@@ -17,6 +17,7 @@ from trainer.profiling.rules.training.weights import (
     UPDATE_RATIO,
     VANISHING_GRADIENTS,
 )
+from trainer.profiling.series import Series
 
 _POINTS = 10
 """Fewer points of a curve tell no course."""
@@ -56,9 +57,8 @@ def _judge_fall(case: Case) -> Outcome:
     )
     if start - last < limits.fall * abs(start):
         return _flat(case, curve, start, last)
-    lowest = int(middles.argmin())
-    if middles[-1] - middles[lowest] > _LOST * (start - middles[lowest]):
-        return _risen(case, curve, start, float(middles[-1]), lowest)
+    if middles[-1] - middles.min() > _LOST * (start - middles.min()):
+        return _risen(case, curve, start, middles)
     return Healthy(text=f"the loss fell from {start:.4g} to {last:.4g}, by {(start - last) / abs(start):.0%}")
 
 
@@ -84,25 +84,26 @@ def _flat(case: Case, curve: Curve, start: float, last: float) -> Finding:
         ),
         advice=(
             "Look whether images and labels belong together (pictures of the views are in the card of the data set), then try "
-            "base_learning_rate three times as large and a third of it."
+            f"{setting(case, 'base_learning_rate')} three times as large and a third of it."
         ),
         saving=saving_after(case, told_s, "nothing was learned"),
         numbers={"start": start, "last": last},
     )
 
 
-def _risen(case: Case, curve: Curve, start: float, last: float, lowest: int) -> Finding:
-    part = np.array_split(np.arange(len(curve.values)), _POINTS)[lowest]
-    least, seconds, step = (
-        float(np.median(curve.values[part])),
-        float(curve.seconds[part[-1]]),
-        int(curve.steps[part[-1]]),
-    )
+def _risen(case: Case, curve: Curve, start: float, middles: Series) -> Finding:
+    lowest, last = int(middles.argmin()), float(middles[-1])
+    least = float(middles[lowest])
+    last_of_part = int(np.array_split(np.arange(len(curve.values)), _POINTS)[lowest][-1])
+    step, seconds = int(curve.steps[last_of_part]), float(curve.seconds[last_of_part])
     return Finding(
         severity="severe",
         confidence=0.8,
         text=f"The loss fell from {start:.4g} to {least:.4g} at step {step + 1} and rose again to {last:.4g}.",
-        advice="Lower base_learning_rate to a third, or raise warmup_epochs; the last good weights are those of about that step.",
+        advice=(
+            f"Lower {setting(case, 'base_learning_rate')} to a third, or raise warmup_epochs; the best weights are those of about step "
+            f"{step + 1}."
+        ),
         saving=saving_after(case, seconds, "what was learned is lost again"),
         numbers={"start": start, "lowest": least, "last": last},
         window_s=(seconds, case.training.ranks[0].record.ended_s),
@@ -136,7 +137,10 @@ def _judge_overfitting(case: Case) -> Outcome:
     losses, accuracies = metrics["val_loss"], metrics["val_top1"]
     if len(losses.values) < _MEASUREMENTS:
         return NotJudged(
-            reason=f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed (validate_every_epochs)"
+            reason=(
+                f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed "
+                f"({setting(case, 'validate_every_epochs')})"
+            )
         )
     best, train = int(losses.values.argmin()), _near(curve, losses)
     lowest, last = float(losses.values[best]), float(losses.values[-1])

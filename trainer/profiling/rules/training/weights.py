@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trainer.profiling.rules.causes import first_cause, listed, saving_after
+from trainer.profiling.rules.causes import first_cause, listed, saving_after, setting
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
 from trainer.profiling.rules.training.looks import Looks, looks_of
 from trainer.profiling.series import Series
@@ -231,9 +231,12 @@ def _moved(looks: Looks) -> str:
 def _calm(case: Case) -> str:
     settings = case.training.ranks[0].record.context.settings
     rate, clip = settings.get("base_learning_rate"), settings.get("clip_norm")
-    tenth = f"={rate / 10:g} (a tenth)" if isinstance(rate, int | float) else ""
-    limited = "set clip_norm=1" if clip == 0 else f"or clip_norm (now {clip})" if clip is not None else "or clip_norm"
-    return f"Lower base_learning_rate{tenth}, {limited}, or use precision=fp32; go on from a checkpoint of before, or start again."
+    tenth = f" from {rate:g} to {rate / 10:g}" if isinstance(rate, int | float) else ""
+    limited = f", set {setting(case, 'clip_norm')}=1" if clip == 0 else ""
+    return (
+        f"Lower {setting(case, 'base_learning_rate')}{tenth}{limited}, or try precision=fp32; go on from a checkpoint of before, or start "
+        "again."
+    )
 
 
 EXPLODING_GRADIENTS = Rule(
@@ -252,46 +255,6 @@ EXPLODING_GRADIENTS = Rule(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps
-
-
-def _judge_unchanged(case: Case) -> Outcome:
-    needed, looks = case.rules.unchanged_weights.looks, looks_of(case)
-    if answer := _few(looks, needed) or first_cause(case, POOR_INITIALISATION, VANISHING_GRADIENTS):
-        return answer
-    still = looks.grid("unchanged") >= 1
-    runs = np.stack([still[start : start + needed].all(0) for start in range(len(looks) - needed + 1)])
-    frozen: Flags = np.any(runs, axis=0)
-    names = _chosen(looks, frozen)
-    if not names:
-        return Healthy(text=f"each of {len(looks.names)} tensors changed at least once in {needed} looks")
-    everything = bool(frozen.all())
-    seconds = float(looks.seconds[int(runs.any(1).argmax())])
-    return Finding(
-        severity="severe" if everything else "warning",
-        confidence=0.95,
-        text=(
-            f"{'All' if everything else len(names)} of {len(looks.names)} tensors of weights ({listed(names)}) did not change in "
-            f"{needed} looks in a row."
-        ),
-        advice=(
-            "Raise base_learning_rate: its steps are lost in the rounding of the weights."
-            if everything
-            else "Let them be trained (requires_grad, a learning rate above 0 in their group), or leave them out of the model."
-        ),
-        saving=saving_after(case, seconds, "nothing changes") if everything else None,
-        numbers={"tensors": float(len(names))},
-    )
-
-
-UNCHANGED_WEIGHTS = Rule(
-    name="unchanged_weights",
-    kind="training",
-    title="Unchanged weights",
-    needs="As many looks at the weights as `looks`.",
-    fires="In `looks` looks in a row a step changed no element of a tensor.",
-    advises="Letting the tensors be trained; a larger learning rate where none of them changes.",
-    judge=_judge_unchanged,
-)
 
 
 def _judge_update_ratio(case: Case) -> Outcome:
@@ -317,27 +280,29 @@ def _too_large(case: Case, looks: Looks, worst: int) -> Finding:
             "0.001 is usual."
         ),
         advice=_calm(case),
-        saving=saving_after(case, float(looks.seconds[worst]), "what was learned before is overwritten"),
+        saving=None,
         numbers={"update_ratio": ratio},
         steps=(int(looks.steps[worst]), int(looks.steps[worst])),
     )
 
 
 def _size_of_warm_steps(case: Case, looks: Looks) -> Outcome:
-    """Whether steps after the warm-up, and before the schedule's end, move the weights at all."""
+    """Whether the steps near the peak learning rate move the weights."""
     warm = _is_warm(case, looks.steps) & np.isfinite(looks.update_ratios())
     if warm.sum() < _LOOKS:
         return NotJudged(reason=f"{warm.sum()} looks were at a learning rate near its peak, and {_LOOKS} are needed")
-    if cause := first_cause(case, VANISHING_GRADIENTS, UNCHANGED_WEIGHTS):
+    if cause := first_cause(case, VANISHING_GRADIENTS):
         return cause
     ratio, limit = float(looks.update_ratios()[warm].max()), case.rules.update_ratio.smallest
     if ratio >= limit:
         return Healthy(text=f"steps move the middle matrix by {ratio:.2g} times its own norm at most")
+    if ratio == 0:
+        return NotJudged(reason="no step changed the middle matrix at all")
     return Finding(
         severity="severe",
         confidence=0.8,
         text=f"No step moved the middle matrix by more than {ratio:.2g} times its own norm (limit {limit:g}); 0.001 is usual.",
-        advice="Raise base_learning_rate, a thousand times and more: so small a step is lost in the rounding of the weights.",
+        advice=f"Raise {setting(case, 'base_learning_rate')} a thousand times or more: such steps are lost in the rounding of the weights.",
         saving=saving_after(case, float(looks.seconds[0]), "next to nothing changes"),
         numbers={"update_ratio": ratio},
     )
@@ -364,4 +329,55 @@ UPDATE_RATIO = Rule(
     ),
     advises="A lower learning rate; or a higher one.",
     judge=_judge_update_ratio,
+)
+
+
+def _judge_unchanged(case: Case) -> Outcome:
+    needed, looks = case.rules.unchanged_weights.looks, looks_of(case)
+    if answer := _few(looks, needed) or first_cause(case, POOR_INITIALISATION, VANISHING_GRADIENTS):
+        return answer
+    still = looks.grid("unchanged") >= 1
+    runs = np.stack([still[start : start + needed].all(0) for start in range(len(looks) - needed + 1)])
+    frozen: Flags = np.any(runs, axis=0)
+    if not frozen.any():
+        return Healthy(text=f"each of {len(looks.names)} tensors changed at least once in {needed} looks")
+    matrices = looks.matrices()[0]
+    if frozen[matrices].all():
+        return _all_unchanged(case, looks, float(looks.seconds[int(runs.any(1).argmax())]))
+    return first_cause(case, UPDATE_RATIO) or _some_unchanged(case, looks, _chosen(looks, frozen))
+
+
+def _all_unchanged(case: Case, looks: Looks, since_s: float) -> Finding:
+    needed, rate = case.rules.unchanged_weights.looks, setting(case, "base_learning_rate")
+    return Finding(
+        severity="severe",
+        confidence=0.95,
+        text=f"No step changed any of {int(looks.matrices()[0].sum())} matrices of weights in {needed} looks in a row: nothing is learned.",
+        advice=f"Raise {rate}: its steps are 0, or lost in the rounding of the weights.",
+        saving=saving_after(case, since_s, "nothing changes"),
+    )
+
+
+def _some_unchanged(case: Case, looks: Looks, names: Sequence[str]) -> Finding:
+    return Finding(
+        severity="warning",
+        confidence=0.95,
+        text=(
+            f"{len(names)} of {len(looks.names)} tensors of weights ({listed(names)}) did not change in "
+            f"{case.rules.unchanged_weights.looks} looks in a row, while others did."
+        ),
+        advice="Let them be trained (requires_grad, a learning rate above 0 in their group), or leave them out of the model.",
+        saving=None,
+        numbers={"tensors": float(len(names))},
+    )
+
+
+UNCHANGED_WEIGHTS = Rule(
+    name="unchanged_weights",
+    kind="training",
+    title="Unchanged weights",
+    needs="As many looks at the weights as `looks`.",
+    fires="In `looks` looks in a row no step changed an element of a tensor.",
+    advises="Letting the tensors be trained; a larger learning rate where none of them changes.",
+    judge=_judge_unchanged,
 )
