@@ -20,6 +20,8 @@ from trainer.summary import aligned
 SUMMARY = "summary.json"
 STAGES = ("reinforce", "distill")
 """What a distillation is billed for."""
+_TEXT = ("run", "where", "price of", "")
+"""Columns of words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ def read_run(run: str | Path) -> tuple[Entry, Bill]:
     path = str(run) if str(run).endswith(".json") else storage.join(run, SUMMARY)
     try:
         content = json.loads(storage.read_bytes(path))
-        if "bill" not in content:
+        if isinstance(content, dict) and "bill" not in content:
             raise ArtifactError(
                 f"{path}: has no bill, as those of an earlier version; register the run again, or leave it out"
             )
@@ -186,8 +188,9 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 def lines(entries: Sequence[Entry]) -> list[str]:
     """The table as text, with what it is of and what speaks against the prices."""
     doubts = dict.fromkeys(one.place.price.doubt() for one in entries if one.place and one.place.price)
+    table = rows(entries)
     return [
-        *aligned(rows(entries), right=range(2, 11)),
+        *aligned(table, right={index for index, title in enumerate(table[0]) if title not in _TEXT}),
         "",
         f"Time and dollars: {' and '.join(STAGES)}, with start-up and compilation. Rates: while it trained.",
         *(f"  - {doubt}" for doubt in doubts if doubt),
