@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
 
 from trainer.config import WatchSettings
 from trainer.errors import TrainingError
+from trainer.profiling.alarm import Alarm
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules import judge
-from trainer.profiling.rules.outcomes import Case, Finding, Judgement
+from trainer.profiling.rules.outcomes import Case, Finding, Rule
+from trainer.profiling.rules.training.pauses import STALLED_TRAINING, hanging
 from trainer.tracking import Tracker
 
 
 class Watch:
-    """Judges what the first process has recorded so far, every now and then; tells each finding once.
+    """Judges what the first process has recorded so far, every now and then; tells each rule's finding once.
 
     What is judged, and when, changes nothing that is trained.
+
+    with watch:
+        for step in ...:
+            watch.look(step)
     """
 
     def __init__(
@@ -33,8 +42,22 @@ class Watch:
         """
         self._recorder, self._settings = recorder, settings
         self._tracker, self._say, self._active = tracker, say, active
-        self._due = time.perf_counter() + settings.interval_s
+        self._due, self._step = 0.0, 0
         self._told: set[str] = set()
+        self._alarm: Alarm | None = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        stalled = self._settings.rules.stalled_training
+        self._due = time.perf_counter() + self._settings.interval_s
+        if self._active and stalled.enabled:
+            self._alarm = self._open.enter_context(Alarm(stalled.seconds, excused=self._is_excused, ring=self._hangs))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
 
     def look(self, step: int) -> None:
         """After a step: judge, if it is time.
@@ -42,37 +65,43 @@ class Watch:
         Raises:
             TrainingError: a rule of `stop_on` has a finding.
         """
-        began = time.perf_counter()
-        if not self._active or began < self._due:
+        if not self._active:
             return
-        findings = self._judge()
+        self._step = step
+        if self._alarm is not None:
+            self._alarm.put_off()
+        if time.perf_counter() < self._due:
+            return
+        for rule, finding in self._judge():
+            if message := self._tell(rule, finding):
+                raise TrainingError(message)
+
+    def _judge(self) -> list[tuple[Rule, Finding]]:
+        """What was not told yet, those that end the training last."""
+        began = time.perf_counter()
+        with self._recorder.timeline.range("rules"):
+            case = Case(training=self._recorder.snapshot(), rules=self._settings.rules, live=True)
+            found = [(answer.rule, answer.outcome) for answer in judge(case) if isinstance(answer.outcome, Finding)]
         seconds = time.perf_counter() - began
         self._recorder.cost("rules", seconds)
         self._due = began + max(self._settings.interval_s, seconds / max(self._settings.budget, 1e-9))
-        for judgement, finding in findings:
-            self._tell(step, judgement, finding)
-        self._stop(step, findings)
+        new = [(rule, finding) for rule, finding in found if rule.name not in self._told]
+        return sorted(new, key=lambda pair: pair[0].name in self._settings.stop_on)
 
-    def _judge(self) -> list[tuple[Judgement, Finding]]:
-        """What was not told yet."""
-        case = Case(training=self._recorder.snapshot(), rules=self._settings.rules, live=True)
-        return [
-            (judgement, judgement.outcome)
-            for judgement in judge(case)
-            if isinstance(judgement.outcome, Finding) and judgement.rule.name not in self._told
-        ]
-
-    def _tell(self, step: int, judgement: Judgement, finding: Finding) -> None:
-        rule, name = judgement.rule, self._recorder.name
+    def _tell(self, rule: Rule, finding: Finding) -> str | None:
+        """Pass a finding on; gives the message to end the training with, if it is to end."""
+        name, step, text = self._recorder.name, self._step, f"{finding.text} {finding.advice}"
         self._told.add(rule.name)
-        self._say(f"{name}  step {step + 1}  {finding.severity}: {rule.title}: {finding.text} Advice: {finding.advice}")
+        self._say(f"{name}  step {step + 1}  {finding.severity}, {rule.title.lower()}: {text}")
         self._tracker.metrics(step, {f"{name}/finding/{rule.name}": 1.0})
-        self._tracker.tag(f"trainer.finding.{name}.{rule.name}", f"{finding.text} Advice: {finding.advice}")
+        self._tracker.tag(f"trainer.finding.{name}.{rule.name}", text)
+        if rule.name not in self._settings.stop_on:
+            return None
+        return f"{name}: stopped after step {step + 1}, as profile.stop_on has {rule.name}: {text}"
 
-    def _stop(self, step: int, findings: list[tuple[Judgement, Finding]]) -> None:
-        for judgement, finding in findings:
-            if judgement.rule.name in self._settings.stop_on:
-                raise TrainingError(
-                    f"{self._recorder.name}: stopped after step {step + 1}, for profile.stop_on has {judgement.rule.name}: "
-                    f"{finding.text} {finding.advice}"
-                )
+    def _is_excused(self) -> bool:
+        timeline = self._recorder.timeline
+        return timeline.first_step_ended_ns is None or timeline.is_beside_steps
+
+    def _hangs(self, seconds: float, place: str) -> str | None:
+        return self._tell(STALLED_TRAINING, hanging(seconds, self._step, place))

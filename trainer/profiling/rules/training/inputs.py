@@ -23,7 +23,7 @@ def _context(case: Case) -> ContextRecord:
 
 def _judge_classes(case: Case) -> Outcome:
     limit, classes = case.rules.class_imbalance.ratio, _context(case).classes
-    if not classes:
+    if not classes or case.training.name == "mae":
         return NotJudged(
             reason="the training learns from no labels, or did not record how many images its classes have"
         )

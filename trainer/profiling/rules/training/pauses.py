@@ -8,6 +8,30 @@ from trainer.profiling.evidence import RankEvidence, Spans
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.series import Series
 
+_ADVICE = (
+    "Look at the log and the machine of that time: storage that did not answer, a loader process or another process of the job that hung, "
+    "a machine that was paused."
+)
+
+
+def hanging(seconds: float, step: int, place: str) -> Finding:
+    """The finding on a training in which no step has ended for some time, told while that lasts.
+
+    Args:
+        seconds: how long.
+        step: the last one that ended.
+        place: in the code, where the training is.
+    """
+    return Finding(
+        severity="severe",
+        confidence=0.9,
+        text=f"No step has ended for {seconds:,.0f} s, since step {step + 1}; the first process is in {place}.",
+        advice=_ADVICE,
+        saving=None,
+        numbers={"longest_s": seconds},
+        steps=(step, step + 1),
+    )
+
 
 def _judge_stalled(case: Case) -> Outcome:
     rank, limit = case.training.ranks[0], case.rules.stalled_training.seconds
@@ -28,10 +52,7 @@ def _judge_stalled(case: Case) -> Outcome:
             f"No step ended for {pauses[worst]:,.0f} s between steps {before + 1} and {after + 1} (limit {limit:g} s), with no validation "
             f"or checkpoint to account for it{'; it happened ' + times if times else ''}."
         ),
-        advice=(
-            "Look at the log and the machine of that time: storage that did not answer, a loader process or another process of the job "
-            "that hung, a machine that was paused."
-        ),
+        advice=_ADVICE,
         saving=Saving(seconds=float(stalls.sum()), reason="the time without a step"),
         numbers={"longest_s": float(pauses[worst]), "stalls": float(len(stalls))},
         window_s=(start_s, start_s + float(pauses[worst])),

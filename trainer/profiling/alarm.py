@@ -1,0 +1,86 @@
+"""Tells of a training that hangs, which the training's own thread can not."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+from trainer.errors import TrainingError
+
+_SIGNAL = signal.SIGUSR1
+_OWN = "trainer."
+
+
+class Alarm:
+    """Rings once when it was not put off for too long; a thread of its own waits for that.
+
+    It can end what hangs where Python waits, for a loader process, a file or a lock: a signal interrupts the main thread. Where torch
+    waits, for a device or another process, torch's own limits end it.
+    """
+
+    def __init__(
+        self, seconds: float, *, excused: Callable[[], bool], ring: Callable[[float, str], str | None]
+    ) -> None:
+        """Around what the current thread does.
+
+        Args:
+            seconds: how long without a sign of life is too long.
+            excused: whether the time counts for nothing at the moment.
+            ring: takes the seconds without a sign of life and where the thread is; gives the message to end it with, or None. Called in
+                the alarm's thread.
+        """
+        self._seconds, self._excused, self._ring = seconds, excused, ring
+        self._watched = threading.current_thread()
+        self._seen = time.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._wait, name="alarm", daemon=True)
+        self._message: str | None = None
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if self._watched is threading.main_thread():
+            self._before = signal.signal(_SIGNAL, self._end)
+        self._seen = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        self._thread.join()
+        if self._watched is threading.main_thread():
+            signal.signal(_SIGNAL, self._before or signal.SIG_DFL)
+
+    def put_off(self) -> None:
+        """A sign of life."""
+        self._seen = time.monotonic()
+
+    def _wait(self) -> None:
+        while not self._closing.wait(self._seconds / 10):
+            if self._excused():
+                self.put_off()
+            silent = time.monotonic() - self._seen
+            if silent > self._seconds:
+                self._message = self._ring(silent, _place(self._watched))
+                break
+        if self._message is not None and self._watched is threading.main_thread():
+            signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+
+    def _end(self, _number: int, _frame: FrameType | None) -> NoReturn:
+        raise TrainingError(self._message)
+
+
+def _place(thread: threading.Thread) -> str:
+    """Where a thread is, in this project's code."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_OWN):
+        frame = frame.f_back
+    if frame is None:
+        return "somewhere"
+    return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname} (line {frame.f_lineno})"
