@@ -48,7 +48,7 @@ SCHEMA_VERSIONS: Mapping[Kind, int] = {
     "teacher_outputs": 1,
     "tuning": 1,
     "evidence": 2,
-    "report": 1,
+    "report": 2,
     "evaluation": 1,
     "registration": 1,
     "checkpoint": 1,

@@ -1,4 +1,4 @@
-"""The command line: `python -m trainer run | stage | bill | config | recipes`."""
+"""The command line: `python -m trainer run | stage | compare | bill | config | recipes`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from trainer.errors import (
     CrashError,
     SettingsError,
     TrainerError,
+    make_directory,
+    writing_to,
 )
 from trainer.signals import ended_by_sigterm
 
@@ -26,6 +28,7 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
 
   python -m trainer run digits                          the whole run on the bundled digits
   python -m trainer run grocery --set data.source=imagefolder:/photos
+  python -m trainer compare runs/A runs/B               before and after
   python -m trainer config digits                       every setting with its meaning
   python -m trainer stage evaluate --help               one stage on given inputs
   python -m trainer bill runs/latest                    what a run took and cost; of several, side by side"""
@@ -97,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_stage(commands)
+    _add_compare(commands)
     _add_bill(commands)
     _add_config(commands)
     listing = commands.add_parser("recipes", help="list the recipes", description="List the recipes.")
@@ -188,6 +192,22 @@ def _add_one_stage(names: Commands[argparse.ArgumentParser], stage: stages.Stage
     parser.set_defaults(command=_stage, stage=stage)
 
 
+def _add_compare(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="put two runs or trainings side by side",
+        description="Put two runs or trainings side by side, before and after: settings, accuracy, cost, phases, operators, use of the "
+        "machine, findings. Each is the directory of a run, of its report, or of evidence, here or in a store.",
+    )
+    parser.add_argument("before", metavar="A")
+    parser.add_argument("after", metavar="B")
+    parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+    parser.set_defaults(command=_compare)
+
+
 def _add_bill(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bill",
@@ -266,6 +286,20 @@ def _checked_json(options: argparse.Namespace) -> str:
     if not isinstance(values, dict):
         raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
     return str(options.settings)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from trainer.profiling import compare, sides
+    from trainer.profiling.report import comparison
+
+    compared = compare.compare(sides.read_side(options.before), sides.read_side(options.after))
+    print(compare.text(compared))
+    if options.output:
+        page = Path(options.output)
+        make_directory(page.parent)
+        with writing_to(page):
+            page.write_text(comparison.build(compared), encoding="utf-8")
+        print(f"\nAs a page: {page}")
 
 
 def _bill(options: argparse.Namespace) -> None:

@@ -12,8 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import ArtifactError
 from trainer.profiling import words
-from trainer.profiling.rules.outcomes import Finding, Healthy, Judgement, NotJudged, Outcome
-from trainer.profiling.summary import TrainingSummary
+from trainer.profiling.evidence import Evidence, TrainingEvidence
+from trainer.profiling.rules import judge
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, Judgement, NotJudged, Outcome
+from trainer.profiling.summary import TrainingSummary, summarize
+from trainer.thresholds import RuleSettings
 
 _OUTCOMES: Mapping[str, type[Outcome]] = {kind.__name__: kind for kind in (Finding, Healthy, NotJudged)}
 _SEVERITIES = ("note", "warning", "severe")
@@ -38,6 +41,17 @@ class Found:
 
     answer: Answer
     finding: Finding
+
+
+def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
+    """What every rule answers on every training of an evidence artifact."""
+    before: Sequence[TrainingEvidence | None] = [None, *evidence.trainings[:-1]]
+    judgements = [
+        judgement
+        for earlier, training in zip(before, evidence.trainings, strict=False)
+        for judgement in judge(Case(training=training, rules=rules, before=earlier))
+    ]
+    return answers(judgements, [summarize(training) for training in evidence.trainings])
 
 
 def answers(judgements: Sequence[Judgement], summaries: Sequence[TrainingSummary]) -> list[Answer]:

@@ -188,7 +188,7 @@ def summarize(training: TrainingEvidence) -> TrainingSummary:
         compile_s=sum(compilation.seconds for compilation in record.compilations),
         communication=record.communication,
         overhead=record.overhead,
-        attempts=record.attempts,
+        attempts=list(record.attempts),
         ranks=[_rank(rank) for rank in training.ranks],
         operators=_operators(first),
         system=_system(first),

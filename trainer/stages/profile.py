@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ from trainer.billing import make_bill, stage_bill
 from trainer.config import ProfileSettings
 from trainer.profiling import findings
 from trainer.profiling import report as page
-from trainer.profiling.evidence import Evidence, TrainingEvidence, read_evidence
-from trainer.profiling.findings import Answer
-from trainer.profiling.rules import judge
-from trainer.profiling.rules.outcomes import Case
+from trainer.profiling.evidence import read_evidence
 from trainer.profiling.summary import TrainingSummary, summarize
 
 FINDINGS = "findings.json"
@@ -51,7 +47,7 @@ def run(
     }
     trainings = [(training, summarize(training)) for source in sources.values() for training in source.trainings]
     summaries = [summary for _, summary in trainings]
-    answers = [answer for source in sources.values() for answer in judged(source, settings)]
+    answers = [answer for source in sources.values() for answer in findings.judged(source, settings.rules)]
     bill = make_bill(
         [
             stage_bill("pretrain", artifacts.manifest(pretrain_evidence, "evidence"), sources["pretrain_evidence"]),
@@ -73,17 +69,6 @@ def run(
         tracker.metrics(0, tracking.numbers(draft.figures))
         draft.figures["verdict"] = findings.verdict(answers, summaries)
     return artifacts.read(report, "report")
-
-
-def judged(evidence: Evidence, settings: ProfileSettings) -> list[Answer]:
-    """What every rule answers on every training of an evidence artifact."""
-    before: Sequence[TrainingEvidence | None] = [None, *evidence.trainings[:-1]]
-    judgements = [
-        judgement
-        for earlier, training in zip(before, evidence.trainings, strict=False)
-        for judgement in judge(Case(training=training, rules=settings.rules, before=earlier))
-    ]
-    return findings.answers(judgements, [summarize(training) for training in evidence.trainings])
 
 
 def _figures(summary: TrainingSummary) -> dict[str, Any]:

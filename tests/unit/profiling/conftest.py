@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.profiling.large import enlarged, made_up_answers
 from trainer import artifacts
 from trainer.config import EvidenceSettings
+from trainer.profiling.evidence import TrainingEvidence, read_evidence
+from trainer.profiling.findings import Answer
 from trainer.profiling.recorder import Recorder
 
 Record = Callable[..., Recorder]
@@ -73,3 +76,21 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for recorder in recorders:
             recorder.write(draft.path)
     return path
+
+
+@pytest.fixture(scope="session")
+def plain(evidence: Path) -> list[TrainingEvidence]:
+    """Two short trainings that were really recorded."""
+    return list(read_evidence(evidence).trainings)
+
+
+@pytest.fixture(scope="session")
+def large(plain: list[TrainingEvidence]) -> TrainingEvidence:
+    """A distillation over 64 GPUs, with full tables, 300 tensors and 24 blocks of attention."""
+    return enlarged(plain[1])
+
+
+@pytest.fixture(scope="session")
+def answers() -> list[Answer]:
+    """Findings of every severity, rules that found nothing, and rules that could not judge."""
+    return made_up_answers()

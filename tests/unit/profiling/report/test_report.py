@@ -173,7 +173,7 @@ def test_a_training_without_steps_has_a_page(record: Callable[..., Recorder], tm
         record(steps=0).write(draft.path)
     page = page_of(list(read_evidence(tmp_path).trainings))
     assert "it had no steps to measure" in page
-    assert "Not recorded: the training took 0 steps" in page
+    assert "Not recorded: the training ended after 0 steps" in page
 
 
 def test_nothing_trained_is_said() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from trainer.costs import Place, Price
-from trainer.profiling.evidence import Curve, RankEvidence, TensorLooks, TrainingEvidence, read_evidence
+from trainer.profiling.evidence import Curve, RankEvidence, TensorLooks, TrainingEvidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.operators import Operator, OperatorTable
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Saving
@@ -34,26 +32,8 @@ PLACE = Place(
 )
 
 
-@pytest.fixture(scope="session")
-def plain(evidence: Path) -> list[TrainingEvidence]:
-    """Two short trainings that were really recorded."""
-    return list(read_evidence(evidence).trainings)
-
-
-@pytest.fixture(scope="session")
-def large(plain: list[TrainingEvidence]) -> TrainingEvidence:
-    """A distillation over 64 GPUs, with full tables, 300 tensors and 24 blocks of attention."""
-    return enlarged(plain[1])
-
-
-@pytest.fixture(scope="session")
-def answers() -> list[Answer]:
-    """Findings of every severity, rules that found nothing, and rules that could not judge."""
-    return made_up_answers()
-
-
 def made_up_answers() -> list[Answer]:
-    """See the fixture `answers`."""
+    """Findings of every severity, rules that found nothing, and rules that could not judge."""
 
     def answer(rule: str, outcome: Finding | Healthy | NotJudged, dollars: float | None = None) -> Answer:
         title = rule.replace("_", " ").capitalize()
@@ -97,7 +77,7 @@ def made_up_answers() -> list[Answer]:
 
 
 def enlarged(training: TrainingEvidence) -> TrainingEvidence:
-    """See the fixture `large`."""
+    """A distillation over 64 GPUs, with full tables, 300 tensors and 24 blocks of attention."""
     random = np.random.default_rng(0)
     first = training.ranks[0]
     seconds = 0.5 + 0.05 * random.standard_normal(STEPS) ** 2
@@ -208,9 +188,3 @@ def _record(first: RankEvidence, rank: int, ended: float) -> RankRecord:
 def _curve(steps: Series, ended: float, random: np.random.Generator) -> Curve:
     values = 0.6 + 0.3 * np.exp(-np.linspace(0, 3, len(steps))) + 0.02 * random.random(len(steps))
     return Curve(steps=steps, seconds=steps / steps[-1] * ended, values=values)
-
-
-@pytest.fixture(scope="session")
-def enlarge() -> Callable[[TrainingEvidence], TrainingEvidence]:
-    """What makes a training large."""
-    return enlarged

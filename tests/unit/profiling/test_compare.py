@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.profiling.large import PLACE, made_up_answers
+from trainer.errors import ArtifactError
+from trainer.profiling.compare import Comparison, change, compare, text
+from trainer.profiling.evidence import TrainingEvidence
+from trainer.profiling.report.comparison import build
+from trainer.profiling.sides import Side
+from trainer.profiling.summary import PhaseSummary, Spread, TrainingSummary, summarize
+
+
+@pytest.fixture
+def training(plain: list[TrainingEvidence]) -> TrainingEvidence:
+    return plain[1]
+
+
+def spread(ms: float) -> Spread:
+    return Spread(p5=ms, p50=ms, p95=ms, mean=ms, max=ms)
+
+
+def with_steps(summary: TrainingSummary, *, images: float, **phases: float) -> TrainingSummary:
+    """The same training with steps that take so many milliseconds in each phase."""
+    total = sum(phases.values())
+    return replace(
+        summary,
+        step_ms=spread(total),
+        images_a_step=images,
+        images_per_second=1000 * images / total,
+        phases={name: PhaseSummary(share=ms / total, ms=spread(ms), ranges={}) for name, ms in phases.items()},
+    )
+
+
+def side(name: str, summary: TrainingSummary, **further: Any) -> Side:
+    return Side(name=name, trainings={summary.name: summary}, **{"answers": [], **further})
+
+
+def table(comparison: Comparison, title: str) -> dict[str, tuple[str, ...]]:
+    tables = [*comparison.general, *(one for some in comparison.tables.values() for one in some)]
+    (found,) = [one for one in tables if one.title == title]
+    return {row[0]: row[1:] for row in found.rows}
+
+
+def test_steps_of_the_same_size_are_compared_as_they_are(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    before = with_steps(summary, images=64, data=60, forward=30, backward=10)
+    after = with_steps(summary, images=64, data=10, forward=30, backward=10)
+    comparison = compare(side("a", before), side("b", after))
+    assert comparison.verdict == (
+        "Distillation: 2.0x as fast, 100 before and 50 ms a step after; most of it in “waiting for data” (60 before, 10 after)."
+    )
+    phases = table(comparison, "phases")
+    assert phases["waiting for data"] == ("60", "10", "-83 %")
+    assert phases["forward pass"] == ("30", "30", "as before")
+    assert phases["together"] == ("100", "50", "-50 %")
+
+
+def test_steps_of_another_size_are_compared_per_image(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    before = with_steps(summary, images=32, forward=32)
+    after = with_steps(summary, images=128, forward=64)
+    comparison = compare(side("a", before), side("b", after))
+    assert "2.0x as fast, 1,000 before and 500 µs an image after" in comparison.verdict
+    assert table(comparison, "phases")["forward pass"] == ("1,000", "500", "-50 %")
+    assert table(comparison, "in short")["images a step"] == ("32", "128", "")
+
+
+def test_a_slower_training_is_not_called_a_gain(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    before, after = (with_steps(summary, images=8, data=ms, forward=10) for ms in (1, 9))
+    comparison = compare(side("a", before), side("b", after))
+    assert "1.7x slower" in comparison.verdict
+    assert "“waiting for data” (1 before, 9 after)" in comparison.verdict
+    alike = replace(before, steps=before.steps + 1)
+    assert "as fast as before" in compare(side("a", before), side("b", alike)).verdict
+    same = compare(side("a", before), side("b", before))
+    assert text(same) == "\n\n".join(["Distillation: both sides are the same recording."] * 2)
+    assert "Both sides are the same recording." in build(same)
+
+
+def test_findings_are_gone_new_or_still_there(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    first, second, third = [one for one in made_up_answers() if one.rule not in ("start_up", "host_syncs")]
+    comparison = compare(side("a", summary, answers=[first, second]), side("b", summary, answers=[second, third]))
+    (findings,) = [one for one in comparison.general if one.title == "Findings"]
+    assert [(row[0], row[-1]) for row in findings.rows[1:]] == [
+        (first.title, "gone"),
+        (second.title, "still there"),
+        (third.title, "new"),
+    ]
+    assert findings.rows[2][2] == "66 min 40 s $195.20"
+
+
+def test_settings_that_differ_are_named(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    before = replace(summary, settings={"batch_size": 32, "views": {"flip": True}, "workers": None})
+    after = replace(summary, settings={"batch_size": 64, "views": {"flip": True}, "zero": False})
+    rows = table(compare(side("a", before), side("b", after)), "Settings that differ")
+    assert rows["distill.batch_size"] == ("32", "64")
+    assert rows["distill.zero"] == ("not there", "False")
+    assert "distill.views.flip" not in rows
+
+
+def run(top1: float, seconds: float, dollars: float | None) -> dict[str, Any]:
+    return {
+        "recipe": "digits",
+        "settings": {"distill": {"epochs": int(seconds)}},
+        "stages": {"distill": {"seconds": seconds}},
+        "student": {"test": {"top1": top1, "agreement": 0.9}},
+        "teacher": {"test": {"top1": 0.99}},
+        "bill": {"dollars": dollars},
+    }
+
+
+def test_runs_are_compared_by_accuracy_time_and_dollars(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    before, after = side("a", summary, run=run(0.95, 100.0, 2.0)), side("b", summary, run=run(0.9625, 50.0, 1.0))
+    comparison = compare(before, after)
+    assert comparison.verdict == "Distillation: both sides are the same recording."
+    rows = table(comparison, "The runs")
+    assert rows["student, test top-1"] == ("95.00%", "96.25%", "+1.25 points")
+    assert rows["  distill"] == ("100 s", "50 s", "-50 %")
+    assert rows["dollars"] == ("$2.00", "$1.00", "-50 %")
+    assert table(comparison, "Settings that differ") == {
+        "setting": ("before", "after"),
+        "distill.epochs": ("100", "50"),
+    }
+    faster = replace(before, trainings={"distill": with_steps(summary, images=8, data=8)})
+    slower = replace(after, trainings={"distill": with_steps(summary, images=8, data=4)})
+    assert compare(faster, slower).verdict.endswith("; the student's test top-1: 95.0% before and 96.2% after.")
+    priced = compare(side("a", replace(summary, place=PLACE)), side("b", summary))
+    assert table(priced, "in short")["dollars"][1:] == ("unknown", "")
+
+
+def test_the_operators_that_moved_most_stand_first(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    assert summary.operators is not None
+    first, *others = summary.operators.operators
+    slower = replace(first, self_cpu_ms=first.self_cpu_ms + 1000 * summary.operators.steps)
+    after = replace(summary, operators=replace(summary.operators, operators=[slower, *others]))
+    comparison = compare(side("a", summary), side("b", after))
+    movers = table(comparison, "operators that moved most")
+    assert list(movers)[1] == first.name
+    alike = compare(side("a", summary), side("b", replace(summary, steps=summary.steps + 1)))
+    assert {row[-1] for row in list(table(alike, "operators that moved most").values())[1:]} == {"as before"}
+
+
+def test_the_text_and_the_page_hold_every_table(large: TrainingEvidence, training: TrainingEvidence) -> None:
+    hostile = "<script>alert(1)</script>"
+    sides = [
+        Side(name=name, trainings={one.name: summarize(one)}, answers=made_up_answers(), evidence={one.name: one})
+        for name, one in ((hostile, training), ("after", large))
+    ]
+    comparison = compare(*sides)
+    told, page = text(comparison), build(comparison)
+    for wanted in (
+        "in short",
+        "phases",
+        "operators by kind of work",
+        "operators that moved most",
+        "use of the machine",
+    ):
+        assert f"Distillation: {wanted}" in told
+        assert wanted[1:] in page
+    assert "still there" in told
+    assert "<script" not in page
+    assert "The training and the machine over time" in page
+    assert len(page.encode()) < 2_000_000
+    assert max(len(line) for line in told.splitlines()) < 200
+
+
+def test_nothing_in_common_is_refused(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    other = replace(summary, name="mae")
+    with pytest.raises(ArtifactError, match="a holds distill and b holds mae, so there is nothing to compare"):
+        compare(side("a", summary), side("b", other))
+    empty = Side(name="empty", trainings={}, answers=[])
+    with pytest.raises(ArtifactError, match="empty holds no training"):
+        compare(empty, side("b", other))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (1.0, None, ""),
+        (None, 1.0, ""),
+        (0.0, 0.0, "as before"),
+        (0.0, 1.0, "new"),
+        (100.0, 100.4, "as before"),
+        (100.0, 0.0, "-100 %"),
+        (2.0, 3.0, "+50 %"),
+        (1.0, 1234.0, "1,234 x"),
+    ],
+)
+def test_a_change_in_words(before: float | None, after: float | None, expected: str) -> None:
+    assert change(before, after) == expected

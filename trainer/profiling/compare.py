@@ -1,0 +1,362 @@
+"""Two runs or trainings side by side, before and after: `python -m trainer compare A B`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer import summary
+from trainer.errors import ArtifactError
+from trainer.profiling import words
+from trainer.profiling.findings import Answer
+from trainer.profiling.rules.outcomes import Finding
+from trainer.profiling.sides import Side
+from trainer.profiling.summary import OperatorSummary, TrainingSummary, is_core, operator_ms
+
+_MOVERS = 10
+_ALIKE = 0.005
+"""Relative change that is told as none."""
+_SAME_BATCH = 0.01
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of text, the first one its heading: what, before, after, change."""
+
+    title: str
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A training of both sides."""
+
+    name: str
+    before: TrainingSummary
+    after: TrainingSummary
+
+    @property
+    def per_image(self) -> bool:
+        """Whether times are told per image, because a step does not hold as many images on both sides."""
+        a, b = self.before.images_a_step, self.after.images_a_step
+        return bool(a and b and abs(a - b) > _SAME_BATCH * a)
+
+    @property
+    def unit(self) -> str:
+        """Of what `scaled` gives."""
+        return "µs an image" if self.per_image else "ms a step"
+
+    def scaled(self, one: TrainingSummary, ms: float) -> float:
+        """A time of a step in `unit`."""
+        return 1000 * ms / one.images_a_step if self.per_image and one.images_a_step else ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Everything that differs."""
+
+    before: Side
+    after: Side
+    pairs: Sequence[Pair]
+    verdict: str
+    general: Sequence[Table]
+    """Of the runs as wholes."""
+    tables: Mapping[str, Sequence[Table]]
+    """Name of a training -> its tables."""
+
+
+def compare(before: Side, after: Side) -> Comparison:
+    """Put two sides beside one another.
+
+    Raises:
+        ArtifactError: they have no training in common.
+    """
+    names = [name for name in before.trainings if name in after.trainings]
+    if not names:
+        told = [", ".join(side.trainings) or "no training" for side in (before, after)]
+        raise ArtifactError(
+            f"{before.name} holds {told[0]} and {after.name} holds {told[1]}, so there is nothing to compare; "
+            "give two that trained the same"
+        )
+    pairs = [Pair(name=name, before=before.trainings[name], after=after.trainings[name]) for name in names]
+    general = [_outcome(before, after), _settings(before, after), _findings(before, after)]
+    return Comparison(
+        before=before,
+        after=after,
+        pairs=pairs,
+        verdict=_verdict(pairs[-1], _accuracy(before, after)),
+        general=[table for table in general if len(table.rows) > 1],
+        tables={
+            pair.name: [table for table in _tables(pair) if len(table.rows) > 1]
+            for pair in pairs
+            if pair.before != pair.after
+        },
+    )
+
+
+def text(comparison: Comparison) -> str:
+    """The comparison for a terminal."""
+    parts = [comparison.verdict]
+    for table in comparison.general:
+        parts.append("\n".join([table.title, *_lines(table)]))
+    for pair in comparison.pairs:
+        name = words.training(pair.name)
+        tables = comparison.tables.get(pair.name)
+        if tables is None:
+            parts.append(f"{name}: both sides are the same recording.")
+        parts += ["\n".join([f"{name}: {table.title}", *_lines(table)]) for table in tables or ()]
+    return "\n\n".join(parts)
+
+
+def _lines(table: Table) -> list[str]:
+    rows = [tuple(words.clipped(cell, 60) for cell in row) for row in table.rows]
+    return [f"  {line}" for line in summary.aligned(rows, right={1, 2, 3} if len(rows[0]) == 4 else ())]
+
+
+def change(before: float | None, after: float | None) -> str:
+    """`-46 %`, `+12 %`, `as before`; empty where one of them is not known."""
+    if before is None or after is None:
+        return ""
+    if before == after or (before and abs(after / before - 1) < _ALIKE):
+        return "as before"
+    if not before:
+        return "new"
+    return f"{100 * (after / before - 1):+,.0f} %" if after < 10 * before else f"{after / before:,.0f} x"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of a training
+
+
+def _verdict(pair: Pair, accuracy: str) -> str:
+    """How much faster the last training in common has become, what made it so, and what that did to the student."""
+    name = words.training(pair.name)
+    if pair.before == pair.after:
+        return f"{name}: both sides are the same recording."
+    a, b = pair.before.step_ms, pair.after.step_ms
+    if a is None or b is None:
+        return f"{name}: one of the two has no steps to compare."
+    first, second = pair.scaled(pair.before, a.mean), pair.scaled(pair.after, b.mean)
+    speed = (
+        summary.ratio(first, second, "as fast", "slower") if abs(second / first - 1) >= _ALIKE else "as fast as before"
+    )
+    moved = _mover(pair, faster=second < first)
+    return f"{name}: {speed}, {words.short(first)} before and {words.short(second)} {pair.unit} after{moved}{accuracy}."
+
+
+def _accuracy(before: Side, after: Side) -> str:
+    if before.run is None or after.run is None:
+        return ""
+    first, second = (_at(run, ("student", "test", "top1")) for run in (before.run, after.run))
+    return (
+        ""
+        if first is None or second is None
+        else f"; the student's test top-1: {first:.1%} before and {second:.1%} after"
+    )
+
+
+def _mover(pair: Pair, *, faster: bool) -> str:
+    before, after = _phase_ms(pair, pair.before), _phase_ms(pair, pair.after)
+    moves = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
+    if not moves:
+        return ""
+    name = min(moves, key=lambda key: moves[key] if faster else -moves[key])
+    if (moves[name] < 0) != faster:
+        return ""
+    label = words.label(name)
+    return f"; most of it in “{label}” ({words.short(before.get(name, 0.0))} before, {words.short(after.get(name, 0.0))} after)"
+
+
+def _phase_ms(pair: Pair, one: TrainingSummary) -> dict[str, float]:
+    """Mean time of each phase."""
+    return {name: pair.scaled(one, phase.ms.mean) for name, phase in one.phases.items()}
+
+
+def _tables(pair: Pair) -> Iterator[Table]:
+    yield _overview(pair)
+    yield _times("phases", pair, _phase_ms(pair, pair.before), _phase_ms(pair, pair.after), words.label)
+    a, b = pair.before.operators, pair.after.operators
+    if a and b:
+        before, after = _kind_ms(pair, pair.before, a), _kind_ms(pair, pair.after, b)
+        yield _times("operators by kind of work", pair, before, after)
+        yield _movers(pair, a, b)
+    yield _use(pair)
+
+
+def _overview(pair: Pair) -> Table:
+    sides = (pair.before, pair.after)
+    texts = {
+        "device": [one.device for one in sides],
+        "where": [str(one.place or one.host) for one in sides],
+        "processes": [str(one.world_size) for one in sides],
+        "loader processes": ["unknown" if one.workers is None else str(one.workers) for one in sides],
+        "images a step": [_or_unknown(words.short, one.images_a_step) for one in sides],
+    }
+    rows: list[Row] = [("", "before", "after", "change")]
+    rows += [(title, *told, "") for title, told in texts.items() if told[0] != told[1]]
+    for title, shown, value in _OVERVIEW:
+        first, second = value(pair.before), value(pair.after)
+        if first is not None or second is not None:
+            rows.append((title, _or_unknown(shown, first), _or_unknown(shown, second), change(first, second)))
+    return Table(title="in short", rows=rows)
+
+
+_OVERVIEW: Sequence[tuple[str, Callable[[float], str], Callable[[TrainingSummary], float | None]]] = (
+    ("step (median)", words.milliseconds, lambda one: one.step_ms.p50 if one.step_ms else None),
+    ("step (95 %)", words.milliseconds, lambda one: one.step_ms.p95 if one.step_ms else None),
+    ("images a second", words.short, lambda one: one.images_per_second),
+    ("steps", words.short, lambda one: one.steps),
+    ("recorded", words.duration, lambda one: one.recorded_s),
+    ("dollars", words.dollars, lambda one: one.place.dollars(one.recorded_s) if one.place else None),
+)
+
+
+def _or_unknown(shown: Callable[[float], str], value: float | None) -> str:
+    return "unknown" if value is None else shown(value)
+
+
+def _times(
+    title: str, pair: Pair, before: Mapping[str, float], after: Mapping[str, float], spoken: Callable[[str], str] = str
+) -> Table:
+    rows: list[Row] = [(pair.unit, "before", "after", "change")]
+    for name in {**before, **after}:
+        a, b = before.get(name, 0.0), after.get(name, 0.0)
+        rows.append((spoken(name), words.short(a), words.short(b), change(a, b)))
+    total = sum(before.values()), sum(after.values())
+    rows.append(("together", words.short(total[0]), words.short(total[1]), change(*total)))
+    return Table(title=title, rows=rows)
+
+
+def _kind_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dict[str, float]:
+    return {name: pair.scaled(one, ms) for name, ms in seen.categories.items()}
+
+
+def _movers(pair: Pair, a: OperatorSummary, b: OperatorSummary) -> Table:
+    """The operators whose time changed most."""
+    before, after = _operator_ms(pair, pair.before, a), _operator_ms(pair, pair.after, b)
+    moves = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
+    most = sorted(moves, key=lambda name: -abs(moves[name]))[:_MOVERS]
+    rows: list[Row] = [(pair.unit, "before", "after", "change")]
+    for name in most:
+        first, second = before.get(name), after.get(name)
+        shown = [words.short(value or 0.0) for value in (first, second)]
+        rows.append((name, *shown, change(first or 0.0, second or 0.0)))
+    return Table(title="operators that moved most", rows=rows)
+
+
+def _operator_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for operator in seen.operators:
+        ms = operator_ms(operator, seen.clock) / seen.steps
+        times[operator.name] = times.get(operator.name, 0.0) + pair.scaled(one, ms)
+    return times
+
+
+def _use(pair: Pair) -> Table:
+    """How much of the machine was used: means, and the largest memory."""
+    rows: list[Row] = [("mean, memory: most", "before", "after", "change")]
+    before, after = _signals(pair.before), _signals(pair.after)
+    for name in before:
+        if name in after:
+            title, a = words.named_number(name, before[name])
+            rows.append((title, a, words.named_number(name, after[name])[1], change(before[name], after[name])))
+    return Table(title="use of the machine", rows=rows)
+
+
+def _signals(one: TrainingSummary) -> dict[str, float]:
+    cores = [signal.mean for name, signal in one.system.items() if is_core(name)]
+    first = {"cores_percent": sum(cores) / len(cores), "busiest_core_percent": max(cores)} if cores else {}
+    others = {name: signal for name, signal in one.system.items() if not is_core(name)}
+    return first | {name: signal.max if name.endswith("_bytes") else signal.mean for name, signal in others.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of the runs
+
+
+def _outcome(before: Side, after: Side) -> Table:
+    """Accuracy, time and dollars of whole runs."""
+    rows: list[Row] = [("", "before", "after", "change")]
+    if before.run is None or after.run is None:
+        return Table(title="The runs", rows=rows)
+    a, b = before.run, after.run
+    rows.append(("recipe", str(a.get("recipe", "")), str(b.get("recipe", "")), ""))
+    for title, keys in (
+        ("student, test top-1", ("student", "test", "top1")),
+        ("agrees with the teacher", ("student", "test", "agreement")),
+        ("teacher, test top-1", ("teacher", "test", "top1")),
+    ):
+        first, second = _at(a, keys), _at(b, keys)
+        if first is not None and second is not None:
+            rows.append((title, f"{first:.2%}", f"{second:.2%}", f"{100 * (second - first):+.2f} points"))
+    seconds = [sum(stage["seconds"] for stage in run["stages"].values()) for run in (a, b)]
+    rows.append(("all stages", words.duration(seconds[0]), words.duration(seconds[1]), change(*seconds)))
+    for name in a["stages"]:
+        if name in b["stages"]:
+            taken = [run["stages"][name]["seconds"] for run in (a, b)]
+            rows.append((f"  {name}", words.duration(taken[0]), words.duration(taken[1]), change(*taken)))
+    cost = [_at(run, ("bill", "dollars")) for run in (a, b)]
+    if any(value is not None for value in cost):
+        rows.append(("dollars", *(_or_unknown(words.dollars, value) for value in cost), change(*cost)))
+    return Table(title="The runs", rows=rows)
+
+
+def _at(content: Mapping[str, Any], keys: Sequence[str]) -> float | None:
+    value: Any = content
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _settings(before: Side, after: Side) -> Table:
+    """Settings that are not the same."""
+    whole = before.run is not None and after.run is not None
+    a, b = (dict(_flat(_recorded_settings(side, whole=whole))) for side in (before, after))
+    rows: list[Row] = [("setting", "before", "after")]
+    for name in {**a, **b}:
+        repeats = name.removeprefix("tune.distill.") != name  # what tune would start from is distill's
+        if a.get(name) != b.get(name) and not repeats:
+            rows.append((name, *(str(values[name]) if name in values else "not there" for values in (a, b))))
+    return Table(title="Settings that differ", rows=rows)
+
+
+def _recorded_settings(side: Side, *, whole: bool) -> Mapping[str, Any]:
+    if whole and side.run is not None:
+        settings: Mapping[str, Any] = side.run["settings"]
+        return settings
+    return {name: training.settings for name, training in side.trainings.items()}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _findings(before: Side, after: Side) -> Table:
+    """What the rules found on one side or both."""
+    a, b = _found(before.answers), _found(after.answers)
+    rows: list[Row] = [("finding", "training", "saving before", "saving after", "")]
+    for key in {**a, **b}:
+        state = "still there" if key in a and key in b else "new" if key in b else "gone"
+        title, training = (a.get(key) or b[key])[0].title, words.training(key[1])
+        rows.append((title, training, _saving(a.get(key)), _saving(b.get(key)), state))
+    return Table(title="Findings", rows=rows)
+
+
+def _found(answers: Sequence[Answer]) -> dict[tuple[str, str], tuple[Answer, Finding]]:
+    return {(one.rule, one.training): (one, one.outcome) for one in answers if isinstance(one.outcome, Finding)}
+
+
+def _saving(one: tuple[Answer, Finding] | None) -> str:
+    if one is None:
+        return ""
+    answer, finding = one
+    if finding.saving is None:
+        return "none that can be told"
+    return " ".join(filter(None, (words.duration(finding.saving.seconds), words.dollars(answer.dollars))))

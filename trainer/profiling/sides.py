@@ -1,0 +1,120 @@
+"""What a comparison stands between: a run's directory, evidence, or a report, read as the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainer import artifacts, storage
+from trainer.errors import ArtifactError
+from trainer.profiling import findings
+from trainer.profiling.evidence import TrainingEvidence, read_evidence
+from trainer.profiling.findings import Answer
+from trainer.profiling.summary import TrainingSummary, summarize
+from trainer.thresholds import RuleSettings
+
+SUMMARY = "summary.json"
+FINDINGS = "findings.json"
+_EVIDENCE = ("pretrain-evidence", "distill-evidence")
+"""Where `python -m trainer run` keeps it below the run's directory."""
+_REPORT = "report"
+_CHOICE = "give the directory of a run, or of its report, or of evidence"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of two runs or trainings that are compared."""
+
+    name: str
+    trainings: Mapping[str, TrainingSummary]
+    answers: Sequence[Answer]
+    evidence: Mapping[str, TrainingEvidence] = field(default_factory=dict)
+    """What the trainings recorded, as far as it is at hand."""
+    run: Mapping[str, Any] | None = None
+    """The run's `summary.json`; none where a training is compared and not a run."""
+
+
+def read_side(uri: str) -> Side:
+    """Read a run's directory, a report or evidence.
+
+    Raises:
+        ArtifactError: it is none of these, or damaged.
+        StorageError: the store does not answer or refuses.
+    """
+    if artifacts.exists(uri):
+        return _read_artifact(uri)
+    if storage.exists(storage.join(uri, SUMMARY)):
+        return _read_run(uri)
+    if not storage.is_remote(uri) and not Path(uri).is_dir():
+        raise ArtifactError(f"{uri}: no such directory; {_CHOICE}")
+    raise ArtifactError(f"{uri}: holds neither {SUMMARY}, as a completed run does, nor {artifacts.MANIFEST}; {_CHOICE}")
+
+
+def _read_artifact(uri: str) -> Side:
+    kind = _json(storage.join(uri, artifacts.MANIFEST)).get("kind")
+    if kind == "report":
+        return _read_report(uri)
+    if kind == "evidence":
+        return _read_evidence(uri)
+    if kind == "registration":
+        return _read_run(uri)
+    raise ArtifactError(f"{uri}: is a {kind}; {_CHOICE}")
+
+
+def _read_report(uri: str) -> Side:
+    path = artifacts.read(uri, "report").path
+    try:
+        trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json((path / SUMMARY).read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ArtifactError(
+            f"report {uri}: its {SUMMARY} is of another version ({where}: {first['msg']}); run the stage profile again"
+        ) from error
+    answers = findings.from_json((path / FINDINGS).read_text(), f"report {uri}: {FINDINGS}")
+    return Side(name=uri, trainings=trainings, answers=answers)
+
+
+def _read_evidence(uri: str) -> Side:
+    evidence = read_evidence(uri)
+    return Side(
+        name=uri,
+        trainings={training.name: summarize(training) for training in evidence.trainings},
+        answers=findings.judged(evidence, RuleSettings()),
+        evidence={training.name: training for training in evidence.trainings},
+    )
+
+
+def _read_run(uri: str) -> Side:
+    content = _json(storage.join(uri, SUMMARY))
+    if not {"settings", "stages", "student", "teacher", "reports"} <= content.keys():
+        raise ArtifactError(f"{storage.join(uri, SUMMARY)}: is not the summary of a run; {_CHOICE}")
+    recorded = [place for name in _EVIDENCE if artifacts.exists(place := storage.join(uri, name))]
+    read = _read_report(_report_of(uri, content))
+    evidence = {training.name: training for place in recorded for training in read_evidence(place).trainings}
+    return Side(name=uri, trainings=read.trainings, answers=read.answers, evidence=evidence, run=content)
+
+
+def _report_of(uri: str, content: Mapping[str, Any]) -> str:
+    """The run's report: in its directory, or where the run says that it was."""
+    page = str(content["reports"].get("profile", ""))
+    places = [storage.join(uri, _REPORT), *([str(Path(page).parent)] if page else [])]
+    for place in places:
+        if artifacts.exists(place):
+            return place
+    raise ArtifactError(f"{uri}: its report is not at {' nor at '.join(places)}; give the directory of the report")
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        content = json.loads(storage.read_bytes(path))
+    except ValueError as error:
+        raise ArtifactError(f"{path}: is not JSON ({error}); {_CHOICE}") from error
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{path}: is not a JSON object; {_CHOICE}")
+    return content
