@@ -6,6 +6,7 @@ is run a x W + r of the step (W processes), so that the union over processes doe
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -37,6 +38,18 @@ class RecordedOutputs(Protocol):
 
     def read(self, indices: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Recorded:
         """The outputs for these samples (indices into the training set) and views."""
+        ...
+
+
+class LoaderObserver(Protocol):
+    """Hears how loader processes are doing."""
+
+    def loader_processes(self, pids: Sequence[int]) -> None:
+        """They have been started."""
+        ...
+
+    def batches_ready(self, count: float) -> None:
+        """So many batches are ready as the training asks for one; NaN where the operating system does not tell."""
         ...
 
 
@@ -255,7 +268,12 @@ def positions(
 
 
 def make_loader(
-    batches: TorchDataset[Batch], starts: Iterable[Any], *, workers: int, pin_memory: bool
+    batches: TorchDataset[Batch],
+    starts: Iterable[Any],
+    *,
+    workers: int,
+    pin_memory: bool,
+    observer: LoaderObserver | None = None,
 ) -> Iterator[Batch]:
     """The micro-batches at `starts`, in this order, made ahead by `workers` processes.
 
@@ -267,6 +285,7 @@ def make_loader(
         starts: what `batches` is asked for, such as positions in the order.
         workers: processes; with 0 a batch is made when it is asked for.
         pin_memory: whether batches arrive in page-locked memory, for transfers that overlap with the device's work.
+        observer: hears of the processes, where there are some.
 
     Raises:
         TrainerError: as it was raised in a loader process, when its batch's turn comes.
@@ -282,14 +301,25 @@ def make_loader(
         worker_init_fn=_use_one_thread,
         generator=torch.Generator(),  # torch draws a seed here, which must not move what a step draws after a resume
     )
-    outcomes = iter(loader)
+    outcomes: Any = iter(loader)
+    observed = observer if workers else None
+    if observed is not None:
+        observed.loader_processes([worker.pid for worker in outcomes._workers])
     try:
-        while (outcome := _next(outcomes, workers)) is not None:
+        while (outcome := _next(outcomes, workers, observed)) is not None:
             if isinstance(outcome, TrainerError):
                 raise outcome
             yield outcome
     finally:
         del outcomes  # ends the processes now, where an error's traceback would keep them
+
+
+def _ready(outcomes: Any) -> float:
+    """Batches that lie in the queue of torch's iterator, and those that came too early and were put aside; no public name tells them."""
+    try:
+        return int(outcomes._data_queue.qsize()) + sum(len(told) > 1 for told in outcomes._task_info.values())
+    except NotImplementedError:  # macOS does not count what is in a queue
+        return math.nan
 
 
 class _Outcomes(TorchDataset[Batch | TrainerError]):
@@ -305,9 +335,12 @@ class _Outcomes(TorchDataset[Batch | TrainerError]):
             return error
 
 
-def _next(outcomes: Iterator[Batch | TrainerError], workers: int) -> Batch | TrainerError | None:
+def _next(outcomes: Any, workers: int, observer: LoaderObserver | None) -> Batch | TrainerError | None:
+    if observer is not None:
+        observer.batches_ready(_ready(outcomes))
     try:
-        return next(outcomes, None)
+        following: Batch | TrainerError | None = next(outcomes, None)
+        return following
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise

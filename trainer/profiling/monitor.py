@@ -7,6 +7,7 @@ are averaged and the interval doubles, so a long training is seen whole, only co
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -76,25 +77,55 @@ class MemorySignal:
 
 
 class ProcessSignal:
-    """This process: resident memory in bytes, and CPU time in percent of one core."""
+    """This process: resident memory, also without what it shares (mapped files), in bytes; CPU time in percent of one core."""
 
     name = "process"
-    columns = ("process_rss_bytes", "process_cpu_percent")
+    columns = ("process_rss_bytes", "process_private_bytes", "process_cpu_percent")
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._last = (time.perf_counter(), self._cpu_seconds())
-
-    def _cpu_seconds(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
+        self._last = (time.perf_counter(), time.process_time())
 
     def read(self) -> Sequence[float]:
-        """Resident memory, CPU time."""
+        """Memory, CPU time."""
+        now = (time.perf_counter(), time.process_time())
+        share = (now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9)
+        self._last = now
+        memory = self._process.memory_info()
+        return (memory.rss, memory.rss - getattr(memory, "shared", 0), 100 * share)
+
+
+class LoadersSignal:
+    """The loader processes of this process: their CPU time together, in percent of one core; NaN while there are none."""
+
+    name = "loaders"
+    columns = ("loaders_cpu_percent",)
+
+    def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
+        """`pids` tells which they are now."""
+        self._pids = pids
+        self._processes: dict[int, psutil.Process] = {}
+        self._last = (time.perf_counter(), math.nan)
+
+    def read(self) -> Sequence[float]:
+        """CPU time."""
         now = (time.perf_counter(), self._cpu_seconds())
         share = (now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9)
         self._last = now
-        return (self._process.memory_info().rss, 100 * share)
+        return (100 * share,)
+
+    def _cpu_seconds(self) -> float:
+        """Of all of them; NaN where there are none, or one has ended."""
+        times = []
+        for pid in self._pids():
+            try:
+                if pid not in self._processes:
+                    self._processes[pid] = psutil.Process(pid)
+                spent = self._processes[pid].cpu_times()
+            except psutil.NoSuchProcess:
+                return math.nan
+            times.append(spent.user + spent.system)
+        return math.fsum(times) if times else math.nan
 
 
 class CounterSignal:
@@ -131,19 +162,19 @@ class GpuSignal:
 
 
 class GpuMemorySignal:
-    """The memory of the GPU that this process trains on, used by any process, in bytes."""
+    """The memory of the GPU that this process trains on, in bytes: used by any process, there is, held by this process's tensors."""
 
     name = "gpu_memory"
-    columns = ("gpu_memory_used_bytes",)
+    columns = ("gpu_memory_used_bytes", "gpu_memory_total_bytes", "gpu_memory_allocated_bytes")
 
     def __init__(self, device: torch.device) -> None:
         _need_gpu(device)
         self._device = device
 
     def read(self) -> Sequence[float]:
-        """Total less free."""
+        """As the driver and torch's allocator tell."""
         free, total = torch.cuda.mem_get_info(self._device)
-        return (float(total - free),)
+        return (float(total - free), float(total), float(torch.cuda.memory_allocated(self._device)))
 
 
 def _need_gpu(device: torch.device) -> None:
@@ -165,10 +196,19 @@ def _network_counters() -> tuple[float, float]:
     return (sum(counters.bytes_recv for counters in outside), sum(counters.bytes_sent for counters in outside))
 
 
-def signals(device: torch.device, *, machine: bool) -> dict[str, Callable[[], Signal]]:
-    """How each signal is set up, by name; `machine` adds the ones of the whole machine."""
+def signals(
+    device: torch.device, *, machine: bool, loaders: Callable[[], Sequence[int]] = tuple
+) -> dict[str, Callable[[], Signal]]:
+    """How each signal is set up, by name.
+
+    Args:
+        device: on which this process trains.
+        machine: whether to add the signals of the whole machine.
+        loaders: gives the ids of this process's loader processes.
+    """
     of_process: dict[str, Callable[[], Signal]] = {
         "process": ProcessSignal,
+        "loaders": lambda: LoadersSignal(loaders),
         "gpu_utilization": lambda: GpuSignal(device),
         "gpu_memory": lambda: GpuMemorySignal(device),
     }
@@ -198,6 +238,8 @@ class Monitor:
         """Name of each signal that could not be read -> the reason."""
         self.interval_s = interval_s
         """Seconds between two samples; grows when the table was full."""
+        self.spent_s = 0.0
+        """CPU time of the thread."""
         self._origin_ns = origin_ns
         self._signals: list[Signal] = []
         for name, setup in setups.items():
@@ -243,6 +285,7 @@ class Monitor:
             row.extend(self._read(signal))
         self._values[self._kept] = row
         self._kept += 1
+        self.spent_s = time.thread_time()
 
     def _read(self, signal: Signal) -> Sequence[float]:
         if signal.name not in self.missing:

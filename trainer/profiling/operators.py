@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -72,22 +72,32 @@ def category_of(name: str) -> Category:
     return next((category for category, pattern in _CATEGORIES.items() if pattern.search(name)), "other")
 
 
-class OperatorWindow:
-    """torch.profiler around the steps `first` to `first + length - 1`; it never raises into the training.
+class OperatorWindows:
+    """torch.profiler around some steps, `length` of them from each of `starts` on; it never raises into the training.
 
-    Afterwards `table` holds the operators, or `missing` says why there are none.
+    `table` holds the operators of all windows that were closed, or `missing` says why there are none.
     """
 
-    def __init__(self, first: int, length: int, device: torch.device) -> None:
-        self.steps = range(first, first + length)
+    def __init__(self, starts: Sequence[int], length: int, device: torch.device) -> None:
+        self.steps = frozenset(step for start in starts for step in range(start, start + length))
+        """Counted from the start of the recording."""
         self.active = False
-        self.table: OperatorTable | None = None
-        self.missing = "" if length else "turned off (operators_steps is 0)"
+        self.missing = "" if self.steps else "turned off (operators_steps is 0, or operators_at empty)"
         self._device = device
         self._profile: profile | None = None
+        self._opened = self._seen = 0
+        self._operators: dict[tuple[str, str], Operator] = {}
 
-    def open(self) -> None:
-        """Start the profiler."""
+    @property
+    def table(self) -> OperatorTable | None:
+        """By time, the longest first; none before a window was closed."""
+        if not self._seen:
+            return None
+        rows = sorted(self._operators.values(), key=lambda row: (-row.self_device_ms, -row.self_cpu_ms, row.name))
+        return OperatorTable(steps=self._seen, operators=tuple(rows))
+
+    def open(self, step: int) -> None:
+        """Start the profiler before a step."""
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -99,38 +109,52 @@ class OperatorWindow:
             self._profile = None
             self.missing = f"torch.profiler did not start: {error}"
             return
-        self.active = True
+        self.active, self._opened = True, step
 
-    def close(self) -> None:
-        """Stop the profiler and read its table."""
+    def close(self, step: int) -> None:
+        """Stop the profiler after a step and add what it saw."""
         if self._profile is None:
             return
         self.active = False
         try:
             self._profile.stop()
-            self.table = OperatorTable(steps=len(self.steps), operators=_operators(self._profile))
+            self._add(_operators(self._profile))
+            self._seen += step + 1 - self._opened
         except RuntimeError as error:  # as in `open`
             self.missing = f"torch.profiler gave no result: {error}"
         self._profile = None
 
     def finish(self, steps_seen: int) -> None:
         """Called after the last step; says why there is no table if there is none."""
-        if self._profile is not None:
-            self.close()
-            self.table = None
-            self.missing = (
-                f"the training ended after {steps_seen} steps, within the window from step {self.steps.start}"
-            )
-        elif self.table is None and not self.missing:
-            self.missing = (
-                f"the training took {steps_seen} steps, and the window would have begun at {self.steps.start}"
-            )
+        if self._profile is not None:  # what an unfinished window saw may end within a step
+            self._profile.stop()
+            self._profile, self.active = None, False
+            ended = f"within the window from step {self._opened}"
+        else:
+            ended = f"and the first window would have begun at {min(self.steps, default=0)}"
+        if not self._seen and not self.missing:
+            self.missing = f"the training ended after {steps_seen} steps, {ended}"
+
+    def _add(self, operators: Iterable[Operator]) -> None:
+        for row in operators:
+            known = self._operators.get((row.kind, row.name))
+            self._operators[row.kind, row.name] = row if known is None else _sum(known, row)
 
 
-def _operators(profiled: profile) -> tuple[Operator, ...]:
-    operators = [_operator(row) for row in profiled.key_averages() if not _OUTLINE.search(row.key)]
-    operators = [row for row in operators if row.self_cpu_ms or row.self_device_ms]
-    return tuple(sorted(operators, key=lambda row: (-row.self_device_ms, -row.self_cpu_ms, row.name)))
+def _sum(one: Operator, other: Operator) -> Operator:
+    return replace(
+        one,
+        calls=one.calls + other.calls,
+        self_cpu_ms=one.self_cpu_ms + other.self_cpu_ms,
+        self_device_ms=one.self_device_ms + other.self_device_ms,
+    )
+
+
+def _operators(profiled: profile) -> Iterator[Operator]:
+    for row in profiled.key_averages():
+        operator = _operator(row)
+        if (operator.self_cpu_ms or operator.self_device_ms) and not _OUTLINE.search(operator.name):
+            yield operator
 
 
 def _operator(row: Any) -> Operator:

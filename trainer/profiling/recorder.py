@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,13 +17,15 @@ import torch
 from trainer.config import EvidenceSettings
 from trainer.cores import usable_cores
 from trainer.costs import place_here
+from trainer.profiling.compilation import Compilations
 from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorLooks, TrainingEvidence, write_rank
 from trainer.profiling.looks import Looks
 from trainer.profiling.monitor import Monitor, signals
-from trainer.profiling.operators import OperatorWindow
+from trainer.profiling.operators import OperatorWindows
 from trainer.profiling.schema import (
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
+    CommunicationRecord,
     ContextRecord,
     OutsideRecord,
     ProcessRecord,
@@ -76,14 +78,11 @@ class Recorder:
         self._device = device
         self._rank = rank
         self._world_size = world_size
-        length = settings.operators_steps if rank == 0 else 0
-        self._window = OperatorWindow(
-            settings.operators_at[0] if settings.operators_at else 0, length if settings.operators_at else 0, device
-        )
+        self._windows = OperatorWindows(settings.operators_at if rank == 0 else (), settings.operators_steps, device)
         if rank:
-            self._window.missing = "recorded by rank 0 only"
+            self._windows.missing = "recorded by rank 0 only"
         clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
-        self.timeline = Timeline(clock, window=self._window)
+        self.timeline = Timeline(clock, window=self._windows)
         self.looks = Looks(settings, self.timeline, self.metrics)
         """Looks at weights and attention; `looks.at(model)` says at which."""
         self._context = context or ContextRecord()
@@ -91,6 +90,10 @@ class Recorder:
         self._startup_s: dict[str, float] = {}
         self.workers: int | None = None
         """Loader processes beside this process."""
+        self.communication: Callable[[], CommunicationRecord | None] = lambda: None
+        """Tells how long gradients travel."""
+        self._compilations = Compilations(self.timeline)
+        self._loaders: Sequence[int] = ()
         self._metrics: dict[str, ThinnedTable] = {}
         self._costs: dict[str, float] = {}
         self._monitor: Monitor | None = None
@@ -103,22 +106,26 @@ class Recorder:
         self.timeline.start()
         machine = int(os.environ.get("LOCAL_RANK", self._rank)) == 0
         self._monitor = Monitor(
-            signals(self._device, machine=machine), self._settings.system_interval_s, origin_ns=self._origin_ns
+            signals(self._device, machine=machine, loaders=lambda: self._loaders),
+            self._settings.system_interval_s,
+            origin_ns=self._origin_ns,
         )
         if not machine:
             self._monitor.missing["machine"] = "recorded by the first process of the machine only"
         self._monitor.start()
+        self._compilations.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._monitor is not None
+        self._compilations.stop()
         self._monitor.stop()
         if kind is None:
             self.timeline.finish()
             self.looks.finish()
-        self._window.finish(self.timeline.totals.steps)
+        self._windows.finish(self.timeline.totals.steps)
         self._ended_s = self.timeline.now_s()
 
     @property
@@ -141,6 +148,14 @@ class Recorder:
             if name not in self._metrics:
                 self._metrics[name] = ThinnedTable(["step", "seconds", "value"], METRIC_POINTS_KEPT)
             self._metrics[name].append((step, seconds, value))
+
+    def loader_processes(self, pids: Sequence[int]) -> None:
+        """Loader processes have been started."""
+        self._loaders = tuple(pids)
+
+    def batches_ready(self, count: float) -> None:
+        """So many batches are ready as the training asks for one."""
+        self.timeline.queued = count
 
     def cost(self, part: str, seconds: float) -> None:
         """Count what a part of watching has cost."""
@@ -211,7 +226,9 @@ class Recorder:
             place=place_here(),
             context=self._context,
             startup=self._startup_parts(),
-            overhead=self._overhead(),
+            compilations=self._compilations.records,
+            communication=self.communication(),
+            overhead=self._overhead(monitor),
             began_unix=self._began_unix,
             first_step_s=None if first is None else (first - self._origin_ns) * 1e-9,
             ended_s=self._ended_s or timeline.now_s(),
@@ -229,18 +246,24 @@ class Recorder:
                 for name, total in timeline.outside.items()
             },
             system_interval_s=monitor.interval_s,
-            operators=self._window.table,
+            operators=self._windows.table,
             missing=monitor.missing
             | self.looks.missing
-            | ({"operators": self._window.missing} if self._window.missing else {}),
+            | ({"operators": self._windows.missing} if self._windows.missing else {}),
         )
 
     def _startup_parts(self) -> dict[str, float]:
+        """Where no step has ended yet, what came before the recording."""
         first = self.timeline.first_step_ended_ns
-        return self._startup_s | ({} if first is None else {"first_step": (first - self._origin_ns) * 1e-9})
+        if first is None:
+            return self._startup_s
+        seconds = (first - self._origin_ns) * 1e-9
+        compiling = sum(record.seconds for record in self._compilations.records if record.step == 0)
+        parts = {"compile": compiling} if compiling else {}
+        return self._startup_s | parts | {"first_step": max(0.0, seconds - compiling)}
 
-    def _overhead(self) -> dict[str, float]:
-        return self._costs | {"tensors": self.looks.spent_s}
+    def _overhead(self, monitor: Monitor) -> dict[str, float]:
+        return self._costs | {"tensors": self.looks.spent_s, "monitor": monitor.spent_s}
 
 
 def _device_name(device: torch.device) -> str:

@@ -4,8 +4,8 @@ An evidence artifact (version: `artifacts.SCHEMA_VERSIONS["evidence"]`) holds on
 `finetune` or `distill`. It holds none where nothing was trained (given weights, zero epochs). Every rank writes its own files:
 
     NAME/rank0.json             a `RankRecord`
-    NAME/rank0-steps.arrow      a row a step: step, start_s, seconds, images, profiled, host_seconds, host_data_seconds, then
-                                seconds of each range by its path (`other`, the phases, what users named); evenly thinned when long
+    NAME/rank0-steps.arrow      a row a step: `STEP_COLUMNS`, then seconds of each range by its path (`other`, the phases, what users
+                                named); evenly thinned when long
     NAME/rank0-spans.arrow      a row for each range outside of a step: range, start_s, seconds; evenly thinned when long
     NAME/rank0-tensors.arrow    a row for each look at each tensor of weights: step, seconds, tensor, then `TENSOR_COLUMNS`
     NAME/rank0-system.arrow     a row a sample: end_s, then the signals, NaN where a signal stopped; averaged when long
@@ -13,7 +13,7 @@ An evidence artifact (version: `artifacts.SCHEMA_VERSIONS["evidence"]`) holds on
     NAME/metrics.arrow          of rank 0: step, seconds, name, value; evenly thinned when long
 
 Arrow files are IPC files. Times ending in `_s` are seconds since the rank's recording began, at `began_unix`. On a GPU `seconds` and the
-ranges are times on the device, the two `host_` columns times on the host; on a CPU they agree.
+ranges are times on the device, the `host_` columns times on the host; on a CPU `seconds` and `host_seconds` agree.
 """
 
 from __future__ import annotations
@@ -30,8 +30,22 @@ from trainer.profiling.operators import OperatorTable
 
 SCHEMA_VERSION = artifacts.SCHEMA_VERSIONS["evidence"]
 
-STEP_COLUMNS = ("step", "start_s", "seconds", "images", "profiled", "host_seconds", "host_data_seconds", "queued")
-"""Columns of the step table before its ranges; `queued` is how many batches the loader processes had ready, NaN where none are used."""
+STEP_COLUMNS = (
+    "step",
+    "start_s",
+    "seconds",
+    "images",
+    "profiled",
+    "host_seconds",
+    "host_data_seconds",
+    "host_cpu_seconds",
+    "host_data_cpu_seconds",
+    "host_delayed_seconds",
+    "queued",
+)
+"""Columns of the step table before its ranges. `host_`: of the training's thread in the step, and in `data`; `cpu`: while it computed;
+`delayed`: while it was ready and no core was free, NaN where the kernel does not tell. `queued`: batches that the loader processes had
+ready when the step asked for one, NaN where there are none."""
 SPAN_COLUMNS = ("range", "start_s", "seconds")
 SYSTEM_COLUMNS = ("end_s",)
 """Columns of the system table before its signals."""
@@ -95,7 +109,7 @@ class OutsideRecord(Record):
 
 
 class CompilationRecord(Record):
-    """Graphs that were compiled."""
+    """Graphs that were compiled within one step; those of a validation are not among them."""
 
     step: Count
     """Steps that this process had completed."""

@@ -42,7 +42,7 @@ class ThinnedTable:
         self.columns.append(name)
         if len(self.columns) > self._values.shape[1]:
             wider = np.zeros((self.capacity, 2 * len(self.columns)))
-            wider[:, : self._values.shape[1]] = self._values
+            wider[: self._kept, : self._values.shape[1]] = self._values[: self._kept]  # the rest stays untouched memory
             self._values = wider
 
     def append(self, row: Sequence[float]) -> None:

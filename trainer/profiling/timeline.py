@@ -16,9 +16,11 @@ them. So times are exclusive, nothing is counted twice, and the ranges of a step
 from __future__ import annotations
 
 import math
+import os
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -131,20 +133,42 @@ class CudaClock:
         self._free.append(mark)
 
 
+class ThreadTime:
+    """How long the thread that opens it has waited for a core, as Linux counts it."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def open(self) -> None:
+        """Begin; where the kernel does not tell, times are NaN."""
+        try:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
+        except OSError:
+            self._file = None
+
+    def delayed_ns(self) -> float:
+        """Nanoseconds since the thread began."""
+        return math.nan if self._file is None else int(os.pread(self._file, 64, 0).split()[1])
+
+
 class Window(Protocol):
     """Watches some of the steps more closely; what opening and closing it costs counts outside of the steps."""
 
-    steps: range
-    """The watched steps, counted from the start of the recording."""
     active: bool
     """Whether steps are slowed by it now."""
 
-    def open(self) -> None:
-        """Called before the first of its steps."""
+    @property
+    def steps(self) -> Container[int]:
+        """The watched steps, counted from the start of the recording."""
         ...
 
-    def close(self) -> None:
-        """Called after the last of its steps."""
+    def open(self, step: int) -> None:
+        """Called before a watched step that follows on one that is not."""
+        ...
+
+    def close(self, step: int) -> None:
+        """Called after a watched step before one that is not."""
         ...
 
 
@@ -160,6 +184,9 @@ class _Segment:
     profiled: bool = False
     host_ns: int = 0
     host_data_ns: int = 0
+    cpu_ns: int = 0
+    data_cpu_ns: int = 0
+    delayed_ns: float = math.nan
     queued: float = math.nan
 
     @property
@@ -182,6 +209,8 @@ class StepTotals:
     steps: int = 0
     seconds: float = 0.0
     images: int = 0
+    marks: int = 0
+    """Marks of the clock, those outside of steps too."""
     lost: int = 0
     """Steps given up because the device was too far behind."""
     ranges: list[float] = field(default_factory=list)
@@ -243,8 +272,7 @@ class Timeline:
         self.ranges = [OTHER, *PHASES]
         """Columns of time inside of steps, by their path."""
         self.steps = ThinnedTable([*STEP_COLUMNS, *self.ranges], steps_kept)
-        """One row a step: `step`, `start_s` (since the recording began), `seconds`, `images`, `profiled` (0 or 1), `host_seconds`,
-        `host_data_seconds`, `queued`, then seconds of each of `ranges`."""
+        """One row a step: `STEP_COLUMNS`, then seconds of each of `ranges`."""
         self.spans = ThinnedTable(SPAN_COLUMNS, spans_kept)
         """Ranges outside of steps; `range` is the position in `outside`."""
         self.outside: dict[str, OutsideTotal] = {BETWEEN: OutsideTotal()}
@@ -263,7 +291,8 @@ class Timeline:
         self._pending: deque[_Segment] = deque()
         self._segment: _Segment | None = None
         self._open: list[int] = []
-        self._data_started_ns = 0
+        self._data_started_ns = self._data_cpu_ns = 0
+        self._thread = ThreadTime()
 
     # -- what the training calls
 
@@ -289,13 +318,30 @@ class Timeline:
             self._range_objects[name] = created
         return created
 
+    @property
+    def inside_step(self) -> bool:
+        """Whether a step is going on."""
+        return self._segment is not None and self._segment.inside_step
+
+    @property
+    def steps_completed(self) -> int:
+        """By the host, since the recording began."""
+        return self._ordinal
+
     def now_s(self) -> float:
         """Seconds since the recording began, by the host's clock."""
         return self._since_origin(self._nanoseconds())
 
+    @property
+    def is_beside_steps(self) -> bool:
+        """Whether a range outside of steps is open, such as a validation; another thread may ask."""
+        segment = self._segment
+        return segment is not None and not segment.inside_step and bool(self._open)
+
     def start(self) -> None:
         """Begin the recording."""
         self.origin_ns = self._nanoseconds()
+        self._thread.open()
         self._begin_outside(self._clock.mark())
 
     def catch_up(self) -> None:
@@ -337,6 +383,8 @@ class Timeline:
             start_ns=self._nanoseconds(),
             step=step,
             images=images,
+            cpu_ns=-time.thread_time_ns(),
+            delayed_ns=-self._thread.delayed_ns(),
             profiled=self._window is not None and self._window.active,
         )
 
@@ -346,6 +394,8 @@ class Timeline:
         now = self._nanoseconds()
         segment.marks.append(mark)
         segment.host_ns = now - segment.start_ns
+        segment.cpu_ns += time.thread_time_ns()
+        segment.delayed_ns += self._thread.delayed_ns()
         segment.queued = self.queued
         if not completed:
             segment = _Segment(
@@ -365,7 +415,7 @@ class Timeline:
             column = self._column(self._open[-1] if self._open else _OTHER_COLUMN, name)
             self._mark(segment, column)
             if column == _DATA_COLUMN:
-                self._data_started_ns = self._nanoseconds()
+                self._data_started_ns, self._data_cpu_ns = self._nanoseconds(), time.thread_time_ns()
         else:
             column = self._outside_index(name)
             if not self._open:
@@ -379,6 +429,7 @@ class Timeline:
             self._mark(segment, self._open[-1] if self._open else _OTHER_COLUMN)
             if column == _DATA_COLUMN:
                 segment.host_data_ns += self._nanoseconds() - self._data_started_ns
+                segment.data_cpu_ns += time.thread_time_ns() - self._data_cpu_ns
         elif not self._open:
             mark = self._clock.mark()
             segment.marks.append(mark)
@@ -418,14 +469,16 @@ class Timeline:
     # -- the window
 
     def _open_window(self) -> None:
-        if self._window is not None and self._window.steps and self._ordinal == self._window.steps.start:
+        window, ordinal = self._window, self._ordinal
+        if window is not None and ordinal in window.steps and ordinal - 1 not in window.steps:
             with self.range(PROFILER):
-                self._window.open()
+                window.open(ordinal)
 
     def _close_window(self) -> None:
-        if self._window is not None and self._window.steps and self._ordinal == self._window.steps[-1]:
+        window, ordinal = self._window, self._ordinal
+        if window is not None and ordinal in window.steps and ordinal + 1 not in window.steps:
             with self.range(PROFILER):
-                self._window.close()
+                window.close(ordinal)
 
     # -- from marks to seconds
 
@@ -443,6 +496,7 @@ class Timeline:
     def _take_in_passed(self) -> None:
         while self._pending and self._clock.passed(self._pending[0].marks[-1]):
             segment = self._pending.popleft()
+            self.totals.marks += len(segment.owners)
             if segment.inside_step:
                 self._take_in_step(segment)
             else:
@@ -469,6 +523,9 @@ class Timeline:
                 segment.profiled,
                 segment.host_ns * 1e-9,
                 segment.host_data_ns * 1e-9,
+                segment.cpu_ns * 1e-9,
+                segment.data_cpu_ns * 1e-9,
+                segment.delayed_ns * 1e-9,
                 segment.queued,
                 *seconds,
             )

@@ -60,7 +60,9 @@ class Loading:
         if self._processes.is_first:
             name, reason = self._recorder.name, "measured" if self._workers == "auto" else "as workers says"
             logger.info("%s  loader processes beside each training process: %d (%s)", name, workers, reason)
-        yield from make_loader(self._batches, starts, workers=workers, pin_memory=device.pins_memory)
+        yield from make_loader(
+            self._batches, starts, workers=workers, pin_memory=device.pins_memory, observer=self._recorder
+        )
 
     def _choose(self) -> int:
         """As many as keep up with the step, by the measurements of the process that needs most."""

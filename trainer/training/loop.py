@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -45,7 +45,7 @@ from trainer.training.processes import Processes
 from trainer.training.progress import Progress
 from trainer.training.reporting import Report
 from trainer.training.schedules import learning_rate_at, step_count
-from trainer.training.wrapping import wrap
+from trainer.training.wrapping import Exchange, wrap
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Training:
     """Where stored images are decoded."""
     validate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Measures a model on the validation split."""
-    watch: WatchSettings = WatchSettings()
+    watch: WatchSettings = field(default_factory=WatchSettings)
     """How it judges itself while it runs."""
 
     @property
@@ -169,13 +169,13 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     report = _report(training, recorder, tracker, first_step)
     say, active = report.progress.say, processes.is_first
     watch = Watch(recorder, training.watch, tracker=tracker, say=say, active=active)
-    with recorder, report.progress:
+    with recorder, report.progress, watch:
         for step, feed in loop.steps(first_step, recorder):
             with timeline.step(step, images=settings.batch_size):
                 losses = loop.step(step, feed, recorder)
             report.add(step, losses)
             watch.look(step)
-            loop.check_graphs(step + 1 - first_step)
+            loop.look_back(step + 1 - first_step)
             if loop.validation_is_due(step) and training.validate is not None:
                 with timeline.range("evaluate"):
                     report.metrics(step, training.validate(loop.result))
@@ -218,6 +218,7 @@ class Loop:
         micro_batch_size(settings, processes.world_size)
         self._model = training.objective.model.to(processes.device.torch_device).train()
         self._wrapped, self._graphs = wrap(self._model, settings, processes)
+        self._exchange = Exchange(self._wrapped) if isinstance(self._wrapped, DistributedDataParallel) else None
         groups = parameter_groups(self._model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         self._optimizer = make_optimizer(groups, settings, processes)
@@ -231,6 +232,8 @@ class Loop:
     def steps(self, first_step: int, recorder: Recorder) -> Iterator[tuple[int, Feed]]:
         """Each step with the feed of micro-batches, of which it takes `accumulation`."""
         training, processes = self._training, self._processes
+        if self._exchange is not None:
+            recorder.communication = self._exchange.record
         recorder.looks.at(self._model, left_out=training.objective.left_out, attention=processes.is_first)
         views = training.views
         batches = MicroBatches(
@@ -277,10 +280,12 @@ class Loop:
         with self._processes.device.autocast(self._settings.precision):
             self._training.objective.show(few)
 
-    def check_graphs(self, steps: int) -> None:
-        """After `steps` steps of this process: warn where the compiler does not do what it is meant to."""
+    def look_back(self, steps: int) -> None:
+        """After `steps` steps of this process: warn where the compiler does not do what it is meant to; see how gradients travelled."""
         if self._graphs is not None:
             self._graphs.check(self._training.name, steps)
+        if self._exchange is not None:
+            self._exchange.look()
 
     def _update(self, step: int) -> None:
         if self._settings.clip_norm:

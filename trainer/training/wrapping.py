@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainingSettings
+from trainer.profiling.schema import CommunicationRecord
 from trainer.training.kernels import use_fast_kernels
 from trainer.training.processes import Processes
 
@@ -19,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 WARM_STEPS = 3
 """Steps in which graphs are compiled without a warning."""
+
+_TIMED_FIRST, _TIMED_EVERY = 10, 100
+"""Backward passes that torch times: so many from the first one on, and one of so many later."""
+_BACKWARD, _EXCHANGE, _HIDDEN = "backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time"
 
 
 class Graphs:
@@ -44,6 +49,34 @@ class Graphs:
                 "%s  compiled again after %d steps (%d graphs by now), which costs time", name, steps, self.count
             )
         self._seen = self.count
+
+
+class Exchange:
+    """Adds up how long DistributedDataParallel says that gradients travel: it times the first ten backward passes and every hundredth."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        """Of this model; its first passes are left out, for it is still finding its buckets, and graphs are compiled."""
+        self._model = model
+        self._calls, self._last = 0, WARM_STEPS
+        self._told: list[tuple[int, int, int]] = []
+
+    def look(self) -> None:
+        """After each step; reads what is new, which is there a step later."""
+        self._calls += 1
+        if self._calls <= _TIMED_FIRST + 2 or self._calls % _TIMED_EVERY == 1:
+            told = self._model._get_ddp_logging_data()
+            if told["iteration"] > self._last:
+                self._last = told["iteration"]
+                self._told.append((told[_BACKWARD], told[_EXCHANGE], told[_HIDDEN]))
+
+    def record(self) -> CommunicationRecord | None:
+        """Means over the passes that were read; none before the first one was."""
+        if not self._told:
+            return None
+        backward, exchange, hidden = (1e-9 * sum(column) / len(column) for column in zip(*self._told, strict=True))
+        return CommunicationRecord(
+            steps=len(self._told), backward_s=backward, exchange_s=exchange, hidden_s=min(hidden, exchange)
+        )
 
 
 def wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> tuple[nn.Module, Graphs | None]:

@@ -1,9 +1,11 @@
 import os
 import signal
+import time
 from itertools import pairwise
 
 import datasets
 import numpy as np
+import psutil
 import pytest
 import simplejpeg
 import torch
@@ -16,6 +18,7 @@ from trainer.data.batch import Recorded
 from trainer.data.dataset import open_dataset
 from trainer.data.gpu_decoding import decode_jpegs
 from trainer.data.loader import (
+    PREFETCHED,
     MicroBatches,
     Samples,
     Views,
@@ -369,3 +372,43 @@ def test_a_gpu_that_is_not_there_is_said_before_anything_is_loaded(pairs, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingsError, match=r"data\.decode_on is cuda, but torch finds no GPU"):
         views_of(pairs[1], 64, on_device=True, decode_on="cuda")
+
+
+class Paced(torch.utils.data.Dataset):
+    """Items that take a while to make."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __getitem__(self, position):
+        time.sleep(self.seconds)
+        return torch.tensor(position)
+
+
+class Heard:
+    """What a loader tells."""
+
+    def __init__(self):
+        self.pids, self.ready = [], []
+
+    def loader_processes(self, pids):
+        self.pids = list(pids)
+
+    def batches_ready(self, count):
+        self.ready.append(count)
+
+
+@pytest.mark.parametrize(("loading", "training", "found"), [(0.0, 0.15, PREFETCHED), (0.1, 0.0, 0)])
+def test_how_many_batches_are_ready_shows_who_waits_for_whom(loading, training, found):
+    heard, parent = Heard(), os.getpid()
+    for _ in make_loader(Paced(loading), range(6), workers=1, pin_memory=False, observer=heard):
+        assert [psutil.Process(pid).ppid() for pid in heard.pids] == [parent]
+        time.sleep(training)
+    assert heard.ready[3] == found, "the training waits for nothing, or for each batch"
+    assert len(heard.ready) == 7
+
+
+def test_without_loader_processes_there_is_nothing_to_hear():
+    heard = Heard()
+    assert len(list(make_loader(Paced(0), range(3), workers=0, pin_memory=False, observer=heard))) == 3
+    assert (heard.pids, heard.ready) == ([], [])

@@ -70,7 +70,7 @@ def test_curves_are_kept_by_rank_0_only(evidence: Path) -> None:
 def test_what_is_missing_has_its_reason(evidence: Path) -> None:
     mae, distill = read_evidence(evidence).trainings
     assert mae.ranks[0].record.operators is None
-    assert "the training took 3 steps" in mae.ranks[0].record.missing["operators"]
+    assert "the training ended after 3 steps" in mae.ranks[0].record.missing["operators"]
     assert distill.ranks[1].record.missing["operators"] == "recorded by rank 0 only"
     assert distill.ranks[0].record.missing["gpu_utilization"] == "the training runs on cpu"
 

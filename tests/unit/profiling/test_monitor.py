@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from trainer.profiling.monitor import CpuSignal, MemorySignal, Monitor, ProcessSignal, Signal, signals
+from trainer.profiling.monitor import CpuSignal, LoadersSignal, MemorySignal, Monitor, ProcessSignal, Signal, signals
 
 CPU = torch.device("cpu")
 
@@ -75,9 +75,33 @@ def test_own_cpu_time_and_memory_are_seen() -> None:
     end = time.process_time() + 0.3
     while time.process_time() < end:
         sum(range(10_000))
-    memory, cpu = signal.read()
-    assert memory > block.nbytes
+    memory, private, cpu = signal.read()
+    assert memory > private > block.nbytes
     assert cpu > 5
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes can not be bound to a core here")
+def test_loader_processes_are_seen_while_there_are_some() -> None:
+    pids: list[int] = []
+    signal = LoadersSignal(lambda: pids)
+    (none,) = signal.read()
+    assert np.isnan(none)
+    context = multiprocessing.get_context("spawn")
+    ready, stop = context.Event(), context.Event()
+    process = context.Process(target=busy_on_core, args=(max(os.sched_getaffinity(0)), ready, stop))
+    process.start()
+    try:
+        assert ready.wait(60)
+        pids.append(process.pid)
+        signal.read()
+        time.sleep(0.5)
+        (percent,) = signal.read()
+    finally:
+        stop.set()
+        process.join(30)
+    assert 5 < percent < 110
+    (ended,) = signal.read()
+    assert np.isnan(ended)
 
 
 def test_memory_in_use_is_below_what_the_machine_has() -> None:

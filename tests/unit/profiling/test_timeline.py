@@ -252,15 +252,15 @@ class RecordingWindow:
     """A window that costs a second to open and to close."""
 
     def __init__(self, time: Time) -> None:
-        self.steps = range(2, 4)
+        self.steps = {2, 3, 5}
         self.active = False
         self._time = time
 
-    def open(self) -> None:
+    def open(self, step: int) -> None:
         self.active = True
         self._time.pass_(1)
 
-    def close(self) -> None:
+    def close(self, step: int) -> None:
         self.active = False
         self._time.pass_(1)
 
@@ -268,12 +268,12 @@ class RecordingWindow:
 def test_steps_in_the_window_are_marked_and_its_cost_is_kept_out(time: Time) -> None:
     timeline = Timeline(HostClock(time), window=RecordingWindow(time), nanoseconds=time)
     timeline.start()
-    for number in range(10, 16):
+    for number in range(10, 17):
         with timeline.step(number):
             time.pass_(1)
-    assert timeline.steps.column("profiled").tolist() == [0, 0, 1, 1, 0, 0]
-    assert timeline.steps.column("seconds").tolist() == pytest.approx([1] * 6)
-    assert timeline.outside[PROFILER].seconds == pytest.approx(2)
+    assert timeline.steps.column("profiled").tolist() == [0, 0, 1, 1, 0, 1, 0]
+    assert timeline.steps.column("seconds").tolist() == pytest.approx([1] * 7)
+    assert timeline.outside[PROFILER].seconds == pytest.approx(4)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", OTHER, BETWEEN, INTERRUPTED])
