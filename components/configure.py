@@ -30,7 +30,6 @@ def configure(
         ("register", str),
         ("source_version", str),
         ("weights_version", str),
-        ("distill_teacher", str),
         ("resolved", str),
     ],
 ):

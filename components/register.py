@@ -11,6 +11,7 @@ def register(
     recipe: str,
     resolved: str,
     teacher_outputs: str,
+    tuning: str,
     dataset: dsl.Input[dsl.Dataset],
     teacher: dsl.Input[dsl.Model],
     student: dsl.Input[dsl.Model],
@@ -27,6 +28,7 @@ def register(
         recipe: The recipe's name.
         resolved: All settings of the run, as JSON.
         teacher_outputs: Where the teacher's recorded outputs are; empty: the teacher ran in every step.
+        tuning: Where the forecast of the distillation is; empty: nobody made one.
         dataset: The prepared data set.
         teacher: The teacher's model directory.
         student: The student's model directory.
@@ -49,5 +51,10 @@ def register(
         "report": report,
         "evaluation": evaluation,
     }
-    run = {"recipe": recipe, "resolved": json.loads(resolved), "teacher_outputs": teacher_outputs or None}
+    run = {
+        "recipe": recipe,
+        "resolved": json.loads(resolved),
+        "teacher_outputs": teacher_outputs or None,
+        "tuning": tuning or None,
+    }
     task.run_stage("register", settings, inputs=inputs, outputs={"registration": registration}, **run)

@@ -16,7 +16,7 @@ from trainer.errors import TrackingError
 
 
 class Sections(NamedTuple):
-    """Each stage's own section, as JSON; what the images and the teacher's given weights are now; and how the teacher is asked."""
+    """Each stage's own section, as JSON; what the images and the teacher's given weights are now."""
 
     prepare: str
     pretrain: str
@@ -28,8 +28,6 @@ class Sections(NamedTuple):
     register: str
     source_version: str
     weights_version: str
-    distill_teacher: str
-    """`recorded` if reinforce has to run before distill, `online` if not."""
     resolved: str
     """All settings, for the record."""
 
@@ -68,7 +66,6 @@ def configure(settings: config.Settings) -> Sections:
         **own,
         source_version=source_version,
         weights_version=weights_version(settings.pretrain.weights),
-        distill_teacher="recorded" if settings.distill.reads_recording else "online",
         resolved=canonical_json(resolved),
     )
 

@@ -10,13 +10,15 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from components import launching
 from components.launching import Training
 from trainer import artifacts, stages, storage, tracking
+from trainer.config import DistillSettings, TuneSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
 from trainer.signals import ended_by_sigterm
+from trainer.tuning.schema import read_tuning
 
 if TYPE_CHECKING:
     from kfp import dsl
@@ -102,6 +104,37 @@ def train(training: Training) -> None:
         launching.launch(training)
         for name, artifact in training.outputs.items():
             _describe(artifact, stages.STAGES[training.stage].outputs[name])
+
+
+class Tuned(NamedTuple):
+    """What the task tune tells those after it."""
+
+    distill: str
+    """The section of the distillation, as JSON."""
+    distill_teacher: str
+    """`recorded` if reinforce has to run before distill, `online` if not."""
+    uri: str
+    """Where the tuning is; empty where nothing was measured."""
+
+
+def tune(training: Training) -> Tuned:
+    """Run the stage tune if its section says so, and give the settings that distill then uses.
+
+    Raises:
+        SystemExit: the stage failed with a message, which was told.
+    """
+    section = TuneSettings.model_validate_json(training.settings)
+    if not section.enabled:
+        return _tuned(section.distill or DistillSettings())
+    train(training)
+    output = training.outputs["tuning"]
+    made = read_tuning(_written(output))
+    return _tuned(DistillSettings.model_validate(made.settings), str(output.uri))
+
+
+def _tuned(settings: DistillSettings, uri: str = "") -> Tuned:
+    text = artifacts.canonical_json(settings.model_dump(mode="json"))
+    return Tuned(text, "recorded" if settings.reads_recording else "online", uri)
 
 
 def _describe(artifact: dsl.Artifact, kind: artifacts.Kind) -> None:

@@ -1,9 +1,10 @@
-"""The pipeline: configure -> prepare -> pretrain -> [reinforce] -> distill -> profile -> evaluate -> register, and finish in any case.
+"""The pipeline: configure -> prepare -> pretrain -> tune -> [reinforce] -> distill -> profile -> evaluate -> register; finish in any case.
 
 One definition for a cluster and for one machine. A task's name is the stage's name; the tasks hand artifacts to one another, and
 each gets its own section of the settings only, so that a changed distillation setting leaves the cached teacher valid.
 
-reinforce runs only with `distill.teacher=recorded`. What reads its output gets a URI, not an artifact: KFP chooses between parameters of
+tune runs always, and measures only with `tune.enabled`; it hands on the settings of the distillation, which it may change. reinforce runs
+only with `distill.teacher=recorded`. What reads its output gets a URI, not an artifact: KFP chooses between parameters of
 two branches, but not between artifacts (`kfp.local` raises, and so did the backend of 2.16). The lineage stands in our manifests.
 """
 
@@ -19,6 +20,7 @@ from components.profile import profile
 from components.register import register
 from components.reinforce import reinforce
 from components.skip_reinforce import skip_reinforce
+from components.tune import tune
 from pipelines.pods import SMALL, WORK, on_cluster
 
 NAME = "distillation"
@@ -81,8 +83,17 @@ def distillation(
             dataset=prepared,
         )
         pretrained = on_cluster(pretraining, SMALL, retries=RETRIES).outputs
+        tuning = tune(
+            settings=settings.outputs["tune"],
+            pool=pool,
+            nodes=nodes,
+            processes_per_node=processes_per_node,
+            dataset=prepared,
+            teacher=pretrained["teacher"],
+        )
+        tuned = on_cluster(tuning, SMALL, retries=RETRIES).outputs
         # A condition on a named output needs its Else here: without one, `kfp.local` can not resolve it and skips the branch.
-        with dsl.If(settings.outputs["distill_teacher"] == "recorded", name="recorded"):
+        with dsl.If(tuned["distill_teacher"] == "recorded", name="recorded"):
             reinforcing = reinforce(
                 settings=settings.outputs["reinforce"],
                 pool=pool,
@@ -96,7 +107,7 @@ def distillation(
             skipping = on_cluster(skip_reinforce(), SMALL, retries=RETRIES)
         recorded = dsl.OneOf(reinforcing.outputs["Output"], skipping.output)
         distilling = distill(
-            settings=settings.outputs["distill"],
+            settings=tuned["distill"],
             pool=pool,
             nodes=nodes,
             processes_per_node=processes_per_node,
@@ -123,6 +134,7 @@ def distillation(
             recipe=recipe,
             resolved=settings.outputs["resolved"],
             teacher_outputs=recorded,
+            tuning=tuned["uri"],
             dataset=prepared,
             teacher=pretrained["teacher"],
             student=distilled["student"],

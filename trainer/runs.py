@@ -14,6 +14,7 @@ from typing import Any
 
 from trainer import artifacts, config, launch, stages, storage, tracking
 from trainer.errors import OutputError, TrackingError, make_directory, writing_to
+from trainer.tuning.schema import read_tuning
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ SUMMARY = "summary.json"
 PLAN: Mapping[str, Mapping[str, str]] = {
     "prepare": {"dataset": "dataset"},
     "pretrain": {"dataset": "dataset", "teacher": "teacher", "evidence": "pretrain-evidence"},
+    "tune": {"dataset": "dataset", "teacher": "teacher", "tuning": "tuning"},
     "reinforce": {"dataset": "dataset", "teacher": "teacher", "teacher_outputs": "teacher-outputs"},
     "distill": {
         "dataset": "dataset",
@@ -44,6 +46,7 @@ PLAN: Mapping[str, Mapping[str, str]] = {
         "report": "report",
         "evaluation": "evaluation",
         "teacher_outputs": "teacher-outputs",
+        "tuning": "tuning",
         "registration": "registration",
     },
 }
@@ -92,24 +95,35 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     tracking.check()
     tracking.start_parent(resolved, {"recipe": recipe})
     with _closed_if_it_fails():
-        for name, places in _plan(settings).items():
+        for name in PLAN:
+            if (places := _places(name, settings)) is None:
+                continue
             directories = {keyword: str(directory / place) for keyword, place in places.items()}
             _run_stage(name, settings, directories, processes=processes, recipe=recipe, resolved=resolved)
+            if name == "tune":
+                settings = _tuned(settings, directories["tuning"])
     summary = (directory / "registration" / SUMMARY).read_bytes()
     storage.write_bytes(directory / SUMMARY, summary)
     content: dict[str, Any] = json.loads(summary)
     return content
 
 
-def _plan(settings: config.Settings) -> Mapping[str, Mapping[str, str]]:
-    """`PLAN`, or where the teacher runs in every step of the distillation what is left of it without recorded outputs."""
-    if settings.distill.reads_recording:
-        return PLAN
-    return {
-        stage: {keyword: place for keyword, place in places.items() if keyword != "teacher_outputs"}
-        for stage, places in PLAN.items()
-        if stage != "reinforce"
-    }
+def _places(stage: str, settings: config.Settings) -> Mapping[str, str] | None:
+    """What `PLAN` says of a stage, as far as these settings need it; none where they do not need the stage.
+
+    Nothing is recorded where the teacher runs in every step of the distillation, and nothing is tuned where nobody asks for it.
+    """
+    needed = {"reinforce": settings.distill.reads_recording, "tune": settings.tune.enabled}
+    if not needed.get(stage, True):
+        return None
+    left_out = {"teacher_outputs": not needed["reinforce"], "tuning": not needed["tune"]}
+    return {keyword: place for keyword, place in PLAN[stage].items() if not left_out.get(keyword)}
+
+
+def _tuned(settings: config.Settings, tuning: str) -> config.Settings:
+    """The settings with those of the distillation that tune found, if it was asked for them."""
+    section = config.DistillSettings.model_validate(read_tuning(tuning).settings)
+    return settings.model_copy(update={"distill": section})
 
 
 @contextmanager

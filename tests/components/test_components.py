@@ -18,8 +18,13 @@ from trainer.stages import STAGES
 FOLDER = Path(components.__file__).parent
 NAMES = ["configure", *STAGES, "skip_reinforce", "finish"]
 TRAININGS = [name for name, stage in STAGES.items() if stage.launched]
-PLACED = "reinforce"
-"""The stage that tells where its output is, because others get that as a URI."""
+TOLD = {
+    "reinforce": {"Output": "String"},
+    "tune": {"distill": "String", "distill_teacher": "String", "uri": "String"},
+}
+"""What a stage's task tells in parameters: where its output is, because others get that as a URI, and what is to be done."""
+UNUSED = {"tune": {"teacher_outputs"}}
+"""Optional inputs that a stage never gets in the pipeline: tune decides whether outputs are recorded."""
 KFP_TYPES = {"dataset": "system.Dataset", "model": "system.Model"}
 
 
@@ -76,9 +81,11 @@ def test_artifacts_are_those_of_the_stage(name):
     }
     assert inputs == {key: KFP_TYPES.get(kind, "system.Artifact") for key, kind in stage.inputs.items()}
     # What may be missing comes as a URI: KFP can not choose between artifacts of two branches.
-    assert {specification.inputs[key].type for key in stage.optional_inputs} <= {"String"}
+    optional = stage.optional_inputs.keys() - UNUSED.get(name, set())
+    assert {specification.inputs[key].type for key in optional} <= {"String"}
     outputs = {key: spec.type.split("@")[0] for key, spec in specification.outputs.items()}
-    assert (outputs.pop("Output", None) == "String") == (name == PLACED)
+    told = {key: outputs.pop(key) for key in TOLD.get(name, {})}
+    assert told == TOLD.get(name, {})
     wanted = {key: KFP_TYPES.get(kind, "system.Artifact") for key, kind in stage.outputs.items()}
     assert wanted.items() <= outputs.items()
     further = {key: outputs[key] for key in outputs.keys() - wanted.keys()}

@@ -30,7 +30,7 @@ def test_each_stage_gets_its_own_section_only():
     ("overrides", "changed"),
     [
         ("distill.temperature=3.5", {"tune", "distill"}),
-        ("distill.teacher=recorded", {"tune", "distill", "distill_teacher"}),
+        ("distill.teacher=recorded", {"tune", "distill"}),
         ("distill.views.flip=true", {"reinforce", "tune", "distill"}),
         ("reinforce.views=7", {"reinforce", "tune"}),
         ("run.seed=7", {"pretrain", "reinforce", "tune", "distill"}),
@@ -73,22 +73,6 @@ def test_what_distill_would_refuse_is_refused_before_anything_starts(overrides, 
     sections.resolve("digits", overrides)
     with pytest.raises(SettingsError, match=message):
         sections.resolve("digits", f"{overrides} distill.teacher=recorded")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "asked"),
-    [
-        ("", "online"),
-        ("distill.teacher=recorded", "recorded"),
-        (
-            "distill.teacher=recorded distill.logit_weight=0 distill.feature_weight=1 reinforce.features=true",
-            "recorded",
-        ),
-        ("distill.teacher=recorded distill.logit_weight=0", "online"),
-    ],
-)
-def test_the_teacher_is_recorded_if_it_is_asked_for_and_a_loss_compares_with_it(overrides, asked):
-    assert sections.configure(sections.resolve("digits", overrides)).distill_teacher == asked
 
 
 def test_named_parameters_go_before_the_overrides():

@@ -8,6 +8,8 @@ import pytest
 from kfp import dsl
 
 from components import task
+from components.launching import Place, Training
+from components.sections import configure, resolve
 from trainer import artifacts
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, DataError
 
@@ -99,3 +101,34 @@ def test_a_wrong_setting_ends_the_task(tmp_path, capfd):
     with pytest.raises(SystemExit):
         task.run_stage("prepare", '{"image_size": 1}', inputs={}, outputs={"dataset": dataset})
     assert "data.image_size must be >= 8, got 1" in capfd.readouterr().err
+
+
+def tuned(tmp_path, section):
+    """What the task tune tells, with that section."""
+    training = Training(
+        stage="tune",
+        settings=section,
+        inputs={},
+        outputs={"tuning": dsl.Artifact(uri=str(tmp_path / "tuning"))},
+        place=Place(),
+        job=dsl.Artifact(uri=str(tmp_path / "job")),
+    )
+    return task.tune(training)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ("", "online"),
+        ("distill.teacher=recorded", "recorded"),
+        (
+            "distill.teacher=recorded distill.logit_weight=0 distill.feature_weight=1 reinforce.features=true",
+            "recorded",
+        ),
+        ("distill.teacher=recorded distill.logit_weight=0", "online"),
+    ],
+)
+def test_without_tuning_the_distillation_is_handed_on_as_it_is_and_nothing_is_launched(tmp_path, overrides, asked):
+    sections = configure(resolve("digits", overrides))
+    assert tuned(tmp_path, sections.tune) == (sections.distill, asked, "")
+    assert list(tmp_path.iterdir()) == []

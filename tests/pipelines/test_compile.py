@@ -101,7 +101,7 @@ def test_reinforce_alone_is_conditional(compiled):
         "online": {"skip-reinforce"},
     }
     conditions = [task["triggerPolicy"]["condition"] for task in group(compiled, BRANCHES).values()]
-    asked = "inputs.parameter_values['pipelinechannel--configure-distill_teacher'] == 'recorded'"
+    asked = "inputs.parameter_values['pipelinechannel--tune-distill_teacher'] == 'recorded'"
     assert conditions == [asked, f"!({asked})"]
     others = [task for task in stages_of(compiled).values() if "triggerPolicy" in task or "iterator" in task]
     assert others == []
@@ -132,9 +132,11 @@ def test_artifacts_come_from_the_stage_that_makes_them(compiled):
             assert keyword in {output, f"{producer}_{output}"}
 
 
-def test_every_stage_gets_its_own_section(compiled):
+def test_every_stage_gets_its_own_section_and_distill_what_tune_makes_of_it(compiled):
     for name in SECTION_OF_STAGE:
-        assert source_of(compiled, name, "parameter", "settings") == ("configure", name)
+        maker = "tune" if name == "distill" else "configure"
+        assert source_of(compiled, name, "parameter", "settings") == (maker, name)
+    assert source_of(compiled, "register", "parameter", "tuning") == ("tune", "uri")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_what_should_have_run_and_did_not(ran, missing):
 def test_caching(compiled):
     tasks = {**stages_of(compiled), "finish": compiled["root"]["dag"]["tasks"]["finish"]}
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
-    assert cached == {"prepare", "pretrain", "reinforce", "skip-reinforce", "distill", "profile"}
+    assert cached == {"prepare", "pretrain", "tune", "reinforce", "skip-reinforce", "distill", "profile"}
 
 
 def test_every_parameter_has_a_default_and_a_description(compiled):

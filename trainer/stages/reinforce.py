@@ -66,7 +66,7 @@ def _prepare(
 ) -> Reinforcement:
     """The recording that the settings ask for, with its finished shards below `root`."""
     samples = Samples([data.split("train")])
-    description = _describe(settings, data, dataset, teacher, len(samples), processes.device)
+    description = describe(settings, data, dataset, teacher, len(samples), processes.device)
     return Reinforcement(
         views=Views(
             samples,
@@ -95,7 +95,7 @@ def _augmentation(settings: ReinforceSettings) -> ViewSettings:
     return settings.augmentation or ViewSettings()
 
 
-def _describe(
+def describe(
     settings: ReinforceSettings,
     data: PreparedDataset,
     dataset: str | Path,
@@ -103,6 +103,7 @@ def _describe(
     samples: int,
     device: Device,
 ) -> Description:
+    """What would be recorded of a teacher on so many samples."""
     return Description(
         samples=samples,
         views=settings.views,

@@ -44,6 +44,11 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.manual_seed(seed)
 
+    def synchronize(self) -> None:
+        """Wait for all that was given to the device."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
     @property
     def pins_memory(self) -> bool:
         """Whether transfers from page-locked memory overlap with the device's work."""

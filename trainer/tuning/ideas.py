@@ -27,8 +27,10 @@ class Job:
     nodes: int
     most_workers: int
     """Loader processes beside each training process for which there are cores."""
-    recording_s: float
+    recording_s: float = 0.0
     """Seconds that it takes to record the teacher's outputs; 0 where they are there."""
+    teacher_s: float = 0.0
+    """Seconds that the teacher needs for an image, on all processes together."""
     no_recording: str = ""
     """Why the distillation can not learn from recorded outputs; empty if it can."""
     relates_images: bool = False
@@ -146,6 +148,7 @@ def _teacher(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
         yield LeftOut(field="recorded outputs of the teacher", why=job.no_recording)
         return
     if best.candidate.teacher == "recorded":
+        yield from _without_recording(best, job)
         return
     share = best.shares.get("teacher_forward", 0.0)
     training = job.images / best.images_per_second
@@ -158,6 +161,14 @@ def _teacher(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
         return
     why = f"the teacher takes {share:.0%} of a step, and to record its outputs takes {job.recording_s:.0f} s once"
     yield _changed("teacher", best, "recorded", gain, why)
+
+
+def _without_recording(best: Trial, job: Job) -> Ideas:
+    online = best.startup_s + job.images * (1 / best.images_per_second + job.teacher_s)
+    gain = job.run_s(best) / online
+    if gain > 1:
+        why = f"to record its outputs takes {job.recording_s:.0f} s, and {job.images * job.teacher_s:.0f} s of it are needed in the steps"
+        yield _changed("teacher", best, "online", gain, why)
 
 
 def _precision(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:

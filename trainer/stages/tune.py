@@ -1,0 +1,359 @@
+"""tune: try the distillation on the machines where it will run; the best settings, and a forecast of hours and dollars."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from trainer import artifacts, config, forecast, models, tracking
+from trainer.config import DistillSettings, ReinforceSettings, TuneSettings
+from trainer.cores import usable_cores
+from trainer.data.dataset import PreparedDataset, open_dataset
+from trainer.data.loader import Samples
+from trainer.distillation.recording import Description, Recording, check_fits, open_recording
+from trainer.distillation.teacher import FrozenTeacher
+from trainer.errors import SettingsError
+from trainer.forecast import Forecast, Measurement
+from trainer.models import Classifier
+from trainer.stages import distill, reinforce
+from trainer.training.checkpoints import Checkpoints, checkpoint_root
+from trainer.training.loop import Training
+from trainer.training.outputs import shared_artifact
+from trainer.training.processes import Processes, join_processes
+from trainer.training.validation import validate
+from trainer.tuning import measuring
+from trainer.tuning.blank import blank_recording
+from trainer.tuning.ideas import Job
+from trainer.tuning.schema import FILE, Candidate, Tuning
+from trainer.tuning.search import Found, search
+from trainer.tuning.trials import MakeTraining, Trials
+
+logger = logging.getLogger(__name__)
+
+NAME = "tune"
+"""Of the trials, in the log, among the metrics and beside the checkpoints."""
+_TIMED = 3
+"""Forward passes of the teacher that are timed; the fastest counts."""
+_TEACHER_IMAGES = {"cpu": 8, "cuda": 256}
+"""Images of each."""
+
+
+def run(
+    settings: TuneSettings,
+    *,
+    dataset: str | Path,
+    teacher: str | Path,
+    tuning: str | Path,
+    teacher_outputs: str | Path | None = None,
+) -> None:
+    """Measure, search, forecast; runs in every process of the job.
+
+    Args:
+        settings: section `tune`.
+        dataset: input, a prepared data set.
+        teacher: input, a model directory.
+        tuning: output, what was measured and chosen.
+        teacher_outputs: input, the teacher's recorded outputs, where they are there already.
+
+    Raises:
+        BudgetError: the distillation would cost more than `budget_usd` or take longer than `budget_hours`; or its price is not known.
+        SettingsError: the batch can not be dealt to the processes, or fits into no memory.
+        TrainerError: as the parts that it calls.
+    """
+    data = open_dataset(dataset)
+    parents = {"dataset": data.fingerprint, "teacher": artifacts.manifest(teacher, "model").fingerprint}
+    if teacher_outputs is not None:
+        parents["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs").fingerprint
+    values = settings.model_dump(mode="json")
+    with ExitStack() as stack:
+        processes = stack.enter_context(join_processes())
+        tracker = stack.enter_context(tracking.stage_run(NAME, values, active=processes.is_first))
+        forecast.check_budget(measuring.place_of(processes), settings.budget_usd)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
+        subject = _open(
+            settings, data, processes, folder, dataset=dataset, teacher=teacher, teacher_outputs=teacher_outputs
+        )
+        draft = stack.enter_context(shared_artifact(processes, tuning, "tuning", settings=values, parents=parents))
+        made = _tune(subject, settings, tracker, checkpoint_root(tuning))
+        if processes.is_first:
+            (draft.path / FILE).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            draft.figures.update(_figures(made))
+            tracker.metrics(0, tracking.numbers(draft.figures))
+        _tell(made, active=processes.is_first)
+        # Before the artifact is complete: a run that is started again must not find it and go on.
+        forecast.refuse_over_budget(
+            made.forecast, made.alternatives, budget_usd=settings.budget_usd, budget_hours=settings.budget_hours
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The distillation
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """The distillation that is tuned, on one of its processes."""
+
+    settings: DistillSettings
+    data: PreparedDataset
+    samples: Samples
+    processes: Processes
+    student: Classifier
+    """As every trial begins with it."""
+    teacher: Classifier | None
+    """None where no loss compares with it."""
+    recording: Recording | None
+    """Recorded outputs, or blank ones; none where the distillation could not learn from any."""
+    no_recording: str
+    """Why it could not."""
+    recording_s: float
+    """Seconds that it takes to record them; 0 where they are there."""
+    teacher_s: float
+    """Seconds that the teacher needs for an image, on all processes together."""
+    ready_s: float
+    """From the start of this process until the first trial could begin."""
+
+    def training(self, root: str, settings: DistillSettings, processes: Processes) -> Training:
+        """The distillation from its beginning, with other settings; `root` is the place of checkpoints."""
+        recording = self.recording if settings.reads_recording else None
+        teacher = copy.deepcopy(self.teacher) if settings.needs_teacher and recording is None else None
+        student, described = copy.deepcopy(self.student), recording.description if recording else None
+        return Training(
+            name=NAME,
+            objective=distill.make_objective(settings, student, teacher, recording, processes.device),
+            samples=self.samples,
+            view_size=distill.view_size(student, teacher, recording),
+            settings=settings,
+            seed=settings.seed or 0,
+            workers="auto" if settings.workers is None else settings.workers,
+            views_on=settings.views_on or "auto",
+            decode_on=settings.decode_on or "cpu",
+            processes=processes,
+            checkpoints=Checkpoints(root, NAME, settings={}, parents={"dataset": self.data.fingerprint}),
+            view_seed=described.seed if described else None,
+            view_count=described.views if described else 0,
+            teacher_outputs=recording,
+            validate=partial(
+                validate,
+                split=self.data.split("val"),
+                processes=processes,
+                batch_size=settings.batch_size,
+                precision=settings.precision,
+            ),
+        )
+
+    def recording_s_of(self, settings: DistillSettings) -> float | None:
+        """Seconds that a forecast has to count for recording; none where nothing has to be recorded."""
+        return self.recording_s if settings.reads_recording and self.recording_s else None
+
+    def job(self, largest_batch_growth: float) -> Job:
+        """What the search may not change."""
+        settings, processes, device = self.settings, self.processes, self.processes.device
+        grown = min(int(settings.batch_size * largest_batch_growth), len(self.samples))
+        return Job(
+            images=settings.epochs * len(self.samples),
+            largest_batch=max(grown, settings.batch_size),
+            device=device.kind,
+            has_bf16=device.has_bf16,
+            world_size=processes.world_size,
+            nodes=max(1, processes.world_size // processes.local_world_size),
+            most_workers=max(1, usable_cores() // processes.local_world_size),
+            recording_s=self.recording_s,
+            teacher_s=self.teacher_s,
+            no_recording=self.no_recording,
+            relates_images=settings.logit_weight > 0 and settings.logit_loss == "dist" and settings.dist_gamma > 0,
+        )
+
+
+def _open(
+    tuned: TuneSettings,
+    data: PreparedDataset,
+    processes: Processes,
+    folder: Path,
+    *,
+    dataset: str | Path,
+    teacher: str | Path,
+    teacher_outputs: str | Path | None,
+) -> _Subject:
+    """What all trials share; blank recorded outputs are made in `folder`."""
+    settings, recorder = tuned.distill or DistillSettings(), tuned.reinforce or ReinforceSettings()
+    torch.manual_seed(settings.seed or 0)
+    student = models.create(settings.student, data.classes, drop_path=settings.drop_path)
+    model = distill.load_teacher(teacher, data) if settings.needs_teacher else None
+    samples = Samples([data.split("train")])
+    ready_s = time.time() - psutil.Process().create_time()
+    recording, hindrance, recording_s, teacher_s = None, "no loss compares with the teacher", 0.0, 0.0
+    if model is not None and teacher_outputs is not None:
+        check_fits(teacher_outputs, settings, data=data, dataset=dataset, teacher=teacher)
+        recording, hindrance = open_recording(teacher_outputs), ""
+    elif model is not None:
+        described = reinforce.describe(recorder, data, dataset, model, len(samples), processes.device)
+        hindrance = _hindrance(settings, recorder, student, described)
+        recording = None if hindrance else blank_recording(folder, described)
+        teacher_s = _teacher_s(model, recorder, described, processes)
+        recording_s = teacher_s * described.samples * described.views
+    if settings.reads_recording and hindrance:
+        raise SettingsError(f"distill.teacher is recorded, but {hindrance}")
+    return _Subject(
+        settings=settings,
+        data=data,
+        samples=samples,
+        processes=processes,
+        student=student,
+        teacher=model,
+        recording=recording,
+        no_recording=hindrance,
+        recording_s=recording_s,
+        teacher_s=teacher_s,
+        ready_s=max(processes.gather(ready_s)),
+    )
+
+
+def _hindrance(
+    settings: DistillSettings, recorder: ReinforceSettings, student: Classifier, described: Description
+) -> str:
+    """Why the distillation could not learn from what reinforce would record; empty if it could."""
+    mistakes = config.recording_mistakes(settings, recorder)
+    if settings.needs_all_logits and described.top_k < described.classes:
+        mistakes.append("its loss needs the logits of all classes; set reinforce.top_k=all")
+    if student.card.image_size > described.view_size:
+        mistakes.append(f"the student takes larger images; set reinforce.view_size={student.card.image_size}")
+    return "; ".join(mistakes)
+
+
+def _teacher_s(model: Classifier, recorder: ReinforceSettings, described: Description, processes: Processes) -> float:
+    """Seconds that the teacher needs for an image when it is recorded, on all processes together."""
+    device = processes.device
+    frozen = FrozenTeacher(
+        copy.deepcopy(model), device, precision=recorder.precision, features=recorder.features, compile="off"
+    )
+    count, edge = min(_TEACHER_IMAGES[device.kind], recorder.batch_size), described.view_size
+    images = torch.zeros(count, 3, edge, edge, dtype=torch.uint8, device=device.torch_device)
+    times = []
+    for _ in range(1 + _TIMED):
+        began = time.perf_counter()
+        frozen(images)
+        device.synchronize()
+        times.append(time.perf_counter() - began)
+    return max(processes.gather(min(times[1:]))) / count / processes.world_size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is found
+
+
+def _tune(subject: _Subject, settings: TuneSettings, tracker: tracking.Tracker, root: str) -> Tuning:
+    """Search, and measure what the distillation will use; the same on every process."""
+    given, make = subject.settings, partial(subject.training, root)
+    found = _search(subject, settings, make) if settings.search else None
+    chosen = _chosen(found, given) if found else given
+    uses = chosen if settings.apply else given
+    measured = measuring.measure(
+        make, uses, subject.processes, tracker, ready_s=subject.ready_s, recording_s=subject.recording_s_of(uses)
+    )
+    work = forecast.work_of(uses, len(subject.samples))
+    return Tuning(
+        place=measured.place,
+        given=given.model_dump(mode="json"),
+        chosen=chosen.model_dump(mode="json"),
+        applied=settings.apply,
+        tried=tuple(found.tried) if found else (),
+        untried=found.untried if found else {},
+        reasons=tuple(_reasons(found)) if found else (),
+        stopped=found.stopped if found else "nothing was searched for (tune.search=false)",
+        search_s=found.seconds if found else 0.0,
+        measurement=measured,
+        work=work,
+        forecast=forecast.forecast(measured, work),
+        alternatives=dict(_alternatives(subject, settings, measured, uses, chosen, found)),
+    )
+
+
+def _search(subject: _Subject, settings: TuneSettings, make: MakeTraining) -> Found:
+    trials = Trials(make, subject.settings, subject.processes)
+    job = subject.job(settings.largest_batch_growth)
+    return search(Candidate.of(subject.settings), job, trials.measure, limit_s=60 * settings.minutes)
+
+
+def _chosen(found: Found, given: DistillSettings) -> DistillSettings:
+    """The best candidate's settings; what is as it was given stays so, also where that is `auto`."""
+    best = found.best.candidate
+    if best.workers == found.given.workers:
+        best = best.model_copy(update={"workers": given.workers})
+    return best.applied(given)
+
+
+def _reasons(found: Found) -> Iterator[str]:
+    """What was changed, in words."""
+    for tried in found.tried[1:]:
+        if tried.taken:
+            yield f"{tried.idea}: {tried.verdict}"
+    before, after = found.given.candidate, found.best.candidate
+    if before.batch_size != after.batch_size:
+        factor = after.batch_size / before.batch_size
+        yield (
+            f"the batch has grown from {before.batch_size} to {after.batch_size} images: {factor:g} times fewer steps, with a peak learning "
+            "rate that is as many times larger (linear scaling, Goyal et al. 2017), since distill.base_learning_rate is that of 256 images"
+        )
+
+
+def _alternatives(
+    subject: _Subject,
+    settings: TuneSettings,
+    measured: Measurement,
+    uses: DistillSettings,
+    chosen: DistillSettings,
+    found: Found | None,
+) -> Iterator[tuple[str, Forecast]]:
+    """What else could be done -> what that would take."""
+    samples = len(subject.samples)
+    if found and chosen not in (uses, subject.settings):
+        tuned = measuring.from_trial(measured, found.best, chosen, subject.recording_s_of(chosen))
+        yield "tune.apply=true", forecast.forecast(tuned, forecast.work_of(chosen, samples))
+    for nodes in (2 * measured.place.nodes, 4 * measured.place.nodes):
+        if measured.place.price is not None:
+            work = forecast.work_of(uses, samples)
+            yield (
+                f"nodes={nodes}",
+                forecast.on_nodes([measured], work, nodes, assumed_efficiency=settings.assumed_efficiency),
+            )
+    budgets = {"budget_usd": settings.budget_usd, "budget_hours": settings.budget_hours}
+    epochs = forecast.epochs_that_fit(measured, uses, samples, **budgets)
+    if 0 < epochs < uses.epochs:
+        shorter = uses.model_copy(update={"epochs": epochs})
+        yield f"distill.epochs={epochs}", forecast.forecast(measured, forecast.work_of(shorter, samples))
+
+
+def _figures(made: Tuning) -> dict[str, object]:
+    """The main numbers."""
+    gains = [tried.run_s for tried in made.tried if tried.taken and tried.run_s]
+    return {
+        "hours": made.forecast.hours,
+        "dollars": made.forecast.dollars,
+        "images_per_second": made.measurement.batch_size / made.measurement.step_s,
+        "gain": gains[0] / gains[-1] if gains else 1.0,
+        "trials": len(made.tried),
+        "search_seconds": made.search_s,
+    }
+
+
+def _tell(made: Tuning, *, active: bool) -> None:
+    if not active:
+        return
+    for tried in made.tried:
+        rate = f"{tried.trial.images_per_second:,.1f} images/s" if tried.run_s else "out of memory"
+        logger.info("tune  %s  %s  (%s)", rate, tried.idea, tried.verdict)
+    for what, why in made.untried.items():
+        logger.info("tune  not tried: %s (%s)", what, why)
+    logger.info("tune  the search ended after %.0f s: %s", made.search_s, made.stopped)
+    logger.info("tune  the distillation will take %s", made.forecast)

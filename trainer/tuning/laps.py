@@ -1,0 +1,103 @@
+"""When a trial has seen enough: as soon as it is clear whether the candidate is better than the best so far."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from trainer.forecast import LEAST_STEPS, mean_interval
+
+LAP_S = 0.2
+"""About how long a lap takes; the host waits for the device once a lap."""
+LEAST_S, LONGEST_S = 2.0, 10.0
+"""How long a trial is measured at least, unless it is far behind, and at most, unless its steps are very long."""
+FAR_BEHIND = 0.8
+"""A candidate whose fastest lap is below this share of the rate to beat is stopped."""
+PRECISE = 0.02
+"""The interval of a rate is narrow enough at this share of it, each side."""
+
+
+class Plan(NamedTuple):
+    """What the first process tells the others after each lap."""
+
+    ended: Literal["", "measured", "outrun"]
+    steps: int
+    """Steps of the next lap."""
+
+
+class Laps:
+    """The times of a trial's steps, lap by lap: first some steps to warm up, each a lap of its own, then laps that count."""
+
+    def __init__(
+        self,
+        images: int,
+        rate_to_beat: float = 0.0,
+        *,
+        warm_steps: int,
+        least_s: float = LEAST_S,
+        longest_s: float = LONGEST_S,
+    ) -> None:
+        """Of a candidate.
+
+        Args:
+            images: of a step.
+            rate_to_beat: images a second below which the candidate can not be the best.
+            warm_steps: steps that are not measured.
+            least_s: seconds that are measured at least.
+            longest_s: seconds after which the trial ends, if it has the laps that an interval needs.
+        """
+        self._images, self._rate_to_beat = images, rate_to_beat
+        self._warm, self._least_s, self._longest_s = warm_steps, least_s, longest_s
+        self._seconds: list[float] = []
+        """Of a step, lap by lap."""
+        self._began = 0.0
+        self._done = 0
+        self.plan = Plan("", 1)
+
+    def open(self, now: float) -> None:
+        """A lap begins."""
+        self._began, self._done = now, 0
+
+    def step(self) -> bool:
+        """A step is done; gives whether that completes the lap."""
+        self._done += 1
+        return self._done >= self.plan.steps
+
+    def close(self, now: float) -> Plan:
+        """A lap ends; gives what this process would do next."""
+        seconds = (now - self._began) / self._done
+        if self._warm:
+            self._warm -= 1
+            return Plan("", 1 if self._warm else max(1, round(LAP_S / max(seconds, 1e-9))))
+        self._seconds.append(seconds)
+        return Plan(self._ended(), self.plan.steps)
+
+    def _ended(self) -> Literal["", "measured", "outrun"]:
+        if len(self._seconds) >= 2 and self._images / min(self._seconds) < FAR_BEHIND * self._rate_to_beat:
+            return "outrun"
+        measured = self.plan.steps * sum(self._seconds)
+        if len(self._seconds) < LEAST_STEPS or measured < self._least_s:
+            return ""
+        rate, low, high = self.rates
+        if high < self._rate_to_beat:
+            return "outrun"
+        is_precise = high - low <= 2 * PRECISE * rate
+        return "measured" if is_precise or measured >= self._longest_s else ""
+
+    @property
+    def steps(self) -> int:
+        """Steps that count."""
+        return self.plan.steps * len(self._seconds)
+
+    @property
+    def step_s(self) -> tuple[float, float, float]:
+        """Mean time of a step, and its 95 % interval; of a trial that was stopped early the mean thrice."""
+        if len(self._seconds) < LEAST_STEPS:
+            mean = sum(self._seconds) / len(self._seconds)
+            return mean, mean, mean
+        return mean_interval(self._seconds)
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Images a second: mean and 95 % interval."""
+        mean, low, high = self.step_s
+        return self._images / mean, self._images / high, self._images / max(low, 1e-9)

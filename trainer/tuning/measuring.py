@@ -1,0 +1,130 @@
+"""The settings that a distillation will use, measured with all that a whole training does besides its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from trainer.config import DistillSettings
+from trainer.costs import THIS_MACHINE, Place, place_here
+from trainer.forecast import Measurement
+from trainer.profiling.recorder import Recorder
+from trainer.tracking import Tracker
+from trainer.training.loop import Training
+from trainer.training.processes import Processes
+from trainer.training.progress import Progress
+from trainer.training.reporting import Report
+from trainer.tuning.laps import Laps
+from trainer.tuning.schema import Trial
+from trainer.tuning.trials import MakeTraining, endless, new_recorder, ride, warm_steps
+
+LEAST_S, LONGEST_S = 6.0, 30.0
+"""How long the steps are measured at least and at most: longer than in a trial, since hours and dollars are told from them."""
+
+
+def measure(
+    make: MakeTraining,
+    settings: DistillSettings,
+    processes: Processes,
+    tracker: Tracker,
+    *,
+    ready_s: float,
+    recording_s: float | None,
+) -> Measurement:
+    """Steps with their reports, one validation and one checkpoint; the same on every process.
+
+    Args:
+        make: makes the distillation.
+        settings: section `distill`.
+        processes: this process among the others.
+        tracker: takes metrics, as it does in a whole training.
+        ready_s: seconds from the start of the process until a distillation could be made.
+        recording_s: seconds that it takes to record the teacher's outputs; none where the distillation reads none, or they are there.
+    """
+    began = time.perf_counter()
+    training = make(endless(settings), processes)
+    laps = Laps(settings.batch_size, warm_steps=warm_steps(settings), least_s=LEAST_S, longest_s=LONGEST_S)
+    made_s = time.perf_counter() - began
+    recorder = new_recorder(training)
+    report = _report(training, recorder, tracker)
+    ridden = ride(training, laps, recorder, report.add)
+    validate = training.validate
+    validation_s = _timed(processes, lambda: validate(ridden.loop.result)) if validate else 0.0
+    checkpoint_s = _timed(processes, lambda: ridden.loop.save(laps.steps)) if settings.checkpoint_every else 0.0
+    if processes.is_first:
+        training.checkpoints.remove()
+    mean, low, high = laps.step_s
+    measured = Measurement(
+        place=place_of(processes),
+        settings=settings.model_dump(mode="json"),
+        batch_size=settings.batch_size,
+        step_s=mean,
+        step_low_s=low,
+        step_high_s=high,
+        steps=laps.steps,
+        startup_s=ready_s + made_s + ridden.startup_s,
+        validation_s=validation_s,
+        checkpoint_s=checkpoint_s,
+        recording_s=recording_s,
+    )
+    return processes.gather(measured)[0]
+
+
+def from_trial(
+    measured: Measurement, trial: Trial, settings: DistillSettings, recording_s: float | None
+) -> Measurement:
+    """What other settings take, by their trial; what lies beside the steps as it was measured.
+
+    Args:
+        measured: other settings of the same distillation.
+        trial: of these settings.
+        settings: section `distill` with them.
+        recording_s: seconds that it takes to record the teacher's outputs, if they need that.
+    """
+    images = trial.candidate.batch_size
+    return measured.model_copy(
+        update={
+            "settings": settings.model_dump(mode="json"),
+            "batch_size": images,
+            "step_s": images / trial.images_per_second,
+            "step_low_s": images / trial.high,
+            "step_high_s": images / trial.low,
+            "steps": trial.steps,
+            "recording_s": recording_s,
+        }
+    )
+
+
+def place_of(processes: Processes) -> Place:
+    """The machines that the processes run on."""
+    local = processes.local_world_size
+    nodes = max(1, processes.world_size // local)
+    return place_here() or Place(pool=THIS_MACHINE, nodes=nodes, processes_per_node=local)
+
+
+def _timed(processes: Processes, what: Callable[[], object]) -> float:
+    """Seconds that all processes together take for something."""
+    processes.barrier()
+    began = time.perf_counter()
+    what()
+    processes.device.synchronize()
+    processes.barrier()
+    return time.perf_counter() - began
+
+
+def _report(training: Training, recorder: Recorder, tracker: Tracker) -> Report:
+    """The report of a training, without lines in the log."""
+    size, every = training.settings.batch_size, training.settings.log_every
+    progress = Progress(
+        training.name, first_step=0, total_steps=training.total_steps, images_per_step=size, active=False
+    )
+    return Report(
+        training.name,
+        training.processes,
+        recorder,
+        tracker,
+        progress,
+        log_every=every,
+        learning_rate=training.learning_rate,
+        samples=training.names,
+    )

@@ -1,0 +1,219 @@
+"""A candidate, measured: real steps of the distillation with its settings, in this group of processes.
+
+All processes take part, and take the decisions of the first one, which it tells them after each lap.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+
+import torch
+
+from trainer.config import DistillSettings
+from trainer.data.loader import MicroBatches, micro_batch_size
+from trainer.data.workers import LoadingTime, measure_loading
+from trainer.profiling.recorder import Recorder
+from trainer.training import loading
+from trainer.training.loop import Loop, Losses, Training
+from trainer.training.processes import Processes
+from trainer.tuning.laps import Laps
+from trainer.tuning.memory import Memory
+from trainer.tuning.schema import Candidate, Trial
+
+WARM_STEPS = 2
+"""Steps that may compile, fill caches or start loader processes, and are not measured."""
+
+MakeTraining = Callable[[DistillSettings, Processes], Training]
+"""Makes a distillation from its beginning, with models of its own."""
+
+Report = Callable[[int, Losses], None]
+"""Takes a step's losses, as the report of a training does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ridden:
+    """A training after some of its steps."""
+
+    loop: Loop
+    startup_s: float
+    """From the beginning to the end of the first step."""
+
+
+class Trials:
+    """Measures candidates, one after another."""
+
+    def __init__(self, make: MakeTraining, settings: DistillSettings, processes: Processes) -> None:
+        """Of one distillation.
+
+        Args:
+            make: makes it, with other settings.
+            settings: section `distill`.
+            processes: this process among the others.
+        """
+        self._make, self._settings, self._processes = make, settings, processes
+        self._memory = Memory(processes)
+        self._loading: LoadingTime | None = None
+        self._most_held = 0
+
+    def measure(self, candidate: Candidate, rate_to_beat: float = 0.0) -> Trial:
+        """Run a trial; gives the same on every process.
+
+        Args:
+            candidate: what to measure.
+            rate_to_beat: images a second below which it can not be the best.
+
+        Raises:
+            SettingsError: its batch can not be dealt to the processes.
+        """
+        began = time.perf_counter()
+        trial = self._run(candidate, rate_to_beat, began) if self._fits(candidate) else None
+        release()
+        if trial is None:
+            trial = Trial(candidate=candidate, ended="out of memory", seconds=time.perf_counter() - began)
+        everyone = self._processes.gather(trial)
+        most = {name: max(getattr(one, name) for one in everyone) for name in ("memory_bytes", "advised_workers")}
+        return everyone[0].model_copy(update=most)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        """Whether a micro-batch will fit, on all processes: judged by those before it, then by one that each process does alone.
+
+        A process that ran out of memory in a step with the others would let them wait for it.
+        """
+        if candidate.held <= self._most_held:
+            return True
+        images = candidate.held // self._processes.world_size
+        if not all(self._processes.gather(self._memory.has_room(images))):
+            return False
+        return self._processes.world_size == 1 or all(self._processes.gather(self._fits_alone(candidate, images)))
+
+    def _fits_alone(self, candidate: Candidate, images: int) -> bool:
+        alone = replace(self._processes, rank=0, world_size=1)
+        settings = candidate.applied(self._settings)
+        part = settings.model_copy(update={"batch_size": images, "accumulation": 1, "workers": 0})
+        training = self._make(endless(part), alone)
+        two_steps = Laps(images, float("inf"), warm_steps=0)  # the optimiser's state is there from the second one on
+        try:
+            ride(training, two_steps, new_recorder(training))
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            release()
+        return True
+
+    def _run(self, candidate: Candidate, rate_to_beat: float, began: float) -> Trial | None:
+        """A trial; none if this process, which is alone, runs out of memory."""
+        settings = endless(candidate.applied(self._settings))
+        laps = Laps(candidate.batch_size, rate_to_beat, warm_steps=warm_steps(settings))
+        training = self._make(settings, self._processes)
+        recorder = new_recorder(training)
+        self._memory.begin()
+        try:
+            ridden = ride(training, laps, recorder)
+        except torch.OutOfMemoryError:
+            if self._processes.world_size > 1:
+                raise
+            return None
+        self._memory.learn(candidate.held // self._processes.world_size)
+        self._most_held = max(self._most_held, candidate.held)
+        rate, low, high = laps.rates
+        shares = shares_of(recorder, warm_steps(settings))
+        computing_s = (1 - shares["data"]) * candidate.batch_size / rate / candidate.accumulation
+        assert laps.plan.ended, "a ride ends when its laps do"
+        return Trial(
+            candidate=candidate,
+            ended=laps.plan.ended,
+            images_per_second=rate,
+            low=low,
+            high=high,
+            steps=laps.steps,
+            startup_s=ridden.startup_s,
+            shares=shares,
+            workers=recorder.workers or 0,
+            advised_workers=self._advise(training, computing_s),
+            memory_bytes=self._memory.peak,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _advise(self, training: Training, computing_s: float) -> int:
+        """As many loader processes as keep up with a micro-batch that takes so many seconds of computing."""
+        images = micro_batch_size(training.settings, self._processes.world_size)
+        if self._loading is None:
+            batches = MicroBatches(
+                training.views, training.order, count=images, teacher_outputs=training.teacher_outputs
+            )
+            measured = measure_loading(batches, count(0, images))
+            self._loading = LoadingTime(measured.seconds / images, measured.waiting / images)
+        scaled = LoadingTime(images * self._loading.seconds, images * self._loading.waiting)
+        return loading.advised_workers(scaled, computing_s, self._processes)
+
+
+def endless(settings: DistillSettings) -> DistillSettings:
+    """A distillation with more epochs than a trial can take."""
+    return settings.model_copy(update={"epochs": 1_000_000})
+
+
+def warm_steps(settings: DistillSettings) -> int:
+    """Steps that are not measured; with `workers=auto` those too in which loading finds out how many it takes."""
+    finding_out = loading.WARM_STEPS + loading.TIMED_STEPS if settings.workers in (None, "auto") else 0
+    return WARM_STEPS + finding_out
+
+
+def ride(training: Training, laps: Laps, recorder: Recorder, report: Report | None = None) -> Ridden:
+    """Train from the beginning until the laps end.
+
+    Args:
+        training: with more steps than that takes.
+        laps: say when it is enough.
+        recorder: records the steps.
+        report: takes each step's losses.
+    """
+    processes, began, startup_s = training.processes, time.perf_counter(), 0.0
+    loop = Loop(training)
+    with recorder:
+        laps.open(time.perf_counter())
+        for step, feed in loop.steps(0, recorder):
+            with recorder.timeline.step(step, images=training.settings.batch_size):
+                losses = loop.step(step, feed, recorder)
+            if report is not None:
+                report(step, losses)
+            if not laps.step():
+                continue
+            processes.device.synchronize()
+            now = time.perf_counter()
+            startup_s = startup_s or now - began
+            laps.plan = processes.gather(laps.close(now))[0]
+            if laps.plan.ended:
+                break
+            laps.open(time.perf_counter())
+    return Ridden(loop=loop, startup_s=startup_s)
+
+
+def new_recorder(training: Training) -> Recorder:
+    """As the training's own, without the window of operators, which a whole training opens once or twice."""
+    processes = training.processes
+    return Recorder(
+        training.settings.evidence.model_copy(update={"operators_steps": 0}),
+        name=training.name,
+        device=processes.device.torch_device,
+        rank=processes.rank,
+        world_size=processes.world_size,
+    )
+
+
+def shares_of(recorder: Recorder, warm: int) -> Mapping[str, float]:
+    """Range -> its share of the time of the steps after the first `warm` ones."""
+    recorder.timeline.catch_up()
+    steps = recorder.timeline.steps
+    total = float(steps.column("seconds")[warm:].sum())
+    return {name: float(steps.column(name)[warm:].sum()) / total for name in recorder.timeline.ranges} if total else {}
+
+
+def release() -> None:
+    """Let go of a trial's models, so that the next one has their memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
