@@ -78,7 +78,7 @@ class Manifest:
     seconds: float
     """How long the stage took to make it."""
     startup_seconds: float | None
-    """How old the process was when it began with it; none where it had done other things before."""
+    """From the launch of its stage until it was begun; none for a stage that nobody launches."""
     place: Place | None
     """On which machines; none where nobody told."""
     figures: Mapping[str, Any]
@@ -100,7 +100,7 @@ class Draft:
     path: Path
     figures: dict[str, Any] = field(default_factory=dict)
     startup_seconds: float | None = None
-    """How old the process was when it began; whoever starts a process for this one artifact says so."""
+    """From the launch of its stage until it was begun."""
     contributed: dict[str, FileRecord] = field(default_factory=dict)
     """Files that `contribute` has sent from other machines."""
 

@@ -1,7 +1,8 @@
 """The bill of a run: wall time and dollars by stage, split into what the time went for, beside what was forecast.
 
-It is made of what the artifacts and the evidence say. A training is billed from the start of its processes to the end of its stage;
-nodes that wait for a pod, or that their owner keeps afterwards, cost too, and nobody here sees that.
+It is made of what the artifacts and the evidence say. A training is billed from its launch (on a cluster: the start of its first pod) until
+its result is complete. Nodes that wait for a pod, or that their owner keeps afterwards, cost too, and nobody here sees that. A stage that
+was kept, from KFP's cache or an earlier try, is billed as when it ran.
 """
 
 from __future__ import annotations
@@ -129,15 +130,17 @@ def _parts_of_work(manifest: Manifest) -> dict[str, float]:
 
 
 def _parts_of_trainings(records: Sequence[RankRecord], manifest: Manifest) -> dict[str, float]:
-    """The time from the start of the process to the end of the stage, and that of the attempts before."""
+    """The time from the launch to the end of the stage, and that of the attempts before."""
+    last = records[-1]
     seconds = dict.fromkeys(PARTS, 0.0)
-    until = records[0].process.started_unix
     for record in records:
-        seconds["startup"] += max(0.0, record.began_unix - until)
-        until = record.began_unix + record.ended_s
-        for part, spent in (*_parts_of_recording(record).items(), *_parts_of_attempts(record.attempts).items()):
+        for part, spent in _parts_of_recording(record).items():
             seconds[part] += spent
-    seconds["ending"] = max(0.0, manifest.created.timestamp() - until)
+    seconds["ending"] = max(0.0, manifest.created.timestamp() - last.began_unix - last.ended_s)
+    seconds["startup"] = max(0.0, (manifest.startup_seconds or 0.0) + manifest.seconds - sum(seconds.values()))
+    for record in records:
+        for part, spent in _parts_of_attempts(record.attempts).items():
+            seconds[part] += spent
     return {part: spent for part, spent in seconds.items() if spent}
 
 

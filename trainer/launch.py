@@ -24,6 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import psutil
+
 from trainer.cores import usable_cores
 from trainer.costs import local_place
 from trainer.environment import variables
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 FAILURES_VARIABLE = "TRAINER_FAILURES"
 """Environment variable that names the folder in which a failing process leaves its message."""
+LAUNCHED_VARIABLE = "TRAINER_LAUNCHED"
+"""Environment variable with the time (Unix) at which a launcher, or the pod of a node, began with the job of this process."""
 TERMINATION_LOG_VARIABLE = "TRAINER_TERMINATION_LOG"
 """Environment variable that names the file for a failing node's message; without it Kubernetes' own, where there is one."""
 TERMINATION_LOG = "/dev/termination-log"
@@ -111,6 +115,7 @@ class LocalLauncher:
             SettingsError: the user's `TRAINER_PLACE` does not describe this machine.
             KeyboardInterrupt: Ctrl-C or SIGTERM; all processes have ended.
         """
+        launched_unix = time.time()
         from torch.distributed.launcher.api import LaunchConfig
 
         if spec.nodes != 1:
@@ -129,7 +134,7 @@ class LocalLauncher:
             max_restarts=0,
             monitor_interval=0.1,
         )
-        _run_agent(config, replace(spec, environment={**place, **spec.environment}))
+        _run_agent(config, replace(spec, environment={**place, **spec.environment}), launched_unix=launched_unix)
 
 
 def join_node(spec: JobSpec) -> None:
@@ -154,7 +159,8 @@ def join_node(spec: JobSpec) -> None:
         if config.rdzv_backend == "static" and rank > 0:
             _wait_for_first_node(config, part, rank)
         try:
-            _run_agent(config, part, node=f"node {rank} of {part.nodes}" if part.nodes > 1 else "")
+            node = f"node {rank} of {part.nodes}" if part.nodes > 1 else ""
+            _run_agent(config, part, launched_unix=psutil.Process().create_time(), node=node)
         except (DistError, RendezvousError) as error:
             raise CrashError(
                 f"{spec.stage}: node {rank} of {part.nodes}: lost or never met the other nodes at {config.rdzv_endpoint}: "
@@ -226,12 +232,13 @@ def _hindrance(endpoint: str, rank: int) -> str:
     return "it still goes on from before this node was started again" if came > 1 else ""
 
 
-def _run_agent(config: LaunchConfig, spec: JobSpec, *, node: str = "") -> None:
+def _run_agent(config: LaunchConfig, spec: JobSpec, *, launched_unix: float, node: str = "") -> None:
     """Start this machine's processes, wait for them, and end them all if one fails.
 
     Args:
         config: the agent's.
         spec: the job.
+        launched_unix: when this machine began with it.
         node: names this machine in messages, where there are others.
 
     Raises:
@@ -246,13 +253,21 @@ def _run_agent(config: LaunchConfig, spec: JobSpec, *, node: str = "") -> None:
     with tempfile.TemporaryDirectory(prefix="trainer-") as failures, quiet_agent():
         given = {"OMP_NUM_THREADS": _threads(spec.processes_per_node), **spec.environment}
         try:
-            with variables({**given, FAILURES_VARIABLE: failures}):
+            with variables({**given, FAILURES_VARIABLE: failures, LAUNCHED_VARIABLE: str(launched_unix)}):
                 elastic_launch(config, sys.executable)(*spec.arguments())
         except SignalException as error:
             raise KeyboardInterrupt from error
         except ChildFailedError as error:
             exit_codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
             raise _explain(spec, Path(failures), exit_codes, node=node) from error
+
+
+def seconds_since_launch() -> float:
+    """How long ago this process's job began on this machine; or the process itself, where it was started again or by hand."""
+    launched = os.environ.get(LAUNCHED_VARIABLE)
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    began_unix = psutil.Process().create_time() if launched is None or again else float(launched)
+    return max(0.0, time.time() - began_unix)
 
 
 def _threads(processes: int) -> str:

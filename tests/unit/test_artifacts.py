@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from trainer import artifacts, storage
+from trainer.costs import PLACE_VARIABLE, Place, Price
 from trainer.errors import ArtifactError, OutputError, StorageError, TrainerError, writing_to
 
 SETTINGS = {"temperature": 2.0, "name": "ä"}
@@ -43,6 +45,28 @@ def test_the_fingerprint_covers_content_settings_and_parents_but_not_figures(tmp
         fingerprint("parents", parents={"a": "b"}),
     }
     assert len(others | {base}) == 4
+
+
+def test_it_says_when_and_on_which_machines_it_was_made_outside_of_the_fingerprint(tmp_path, monkeypatch):
+    monkeypatch.delenv(PLACE_VARIABLE, raising=False)
+    before = datetime.now(UTC) - timedelta(milliseconds=1)
+    base = artifacts.read(make(tmp_path / "base"), "model")
+    assert before <= base.created <= datetime.now(UTC)
+    assert (base.place, base.startup_seconds) == (None, None)
+    price = Price(dollars_an_hour=1.0, date="2026-11", region="here", source="bill")
+    place = Place(pool="gpu", nodes=2, price=price)
+    monkeypatch.setenv(PLACE_VARIABLE, place.model_dump_json())
+    priced = artifacts.read(make(tmp_path / "priced"), "model")
+    assert priced.place == place
+    assert priced.fingerprint == base.fingerprint
+
+
+@pytest.mark.parametrize("changes", [{"created": 3}, {"created": "yesterday"}, {"place": {"pool": ""}}])
+def test_a_manifest_whose_time_or_place_is_none_is_named(tmp_path, changes):
+    manifest = make(tmp_path / "a") / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
+    with pytest.raises(ArtifactError, match=r"model .*a: manifest.json is not readable"):
+        artifacts.read(tmp_path / "a", "model")
 
 
 def test_what_was_not_completed_does_not_exist(tmp_path):

@@ -71,7 +71,7 @@ def manifest(**changes):
         "files": {},
         "fingerprint": "",
         "created": datetime.datetime.fromtimestamp(BEGAN + 113, datetime.UTC),
-        "seconds": 103.0,
+        "seconds": 104.0,
         "startup_seconds": 9.0,
         "place": None,
         "figures": {},
@@ -120,12 +120,12 @@ def test_what_a_failure_cost_is_lost_and_what_a_checkpoint_kept_is_not(tmp_path)
 
 def test_a_launched_stage_without_evidence_tells_its_start_up(tmp_path):
     told = stage_bill("reinforce", manifest(place=GPUS))
-    assert told.parts == {"startup": 9.0, "work": 103.0}
-    assert told.seconds == pytest.approx(112)
+    assert told.parts == {"startup": 9.0, "work": 104.0}
+    assert told.seconds == pytest.approx(113)
     given_weights = stage_bill("pretrain", manifest(), evidence(tmp_path))
-    assert given_weights.parts == {"startup": 9.0, "work": 103.0}
+    assert given_weights.parts == {"startup": 9.0, "work": 104.0}
     task = stage_bill("prepare", manifest(startup_seconds=None))
-    assert (task.parts, task.seconds, task.place, task.dollars) == ({}, 103.0, None, None)
+    assert (task.parts, task.seconds, task.place, task.dollars) == ({}, 104.0, None, None)
 
 
 def test_the_total_says_what_it_leaves_out(tmp_path):
@@ -134,9 +134,9 @@ def test_the_total_says_what_it_leaves_out(tmp_path):
         stage_bill("distill", manifest(), evidence(tmp_path, record())),
     ]
     bill = make_bill(stages)
-    assert bill.seconds == pytest.approx(216)
+    assert bill.seconds == pytest.approx(217)
     assert bill.dollars == pytest.approx(2.26)
-    assert bill.notes == ("the dollars are without prepare (103.0 s): the price of where they ran is not known",)
+    assert bill.notes == ("the dollars are without prepare (104.0 s): the price of where they ran is not known",)
     assert make_bill(stages[:1]).dollars is None
     assert make_bill(stages[:1]).notes == ()
     assert Bill.model_validate_json(bill.model_dump_json()) == bill
@@ -177,7 +177,7 @@ def test_forecast_against_actual_covers_the_stages_that_it_was_of(tmp_path):
     both = expected.model_copy(update={"stages": ("reinforce", "distill"), "hours": 0.125, "assumptions": ()})
     text = billing.forecast_text(make_bill(stages, both))
     assert text.startswith("reinforce and distill: ")
-    assert text.endswith("and it took 3.8 min, $4.50: 50.0% less")
+    assert text.endswith("and it took 3.8 min, $4.52: 49.8% less")
     assert billing.forecast_text(make_bill(stages)) == ""
 
 

@@ -14,7 +14,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from trainer import cli, config, launch, stages
-from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, INTERRUPTED_EXIT_CODE, CrashError, LaunchError
+from trainer.costs import PLACE_VARIABLE
+from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, INTERRUPTED_EXIT_CODE, CrashError, LaunchError, SettingsError
 
 
 def spec(**changes):
@@ -51,6 +52,23 @@ def test_the_command_is_one_that_the_command_line_takes(name, monkeypatch):
 def test_several_nodes_are_refused_here():
     with pytest.raises(LaunchError, match="2 nodes were asked for, but this machine is one"):
         launch.LocalLauncher().run(spec(nodes=2))
+
+
+def test_a_wrong_place_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setenv(PLACE_VARIABLE, '{"pool": "workstation", "price": 0.35}')
+    with pytest.raises(SettingsError, match=r"TRAINER_PLACE=.*: price: Input should be an object"):
+        launch.LocalLauncher().run(spec())
+
+
+def test_a_job_counts_from_its_launch_and_a_process_that_was_started_again_from_its_own_start(monkeypatch):
+    monkeypatch.setenv(launch.LAUNCHED_VARIABLE, str(time.time() - 1e6))
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert launch.seconds_since_launch() == pytest.approx(1e6, abs=10)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = launch.seconds_since_launch()
+    assert again == pytest.approx(time.time() - psutil.Process().create_time(), abs=10)
+    monkeypatch.delenv(launch.LAUNCHED_VARIABLE)
+    assert launch.seconds_since_launch() == pytest.approx(again, abs=10)
 
 
 def leave(folder, rank, message, when, start=0):

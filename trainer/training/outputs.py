@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from trainer import artifacts, storage
+from trainer import artifacts, launch, storage
 from trainer.artifacts import Draft, Kind
 from trainer.errors import OutputError
 from trainer.training.processes import Processes
@@ -22,8 +19,8 @@ def shared_artifact(
 ) -> Iterator[Draft]:
     """Like `artifacts.create`, on every process of every machine.
 
-    The first process makes the artifact, and notes how old it was then; all write into one directory. In a store there is no such
-    directory: the processes of a machine write into a folder of theirs, which the first of them sends when all have written. Then
+    The first process makes the artifact, and notes how long after the launch; all write into one directory. In a store there is no
+    such directory: the processes of a machine write into a folder of theirs, which the first of them sends when all have written. Then
     the first process of all writes the manifest.
 
     Args:
@@ -42,7 +39,7 @@ def shared_artifact(
         own: Draft | None = None
         if processes.is_first:
             own = stack.enter_context(artifacts.create(uri, kind, settings=settings, parents=parents))
-            own.startup_seconds = round(time.time() - psutil.Process().create_time(), 3)
+            own.startup_seconds = round(launch.seconds_since_launch(), 3)
         elif processes.rank == leader:
             own = Draft(path=stack.enter_context(artifacts.folder_for(uri)))
         paths = processes.gather(own.path if own else Path())

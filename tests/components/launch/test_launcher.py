@@ -16,6 +16,7 @@ from components.launch.identity import Owner
 from components.launch.launcher import ClusterLauncher
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from tests.stand_ins.kubernetes.stand_in import Script
+from trainer.costs import Price
 from trainer.errors import LaunchError
 from trainer.signals import ended_by_sigterm
 
@@ -117,6 +118,14 @@ def test_a_trainjob_is_followed_too(kubernetes, identity, spec, told):
     ClusterLauncher(pool, identity).run(spec)
     assert len(kubernetes.list(TRAINJOBS)) == 1
     assert {"node-0 | step 1", "node-1 | step 2"} <= set(told())
+
+
+def test_an_old_price_is_warned_of_once(kubernetes, run, told):
+    kubernetes.script("*", QUICK)
+    run(price=Price(dollars_an_hour=2.0, date="2020-01", region="r", source="s"))
+    (warning,) = (line for line in told() if "price" in line)
+    assert warning.startswith("pool cpu: the price of 2.00 $/h (r; s) is of 2020-01, ")
+    assert warning.endswith(" days old; look it up again")
 
 
 def test_logs_are_followed_from_pending_on_with_trouble_told_once(kubernetes, run, told):

@@ -60,8 +60,7 @@ def test_a_pod_takes_the_whole_machine_and_leaves_room_for_the_system(name):
     else:
         assert pool.price
         assert pool.price.dollars_an_hour == dollars
-        assert pool.price.date
-        assert pool.price.region
+        assert pool.price.region == "us-east-1"
         assert pool.price.source
 
 
@@ -130,6 +129,14 @@ def test_an_unknown_pool_is_answered_with_the_nearest_and_all(monkeypatch):
         ('secrets = { MY_TOKEN = "x" }', "secrets.MY_TOKEN = 'x': Input should be a valid dictionary"),
         ("price = { dollars_an_hour = -1.0 }", "price.dollars_an_hour = -1.0: Input should be greater than 0"),
         ("price = { dollars_an_hour = 1.0 }", "price.date is missing"),
+        (
+            'price = { dollars_an_hour = 1.0, date = "late 2026", region = "r", source = "s" }',
+            "price.date = 'late 2026': must be a month or a day, such as 2026-11 or 2026-11-21",
+        ),
+        (
+            'spot = true\nprice = { dollars_an_hour = 1.0, date = 2026-11-21, region = "r", source = "s" }',
+            "price: that of a spot node changes from hour to hour; leave it out",
+        ),
         ('based_on = "large"', "based_on must be a pool that stands for itself (small), got 'large'"),
     ],
 )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,11 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import artifacts, models, tracking
+from trainer import artifacts, cli, models, tracking
+from trainer.billing import Bill
 from trainer.config import EvaluateSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
+from trainer.costs import PLACE_VARIABLE, Place, Price
 from trainer.distillation import recording
-from trainer.errors import TrackingError
+from trainer.errors import EXIT_CODE, TrackingError
+from trainer.forecast import Measurement, Work, forecast
 from trainer.stages import evaluate, register
+from trainer.tuning.schema import FILE, Tuning
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -173,6 +178,9 @@ def test_summary_has_its_contract_keys(inputs, evaluations, tracked, tmp_path):
     assert list(summary["stages"]) == ["prepare", "pretrain", "distill", "profile", "evaluate", "register"]
     assert summary["stages"]["evaluate"]["seconds"] == artifacts.read(evaluations[FAILING], "evaluation").seconds
     assert summary["stages"]["register"]["seconds"] > 0
+    bill = Bill.model_validate(summary["bill"])
+    assert [one.stage for one in bill.stages] == list(summary["stages"])
+    assert bill.seconds == pytest.approx(sum(one["seconds"] for one in summary["stages"].values()), abs=0.01)
     assert summary["dataset"] == {
         "train": 1000, "val": 200, "test": 300, "unlabeled": 20, "classes": 10, "quarantined": 0,
     }  # fmt: skip
@@ -180,6 +188,51 @@ def test_summary_has_its_contract_keys(inputs, evaluations, tracked, tmp_path):
     assert len(summary["verdict"]["reasons"]) == 2
     assert all(Path(path).is_file() for path in summary["reports"].values())
     assert set(summary["reports"]) == {"data", "profile", "evaluation"}
+
+
+PRICED = Place(pool="gpu", price=Price(dollars_an_hour=3600.0, date="2026-11", region="here", source="bill"))
+
+
+@pytest.fixture
+def tuning(tmp_path):
+    """A trial that found something better, and a forecast of what it makes of the distillation."""
+    with artifacts.create(tmp_path / "tuning", "tuning", settings={}) as draft:
+        measurement = Measurement(
+            place=PRICED, settings={}, batch_size=32, step_s=0.1, step_low_s=0.09, step_high_s=0.12, steps=20,
+            startup_s=1.0, validation_s=0.1, checkpoint_s=0.1,
+        )  # fmt: skip
+        work = Work(steps=90, validations=0, checkpoints=0)
+        found = Tuning(
+            place=PRICED, given=RESOLVED["distill"], chosen=RESOLVED["distill"] | {"batch_size": 4096}, applied=True,
+            tried=(), untried={}, reasons=(), stopped="", search_s=1.0, measurement=measurement, work=work,
+            forecast=forecast(measurement, work), alternatives={},
+        )  # fmt: skip
+        (draft.path / FILE).write_text(found.model_dump_json())
+    return tmp_path / "tuning"
+
+
+def test_a_tuned_run_has_its_forecast_and_its_settings_and_stands_beside_others(
+    inputs, evaluations, tuning, tracked, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv(PLACE_VARIABLE, PRICED.model_dump_json())
+    summary = read_summary(run(inputs | {"tuning": tuning}, evaluations[PASSING], tmp_path / "registration"))
+    assert summary["settings"]["distill"] == RESOLVED["distill"] | {"batch_size": 4096}
+    assert list(summary["stages"])[:3] == ["prepare", "pretrain", "tune"]
+    bill = Bill.model_validate(summary["bill"])
+    assert bill.forecast
+    assert bill.forecast.hours == pytest.approx(10 / 3600)
+    assert bill.stages[-1].stage == "register"
+    assert bill.stages[-1].dollars == pytest.approx(bill.stages[-1].seconds)
+
+    parent = tracked.get_run(summary["mlflow"]["run_id"])
+    assert parent.data.metrics["bill/distill/seconds"] == pytest.approx(bill.stage("distill").seconds)
+    assert parent.data.params["distill.batch_size"] == str(RESOLVED["distill"]["batch_size"])
+    assert cli.main(["bill", "--experiment", "vit-distillation"]) == 0
+    row = capsys.readouterr().out.splitlines()[1]
+    assert row.startswith("the run")
+    assert f"{summary['student']['test']['top1']:.2%}" in row
+    assert cli.main(["bill", "--experiment", "vit"]) == EXIT_CODE
+    assert re.search(r"has no experiment 'vit', but .*vit-distillation.*; name one of these", capsys.readouterr().err)
 
 
 def test_without_tracking_the_summary_is_still_written(inputs, evaluations, monkeypatch, tmp_path):

@@ -68,6 +68,7 @@ def test_every_node_adds_its_files_to_one_artifact(object_store, tmp_path):
         f"rank{r}": str(r) for r in range(4)
     }
     assert artifact.figures == {"rank": 0}
+    assert 0 < artifact.startup_seconds < 60
     writes = [one.path for one in object_store.requests if one.method == "PUT"]
     assert writes[-1] == "/artifacts/e/manifest.json"
     assert len(writes) == 5
