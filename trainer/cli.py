@@ -31,6 +31,7 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
   python -m trainer compare runs/A runs/B               before and after
   python -m trainer config digits                       every setting with its meaning
   python -m trainer stage evaluate --help               one stage on given inputs
+  python -m trainer forecast runs/latest --nodes 1 4    time and dollars where `tune` has measured
   python -m trainer bill runs/latest                    what a run took and cost; of several, side by side"""
 
 
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_stage(commands)
     _add_compare(commands)
+    _add_forecast(commands)
     _add_bill(commands)
     _add_config(commands)
     listing = commands.add_parser("recipes", help="list the recipes", description="List the recipes.")
@@ -208,6 +210,38 @@ def _add_compare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_compare)
 
 
+def _add_forecast(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "forecast",
+        help="show what a distillation will take where it was tried",
+        description="Show time and dollars of a distillation on every pool where the stage tune tried it, and on other numbers of nodes.",
+    )
+    parser.add_argument("tunings", nargs="+", metavar="TUNING", help="what tune wrote, or the directory of its run")
+    parser.add_argument(
+        "--nodes", type=positive, nargs="+", default=[], metavar="N", help="numbers of nodes (default: those tried)"
+    )
+    default = config.TuneSettings.model_fields["assumed_efficiency"].default
+    parser.add_argument(
+        "--efficiency",
+        type=fraction,
+        default=default,
+        metavar="E",
+        help="speed-up of twice as many nodes, as a share of 2, where only one number was tried (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+    parser.set_defaults(command=_forecast)
+
+
+def fraction(text: str) -> float:
+    """A number for argparse, above 0 and up to 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and up to 1, got {text}")
+    return value
+
+
 def _add_bill(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bill",
@@ -300,6 +334,13 @@ def _compare(options: argparse.Namespace) -> None:
         with writing_to(page):
             page.write_text(comparison.build(compared), encoding="utf-8")
         print(f"\nAs a page: {page}")
+
+
+def _forecast(options: argparse.Namespace) -> None:
+    from trainer.tuning import outlook
+
+    tunings = outlook.read_tunings(options.tunings)
+    print("\n".join(outlook.lines(outlook.outlook(tunings, options.nodes, assumed_efficiency=options.efficiency))))
 
 
 def _bill(options: argparse.Namespace) -> None:

@@ -1,0 +1,56 @@
+"""How near the forecast is to what a distillation takes: `python tests/benchmarks/bench_forecast.py [RECIPE] [--set KEY=VALUE ...]`.
+
+A whole run of the recipe, with `tune` measuring the given settings before the distillation (`tune.search=false`); then its forecast and the
+bill of the stages that it was of, launch and start-up and all. The machine should do nothing else meanwhile.
+
+    python tests/benchmarks/bench_forecast.py digits
+    python tests/benchmarks/bench_forecast.py grocery --set data.source=imagefolder:/photos
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer import runs
+from trainer.billing import Bill
+from trainer.costs import duration_text
+from trainer.summary import aligned, bill_table
+
+
+def main() -> None:
+    """Run, and print forecast, interval, actual and their ratio."""
+    parser = argparse.ArgumentParser(description="Compare a forecast with what the distillation then takes.")
+    parser.add_argument("recipe", nargs="?", default="digits", help="default: %(default)s")
+    parser.add_argument("--set", dest="overrides", action="extend", nargs="+", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--processes", type=int, default=1, help="how many train (default: %(default)s)")
+    parser.add_argument("--output", metavar="DIR", help="keep the run there (default: it is thrown away)")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
+    with tempfile.TemporaryDirectory(prefix="forecast-") as folder:
+        bill = measured(options.recipe, options.overrides, options.output or folder, options.processes)
+    print("\n".join(["", *bill_table(bill), "", *comparison(bill)]))
+
+
+def measured(recipe: str, overrides: Sequence[str], output: str, processes: int) -> Bill:
+    """The bill of a run that was forecast."""
+    given = ["tune.enabled=true", "tune.search=false", "tracking.enabled=false", *overrides]
+    summary = runs.run(recipe, given, output=str(Path(output).resolve()), processes=processes)
+    return Bill.model_validate(summary["bill"])
+
+
+def comparison(bill: Bill) -> list[str]:
+    """Forecast against actual."""
+    expected, actual = bill.forecast, bill.actual_hours
+    assert expected is not None, "the run had a stage tune"
+    hours = (expected.hours, expected.hours_low, expected.hours_high, actual)
+    row = [*(duration_text(3600 * one) for one in hours), f"{expected.hours / actual:.3f}"]
+    within = "yes" if expected.hours_low <= actual <= expected.hours_high else "no"
+    return aligned([("forecast", "low", "high", "actual", "forecast/actual", "within"), (*row, within)], right=range(6))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What a distillation takes on every pool where it was tried, and on other numbers of nodes: `python -m trainer forecast`.
+
+A pool that nobody has tried is not in the table: peak figures say little of what a training reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from trainer import artifacts, storage
+from trainer.costs import dollars_text, duration_text
+from trainer.errors import ArtifactError
+from trainer.forecast import Forecast, on_nodes
+from trainer.summary import aligned
+from trainer.tuning.schema import Tuning, read_tuning
+
+DIRECTORY = "tuning"
+"""Of the tuning in the directory of a run."""
+
+
+def read_tunings(places: Iterable[str | Path]) -> list[Tuning]:
+    """Tunings of one distillation, by their directories or those of their runs.
+
+    Raises:
+        ArtifactError: one is missing, damaged, or of another distillation than the first one.
+        StorageError: the store does not answer or refuses.
+    """
+    found: list[Tuning] = []
+    first: tuple[object, ...] = ()
+    for place in places:
+        inside = storage.join(place, DIRECTORY)
+        uri = inside if artifacts.exists(inside) else str(place)
+        tuning, parents = read_tuning(uri), artifacts.manifest(uri, "tuning").parents
+        subject = (
+            parents.get("dataset"),
+            parents.get("teacher"),
+            tuning.settings["student"],
+            tuning.settings["epochs"],
+        )
+        first = first or subject
+        names = ("data set", "teacher", "student", "number of epochs")
+        other = [name for name, own, wanted in zip(names, subject, first, strict=True) if own != wanted]
+        if other:
+            raise ArtifactError(f"tuning {uri}: has another {' and '.join(other)} than the first one; leave it out")
+        found.append(tuning)
+    return found
+
+
+def outlook(tunings: Sequence[Tuning], nodes: Sequence[int], *, assumed_efficiency: float) -> list[Forecast]:
+    """A forecast for each pool and number of nodes, the cheapest first, those without a price last.
+
+    Args:
+        tunings: of one distillation.
+        nodes: how many; empty: those that were tried.
+        assumed_efficiency: speed-up of twice as many nodes, as a share of 2, where only one number was tried.
+    """
+    pools: dict[tuple[str, int], list[Tuning]] = {}
+    for tuning in tunings:
+        pools.setdefault((tuning.place.pool, tuning.measurement.batch_size), []).append(tuning)
+    forecasts = [
+        on_nodes([one.measurement for one in tried], tried[-1].work, count, assumed_efficiency=assumed_efficiency)
+        for tried in pools.values()
+        for count in (nodes or sorted({one.place.nodes for one in tried}))
+    ]
+    return sorted(forecasts, key=lambda one: (one.dollars is None, one.dollars or one.hours))
+
+
+def lines(forecasts: Sequence[Forecast]) -> list[str]:
+    """The table, with what was assumed below it."""
+    rows = [
+        (
+            str(one.place),
+            duration_text(3600 * one.hours),
+            f"{duration_text(3600 * one.hours_low)} to {duration_text(3600 * one.hours_high)}",
+            dollars_text(one.dollars),
+            "" if one.dollars is None else f"{dollars_text(one.dollars_low)} to {dollars_text(one.dollars_high)}",
+        )
+        for one in forecasts
+    ]
+    heading = ("where", "time", "95 % interval", "dollars", "95 % interval")
+    notes = [f"  - {one.place}: {text}" for one in forecasts for text in one.assumptions]
+    return [*aligned([heading, *rows], right={1, 3}), *notes]
