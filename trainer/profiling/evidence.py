@@ -200,7 +200,7 @@ def read_evidence(uri: str | Path) -> Evidence:
 def _read_training(directory: Path) -> TrainingEvidence:
     records = sorted((_read_record(path) for path in directory.glob("rank*.json")), key=lambda record: record.rank)
     expected = list(range(records[0].world_size))
-    if [record.rank for record in records] != expected:
+    if [record.rank for record in records] != expected and records[0].failed is None:
         raise ArtifactError(
             f"evidence {directory}: holds the ranks {[record.rank for record in records]}, but the training had "
             f"{len(expected)} processes; run the training again, with an output that all of them can write to"

@@ -93,8 +93,13 @@ class Looks:
 
     def around_update(self, step: int, forward: Callable[[], object]) -> AbstractContextManager[None]:
         """The optimiser's part of a step, as a context; `forward` sends some images through the model, to look at its attention."""
-        self._take_in()
+        self.take_in()
         return self._look(step, forward) if self._is_due(step) else nullcontext()
+
+    def take_in(self) -> None:
+        """Take in what has arrived."""
+        while self._sent and self._sent[0].measured.arrived:
+            self._keep(self._sent.popleft())
 
     def finish(self) -> None:
         """Wait for what is on its way."""
@@ -133,10 +138,6 @@ class Looks:
         with self._timeline.range(RECORDER):
             yield
         self._host_s += time.perf_counter() - start
-
-    def _take_in(self) -> None:
-        while self._sent and self._sent[0].measured.arrived:
-            self._keep(self._sent.popleft())
 
     def _keep(self, sent: _Sent) -> None:
         measured = sent.measured.wait()

@@ -25,6 +25,7 @@ from trainer.profiling.operators import OperatorWindows
 from trainer.profiling.schema import (
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
+    AttemptRecord,
     CommunicationRecord,
     ContextRecord,
     OutsideRecord,
@@ -34,7 +35,7 @@ from trainer.profiling.schema import (
 )
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.startup import IMPORTED_UNIX, Startup
-from trainer.profiling.timeline import Clock, CudaClock, HostClock, Timeline
+from trainer.profiling.timeline import PROFILER, Clock, CudaClock, HostClock, Timeline, seconds_of_a_mark
 
 METRIC_POINTS_KEPT = 4096
 """Points of each metric; a longer curve is thinned evenly."""
@@ -92,6 +93,8 @@ class Recorder:
         """Loader processes beside this process."""
         self.communication: Callable[[], CommunicationRecord | None] = lambda: None
         """Tells how long gradients travel."""
+        self.attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple
+        """Tells the tries of the training."""
         self._compilations = Compilations(self.timeline)
         self._loaders: Sequence[int] = ()
         self._metrics: dict[str, ThinnedTable] = {}
@@ -99,6 +102,8 @@ class Recorder:
         self._monitor: Monitor | None = None
         self._began_unix = 0.0
         self._ended_s = 0.0
+        self._failed: str | None = None
+        self._mark_s: float | None = None
 
     def __enter__(self) -> Self:
         self._began_unix = time.time()
@@ -122,11 +127,18 @@ class Recorder:
         assert self._monitor is not None
         self._compilations.stop()
         self._monitor.stop()
-        if kind is None:
+        if error is None:
             self.timeline.finish()
             self.looks.finish()
+        else:  # the device may never come to what it was given
+            self._failed = str(error) or type(error).__name__
         self._windows.finish(self.timeline.totals.steps)
         self._ended_s = self.timeline.now_s()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to write."""
+        return self._monitor is not None
 
     @property
     def _origin_ns(self) -> int:
@@ -165,6 +177,7 @@ class Recorder:
         """What this process has recorded so far; for the training's thread, while it records or afterwards."""
         if self._monitor is None:
             raise RuntimeError("nothing was recorded; use `with recorder:` first")
+        self.looks.take_in()
         steps, samples = self.timeline.steps, self._monitor.samples()
         rank = RankEvidence(
             record=self._record(self._monitor),
@@ -226,6 +239,8 @@ class Recorder:
             place=place_here(),
             context=self._context,
             startup=self._startup_parts(),
+            attempts=self.attempts(),
+            failed=self._failed,
             compilations=self._compilations.records,
             communication=self.communication(),
             overhead=self._overhead(monitor),
@@ -263,7 +278,24 @@ class Recorder:
         return self._startup_s | parts | {"first_step": max(0.0, seconds - compiling)}
 
     def _overhead(self, monitor: Monitor) -> dict[str, float]:
-        return self._costs | {"tensors": self.looks.spent_s, "monitor": monitor.spent_s}
+        """What each part of watching has cost so far, in seconds."""
+        if self._mark_s is None:
+            self._mark_s = seconds_of_a_mark(self.timeline.clock)
+        return self._costs | {
+            "marks": self._mark_s * self.timeline.totals.marks,
+            "tensors": self.looks.spent_s,
+            "monitor": monitor.spent_s,
+            "operators": self._seconds_of_windows(),
+        }
+
+    def _seconds_of_windows(self) -> float:
+        """Opening and closing the operator windows, and by how much longer their steps took than the others."""
+        timeline, totals = self.timeline, self.timeline.totals
+        opening = timeline.outside[PROFILER].seconds if PROFILER in timeline.outside else 0.0
+        plain = timeline.steps.column("seconds")[timeline.steps.column("profiled") == 0]
+        if not len(plain) or not totals.profiled:
+            return opening
+        return opening + max(0.0, totals.profiled_seconds - totals.profiled * float(np.median(plain)))
 
 
 def _device_name(device: torch.device) -> str:

@@ -181,14 +181,17 @@ class RankRecord(Record):
     """The node pool and its price; none where nobody told."""
     context: ContextRecord = ContextRecord()
     attempts: tuple[AttemptRecord, ...] = ()
-    """All tries, the last one is this."""
+    """All tries, the last one is this; known to rank 0."""
+    failed: str | None = None
+    """Message of the error that ended it; only the first process leaves evidence then."""
     startup: Mapping[str, Seconds] = {}
     """Part of the time before the end of the first step -> seconds: `imports`, `fetch`, `join`, `preparation`, `compile`, `first_step`;
     parts that did not happen are left out, and a later training of the same process has no `imports`."""
     compilations: tuple[CompilationRecord, ...] = ()
     communication: CommunicationRecord | None = None
     overhead: Mapping[str, Seconds] = {}
-    """Part of the recorder's own work -> seconds that it cost: `marks`, `tensors`, `monitor`, `operators`, `rules`."""
+    """Part of the recorder's own work -> seconds that it cost: `marks` (calibrated), `tensors`, `monitor` (CPU time of its thread),
+    `operators` (opening and closing windows, and their steps' excess over the median), `rules` (judging while it runs)."""
     began_unix: float
     """When the recording began."""
     first_step_s: Seconds | None

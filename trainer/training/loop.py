@@ -36,6 +36,7 @@ from trainer.profiling.recorder import Recorder
 from trainer.profiling.timeline import Timeline
 from trainer.profiling.watch import Watch
 from trainer.tracking import Tracker
+from trainer.training.attempts import Attempts
 from trainer.training.averages import AveragedModel
 from trainer.training.checkpoints import Checkpoints, State
 from trainer.training.feeding import Feed
@@ -169,13 +170,16 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     report = _report(training, recorder, tracker, first_step)
     say, active = report.progress.say, processes.is_first
     watch = Watch(recorder, training.watch, tracker=tracker, say=say, active=active)
-    with recorder, report.progress, watch:
+    attempts = Attempts(training.checkpoints.uri, first_step, active=processes.is_first)
+    recorder.attempts = attempts.records
+    with attempts, recorder, report.progress, watch:
         for step, feed in loop.steps(first_step, recorder):
             with timeline.step(step, images=settings.batch_size):
                 losses = loop.step(step, feed, recorder)
             report.add(step, losses)
             watch.look(step)
             loop.look_back(step + 1 - first_step)
+            attempts.seen(step + 1 - first_step)
             if loop.validation_is_due(step) and training.validate is not None:
                 with timeline.range("evaluate"):
                     report.metrics(step, training.validate(loop.result))

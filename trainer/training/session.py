@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,12 +13,13 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from trainer import models, tracking
+from trainer import artifacts, models, storage, tracking
 from trainer.artifacts import Draft
 from trainer.config import DistillSettings, LoadingSettings, PretrainSettings, TrainingSettings, WatchSettings
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import Samples, micro_batch_size
 from trainer.distillation.recording import Recording
+from trainer.errors import TrainerError
 from trainer.models import Classifier
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.schema import ContextRecord
@@ -28,6 +30,11 @@ from trainer.training.loop import Objective, Training, train
 from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
 from trainer.training.validation import validate
+
+logger = logging.getLogger(__name__)
+
+FAILED = "evidence-of-failed"
+"""Where a training that fails leaves its evidence, below the checkpoints' root."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +125,35 @@ class Session:
             context=self._context(training, context or ContextRecord()),
             startup=self.startup,
         )
-        trained = train(training, recorder, self.tracker)
+        with self._evidence_kept(recorder):
+            trained = train(training, recorder, self.tracker)
         recorder.write(self.evidence.path)
         self.startup.begin_again()
         return trained
+
+    @contextmanager
+    def _evidence_kept(self, recorder: Recorder) -> Iterator[None]:
+        """Keep what was recorded of a training that fails, and name its place."""
+        try:
+            yield
+        except BaseException as error:
+            uri = storage.join(self.checkpoint_root, FAILED)
+            if not self.processes.is_first or not recorder.has_begun or not self._keep_evidence(recorder, uri):
+                raise
+            logger.warning("%s  ended early; what it recorded is at %s", recorder.name, uri)
+            if isinstance(error, TrainerError):
+                raise type(error)(f"{error}; what it recorded is at {uri}") from error
+            raise
+
+    def _keep_evidence(self, recorder: Recorder, uri: str) -> bool:
+        try:
+            artifacts.remove(uri)
+            with artifacts.create(uri, "evidence", settings=self.values, parents=self.parents) as draft:
+                recorder.write(draft.path)
+        except TrainerError as error:  # what ended the training matters more
+            logger.warning("%s  what it recorded could not be kept: %s", recorder.name, error)
+            return False
+        return True
 
     def _context(self, training: Training, known: ContextRecord) -> ContextRecord:
         """What is known of a training, with what the stage knows."""
