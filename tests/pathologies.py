@@ -6,6 +6,7 @@ it, so it has to be a function that another process can import; `on_rank` keeps 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 import uuid
@@ -90,9 +91,14 @@ def judged(training: TrainingEvidence, rules: RuleSettings | None = None) -> dic
     return {judgement.rule.name: judgement.outcome for judgement in judge(case)}
 
 
+def findings(training: TrainingEvidence, rules: RuleSettings | None = None) -> dict[str, str]:
+    """Name of each rule that finds something -> what."""
+    return {name: outcome.text for name, outcome in judged(training, rules).items() if isinstance(outcome, Finding)}
+
+
 def fired(training: TrainingEvidence, rules: RuleSettings | None = None) -> set[str]:
     """Names of the rules that find something."""
-    return {name for name, outcome in judged(training, rules).items() if isinstance(outcome, Finding)}
+    return set(findings(training, rules))
 
 
 def _distil(fault: Fault, section: dict[str, Any], places: dict[str, Any]) -> None:
@@ -112,7 +118,9 @@ def _together(processes: int, function: Callable[..., None], *arguments: object)
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
+        start_method="forkserver",
     )
+    multiprocessing.set_forkserver_preload(["trainer.stages.distill"])  # torch is loaded once for all processes
     elastic_launch(launch_config, function)(*arguments)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from trainer.costs import duration_text
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
@@ -41,26 +42,23 @@ def _start_up(case: Case) -> Outcome:
     if not parts:
         return NotJudged(reason="the parts of the start-up were not recorded")
     seconds = sum(parts.values())
-    told = ", ".join(f"{name} {_time(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
+    told = ", ".join(f"{name} {duration_text(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
     if seconds <= limit_s:
-        return Healthy(text=f"The first step ended after {_time(seconds)}: {told}.")
+        return Healthy(text=f"The first step ended after {duration_text(seconds)}: {told}.")
     avoidable = {name: parts[name] for name in _AVOIDABLE if parts.get(name)}
-    advice = [_AVOIDABLE[name] for name in sorted(avoidable, key=lambda name: -avoidable[name])]
+    cures = [_AVOIDABLE[name] for name in sorted(avoidable, key=lambda name: -avoidable[name])]
+    advice = "; ".join(cures) or "look at what the longest part waits for"
     return Finding(
         severity="warning",
         confidence=0.9,
-        text=f"The first step ended only after {_time(seconds)}: {told}.",
-        advice=f"{'; '.join(advice)}.".capitalize() if advice else "Look at what the longest part waits for.",
+        text=f"The first step ended only after {duration_text(seconds)}: {told}.",
+        advice=f"{advice[0].upper()}{advice[1:]}.",
         saving=Saving(seconds=sum(avoidable.values()), reason=f"the parts {' and '.join(avoidable)}")
         if avoidable
         else None,
         numbers={f"{name}_s": part for name, part in parts.items()},
         window_s=(0.0, record.first_step_s),
     )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.1f} s"
 
 
 def _step_outliers(case: Case) -> Outcome:
@@ -73,7 +71,10 @@ def _step_outliers(case: Case) -> Outcome:
     far = np.flatnonzero(seconds > limit)
     excess_s = float((seconds[far] - median).sum()) * steps.record.steps.kept_of
     share = excess_s / max(steps.total_s, 1e-9)
-    told = f"{len(far)} of {len(steps)} steps took longer than {1e3 * limit:.3g} ms (median {1e3 * median:.3g} ms), which cost {share:.1%} of the steps' time"
+    told = (
+        f"{len(far)} of {len(steps)} steps took longer than {1e3 * limit:.3g} ms (median {1e3 * median:.3g} ms), which cost "
+        f"{share:.1%} of the steps' time"
+    )
     if share <= limits.share:
         return Healthy(text=f"{told}.")
     other = first_cause(case, IO_BOTTLENECK, LOADER_WORKERS, CPU_BOTTLENECK, RECOMPILATION)
@@ -85,7 +86,8 @@ def _step_outliers(case: Case) -> Outcome:
         confidence=0.7,
         text=f"{told}; most of it in `{phase}`. The longest was step {int(steps.numbers[int(seconds.argmax())])}.",
         advice=(
-            f"Look at what else happened at these steps: storage, other programs on the machine, garbage collection, or what `{phase}` does now and then."
+            "Look at what else happened at these steps: storage, other programs on the machine, garbage collection, or what "
+            f"`{phase}` does now and then."
         ),
         saving=Saving(seconds=excess_s, reason="these steps' time above the median"),
         numbers={"outliers": float(len(far)), "limit_s": limit, "median_s": median, "excess_s": excess_s},
@@ -94,7 +96,11 @@ def _step_outliers(case: Case) -> Outcome:
 
 
 def _undisturbed(steps: Steps) -> Series:
-    """Seconds of each step, [S], without the recorder's looks, and without the time in which a process had no core, or waited for one that had none."""
+    """Seconds of each step, [S], without the recorder's looks, and without the time in which a process had no core.
+
+    Who waits for a process that has none is held up as much, so what counts is the shortest of the processes' steps less the longest of
+    their delays.
+    """
     seconds = (steps.seconds - steps.phase("recorder")).min(axis=0)
     delayed = np.nan_to_num(steps.column("host_delayed_seconds")).max(axis=0)
     return np.asarray(seconds if steps.on_gpu else np.maximum(seconds - delayed, 0.0))
@@ -163,11 +169,13 @@ def _leak(rank: RankEvidence, owner: str, levels: Series) -> Finding:
         severity="warning",
         confidence=0.8,
         text=(
-            f"Memory of {owner} grows all the time, from {_mib(levels[0])} to {_mib(levels[-1])} after the warm-up; at this rate it is full in "
+            f"Memory of {owner} grows all the time, from {_mib(levels[0])} to {_mib(levels[-1])} after the warm-up; at this "
+            "rate it is full in "
             f"{left_h:.1f} h."
         ),
         advice=(
-            "Look for what is kept from step to step: losses or outputs with their graphs in a list (detach them), a cache without a limit, "
+            "Look for what is kept from step to step: losses or outputs with their graphs in a list (detach them), a cache "
+            "without a limit, "
             "tensors on an object that lives on."
         ),
         saving=None,
@@ -192,9 +200,13 @@ def _recompilation(case: Case) -> Outcome:
     return Finding(
         severity="warning",
         confidence=0.9,
-        text=f"{graphs} graphs were compiled again after {after} steps (first after step {late[0].step}), which took {_time(seconds)}.",
+        text=(
+            f"{graphs} graphs were compiled again after {after} steps (first after step {late[0].step}), which took "
+            f"{duration_text(seconds)}."
+        ),
         advice=(
-            "Keep shapes and Python values that the model looks at the same from step to step (TORCH_LOGS=recompiles names the one that changed), "
+            "Keep shapes and Python values that the model looks at the same from step to step (TORCH_LOGS=recompiles names the "
+            "one that changed), "
             "or set compile=off."
         ),
         saving=Saving(seconds=seconds, reason="the time inside of the compiler after these steps"),
@@ -210,16 +222,19 @@ def _own_overhead(case: Case) -> Outcome:
         return NotJudged(reason="what recording costs was not recorded")
     if record.ended_s < limits.fewest_seconds:
         return NotJudged(
-            reason=f"the recording lasts {_time(record.ended_s)}; from {_time(limits.fewest_seconds)} on, what it costs once no longer counts"
+            reason=(
+                f"the recording lasts {duration_text(record.ended_s)}; from {duration_text(limits.fewest_seconds)} on, what it "
+                "costs once no longer counts"
+            )
         )
     seconds, share = sum(parts.values()), _overhead_share(record)
-    told = ", ".join(f"{name} {_time(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
+    told = ", ".join(f"{name} {duration_text(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
     if share <= limits.share:
         return Healthy(text=f"Recording cost {share:.2%} of the training's time: {told}.")
     return Finding(
         severity="warning",
         confidence=0.9,
-        text=f"Recording cost {share:.1%} of the training's time ({_time(seconds)}): {told}.",
+        text=f"Recording cost {share:.1%} of the training's time ({duration_text(seconds)}): {told}.",
         advice="Look more rarely: evidence.tensors_every or evidence.tensors_budget, evidence.system_interval_s, evidence.operators_steps.",
         saving=Saving(seconds=seconds - limits.share * record.ended_s, reason="what it costs above the limit"),
         numbers={f"{name}_s": part for name, part in parts.items()} | {"share": share},
@@ -254,7 +269,8 @@ STEP_OUTLIERS = Rule(
     title="Step outliers",
     needs="the duration of the steps, and how long the training's thread had no core",
     fires=(
-        "steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than `share` of the steps' time; "
+        "steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than "
+        "`share` of the steps' time; "
         "not where another finding explains them, nor where other programs took the core"
     ),
     advises="what to look for, and in which phase",

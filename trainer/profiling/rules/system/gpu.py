@@ -88,7 +88,10 @@ def _batch_size(case: Case) -> Outcome:
         severity="warning",
         confidence=0.7,
         text=f"The machine is idle: the 95th percentiles are {told}.",
-        advice=f"Try a {twice} (the learning rate scales with it), or take a smaller machine; the stage tune measures which batch is fastest.",
+        advice=(
+            f"Try a {twice} (the learning rate scales with it), or take a smaller machine; the stage tune measures which batch "
+            "is fastest."
+        ),
         saving=_if_used(case, samples, limit),
         numbers={f"{name.lower().replace(' ', '_')}_p95_percent": percent for name, percent in used.items()},
     )
@@ -114,7 +117,10 @@ def _gpu_utilization(case: Case) -> Outcome:
         severity="warning",
         confidence=0.6,
         text=f"The GPU is used {what}, and no cause of waiting was found.",
-        advice="Look at the operators for many small kernels; set compile=on, a larger batch_size, or precision=bf16, and look for work between steps.",
+        advice=(
+            "Look at the operators for many small kernels; set compile=on, a larger batch_size, or precision=bf16, and look "
+            "for work between steps."
+        ),
         saving=_if_used(case, samples, limits.low_percent),
         numbers={"gpu_p5_percent": low, "gpu_p95_percent": high},
     )
@@ -145,7 +151,8 @@ def _host_to_device(case: Case) -> Outcome:
         confidence=0.7,
         text=f"{told} the GPU waits for copies to it, or makes views.",
         advice=(
-            "Compare `to_device` with data.views_on=cpu, which copies finished views and leaves making them to the loader processes; send smaller stored "
+            "Compare `to_device` with data.views_on=cpu, which copies finished views and leaves making them to the loader "
+            "processes; send smaller stored "
             "images (data.image_size); let the GPU decode (data.decode_on=cuda), so that compressed files travel."
         ),
         saving=Saving(seconds=share * steps.total_s, reason="the steps without them"),
@@ -166,7 +173,7 @@ def _host_syncs(case: Case) -> Outcome:
         return NotJudged(
             reason="no look at the weights tells how many values the optimiser reads, which does so on a CPU"
         )
-    reads = _calls(table, _WAITING_CALLS) if on_gpu else _calls(table, (_READING_OPERATOR,)) - _trained(rank)
+    reads = _calls(table, _WAITING_CALLS) if on_gpu else _calls(table, (_READING_OPERATOR,)) - _reads_of_torch(rank)
     reads = max(reads, 0.0)
     what = "waits for the device" if on_gpu else "values read one by one"
     if reads <= limit:
@@ -180,7 +187,10 @@ def _host_syncs(case: Case) -> Outcome:
             if on_gpu
             else f"{reads:.3g} {what} in each step; a CPU loses little by it, but a GPU would stop and wait each time."
         ),
-        advice="Look for .item(), float(), print or an if on a tensor in the objective and the model; keep values on the device and read them every log_every steps.",
+        advice=(
+            "Look for .item(), float(), print or an if on a tensor in the objective and the model; keep values on the device "
+            "and read them every log_every steps."
+        ),
         saving=None if idle is None or not len(idle) else _without_waits(rank, idle),
         numbers={"reads_per_step": reads},
     )
@@ -196,10 +206,11 @@ def _calls(table: OperatorTable, names: Sequence[str]) -> float:
     return sum(operator.calls for operator in table.operators if operator.name in names) / table.steps
 
 
-def _trained(rank: RankEvidence) -> int:
-    """Tensors of weights that have a gradient: for each of them AdamW reads its count of steps on a CPU."""
+def _reads_of_torch(rank: RankEvidence) -> int:
+    """Values that torch reads in a step on a CPU: AdamW the count of steps of each tensor, DistributedDataParallel whether it was used."""
     gradients = rank.tensors.values["gradient_norm"]
-    return len({name for name, norm in zip(rank.tensors.tensors, gradients, strict=True) if np.isfinite(norm)})
+    trained = {name for name, norm in zip(rank.tensors.tensors, gradients, strict=True) if np.isfinite(norm)}
+    return len(trained) * (2 if rank.record.world_size > 1 else 1)
 
 
 HOST_TO_DEVICE = Rule(
@@ -217,7 +228,8 @@ HOST_SYNCS = Rule(
     title="Host syncs",
     needs="a window of operators; on a CPU a look at the weights, too",
     fires=(
-        "a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by one, beside those "
+        "a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by "
+        "one, beside those "
         "that AdamW reads"
     ),
     advises="keeping values on the device",
@@ -248,7 +260,8 @@ GPU_UTILIZATION = Rule(
     title="GPU utilisation",
     needs="use of the GPU",
     fires=(
-        "its 95th percentile lies below `low_percent`, or its 5th below `idle_percent` (by fits and starts), and neither the batch size nor a "
+        "its 95th percentile lies below `low_percent`, or its 5th below `idle_percent` (by fits and starts), and neither the "
+        "batch size nor a "
         "finding of waiting explains it"
     ),
     advises="compilation, bf16, a larger batch, less between steps",

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
-from trainer.profiling.rules.system.steps import Steps, usual
+from trainer.profiling.rules.system.steps import Steps, share_of_cpu, usual
 from trainer.profiling.series import Series
 from trainer.profiling.summary import is_core
 
@@ -65,45 +65,55 @@ class Loading:
 def diagnose(steps: Steps, *, busy_loader_percent: float) -> Loading:
     """How the process that waits as long as most others loads.
 
+    Other programs on the machine slow training and loading alike; what they take is left out, as far as the kernel tells.
+
     Args:
         steps: of the training.
-        busy_loader_percent: above this a loader process computes, in percent of a core.
+        busy_loader_percent: above this a loader process that is waited for computes, in percent of a core.
     """
     data, seconds = usual(steps.phase("data")), usual(steps.seconds)
     number = int(np.argsort(data / seconds)[(len(data) - 1) // 2])
-    rank = steps.ranks[number]
-    workers = rank.record.workers or 0
-    waiting_s, step_s = float(data[number]), float(seconds[number])
-    own_s = min(float(usual(np.nan_to_num(steps.column("host_data_cpu_seconds")))[number]), waiting_s)
-    if workers:
-        waiting_s -= own_s  # taking a batch over is no waiting
-        computing_s = waiting_s * _loaders_compute(rank, workers, busy_loader_percent)
-    else:
-        computing_s = waiting_s * _computes(steps, number)
+    record, step_s = steps.ranks[number].record, float(seconds[number])
+    workers = record.workers or 0
+    waiting_s, computing_s = _beside(steps, number, workers, busy_loader_percent) if workers else _itself(steps, number)
     return Loading(
         step_s=step_s,
         waiting_s=waiting_s,
         computing_s=computing_s,
         workers=workers,
-        per_core=steps.processes_here() * (1 + workers) / rank.record.cores,
+        per_core=steps.processes_here() * (1 + workers) / record.cores,
         itself=not workers and not steps.on_gpu,
     )
 
 
-def _computes(steps: Steps, number: int) -> float:
-    """Share of the time in `data` in which the process computed, against what it computes elsewhere: other programs slow both."""
+def _itself(steps: Steps, number: int) -> tuple[float, float]:
+    """Seconds of a usual step that loading takes a process without loader processes, and of them those in which it computes.
+
+    It computes in `data` as much as elsewhere if it waits for nothing there.
+    """
+    waiting_s = float(usual(steps.phase("data"))[number])
     names = ("host_seconds", "host_data_seconds", "host_cpu_seconds", "host_data_cpu_seconds")
     step, data, step_cpu, data_cpu = (float(steps.column(name)[number].sum()) for name in names)
     if not data or math.isnan(step_cpu + data_cpu):
-        return 1.0
+        return waiting_s, waiting_s
     elsewhere = (step_cpu - data_cpu) / max(step - data, 1e-9)
-    return min(1.0, data_cpu / data / max(elsewhere, 1e-9))
+    return waiting_s, waiting_s * min(1.0, data_cpu / data / max(elsewhere, 1e-9))
 
 
-def _loaders_compute(rank: RankEvidence, workers: int, busy_percent: float) -> bool:
-    """Whether loader processes that are waited for compute; assumed where it is not known."""
-    percent = _finite(rank, "loaders_cpu_percent")
-    return not len(percent) or float(np.median(percent)) / workers >= busy_percent
+def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tuple[float, float]:
+    """Seconds of a usual step that a process waits for its loader processes, and of them those in which these compute.
+
+    A step in which a batch was ready has not waited. Computing they are as far as their own time for a batch is longer than the step.
+    """
+    data, queued = steps.phase("data")[number], steps.column("queued")[number]
+    waiting_s = float(usual(np.where(queued > 0, 0.0, data)))
+    percent = _finite(steps.ranks[number], "loaders_cpu_percent")
+    if not len(percent):
+        return waiting_s, waiting_s
+    step_s, busy = float(usual(steps.seconds[number])), float(percent.mean()) / 100 / workers
+    training_s = (step_s - float(usual(data))) * (1.0 if steps.on_gpu else float(share_of_cpu(steps)[number]))
+    computing_s = min(waiting_s, max(0.0, busy * step_s - training_s))
+    return (waiting_s if 100 * busy < busy_percent else computing_s), computing_s
 
 
 def _finite(rank: RankEvidence, name: str) -> Series:
@@ -138,7 +148,7 @@ def _io_bottleneck(case: Case) -> Outcome:
     sampled = _gpu_idles_while(
         steps.ranks[0], steps.ranks[0].system.get("iowait_percent"), limits.iowait_percent, limits.gpu_percent
     )
-    if loading.cause == "storage" and share > limits.waiting_share:
+    if _waits_for_storage(loading, limits.waiting_share):
         text = f"{_told(loading, share, loading.storage_s)} that storage has to give: nobody computes meanwhile."
     elif sampled > limits.share:
         share = sampled
@@ -150,7 +160,8 @@ def _io_bottleneck(case: Case) -> Outcome:
         confidence=0.9 if loading.workers == 0 else 0.8,
         text=text,
         advice=(
-            f"Let more loader processes wait at the same time (data.workers={loading.workers_that_keep_up()}; waiting needs no core), or put "
+            f"Let more loader processes wait at the same time (data.workers={loading.workers_that_keep_up()}; waiting needs no "
+            "core), or put "
             "the prepared data set on a disk of the machine."
         ),
         saving=Saving(seconds=share * steps.total_s, reason="the steps without that waiting"),
@@ -160,14 +171,14 @@ def _io_bottleneck(case: Case) -> Outcome:
 
 
 def _loader_workers(case: Case) -> Outcome:
-    steps, limits = Steps(case), case.rules.loader_workers
+    steps, limits, storage = Steps(case), case.rules.loader_workers, case.rules.io_bottleneck
     if steps.too_few:
         return steps.too_few
-    loading = diagnose(steps, busy_loader_percent=case.rules.io_bottleneck.loader_percent)
+    loading = diagnose(steps, busy_loader_percent=storage.loader_percent)
     waits = _waits_for_processor(loading, limits.waiting_share, limits.own_share)
     if loading.per_core < limits.fewest_per_core and waits:
         return _too_few(loading, steps)
-    if loading.per_core > limits.most_per_core and (waits or loading.cause != "storage"):
+    if loading.per_core > limits.most_per_core and not _waits_for_storage(loading, storage.waiting_share):
         return _too_many(loading, steps, waits=waits)
     return Healthy(text=f"{_processes(loading)}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
 
@@ -239,7 +250,8 @@ def _cpu_bottleneck(case: Case) -> Outcome:
 def _cheaper_batches(steps: Steps) -> str:
     if steps.on_gpu:
         return (
-            "Let the GPU make the views (data.views_on=device) and decode (data.decode_on=cuda), store smaller images (data.image_size), or take "
+            "Let the GPU make the views (data.views_on=device) and decode (data.decode_on=cuda), store smaller images "
+            "(data.image_size), or take "
             "machines with more cores for each GPU."
         )
     return "Store smaller images (data.image_size), which are cheaper to decode, or take a machine with more cores."
@@ -248,6 +260,10 @@ def _cheaper_batches(steps: Steps) -> str:
 def _waits_for_processor(loading: Loading, waiting_share: float, own_share: float) -> bool:
     limit = own_share if loading.itself else waiting_share
     return loading.cause == "processor" and loading.share(loading.computing_s) > limit
+
+
+def _waits_for_storage(loading: Loading, waiting_share: float) -> bool:
+    return loading.cause == "storage" and loading.share(loading.storage_s) > waiting_share
 
 
 def _told(loading: Loading, share: float, seconds: float) -> str:
@@ -283,8 +299,10 @@ IO_BOTTLENECK = Rule(
     title="I/O bottleneck",
     needs="phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait",
     fires=(
-        "more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute (those below "
-        "`loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below `gpu_percent`) in "
+        "more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes "
+        "compute (those below "
+        "`loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below "
+        "`gpu_percent`) in "
         "more than `share` of the samples"
     ),
     advises="more loader processes, which wait at the same time; the data set on a disk of the machine",
@@ -308,8 +326,10 @@ CPU_BOTTLENECK = Rule(
     title="CPU bottleneck",
     needs="phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU",
     fires=(
-        "more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself), "
-        "and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below `gpu_percent`) in "
+        "more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains "
+        "and loads itself), "
+        "and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below "
+        "`gpu_percent`) in "
         "more than `share` of the samples"
     ),
     advises="views and decoding on the GPU, smaller stored images, more cores",

@@ -62,7 +62,8 @@ def _stragglers(case: Case) -> Outcome:
         confidence=0.9,
         text=f"The others wait for one: {told}. Most of it is in `{phase}`.",
         advice=(
-            f"Look at {record.host} (other programs, a throttled or broken device, slow storage), replace that node, and keep pools to machines of one kind."
+            f"Look at {record.host} (other programs, a throttled or broken device, slow storage), replace that node, and keep "
+            "pools to machines of one kind."
         ),
         saving=Saving(seconds=share * steps.total_s, reason="the time that the others wait in each step"),
         numbers={"rank": float(slowest), "behind_s": behind_s, "step_s": steps.step_s},
@@ -99,7 +100,10 @@ def _load_balance(case: Case) -> Outcome:
         severity="warning",
         confidence=0.7,
         text=f"The processes do not have the same to do: {told}.",
-        advice="Give every process the same work in each step: images of one size (data.image_size), and no branch in model or objective that depends on the batch or the process.",
+        advice=(
+            "Give every process the same work in each step: images of one size (data.image_size), and no branch in model or "
+            "objective that depends on the batch or the process."
+        ),
         saving=Saving(seconds=share * steps.total_s, reason="the steps if the work of each were spread evenly"),
         numbers={"waiting_share": share} | ({} if distance is None else {"distance": distance}),
         steps=steps.span,
@@ -149,7 +153,8 @@ def _communication(case: Case) -> Outcome:
         confidence=0.8,
         text=f"{told} waits for gradients that travel between {steps.record.world_size} processes, with nothing to compute meanwhile.",
         advice=(
-            "Halve the bytes (gradient_compression=bf16), exchange more rarely (a larger batch_size, or more accumulation at the same memory), or train on "
+            "Halve the bytes (gradient_compression=bf16), exchange more rarely (a larger batch_size, or more accumulation at "
+            "the same memory), or train on "
             "fewer nodes, or ones with a faster network."
         ),
         saving=Saving(seconds=share * steps.total_s, reason="the steps if computation hid the exchange"),
@@ -169,7 +174,10 @@ STRAGGLERS = Rule(
     kind="system",
     title="Stragglers",
     needs="all processes' steps, after the training",
-    fires="a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the step, all the time",
+    fires=(
+        "a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the "
+        "step, all the time"
+    ),
     advises="another node; the phase that is slower",
     judge=_stragglers,
     live=False,
@@ -180,7 +188,8 @@ LOAD_BALANCE = Rule(
     title="Load balance",
     needs="all processes' steps and, on GPUs, their use, after the training",
     fires=(
-        "waiting for whichever process has most to do takes more than `waiting_share` of the step, or the histograms of two GPUs' use are more than "
+        "waiting for whichever process has most to do takes more than `waiting_share` of the step, or the histograms of two "
+        "GPUs' use are more than "
         "`distance` apart; a process that is always the slowest is a straggler instead"
     ),
     advises="the same work for every process",

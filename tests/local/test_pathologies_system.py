@@ -1,0 +1,186 @@
+"""Each thing that slows a training is really made, and exactly the rule that looks for it fires, of all rules; healthy trainings fire none.
+
+What needs a GPU is judged on synthetic evidence, in tests/unit/profiling/rules/system.
+"""
+
+import itertools
+import os
+import time
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pathologies import before_each, compute, findings, on_rank
+from trainer import config
+from trainer.data.loader import Views
+from trainer.distillation.objective import DistillObjective
+from trainer.stages import distill, reinforce
+from trainer.thresholds import OwnOverhead, RuleSettings, StartUp
+from trainer.training import wrapping
+
+
+@pytest.fixture(autouse=True)
+def two_cores():
+    """As many cores as the rules on loader processes are tested with."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:2])
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.fixture(scope="module")
+def recorded(patient):
+    """The teacher's recorded outputs."""
+    settings = config.validate(
+        config.ReinforceSettings,
+        {
+            "views": 8,
+            "top_k": 10,
+            "augmentation": config.resolve("digits").distill.views.model_dump(),
+            "workers": 0,
+            "seed": 3,
+        },
+    )
+    outputs = str(patient.folder / "recorded")
+    reinforce.run(settings, dataset=patient.dataset, teacher=patient.teacher, teacher_outputs=outputs)
+    return outputs
+
+
+before_batch = partial(before_each, Views, "batch")
+before_forward = partial(before_each, DistillObjective, "__call__")
+
+
+@contextmanager
+def leak():
+    """Keeps 4 MiB of every step."""
+    kept = []
+    with before_forward(lambda: kept.append(torch.ones(2**20))):
+        yield
+
+
+def read_values():
+    """What `loss.item()` in an objective does."""
+    for value in torch.ones(4):
+        value.item()
+
+
+@contextmanager
+def hiccups():
+    """One step of 25 takes half a second more."""
+    calls = itertools.count(1)
+    with before_forward(lambda: time.sleep(0.5 * (next(calls) % 25 == 0))):
+        yield
+
+
+@contextmanager
+def by_turns():
+    """Every other step has more to do, on one process or on the other."""
+    calls = itertools.count(int(os.environ["RANK"]))
+    with before_forward(lambda: time.sleep(0.1 * (next(calls) % 2))):
+        yield
+
+
+@contextmanager
+def slow_network():
+    """Gradients travel for 50 milliseconds, while the processes may go on."""
+
+    def exchange(_state, bucket):
+        def arrive(sent):
+            time.sleep(0.05)
+            return sent.value()[0]
+
+        return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(arrive)
+
+    with patch.object(wrapping, "bf16_compress_hook", exchange):
+        yield
+
+
+@contextmanager
+def changing_strides():
+    """From the 40th step on images lie otherwise in memory; graphs are captured, and not compiled further."""
+    calls, answer = itertools.count(), DistillObjective._answer
+
+    def answered(self, model, images):
+        return answer(self, model, images.contiguous() if next(calls) >= 40 else images)
+
+    graphs = partial(wrapping.Graphs, "eager")
+    with patch.object(DistillObjective, "_answer", answered), patch.object(wrapping, "Graphs", graphs):
+        yield
+
+
+PATHOLOGIES = {
+    "storage that is slow": ("io_bottleneck", {"fault": partial(before_batch, partial(time.sleep, 0.03))}),
+    "storage that is slow for a loader": (
+        "io_bottleneck",
+        {"fault": partial(before_batch, partial(time.sleep, 0.08)), "workers": 1, "epochs": 5},
+    ),
+    "no loader beside a free core": (
+        "loader_workers",
+        {"fault": partial(before_batch, partial(compute, 0.05)), "epochs": 5},
+    ),
+    "a busy loader beside a training that waits": (
+        "cpu_bottleneck",
+        {"fault": partial(before_batch, partial(compute, 0.06)), "workers": 1, "epochs": 5},
+    ),
+    "more loaders than cores": ("loader_workers", {"workers": 4}),
+    "a leak": ("gpu_memory_growth", {"fault": leak}),
+    "values read in the objective": ("host_syncs", {"fault": partial(before_forward, read_values)}),
+    "steps that hang now and then": ("step_outliers", {"fault": hiccups}),
+    "graphs compiled again": ("recompilation", {"fault": changing_strides, "compile": "on"}),
+}
+APART = {
+    "a process that is slow": (
+        "stragglers",
+        {"fault": partial(on_rank, 1, partial(before_forward, partial(time.sleep, 0.03)))},
+    ),
+    "processes that are slow by turns": ("load_balance", {"fault": by_turns, "epochs": 5}),
+    "a slow network": ("communication", {"fault": slow_network, "gradient_compression": "bf16", "epochs": 5}),
+}
+HEALTHY = {
+    "one process": {},
+    "one process and a loader": {"workers": 1},
+}
+
+
+@pytest.mark.parametrize(("rule", "training"), PATHOLOGIES.values(), ids=PATHOLOGIES)
+def test_a_pathology_is_found_by_its_rule_alone(patient, rule, training):
+    found = findings(patient.distil(**training))
+    assert set(found) == {rule}, found
+
+
+@pytest.mark.parametrize(("rule", "training"), APART.values(), ids=APART)
+def test_a_pathology_between_processes_is_found_by_its_rule_alone(patient, rule, training):
+    found = findings(patient.distil(processes=2, **training))
+    assert set(found) == {rule}, found
+
+
+def test_a_long_start_up_is_found_by_its_rule_alone(patient):
+    slow = partial(before_each, distill, "open_dataset", partial(time.sleep, 4))
+    rules = RuleSettings(start_up=StartUp(largest_minutes=3 / 60))
+    found = findings(patient.distil(fault=slow), rules)
+    assert set(found) == {"start_up"}, found
+    assert findings(patient.distil(), rules) == {}
+
+
+def test_recording_too_much_is_found_by_its_rule_alone(patient):
+    rules = RuleSettings(own_overhead=OwnOverhead(fewest_seconds=0))
+    evidence = {"system_interval_s": 0.05, "operators_steps": 0, "tensors_every": 1, "tensors_budget": 1.0}
+    found = findings(patient.distil(evidence=evidence), rules)
+    assert set(found) == {"own_overhead"}, found
+
+
+@pytest.mark.parametrize("training", HEALTHY.values(), ids=HEALTHY)
+def test_a_healthy_training_fires_no_rule(patient, training):
+    assert findings(patient.distil(**training)) == {}
+
+
+def test_healthy_processes_fire_no_rule(patient):
+    assert findings(patient.distil(processes=2)) == {}
+
+
+def test_a_healthy_training_from_recorded_outputs_fires_no_rule(patient, recorded):
+    assert findings(patient.distil(teacher="recorded", teacher_outputs=recorded)) == {}

@@ -1,0 +1,121 @@
+"""Evidence that was never recorded: whole trainings from a few numbers, for the two sides of a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainer.config import EvidenceSettings
+from trainer.profiling.evidence import RankEvidence, Spans, TensorLooks, TrainingEvidence
+from trainer.profiling.rules.outcomes import Case
+from trainer.profiling.schema import SCHEMA_VERSION, TENSOR_COLUMNS, ProcessRecord, RankRecord, StepRecord
+from trainer.profiling.timeline import PHASES
+from trainer.thresholds import RuleSettings
+
+GPU = "cuda:0 (a GPU)"
+STEPS = 110
+"""Of which rules look at 100: the first ten warm up."""
+USUAL_MS = {"data": 1, "to_device": 0, "teacher_forward": 4, "forward": 2, "backward": 2, "optimizer": 1}
+"""A step of ten milliseconds."""
+
+Milliseconds = float | Sequence[float]
+"""The same in each step, or of each."""
+
+
+def steps_of(count: int = STEPS, **milliseconds: Milliseconds) -> dict[str, np.ndarray]:
+    """A step table: of each phase its milliseconds, `USUAL_MS` where they are not given; other names are columns as they are."""
+    ranges = {name: np.full(count, 1e-3) * value for name, value in (USUAL_MS | milliseconds).items()}
+    columns = {name: values * 1e3 for name, values in ranges.items() if name in ("profiled", "queued")}
+    ranges = {name: values for name, values in ranges.items() if name not in columns}
+    host = {name: ranges.pop(name) for name in list(ranges) if name.startswith("host_")}
+    seconds = np.sum(list(ranges.values()), axis=0)
+    usual = {
+        "step": np.arange(count, dtype=float),
+        "start_s": np.cumsum(seconds) - seconds,
+        "seconds": seconds,
+        "images": np.full(count, 128.0),
+        "profiled": np.zeros(count),
+        "host_seconds": seconds,
+        "host_data_seconds": ranges["data"],
+        "host_cpu_seconds": seconds,
+        "host_data_cpu_seconds": ranges["data"],
+        "host_delayed_seconds": np.zeros(count),
+        "queued": np.full(count, np.nan),
+    }
+    return usual | host | columns | {"other": np.zeros(count)} | ranges
+
+
+def rank_of(
+    steps: Mapping[str, np.ndarray] | None = None,
+    *,
+    system: Mapping[str, Sequence[float] | float] | None = None,
+    samples: int = 100,
+    tensors: int = 0,
+    **record: Any,
+) -> RankEvidence:
+    """What a process recorded.
+
+    Args:
+        steps: its step table.
+        system: signal -> its samples, or what they all are.
+        samples: of the system, evenly over the recording.
+        tensors: of weights, that were looked at once.
+        record: fields of its `RankRecord`.
+    """
+    steps = steps or steps_of()
+    seconds = float(steps["seconds"].sum())
+    usual = {
+        "schema_version": SCHEMA_VERSION,
+        "name": "distill",
+        "rank": 0,
+        "world_size": 1,
+        "device": "cpu",
+        "host": "node-a",
+        "cores": 2,
+        "memory_bytes": 8 * 2**30,
+        "workers": 0,
+        "process": ProcessRecord(pid=1, started_unix=0.0, imported_unix=5.0),
+        "began_unix": 10.0,
+        "first_step_s": float(steps["seconds"][0]) if len(steps["seconds"]) else None,
+        "ended_s": seconds,
+        "settings": EvidenceSettings(),
+        "steps": StepRecord(
+            count=len(steps["step"]),
+            kept_of=1,
+            lost=0,
+            seconds=seconds,
+            images=0,
+            ranges={name: 0.0 for name in steps if name in PHASES},
+        ),
+        "outside": {},
+        "system_interval_s": seconds / samples,
+        "operators": None,
+        "missing": {},
+    }
+    looks = {name: np.ones(tensors) for name in TENSOR_COLUMNS}
+    return RankEvidence(
+        record=RankRecord(**(usual | record)),
+        steps=steps,
+        spans=Spans(names=[], start_s=np.array([]), seconds=np.array([])),
+        tensors=TensorLooks(
+            steps=np.zeros(tensors),
+            seconds=np.zeros(tensors),
+            tensors=[f"weight{n}" for n in range(tensors)],
+            values=looks,
+        ),
+        system={"end_s": np.linspace(0, seconds, samples + 1)[1:]}
+        | {name: np.full(samples, 1.0) * np.asarray(values) for name, values in (system or {}).items()},
+    )
+
+
+def case_of(*ranks: RankEvidence, rules: RuleSettings | None = None, live: bool = False) -> Case:
+    """A training by these processes; by one healthy one where none is given."""
+    training = TrainingEvidence(name="distill", ranks=ranks or [rank_of()], metrics={})
+    return Case(training=training, rules=rules or RuleSettings(), live=live)
+
+
+def together(*steps: Mapping[str, np.ndarray], **record: Any) -> list[RankEvidence]:
+    """Processes that train together, each with its step table."""
+    return [rank_of(table, rank=rank, world_size=len(steps), **record) for rank, table in enumerate(steps)]

@@ -1,0 +1,123 @@
+"""Processes beside one another; evidence is synthetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of, together
+from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
+from trainer.profiling.rules.system.processes import COMMUNICATION, LOAD_BALANCE, STRAGGLERS
+from trainer.profiling.schema import CommunicationRecord, ContextRecord
+
+RULES = (STRAGGLERS, LOAD_BALANCE, COMMUNICATION)
+TURNS = np.arange(STEPS) % 2
+
+
+def fired(ranks: list[RankEvidence]) -> list[str]:
+    return [rule.name for rule in RULES if isinstance(rule.judge(case_of(*ranks)), Finding)]
+
+
+def finding(rule: Rule, ranks: list[RankEvidence]) -> Finding:
+    outcome = rule.judge(case_of(*ranks))
+    assert isinstance(outcome, Finding)
+    return outcome
+
+
+def slower(milliseconds: float, **record: object) -> list[RankEvidence]:
+    """Four processes, of which one computes so much longer, and the others wait for it in the backward pass."""
+    waiting = [steps_of(backward=2 + milliseconds) for _ in range(3)]
+    return together(*waiting, steps_of(forward=2 + milliseconds), **record)
+
+
+def test_a_process_that_is_always_slower() -> None:
+    assert fired(slower(2.4)) == []
+    assert fired(slower(2.6)) == ["stragglers"]
+    found = finding(STRAGGLERS, slower(10))
+    assert "process 3 on node-a takes 18 ms" in found.text
+    assert "`forward`" in found.text
+    assert found.saving is not None
+    assert found.saving.seconds == pytest.approx(STEPS * 0.010)
+
+
+def test_a_process_that_was_slower_for_a_while_is_no_straggler() -> None:
+    forward = np.where(np.arange(STEPS) < 50, 22.0, 2.0)
+    assert fired(together(steps_of(backward=forward), steps_of(forward=forward))) == []
+
+
+def test_a_process_whose_core_others_use_is_no_straggler() -> None:
+    """Half of its time it was ready and had no core."""
+    crowded = steps_of(data=2, teacher_forward=8, forward=4, optimizer=2, host_cpu_seconds=9, host_delayed_seconds=9)
+    assert fired(together(steps_of(backward=10, host_cpu_seconds=10), crowded)) == []
+    assert fired(together(steps_of(backward=10), crowded, device=GPU)) == [
+        "stragglers"
+    ]  # there its clock is the device's
+
+
+def test_processes_that_are_slow_by_turns() -> None:
+    def balanced(milliseconds: float) -> list[RankEvidence]:
+        mine, other = milliseconds * TURNS, milliseconds * (1 - TURNS)
+        return together(steps_of(forward=2 + mine, backward=2 + other), steps_of(forward=2 + other, backward=2 + mine))
+
+    assert fired(balanced(6)) == []
+    assert fired(balanced(7)) == ["load_balance"]
+    saving = finding(LOAD_BALANCE, balanced(10)).saving
+    assert saving is not None
+    assert saving.seconds == pytest.approx(STEPS * 0.005)
+
+
+def test_gpus_that_are_not_used_alike() -> None:
+    def used(percent: float) -> list[RankEvidence]:
+        percents = [[95.0] * 100, [95.0] * 40 + [percent] * 60]
+        return [
+            rank_of(rank=rank, world_size=2, device=GPU, system={"gpu_percent": values})
+            for rank, values in enumerate(percents)
+        ]
+
+    assert fired(used(96.0)) == []
+    assert fired(used(55.0)) == ["load_balance"]
+    assert "0.60 apart" in finding(LOAD_BALANCE, used(55.0)).text
+
+
+def test_an_optimiser_that_exchanges_weights_waits_there_too() -> None:
+    ranks = [steps_of(optimizer=11), steps_of(forward=12)]
+    assert fired(together(*ranks)) == []
+    sharded = ContextRecord(settings={"zero": True})
+    assert fired(together(*ranks, context=sharded)) == ["stragglers"]
+
+
+def travelling(exposed_ms: float) -> CommunicationRecord:
+    return CommunicationRecord(steps=50, backward_s=0.002, exchange_s=(exposed_ms + 5) / 1e3, hidden_s=0.005)
+
+
+def test_gradients_that_travel_for_long() -> None:
+    def ranks(exposed_ms: float) -> list[RankEvidence]:
+        return together(*[steps_of(backward=2 + exposed_ms)] * 2, communication=travelling(exposed_ms))
+
+    assert fired(ranks(2)) == []
+    assert fired(ranks(3)) == ["communication"]
+    saving = finding(COMMUNICATION, ranks(10)).saving
+    assert saving is not None
+    assert saving.seconds == pytest.approx(STEPS * 0.010)
+
+
+def test_waiting_for_a_slow_process_is_no_communication() -> None:
+    steps = [steps_of(backward=12), steps_of(forward=12)]
+    ranks = [
+        rank_of(table, rank=rank, world_size=2, communication=travelling(exposed))
+        for rank, (table, exposed) in enumerate(zip(steps, (10.0, 0.1), strict=True))
+    ]
+    assert fired(ranks) == ["stragglers"]
+
+
+def test_what_can_not_be_compared_is_not_judged() -> None:
+    for rule in RULES:
+        assert rule.judge(case_of()) == NotJudged(reason="one process trains alone")
+        few = together(steps_of(20), steps_of(20), communication=travelling(50))
+        assert "only 10 steps" in str(rule.judge(case_of(*few)))
+    untold = COMMUNICATION.judge(case_of(*together(steps_of(), steps_of())))
+    assert "was not measured" in str(untold)
+    for rule in (STRAGGLERS, LOAD_BALANCE):
+        assert not rule.live
+        assert isinstance(rule.judge(case_of(rank_of(world_size=2), live=True)), NotJudged)
