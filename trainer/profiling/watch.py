@@ -42,14 +42,16 @@ class Watch:
         """
         self._recorder, self._settings = recorder, settings
         self._tracker, self._say, self._active = tracker, say, active
-        self._due, self._step = 0.0, 0
+        self._began = self._due = self._spent = 0.0
+        self._step = 0
         self._told: set[str] = set()
         self._alarm: Alarm | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         stalled = self._settings.rules.stalled_training
-        self._due = time.perf_counter() + self._settings.interval_s
+        self._began = time.perf_counter()
+        self._due = self._began + self._settings.interval_s
         if self._active and stalled.enabled:
             self._alarm = self._open.enter_context(Alarm(stalled.seconds, excused=self._is_excused, ring=self._hangs))
         return self
@@ -82,9 +84,10 @@ class Watch:
         with self._recorder.timeline.range("rules"):
             case = Case(training=self._recorder.snapshot(), rules=self._settings.rules, live=True)
             found = [(answer.rule, answer.outcome) for answer in judge(case) if isinstance(answer.outcome, Finding)]
-        seconds = time.perf_counter() - began
-        self._recorder.cost("rules", seconds)
-        self._due = began + max(self._settings.interval_s, seconds / max(self._settings.budget, 1e-9))
+        now = time.perf_counter()
+        self._spent += now - began
+        self._recorder.cost("rules", now - began)
+        self._due = max(now + self._settings.interval_s, self._began + self._spent / max(self._settings.budget, 1e-9))
         new = [(rule, finding) for rule, finding in found if rule.name not in self._told]
         return sorted(new, key=lambda pair: pair[0].name in self._settings.stop_on)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from trainer.profiling.rules.outcomes import Case, Finding, NotJudged, Rule, Saving
@@ -28,6 +29,12 @@ def saving_after(case: Case, since_s: float, why: str) -> Saving:
         seconds=max(0.0, record.ended_s - since_s) + max(0.0, left),
         reason=f"the training's time after that, in which {why}",
     )
+
+
+def accuracy_noise(case: Case, accuracy: float) -> float:
+    """Two standard errors of the difference of two accuracies on the validation split; 0 where its size is not known."""
+    images = case.training.ranks[0].record.context.val_samples
+    return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / images) if images else 0.0
 
 
 def setting(case: Case, name: str) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from trainer.profiling.rules.causes import first_cause
+from trainer.profiling.rules.causes import accuracy_noise, first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
 from trainer.profiling.schema import ContextRecord
 from trainer.profiling.series import Series
 
 _GUESSING = 1.5
 """A teacher below so many times the accuracy of always saying the most frequent class knows next to nothing."""
+_BETTER = 0.1
+"""One that is better than that by this share of what is lacking to perfection knows something, however frequent that class is."""
 
 
 def _context(case: Case) -> ContextRecord:
@@ -61,15 +62,16 @@ CLASS_IMBALANCE = Rule(
 
 
 def _judge_teacher(case: Case) -> Outcome:
-    if case.training.name != "distill":
-        return NotJudged(reason="only a distillation has a teacher")
+    settings = _context(case).settings
+    if not settings.get("logit_weight") and not settings.get("feature_weight"):
+        return NotJudged(reason="no term of the loss compares with a teacher")
     teacher, margin = _context(case).teacher_val_top1, case.rules.weak_teacher.margin
     if teacher is None:
         return NotJudged(
             reason="the teacher's validation accuracy is not known: it was not trained, or not measured, by the stage pretrain"
         )
     guess = _guessing(_context(case))
-    if teacher <= _GUESSING * guess:
+    if teacher <= min(_GUESSING * guess, guess + _BETTER * (1 - guess)):
         return _weak(
             f"The teacher's validation accuracy is {teacher:.1%}; always saying the most frequent class gives {guess:.1%}.",
             0.95,
@@ -77,7 +79,7 @@ def _judge_teacher(case: Case) -> Outcome:
     curve = case.training.metrics.get("val_top1")
     if curve is None or not len(curve.values):
         return NotJudged(reason="the student has not been measured on the validation split yet")
-    student, noise = float(curve.values[-1]), _noise(_context(case), teacher)
+    student, noise = float(curve.values[-1]), accuracy_noise(case, teacher)
     if student - teacher <= margin + noise:
         return Healthy(text=f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
     return _weak(
@@ -105,19 +107,14 @@ def _guessing(context: ContextRecord) -> float:
     return max(classes.values(), default=0) / max(sum(classes.values()), 1)
 
 
-def _noise(context: ContextRecord, accuracy: float) -> float:
-    """Two standard errors of the difference of two accuracies on the validation split."""
-    return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / context.val_samples) if context.val_samples else 0.0
-
-
 WEAK_TEACHER = Rule(
     name="weak_teacher",
     kind="training",
     title="Weak teacher",
     needs="The teacher's validation accuracy, which the stage pretrain measures, and the student's.",
     fires=(
-        f"The teacher is hardly better ({_GUESSING:g} times) than always saying the most frequent class; or the student's accuracy is "
-        "above its by more than `margin` and two standard errors."
+        f"The teacher is hardly better than always saying the most frequent class ({_GUESSING:g} times, or a tenth of the way to "
+        "perfection); or the student's accuracy is above its by more than `margin` and two standard errors."
     ),
     advises="A better teacher, or more weight for the labels.",
     judge=_judge_teacher,

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from trainer.profiling.evidence import Curve
-from trainer.profiling.rules.causes import first_cause, saving_after, setting
+from trainer.profiling.rules.causes import accuracy_noise, first_cause, saving_after, setting
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
 from trainer.profiling.rules.training.inputs import VANISHING_LOSS_TERM, WEAK_TEACHER
 from trainer.profiling.rules.training.weights import (
@@ -146,7 +146,9 @@ def _judge_overfitting(case: Case) -> Outcome:
     lowest, last = float(losses.values[best]), float(losses.values[-1])
     rise, gap = last / lowest - 1, last / train[-1] - 1
     seen = f"the validation loss is {last:.3g}, at its lowest it was {lowest:.3g}; the training loss is {train[-1]:.3g}"
-    if min(rise, gap) <= limit or train[-1] >= train[best] or accuracies.values[-1] > accuracies.values[best]:
+    before, after = float(accuracies.values[best]), float(accuracies.values[-1])
+    learns = train[-1] >= train[best] or after > before + accuracy_noise(case, before)
+    if min(rise, gap) <= limit or learns:
         return Healthy(text=seen)
     step, seconds = int(losses.steps[best]), float(losses.seconds[best])
     return Finding(
@@ -154,7 +156,7 @@ def _judge_overfitting(case: Case) -> Outcome:
         confidence=0.8,
         text=(
             f"Since step {step + 1} the training learns its images by heart: {seen}, and the validation accuracy went from "
-            f"{accuracies.values[best]:.1%} to {accuracies.values[-1]:.1%}."
+            f"{before:.1%} to {after:.1%}."
         ),
         advice=(
             "Look for wrong labels; augment more (views.min_scale, mixup, cutmix), raise weight_decay or drop_path, add images, or set "
@@ -180,7 +182,7 @@ OVERFITTING = Rule(
     needs=f"{_MEASUREMENTS} measurements on the validation split, and a training loss with labels (`label_weight` above 0).",
     fires=(
         "The validation loss is above its lowest by more than `ratio`, and above the training loss with labels by as much, which fell "
-        "meanwhile, while the validation accuracy did not rise."
+        "meanwhile, while the validation accuracy did not rise (by two standard errors)."
     ),
     advises="Looking for wrong labels; more augmentation or regularisation, more images, or fewer epochs.",
     judge=_judge_overfitting,

@@ -1,0 +1,311 @@
+"""Each rule on what is learned: its pathology is really made, and exactly that rule fires.
+
+Every training here is the real distillation of the digits, or the real training of a teacher, with one fault in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from tests.pathologies import SETTINGS, TEACHER, Patient, findings
+from trainer import artifacts, config, models
+from trainer.data.dataset import Split
+from trainer.distillation.objective import DistillObjective
+from trainer.errors import LaunchError, TrainingError
+from trainer.models import Classifier
+from trainer.stages import prepare, pretrain, reinforce
+from trainer.thresholds import RuleSettings, StalledTraining
+from trainer.training.loop import Loop
+
+LOOKS = SETTINGS["evidence"] | {"tensors_every": 5, "tensors_budget": 1.0, "operators_steps": 0}
+"""Many looks in a short training."""
+WATCH = {"interval_s": 0.0, "budget": 1.0}
+"""Judges after every step."""
+QUICK = {"epochs": 4, "evidence": LOOKS}
+DIGITS = {"image_size": 32, "encoding": "png", "workers": 0}
+
+
+@pytest.fixture
+def distil(patient):
+    """Forty steps with a look at every fifth."""
+    return partial(patient.distil, **QUICK)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults
+
+
+@contextmanager
+def changed_student(change):
+    """The student's weights are changed before it is trained."""
+    create = models.create
+
+    def made(*arguments, **keywords):
+        model = create(*arguments, **keywords)
+        with torch.no_grad():
+            change(model)
+        return model
+
+    with patch.object(models, "create", made):
+        yield
+
+
+def each_matrix(change, part=""):
+    def apply(model):
+        for name, weights in model.named_parameters():
+            if weights.dim() >= 2 and part in name:
+                change(weights)
+
+    return apply
+
+
+def frozen(model):
+    for name, weights in model.named_parameters():
+        weights.requires_grad_("blocks.0." not in name)
+
+
+@contextmanager
+def scaled_loss(factor):
+    """The loss that is minimised is multiplied."""
+    method = DistillObjective.__call__
+
+    def called(*arguments):
+        losses = method(*arguments)
+        return losses | {"loss": losses["loss"] * factor}
+
+    with patch.object(DistillObjective, "__call__", called):
+        yield
+
+
+@contextmanager
+def blind():
+    """Every image is the same to the models."""
+    preprocess = Classifier.preprocess
+    with patch.object(Classifier, "preprocess", lambda model, images: 0 * preprocess(model, images)):
+        yield
+
+
+@contextmanager
+def noisy_labels():
+    """Every training image has a label by lot."""
+    init = Split.__init__
+
+    def made(split, *arguments):
+        init(split, *arguments)
+        if "train" in str(arguments):
+            split.labels = np.random.default_rng(0).integers(0, 10, len(split.labels))
+
+    with patch.object(Split, "__init__", made):
+        yield
+
+
+@contextmanager
+def one_step(number, action):
+    """Something happens within one step."""
+    method = Loop.step
+
+    def called(loop, step, *arguments):
+        if step == number:
+            action()
+        return method(loop, step, *arguments)
+
+    with patch.object(Loop, "step", called):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights and gradients
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(each_matrix(lambda weights: weights.normal_(std=1e3)), id="1000 times too large"),
+        pytest.param(each_matrix(lambda weights: weights.fill_(0.02)), id="all alike"),
+        pytest.param(each_matrix(lambda weights: weights.mul_(15), "blocks.1.mlp"), id="one block at another scale"),
+    ],
+)
+def test_poor_initialisation(distil, change):
+    assert set(findings(distil(fault=partial(changed_student, change)))) == {"poor_initialisation"}
+
+
+def test_exploding_gradients(distil):
+    found = findings(distil(base_learning_rate=100.0))
+    assert set(found) == {"exploding_gradients"}
+    assert "times its own norm" in found["exploding_gradients"]
+
+
+def test_vanishing_gradients(distil):
+    assert set(findings(distil(fault=partial(scaled_loss, 1e-12)))) == {"vanishing_gradients"}
+
+
+@pytest.mark.parametrize("rate", [1.0, 2e-9])
+def test_update_ratio(distil, rate):
+    assert set(findings(distil(base_learning_rate=rate))) == {"update_ratio"}
+
+
+def test_unchanged_weights_of_a_frozen_layer(distil):
+    found = findings(distil(fault=partial(changed_student, frozen)))
+    assert set(found) == {"unchanged_weights"}
+    assert found["unchanged_weights"].startswith("12 of 32 tensors of weights (network.blocks.0.norm1.weight, ")
+
+
+def test_unchanged_weights_at_a_learning_rate_that_rounding_swallows(distil):
+    found = findings(distil(base_learning_rate=1e-30))
+    assert set(found) == {"unchanged_weights"}
+    assert "nothing is learned" in found["unchanged_weights"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses
+
+
+def test_loss_not_falling_where_the_images_say_nothing(distil):
+    found = findings(distil(fault=blind, logit_weight=0.0, label_weight=1.0, log_every=4))
+    assert set(found) == {"loss_not_falling"}
+    assert "did not fall by 3%" in found["loss_not_falling"]
+
+
+def test_overfitting_of_wrong_labels(patient, tmp_path):
+    """A tenth of the digits is for training, and its labels are drawn by lot."""
+    few = config.validate(config.DataSettings, {**DIGITS, "val_fraction": 0.45, "test_fraction": 0.45})
+    prepare.run(few, dataset=tmp_path / "few")
+    patient = Patient(dataset=str(tmp_path / "few"), teacher=patient.teacher, folder=tmp_path)
+    settings = {"logit_weight": 0.0, "label_weight": 1.0, "batch_size": 64, "epochs": 80, "validate_every_epochs": 10}
+    settings |= {
+        "base_learning_rate": 1e-2,
+        "warmup_epochs": 8,
+        "weight_decay": 0.0,
+        "views": {"min_scale": 1.0, "flip": False},
+        "evidence": LOOKS,
+    }
+    found = findings(patient.distil(fault=noisy_labels, **settings))
+    assert set(found) == {"overfitting"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"label_weight": 1e-9}, id="label weight"),
+        pytest.param({"logit_weight": 1e-9}, id="logit weight"),
+        pytest.param({"temperature": 1e-4}, id="low temperature"),
+        pytest.param({"temperature": 1e4}, id="high temperature"),
+    ],
+)
+def test_vanishing_loss_term(distil, settings):
+    assert set(findings(distil(**settings))) == {"vanishing_loss_term"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inputs
+
+
+def test_weak_teacher_that_guesses(digits, patient, tmp_path):
+    weak = TEACHER | {"finetune": TEACHER["finetune"] | {"epochs": 1, "base_learning_rate": 1e-9}}
+    settings = config.validate(config.PretrainSettings, weak)
+    pretrain.run(settings, dataset=digits, teacher=tmp_path / "teacher", evidence=tmp_path / "evidence")
+    patient = Patient(dataset=digits, teacher=str(tmp_path / "teacher"), folder=tmp_path)
+    found = findings(patient.distil(**QUICK))
+    assert set(found) == {"weak_teacher"}
+    assert "always saying the most frequent class" in found["weak_teacher"]
+
+
+def test_class_imbalance(patient, tmp_path):
+    """Twenty images of the digit 1 for each of the digit 0."""
+    folder = tmp_path / "images"
+    images = load_digits()
+    for number, (image, digit) in enumerate(zip(images.images, images.target, strict=True)):
+        if digit == 1 or (digit == 0 and number % 20 == 0):
+            (folder / str(digit)).mkdir(parents=True, exist_ok=True)
+            Image.fromarray((image * 15).astype(np.uint8)).resize((16, 16)).convert("RGB").save(
+                folder / str(digit) / f"{number}.png"
+            )
+    settings = config.validate(config.DataSettings, {**DIGITS, "source": f"imagefolder:{folder}"})
+    prepare.run(settings, dataset=tmp_path / "uneven")
+    patient = Patient(dataset=str(tmp_path / "uneven"), teacher=patient.teacher, folder=tmp_path)
+    found = findings(patient.distil(logit_weight=0.0, label_weight=1.0, batch_size=32, **QUICK | {"epochs": 10}))
+    assert set(found) == {"class_imbalance"}
+
+
+def test_low_recorded_mass(patient, tmp_path):
+    """The largest logit only, of a teacher whose distribution is wide at temperature 4."""
+    record = config.validate(
+        config.ReinforceSettings, {"views": 2, "top_k": 1, "seed": 3, "workers": 0, "augmentation": SETTINGS["views"]}
+    )
+    outputs = tmp_path / "outputs"
+    reinforce.run(record, dataset=patient.dataset, teacher=patient.teacher, teacher_outputs=outputs)
+    found = findings(patient.distil(teacher="recorded", teacher_outputs=str(outputs), temperature=4.0, **QUICK))
+    assert set(found) == {"low_recorded_mass"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Time
+
+
+STALLED = RuleSettings(stalled_training=StalledTraining(seconds=1.5))
+
+
+def test_stalled_training(distil, caplog):
+    caplog.set_level(logging.INFO)
+    fault = partial(one_step, 20, partial(time.sleep, 2.5))
+    found = findings(distil(fault=fault, watch={"rules": STALLED}), STALLED)
+    assert set(found) == {"stalled_training"}
+    assert "between steps 20 and 21" in found["stalled_training"]
+    (line,) = (line for line in caplog.messages if "stalled training" in line)
+    assert "since step 20; the first process is in trainer.training.loop.train (line " in line
+
+
+def test_a_training_that_hangs_is_ended(distil):
+    watch = {"rules": STALLED, "stop_on": ["stalled_training"]}
+    began = time.monotonic()
+    with pytest.raises(
+        TrainingError, match=r"^distill: stopped after step 20, as profile.stop_on has stalled_training: No "
+    ):
+        distil(fault=partial(one_step, 20, partial(time.sleep, 600)), watch=watch)
+    assert time.monotonic() - began < 300
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# While it runs
+
+
+def test_an_explosion_ends_the_training_within_a_few_looks_and_keeps_its_checkpoints(distil, patient, caplog):
+    caplog.set_level(logging.INFO)
+    watch = WATCH | {"stop_on": ["exploding_gradients"]}
+    with pytest.raises(TrainingError) as caught:
+        distil(base_learning_rate=100.0, watch=watch, checkpoint_every=2)
+    message = re.match(
+        r"distill: stopped after step (\d+), as profile.stop_on has exploding_gradients: The gradient's norm grew from .* "
+        r"Lower distill.base_learning_rate from 100 to 10, ",
+        str(caught.value),
+    )
+    assert message is not None, str(caught.value)
+    assert int(message[1]) <= 25
+    assert any("severe, exploding gradients: " in line for line in caplog.messages)
+    newest = max(patient.folder.rglob("step-*"), key=lambda path: path.stat().st_mtime)
+    assert artifacts.read(newest, "checkpoint")
+
+
+def test_all_processes_end_where_the_first_one_stops(distillation):
+    watch = WATCH | {"stop_on": ["update_ratio"]}
+    with pytest.raises(
+        LaunchError, match=r"process 0 of 2: distill: stopped after step 1, as profile.stop_on has update_ratio"
+    ):
+        distillation("stopped", base_learning_rate=100.0, watch=watch, epochs=4).run(processes=2)
+
+
+def test_watching_changes_nothing_that_is_trained(distil):
+    plain, watched = distil(log_every=1), distil(log_every=1, watch=WATCH)
+    assert watched.ranks[0].record.overhead["rules"] > 0
+    np.testing.assert_array_equal(plain.metrics["loss"].values, watched.metrics["loss"].values)
