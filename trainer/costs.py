@@ -138,5 +138,7 @@ def duration_text(seconds: float) -> str:
 
 
 def dollars_text(dollars: float | None) -> str:
-    """`$41.43`; empty where it is not known."""
-    return "" if dollars is None else f"${dollars:,.2f}"
+    """`$41.43`, `$0.0046`; empty where it is not known."""
+    if dollars is None:
+        return ""
+    return f"${dollars:,.2f}" if dollars >= 0.1 or not dollars else f"${dollars:.4f}"

@@ -111,9 +111,9 @@ def read_experiment(name: str) -> list[Entry]:
 
 
 def _name(path: str) -> str:
-    """The run's directory, also where its registration was given."""
-    folders = [part for part in path.split("/")[:-1] if part not in ("registration", ".")]
-    return folders[-1] if folders else path
+    """The run's directory, also where its registration or a link to it was given."""
+    folder = path.rpartition("/")[0] if storage.is_remote(path) else str(storage.local_path(path).resolve().parent)
+    return folder.removesuffix("/registration").rpartition("/")[2]
 
 
 def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None) -> Entry:

@@ -335,7 +335,8 @@ def billed_runs(experiment: str) -> list[BilledRun]:
     Raises:
         TrackingError: nothing is tracked, there is no such experiment, or MLflow does not answer or refuses.
     """
-    with explained(), tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+    quiet = variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"})
+    with explained(), quiet, tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         mlflow = client()
         known = {one.name: str(one.experiment_id) for one in mlflow.search_experiments()}
         if experiment not in known:

@@ -95,3 +95,11 @@ def test_a_place_that_is_none_is_refused_with_an_example(monkeypatch, told, mess
 )
 def test_durations_in_words(seconds, text):
     assert costs.duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("dollars", "text"),
+    [(None, ""), (0.0, "$0.00"), (0.00461, "$0.0046"), (41.434, "$41.43"), (1234567.8, "$1,234,567.80")],
+)
+def test_dollars_in_words(dollars, text):
+    assert costs.dollars_text(dollars) == text

@@ -112,6 +112,8 @@ def test_a_registration_is_named_like_its_run(tmp_path):
     entry, _ = read_run(write_run(tmp_path / "my-run" / "registration"))
     assert entry.name == "my-run"
     assert read_run(tmp_path / "my-run" / "registration" / "summary.json")[0] == entry
+    (tmp_path / "latest").symlink_to("my-run")
+    assert read_run(tmp_path / "latest" / "registration")[0] == entry
 
 
 def test_the_table_says_what_time_it_is_of_and_doubts_old_prices():

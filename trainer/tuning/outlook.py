@@ -30,7 +30,9 @@ def read_tunings(places: Iterable[str | Path]) -> list[Tuning]:
     first: tuple[object, ...] = ()
     for place in places:
         inside = storage.join(place, DIRECTORY)
-        uri = inside if artifacts.exists(inside) else str(place)
+        uri = next((one for one in (inside, str(place)) if artifacts.exists(one)), "")
+        if not uri:
+            raise ArtifactError(f"{place}: there is no tuning, nor in {inside}; a run has one with tune.enabled=true")
         tuning, parents = read_tuning(uri), artifacts.manifest(uri, "tuning").parents
         subject = (
             parents.get("dataset"),

@@ -76,7 +76,7 @@ def test_another_distillation_is_refused(tmp_path, capsys, changes, message):
 
 def test_what_is_no_tuning_is_one_message(tmp_path, capsys):
     assert cli.main(["forecast", str(tmp_path / "nowhere")]) == EXIT_CODE
-    assert "nowhere: no such directory" in capsys.readouterr().err
+    assert "nowhere/tuning; a run has one with tune.enabled=true" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["forecast", "x", "--efficiency", "1.5"])
     assert "must be above 0 and up to 1, got 1.5" in capsys.readouterr().err
