@@ -302,8 +302,8 @@ def _reasons(found: Found) -> Iterator[str]:
     if before.batch_size != after.batch_size:
         factor = after.batch_size / before.batch_size
         yield (
-            f"the batch has grown from {before.batch_size} to {after.batch_size} images: {factor:g} times fewer steps, with a peak learning "
-            "rate that is as many times larger (linear scaling, Goyal et al. 2017), since distill.base_learning_rate is that of 256 images"
+            f"the batch has grown from {before.batch_size} to {after.batch_size} images: {factor:g} times fewer steps, with a peak "
+            "learning rate that is as many times larger (linear scaling, Goyal et al. 2017), since distill.base_learning_rate is for 256"
         )
 
 

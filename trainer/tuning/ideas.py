@@ -78,8 +78,10 @@ Ideas = Iterator[Idea | LeftOut]
 
 _LEAST_WAIT = 0.05
 """A smaller share of a step that waits for data is not worth a loader process."""
-_CROWDED = 1.5
-"""Guess of what it brings to take loader processes away where there are more than cores."""
+_HELD_UP = 1.05
+"""Gain without waiting from which on a candidate that waits is tried with more loader processes."""
+_CROWDED, _FEWER = 1.5, 1.03
+"""Guesses of what it brings to take loader processes away, where there are more than cores and else."""
 _BF16 = {"cuda": 2.0, "cpu": 1.3}
 _FP32 = {"cuda": 1.01, "cpu": 1.3}
 _LARGER_BATCH = {"cuda": 1.3, "cpu": 1.08}
@@ -123,24 +125,49 @@ def _changed(field: str, best: Trial, value: object, gain: float, why: str) -> I
 
 def _workers(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
     has, advised, waits = best.workers, best.advised_workers, best.shares.get("data", 0.0)
-    bound = 1 / (1 - min(waits, 0.95))
     if advised < has:
-        crowding = _CROWDED if has > job.most_workers else 1.03
         yield _changed(
-            "workers", best, advised, crowding, "so many keep up with the step by what loading was measured to take"
+            "workers", best, advised, _FEWER, "so many keep up with the step by what loading was measured to take"
         )
+    for fewer in {job.most_workers, has // 2} - {advised}:
+        if fewer < has:
+            crowded = has > job.most_workers
+            why = (
+                f"there are cores for {job.most_workers}" if crowded else "each takes part of a core and of the memory"
+            )
+            yield _changed("workers", best, fewer, _CROWDED if crowded else _FEWER, why)
+    if waits < _LEAST_WAIT:
+        yield LeftOut(field="more loader processes", why=f"{waits:.1%} of a step waits for data")
+        return
+    bound = 1 / (1 - min(waits, 0.95))
     if advised > has:
         yield _changed(
             "workers", best, advised, bound, f"{waits:.0%} of a step waits for data, and so many keep up with it"
         )
-    if waits < _LEAST_WAIT:
-        yield LeftOut(field="more loader processes", why=f"{waits:.1%} of a step waits for data")
-        return
-    more = min(max(1, 2 * has), job.most_workers)
-    if more > has and more != advised:
+    more = more_workers(best, job)
+    if more > max(has, advised):
         # Where a CPU trains, a core that loads is one that does not train, and the wait is mostly loading itself.
         gain = bound if job.device == "cuda" else 1 + (bound - 1) / 2
         yield _changed("workers", best, more, gain, f"{waits:.0%} of a step waits for data")
+
+
+def more_workers(trial: Trial, job: Job) -> int:
+    """Loader processes for a candidate that waits for its data."""
+    return max(trial.advised_workers, min(max(1, 2 * trial.workers), job.most_workers))
+
+
+def held_up(trial: Trial, best: Trial, job: Job) -> Iterator[Idea]:
+    """A candidate that would be clearly faster than the best if it did not wait for its data: the same with more loader processes."""
+    workers, unhindered = (
+        more_workers(trial, job),
+        trial.images_per_second / (1 - min(trial.shares.get("data", 0.0), 0.95)),
+    )
+    gain = job.run_s(best) / job.run_s(trial, unhindered) if unhindered else 0.0
+    if gain >= _HELD_UP and workers > trial.workers:
+        why = f"{trial.shares['data']:.0%} of its step waited for data"
+        yield Idea(
+            field="workers", candidate=trial.candidate.model_copy(update={"workers": workers}), gain=gain, why=why
+        )
 
 
 def _teacher(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:

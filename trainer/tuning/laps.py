@@ -8,8 +8,10 @@ from trainer.forecast import LEAST_STEPS, mean_interval
 
 LAP_S = 0.2
 """About how long a lap takes; the host waits for the device once a lap."""
-LEAST_S, LONGEST_S = 2.0, 10.0
-"""How long a trial is measured at least, unless it is far behind, and at most, unless its steps are very long."""
+SHARE_LEAST, SHARE_MOST = 0.01, 0.04
+"""How long a trial is measured at least, unless it is far behind, and at most, as a share of the whole distillation ..."""
+LEAST_S, LONGEST_S = (0.5, 2.0), (1.0, 10.0)
+"""... and in seconds, from and to, unless its steps are so long that the few that an interval needs take longer."""
 FAR_BEHIND = 0.8
 """A candidate whose fastest lap is below this share of the rate to beat is stopped."""
 PRECISE = 0.02
@@ -28,13 +30,7 @@ class Laps:
     """The times of a trial's steps, lap by lap: first some steps to warm up, each a lap of its own, then laps that count."""
 
     def __init__(
-        self,
-        images: int,
-        rate_to_beat: float = 0.0,
-        *,
-        warm_steps: int,
-        least_s: float = LEAST_S,
-        longest_s: float = LONGEST_S,
+        self, images: int, rate_to_beat: float = 0.0, *, warm_steps: int, total_steps: int, thoroughness: float = 1.0
     ) -> None:
         """Of a candidate.
 
@@ -42,11 +38,11 @@ class Laps:
             images: of a step.
             rate_to_beat: images a second below which the candidate can not be the best.
             warm_steps: steps that are not measured.
-            least_s: seconds that are measured at least.
-            longest_s: seconds after which the trial ends, if it has the laps that an interval needs.
+            total_steps: of the whole distillation, whose length says how long a trial may be.
+            thoroughness: how many times longer than a trial.
         """
         self._images, self._rate_to_beat = images, rate_to_beat
-        self._warm, self._least_s, self._longest_s = warm_steps, least_s, longest_s
+        self._warm, self._total_steps, self._thoroughness = warm_steps, total_steps, thoroughness
         self._seconds: list[float] = []
         """Of a step, lap by lap."""
         self._began = 0.0
@@ -75,13 +71,17 @@ class Laps:
         if len(self._seconds) >= 2 and self._images / min(self._seconds) < FAR_BEHIND * self._rate_to_beat:
             return "outrun"
         measured = self.plan.steps * sum(self._seconds)
-        if len(self._seconds) < LEAST_STEPS or measured < self._least_s:
+        whole = self._total_steps * sum(self._seconds) / len(self._seconds)
+        if len(self._seconds) < LEAST_STEPS or measured < self._limit(SHARE_LEAST * whole, LEAST_S):
             return ""
         rate, low, high = self.rates
         if high < self._rate_to_beat:
             return "outrun"
         is_precise = high - low <= 2 * PRECISE * rate
-        return "measured" if is_precise or measured >= self._longest_s else ""
+        return "measured" if is_precise or measured >= self._limit(SHARE_MOST * whole, LONGEST_S) else ""
+
+    def _limit(self, seconds: float, between: tuple[float, float]) -> float:
+        return self._thoroughness * min(max(seconds, between[0]), between[1])
 
     @property
     def steps(self) -> int:

@@ -14,12 +14,13 @@ from trainer.training.loop import Training
 from trainer.training.processes import Processes
 from trainer.training.progress import Progress
 from trainer.training.reporting import Report
+from trainer.training.schedules import step_count
 from trainer.tuning.laps import Laps
 from trainer.tuning.schema import Trial
 from trainer.tuning.trials import MakeTraining, endless, new_recorder, ride, warm_steps
 
-LEAST_S, LONGEST_S = 6.0, 30.0
-"""How long the steps are measured at least and at most: longer than in a trial, since hours and dollars are told from them."""
+THOROUGHNESS = 3.0
+"""How many times longer than in a trial the steps are measured, since hours and dollars are told from them."""
 
 
 def measure(
@@ -43,7 +44,9 @@ def measure(
     """
     began = time.perf_counter()
     training = make(endless(settings), processes)
-    laps = Laps(settings.batch_size, warm_steps=warm_steps(settings), least_s=LEAST_S, longest_s=LONGEST_S)
+    steps = step_count(settings, len(training.samples))
+    warm = warm_steps(settings)
+    laps = Laps(settings.batch_size, warm_steps=warm, total_steps=steps, thoroughness=THOROUGHNESS)
     made_s = time.perf_counter() - began
     recorder = new_recorder(training)
     report = _report(training, recorder, tracker)

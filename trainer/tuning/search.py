@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.errors import SettingsError
-from trainer.tuning.ideas import Idea, Job, LeftOut, ideas, less_memory
+from trainer.tuning.ideas import Idea, Job, LeftOut, held_up, ideas, less_memory
 from trainer.tuning.schema import Candidate, Trial, Tried
 
 LEAST_GAIN = 1.03
 """A change that brings less is not taken: it may be noise, and most changes have a price."""
 ANOTHER_CHANCE = 1.3
-"""What brought nothing is tried again when the best has since become so many times faster: what held it up may be gone."""
+"""What brought nothing is tried again when the best has since become so many times faster or shorter: what held it up may be gone."""
 
 Measure = Callable[[Candidate, float], Trial]
 """A candidate, and the rate in images a second below which it can not be the best, to its trial."""
@@ -45,21 +45,36 @@ class _State:
     job: Job
     best: Trial
     tried: list[Tried] = field(default_factory=list)
-    rejected: dict[tuple[str, str], float] = field(default_factory=dict)
-    """A setting and its value -> the best rate when it brought nothing."""
+    rejected: dict[str, Trial] = field(default_factory=dict)
+    """A change in words -> the best trial when it brought nothing."""
 
     @property
     def seconds(self) -> float:
         return sum(tried.trial.seconds for tried in self.tried)
 
-    @property
-    def failed(self) -> list[Candidate]:
-        return [tried.trial.candidate for tried in self.tried if tried.trial.ended == "out of memory"]
+    def name(self, idea: Idea) -> str:
+        """What an idea changes in the best candidate: `precision=bf16`, `batch_size=64 accumulation=2`."""
+        changes = idea.candidate.changes(self.best.candidate)
+        return " ".join(f"{name}={str(value).lower()}" for name, (_, value) in changes.items())
 
-    def is_new(self, idea: Idea) -> bool:
+    def ideas(self) -> tuple[dict[str, Idea], dict[str, str]]:
+        """What is to be tried, by its name, and what is left out -> why."""
+        slower = [tried.trial for tried in self.tried if not tried.taken]
+        failed = [trial.candidate for trial in slower if trial.ended == "out of memory"]
+        waited = [idea for trial in slower for idea in held_up(trial, self.best, self.job)]
+        found = [*ideas(self.best, self.job, failed), *waited]
+        new = {self.name(one): one for one in found if isinstance(one, Idea) and self._is_new(one)}
+        return new, {one.field: one.why for one in found if isinstance(one, LeftOut)}
+
+    def _is_new(self, idea: Idea) -> bool:
         """Whether an idea was not tried, or should get another chance."""
-        before = self.rejected.get(_key(idea))
-        return before is None or self.best.images_per_second >= ANOTHER_CHANCE * before
+        if any(tried.trial.candidate == idea.candidate for tried in self.tried):
+            return False
+        before = self.rejected.get(self.name(idea))
+        if before is None:
+            return True
+        rates = self.best.images_per_second / before.images_per_second
+        return max(rates, self.job.run_s(before) / self.job.run_s(self.best)) >= ANOTHER_CHANCE
 
 
 def search(start: Candidate, job: Job, measure: Measure, *, limit_s: float) -> Found:
@@ -76,16 +91,13 @@ def search(start: Candidate, job: Job, measure: Measure, *, limit_s: float) -> F
     """
     state = _begin(start, job, measure)
     while True:
-        all_ideas = ideas(state.best, job, state.failed)
-        new = [idea for idea in all_ideas if isinstance(idea, Idea) and state.is_new(idea)]
-        idea = max(new, key=lambda one: one.gain, default=None)
-        stopped = _reason_to_stop(state, idea, limit_s)
-        if idea is None or stopped:
-            break
-        _try(state, idea, measure)
-    untried = {one.field: one.why for one in all_ideas if isinstance(one, LeftOut)}
-    untried |= {_key_text(one): stopped for one in new}
-    return Found(best=state.best, tried=state.tried, untried=untried, stopped=stopped, seconds=state.seconds)
+        new, left_out = state.ideas()
+        name = max(new, key=lambda one: new[one].gain, default="")
+        stopped = _reason_to_stop(state, name, new[name].gain, limit_s) if name else "nothing is left to try"
+        if stopped:
+            untried = left_out | {one: _reason_to_stop(state, one, new[one].gain, limit_s) for one in new}
+            return Found(best=state.best, tried=state.tried, untried=untried, stopped=stopped, seconds=state.seconds)
+        _try(state, name, new[name], measure)
 
 
 def _begin(start: Candidate, job: Job, measure: Measure) -> _State:
@@ -104,7 +116,8 @@ def _begin(start: Candidate, job: Job, measure: Measure) -> _State:
         verdict = "this is what is to be bettered" if fits else "does not fit into memory"
         tried.append(Tried(trial=trial, idea=idea, run_s=run_s, gain=None, taken=fits, verdict=verdict))
         if fits:
-            return _State(job=job, best=trial, tried=tried)
+            known = candidate.model_copy(update={"workers": trial.workers})  # what `auto` found need not be found again
+            return _State(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
         candidate = less_memory(candidate, job)
     raise SettingsError(
         f"distill.batch_size = {start.batch_size} does not fit into memory on {job.world_size} processes, not even in "
@@ -112,24 +125,19 @@ def _begin(start: Candidate, job: Job, measure: Measure) -> _State:
     )
 
 
-def _reason_to_stop(state: _State, idea: Idea | None, limit_s: float) -> str:
-    """Why the search ends here; empty if it goes on with this idea."""
-    if idea is None:
-        return "nothing is left to try"
+def _reason_to_stop(state: _State, name: str, gain: float, limit_s: float) -> str:
+    """Why the search ends here; empty if it goes on with the idea of that name."""
     trials = [tried.trial.seconds for tried in state.tried if tried.trial.ended == "measured"]
     cost, run_s = statistics.median(trials), state.job.run_s(state.best)
-    saving = run_s * (1 - 1 / idea.gain)
+    saving = run_s * (1 - 1 / gain)
     if saving < cost:
-        return (
-            f"the best idea left ({_key_text(idea)}) may save about {saving:.0f} s of a distillation of {run_s:.0f} s, and to try it takes "
-            f"about {cost:.0f} s"
-        )
+        return f"{name} may save about {saving:.0f} s of a distillation of {run_s:.0f} s, and to try it takes about {cost:.0f} s"
     if state.seconds + cost > limit_s:
         return f"the {limit_s / 60:g} minutes of the search are over (tune.minutes)"
     return ""
 
 
-def _try(state: _State, idea: Idea, measure: Measure) -> None:
+def _try(state: _State, name: str, idea: Idea, measure: Measure) -> None:
     job, best = state.job, state.best
     before = job.run_s(best)
     trial = measure(idea.candidate, rate_to_beat(job, best, idea.candidate))
@@ -142,9 +150,10 @@ def _try(state: _State, idea: Idea, measure: Measure) -> None:
     if taken:
         state.best = trial
     else:
-        state.rejected[_key(idea)] = best.images_per_second
-    text = f"{_key_text(idea)}: {idea.why}"
-    state.tried.append(Tried(trial=trial, idea=text, run_s=run_s, gain=gain, taken=taken, verdict=verdict))
+        state.rejected[name] = best
+    state.tried.append(
+        Tried(trial=trial, idea=f"{name}: {idea.why}", run_s=run_s, gain=gain, taken=taken, verdict=verdict)
+    )
 
 
 def _judge(job: Job, trial: Trial, before: float, gain: float) -> tuple[bool, str]:
@@ -164,14 +173,3 @@ def rate_to_beat(job: Job, best: Trial, candidate: Candidate) -> float:
     """Images a second below which a candidate makes the distillation no shorter than the best one does."""
     left = job.run_s(best) - job.fixed_s(candidate, 0.0)
     return job.images / left if left > 0 else float("inf")
-
-
-def _key(idea: Idea) -> tuple[str, str]:
-    return idea.field, _key_text(idea)
-
-
-def _key_text(idea: Idea) -> str:
-    """`precision=bf16`, `batch_size=64 accumulation=2`."""
-    names = ("batch_size", "accumulation") if idea.field == "batch_size" else (idea.field,)
-    values = {name: getattr(idea.candidate, name) for name in names}
-    return " ".join(f"{name}={str(value).lower()}" for name, value in values.items())

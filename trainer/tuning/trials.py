@@ -20,6 +20,7 @@ from trainer.profiling.recorder import Recorder
 from trainer.training import loading
 from trainer.training.loop import Loop, Losses, Training
 from trainer.training.processes import Processes
+from trainer.training.schedules import step_count
 from trainer.tuning.laps import Laps
 from trainer.tuning.memory import Memory
 from trainer.tuning.schema import Candidate, Trial
@@ -95,7 +96,9 @@ class Trials:
         settings = candidate.applied(self._settings)
         part = settings.model_copy(update={"batch_size": images, "accumulation": 1, "workers": 0})
         training = self._make(endless(part), alone)
-        two_steps = Laps(images, float("inf"), warm_steps=0)  # the optimiser's state is there from the second one on
+        two_steps = Laps(
+            images, float("inf"), warm_steps=0, total_steps=0
+        )  # the optimiser's state is there from the second one on
         try:
             ride(training, two_steps, new_recorder(training))
         except torch.OutOfMemoryError:
@@ -107,8 +110,9 @@ class Trials:
     def _run(self, candidate: Candidate, rate_to_beat: float, began: float) -> Trial | None:
         """A trial; none if this process, which is alone, runs out of memory."""
         settings = endless(candidate.applied(self._settings))
-        laps = Laps(candidate.batch_size, rate_to_beat, warm_steps=warm_steps(settings))
         training = self._make(settings, self._processes)
+        steps = step_count(candidate.applied(self._settings), len(training.samples))
+        laps = Laps(candidate.batch_size, rate_to_beat, warm_steps=warm_steps(settings), total_steps=steps)
         recorder = new_recorder(training)
         self._memory.begin()
         try:
