@@ -45,7 +45,7 @@ from trainer.training.optimizers import make_optimizer, parameter_groups, set_le
 from trainer.training.processes import Processes
 from trainer.training.progress import Progress
 from trainer.training.reporting import Report
-from trainer.training.schedules import learning_rate_at, step_count
+from trainer.training.schedules import checkpoint_steps, learning_rate_at, step_count, validation_steps
 from trainer.training.wrapping import Exchange, wrap
 
 logger = logging.getLogger(__name__)
@@ -167,6 +167,7 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     loop = Loop(training)
     first_step = loop.resume()
     settings, processes, timeline = training.settings, training.processes, recorder.timeline
+    validations, checkpoints = (of(settings, len(training.samples)) for of in (validation_steps, checkpoint_steps))
     report = _report(training, recorder, tracker, first_step)
     say, active = report.progress.say, processes.is_first
     watch = Watch(recorder, training.watch, tracker=tracker, say=say, active=active)
@@ -180,10 +181,10 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
             watch.look(step)
             loop.look_back(step + 1 - first_step)
             attempts.seen(step + 1 - first_step)
-            if loop.validation_is_due(step) and training.validate is not None:
+            if step in validations and training.validate is not None:
                 with timeline.range("evaluate"):
                     report.metrics(step, training.validate(loop.result))
-            if loop.checkpoint_is_due(step):
+            if step in checkpoints:
                 report.flush()
                 with timeline.range("checkpoint"):
                     loop.save(step + 1)
@@ -305,19 +306,6 @@ class Loop:
             return nullcontext()
         context: AbstractContextManager[object] = self._wrapped.no_sync()
         return context
-
-    def validation_is_due(self, step: int) -> bool:
-        """Whether to measure after this step: at the end, and every `validate_every_epochs`."""
-        if step + 1 == self._training.total_steps:
-            return True
-        every = self._settings.validate_every_epochs * len(self._training.samples)
-        size = self._settings.batch_size
-        return every > 0 and (step + 1) * size // every > step * size // every
-
-    def checkpoint_is_due(self, step: int) -> bool:
-        """Whether to write a checkpoint after this step: at the end, and every `checkpoint_every` steps."""
-        every = self._settings.checkpoint_every
-        return every > 0 and ((step + 1) % every == 0 or step + 1 == self._training.total_steps)
 
     def save(self, step: int) -> None:
         """Write the state after `step` steps; all processes take part, the first one writes."""
