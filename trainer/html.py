@@ -29,7 +29,7 @@ code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .9em
   details::details-content { content-visibility: visible; block-size: auto; } }
 """
 
-_SHORT = 18
+_SHORT = 28
 """Characters of a cell that is not broken into lines."""
 
 

@@ -52,36 +52,42 @@ COLOURS: Mapping[str, tuple[str, str]] = {
 """Colour of each phase and of each range outside of steps, on light and on dark; `named` is for what users named."""
 
 
+_STYLE = """
+svg { display: block; width: 100%; font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+.scroll > svg { min-width: 820px; }
+svg text { fill: var(--ink); } svg .soft { fill: var(--soft); } svg .small { font-size: 9.5px; fill: var(--soft); }
+svg .end { text-anchor: end; } svg .mid { text-anchor: middle; }
+svg .grid { stroke: var(--line); stroke-width: 1; } svg .axis { stroke: var(--soft); stroke-width: 1; }
+svg .whisker { stroke: var(--ink); stroke-width: 1.5; opacity: .75; } svg .bar { fill: var(--accent); } svg .panel { fill: var(--panel); }
+svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round; }
+.s0 { stroke: var(--accent); background: var(--accent); } .s1 { stroke: var(--data); background: var(--data); }
+.heat { stroke: var(--accent); } .scale { fill: var(--accent); } .broken { stroke: var(--bad); }
+.w-note { fill: var(--accent); } .w-warning { fill: var(--data); } .w-severe { fill: var(--bad); }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; margin: .35rem 0 .8rem; font-size: .9rem; }
+.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em; }
+.tiles { display: flex; flex-wrap: wrap; gap: .75rem; margin: .75rem 0 1.25rem; }
+.tile { background: var(--panel); border-radius: 8px; padding: .6rem .9rem; min-width: 9.5rem; flex: 1; }
+.tile b { display: block; font-size: 1.35rem; line-height: 1.3; font-variant-numeric: tabular-nums; }
+.tile span { color: var(--soft); font-size: .85rem; }
+h1 + .lead { font-size: 1.15rem; color: var(--ink); font-weight: 600; } h3 { margin-top: 1.75rem; } .soft { color: var(--soft); }
+.finding { border: 1px solid var(--line); border-left: 5px solid var(--accent); border-radius: 8px; padding: .1rem 1rem .4rem;
+  margin: .9rem 0; break-inside: avoid; }
+.finding h3 { margin: .6rem 0 0; } .finding p { margin: .3rem 0; }
+.finding.warning { border-left-color: var(--data); } .finding.severe { border-left-color: var(--bad); }
+.badge { font-style: normal; font-weight: 400; font-size: .8rem; color: var(--soft); border: 1px solid var(--line); border-radius: 4px;
+  padding: 0 .4em; margin-left: .4em; }
+.chips { display: flex; flex-wrap: wrap; gap: .3rem; }
+.chips span { background: var(--panel); border-radius: 4px; padding: 0 .5em; font-size: .85rem; }
+@media print { .scroll > svg { min-width: 0; }
+  .tile, .chips span, .legend i, svg * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
+"""
+
+
 def _style() -> str:
     light = "".join(f"--{name}:{colours[0]};" for name, colours in COLOURS.items())
     dark = "".join(f"--{name}:{colours[1]};" for name, colours in COLOURS.items())
     fills = "".join(f".f-{name}{{fill:var(--{name});background:var(--{name})}}" for name in COLOURS)
-    return (
-        f"<style>:root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}{fills}"
-        "svg{display:block;width:100%;min-width:820px;font:12px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
-        "svg text{fill:var(--ink)}svg .soft{fill:var(--soft)}svg .end{text-anchor:end}svg .mid{text-anchor:middle}"
-        "svg .grid{stroke:var(--line);stroke-width:1}svg .axis{stroke:var(--soft);stroke-width:1}"
-        "svg .whisker{stroke:var(--ink);stroke-width:1.5;opacity:.75}svg .bar{fill:var(--accent)}svg .panel{fill:var(--panel)}"
-        "svg .line{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}"
-        ".s0{stroke:var(--accent);background:var(--accent)}.s1{stroke:var(--data);background:var(--data)}"
-        ".heat{stroke:var(--accent)}.scale{fill:var(--accent)}.broken{stroke:var(--bad)}svg .small{font-size:9.5px;fill:var(--soft)}"
-        ".legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;margin:.35rem 0 .8rem;font-size:.9rem}"
-        ".legend i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}"
-        ".tiles{display:flex;flex-wrap:wrap;gap:.75rem;margin:.75rem 0 1.25rem}"
-        ".tile{background:var(--panel);border-radius:8px;padding:.6rem .9rem;min-width:9.5rem;flex:1}"
-        ".tile b{display:block;font-size:1.35rem;line-height:1.3;font-variant-numeric:tabular-nums}"
-        ".tile span{color:var(--soft);font-size:.85rem}h3{margin-top:1.75rem}"
-        "h1+.lead{font-size:1.15rem;color:var(--ink);font-weight:600}.soft{color:var(--soft)}"
-        ".finding{border:1px solid var(--line);border-left:5px solid var(--accent);border-radius:8px;padding:.1rem 1rem .4rem;"
-        "margin:.9rem 0;break-inside:avoid}.finding h3{margin:.6rem 0 0}.finding p{margin:.3rem 0}"
-        ".finding.warning{border-left-color:var(--data)}"
-        ".finding.severe{border-left-color:var(--bad)}.badge{font-style:normal;font-weight:400;font-size:.8rem;color:var(--soft);"
-        "border:1px solid var(--line);border-radius:4px;padding:0 .4em;margin-left:.4em}"
-        ".chips{display:flex;flex-wrap:wrap;gap:.3rem}"
-        ".chips span{background:var(--panel);border-radius:4px;padding:0 .5em;font-size:.85rem}"
-        ".w-note{fill:var(--accent)}.w-warning{fill:var(--data)}.w-severe{fill:var(--bad)}"
-        "@media print{svg{min-width:0}.tile,.chips span,.legend i,svg *{print-color-adjust:exact;-webkit-print-color-adjust:exact}}</style>"
-    )
+    return f"<style>:root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}{fills}{_STYLE}</style>"
 
 
 STYLE = _style()
@@ -468,19 +474,15 @@ class Window:
 
 
 def window_lane(title: str, unit: str, windows: Sequence[Window], duration_s: float) -> Lane:
-    """A row for each window, with its label where there is more room beside it."""
-    row, scale = 18, PLOT / duration_s
+    """A row for each window: its label, and a line below it as long as it lasted."""
+    row, scale = 22, PLOT / duration_s
     content = [rectangle(0, 0, PLOT, row * len(windows), "panel")]
     for index, window in enumerate(windows):
-        start, end = window.start_s * scale, window.end_s * scale
-        left, right = start, PLOT - end
-        content.append(
-            rectangle(start, index * row + 3, max(end - start, 3), row - 6, f"w-{window.style}", window.label)
-        )
-        at, style = (end + 6, "") if right >= left else (start - 6, "end")
-        if max(left, right) < 6.5 * len(window.label):
-            at, style = start + 6, ""
-        content.append(text(at, index * row + row - 5, window.label, style))
+        y, start = index * row, window.start_s * scale
+        length = max((window.end_s - window.start_s) * scale, 3)
+        content.append(rectangle(start, y + 15, length, 5, f"w-{window.style}", window.label))
+        at, style = (start, "") if start < PLOT / 2 else (start + length, "end")
+        content.append(text(at, y + 12, window.label, style))
     return Lane(title=title, unit=unit, height=max(34, row * len(windows)), content="".join(content))
 
 

@@ -106,12 +106,12 @@ def _rules(count: int) -> str:
 
 def _of_finding(findings: Sequence[Found], summaries: Mapping[str, TrainingSummary]) -> str:
     answer, finding = findings[0].answer, findings[0].finding
-    name = f"{words.training(answer.training)}: {answer.title[0].lower()}{answer.title[1:]}"
+    name = f"{words.training(answer.training)}: “{answer.title}”"
     further = f"; {len(findings) - 1} more finding{'s' if len(findings) > 2 else ''} below" if findings[1:] else ""
     if finding.severity == "severe":
-        return f"{name}, so what goes on is of no use{further}."
+        return f"{name}, so that what goes on is of no use{further}."
     if finding.saving is None:
-        return f"{name}, which costs no time that can be told{further}."
+        return f"{name} was found; what it costs can not be told{further}."
     return f"{name} costs the most; curing it would save about {saving_text(findings[0], summaries)}{further}."
 
 

@@ -88,6 +88,10 @@ class RankSummary:
     """Largest resident memory."""
     gpu_memory_bytes: float | None
     """Largest memory in use on its GPU."""
+    gpu_percent: float | None
+    """Mean use of its GPU."""
+    cores_percent: float | None
+    """Mean use of its machine's cores; known to the first process of each machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,11 +307,18 @@ def _rank(rank: RankEvidence) -> RankSummary:
         phase_ms={name: distribution.p50 for name, distribution in phases.items() if distribution},
         memory_bytes=_largest(rank.system.get("process_rss_bytes")),
         gpu_memory_bytes=_largest(rank.system.get("gpu_memory_used_bytes")),
+        gpu_percent=_mean([rank.system["gpu_percent"]] if "gpu_percent" in rank.system else []),
+        cores_percent=_mean([values for name, values in rank.system.items() if is_core(name)]),
     )
 
 
 def _largest(values: Series | None) -> float | None:
     return float(np.nanmax(values)) if values is not None and np.isfinite(values).any() else None
+
+
+def _mean(signals: Sequence[Series]) -> float | None:
+    known = [values[np.isfinite(values)] for values in signals]
+    return float(np.mean(np.concatenate(known))) if any(len(values) for values in known) else None
 
 
 def _last(training: TrainingEvidence) -> dict[str, float]:

@@ -92,6 +92,8 @@ def size(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """A time of a training."""
+    if 0 < seconds < 1:
+        return milliseconds(1000 * seconds)
     if seconds < 120:
         return f"{short(seconds)} s"
     if seconds < 2 * 3600:

@@ -52,7 +52,7 @@ def test_findings_stand_by_their_saving_and_severe_ones_first() -> None:
 def test_the_verdict_names_the_costliest_finding_with_its_saving(summary: TrainingSummary) -> None:
     priced = replace(answer("loader_workers", SLOW), dollars=0.3)
     assert verdict([priced, answer("other", replace(SLOW, saving=None))], [summary]) == (
-        "Distillation: loader workers costs the most; curing it would save about 30 s (25 % of the training, $0.30); "
+        "Distillation: “Loader workers” costs the most; curing it would save about 30 s (25 % of the training, $0.30); "
         "1 more finding below."
     )
 
@@ -60,7 +60,7 @@ def test_the_verdict_names_the_costliest_finding_with_its_saving(summary: Traini
 def test_the_verdict_on_a_spoiled_training_says_so(summary: TrainingSummary) -> None:
     ruined = answer("exploding_gradients", replace(SLOW, severity="severe"))
     assert verdict([answer("loader_workers", SLOW), ruined], [summary]).startswith(
-        "Distillation: exploding gradients, so what goes on is of no use"
+        "Distillation: “Exploding gradients”, so that what goes on is of no use"
     )
 
 

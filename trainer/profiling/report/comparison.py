@@ -35,13 +35,17 @@ def build(comparison: Comparison) -> str:
 def _training(comparison: Comparison, pair: Pair) -> str:
     if pair.name not in comparison.tables:
         return html.section(words.training(pair.name), html.paragraph("Both sides are the same recording."))
-    phases = _bars(pair, "Where a step's time goes", {name: name for name in drawing.COLOURS}, words.label, _phases)
-    kinds = _bars(pair, "Operators by kind of work", _KIND_COLOURS, str, _kinds)
     tables = [
         html.subsection(f"{table.title[0].upper()}{table.title[1:]}", _table(table))
         for table in comparison.tables[pair.name]
     ]
-    return html.section(words.training(pair.name), phases, kinds, *tables, *_courses(comparison, pair.name))
+    return html.section(words.training(pair.name), charts(pair), *tables, *_courses(comparison, pair.name))
+
+
+def charts(pair: Pair) -> str:
+    """Phases, and operators by kind of work, before and after."""
+    phases = _bars(pair, "Where a step's time goes", {name: name for name in drawing.COLOURS}, words.label, _phases)
+    return phases + _bars(pair, "Operators by kind of work", _KIND_COLOURS, str, _kinds)
 
 
 def _table(table: Table) -> str:
@@ -65,17 +69,19 @@ def _bars(
     values: Callable[[TrainingSummary], Mapping[str, float]],
 ) -> str:
     """A stacked bar before and one after, on one scale."""
+    seen = dict.fromkeys(name for one in (pair.before, pair.after) for name in values(one))
     rows = []
     for when, one in (("before", pair.before), ("after", pair.after)):
         parts = [
-            Part(name=colours.get(name, "named"), label=spoken(name), share=pair.scaled(one, ms))
-            for name, ms in values(one).items()
+            Part(
+                name=colours.get(name, "named"), label=spoken(name), share=pair.scaled(one, values(one).get(name, 0.0))
+            )
+            for name in seen
         ]
         rows.append((when, parts, f"{words.short(sum(part.share for part in parts))} {pair.unit}"))
     most = max(sum(part.share for part in parts) for _, parts, _ in rows)
     if not most:
         return ""
-    seen = dict.fromkeys(name for one in (pair.before, pair.after) for name in values(one))
     legend = drawing.legend([(drawing.colour_class(colours.get(name, "named")), spoken(name)) for name in seen])
     return html.subsection(title, legend, drawing.stacked_rows(rows, most, pair.unit, title))
 

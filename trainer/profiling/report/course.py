@@ -104,22 +104,27 @@ def _metric_lanes(evidence: TrainingEvidence, duration: float) -> list[Lane]:
 
 
 def _step_lanes(rank: RankEvidence, edges: Series, duration: float) -> list[Lane]:
-    """The mean and the longest step of each bin."""
-    starts, ms = rank.steps["start_s"], rank.steps["seconds"] * 1000
-    if not len(starts):
+    """The mean and the longest step of each bin, and how many batches the loaders had ready."""
+    if not len(rank.steps["start_s"]):
         return []
-    place = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(edges) - 2)
-    longest, total = np.full(len(edges) - 1, -np.inf), np.zeros(len(edges) - 1)
-    np.maximum.at(longest, place, ms)
-    np.add.at(total, place, ms)
-    count = np.bincount(place, minlength=len(total))
-    seen = count > 0
-    centres = ((edges[1:] + edges[:-1]) / 2)[seen]
+    centres, ms = _by_bin(rank, rank.steps["seconds"] * 1000, edges)
     curves = [
-        Curve(style="s1", label="longest", seconds=centres, values=longest[seen]),
-        Curve(style="s0", label="mean", seconds=centres, values=total[seen] / count[seen]),
+        Curve(style="s1", label="longest", seconds=centres, values=np.array([values.max() for values in ms])),
+        Curve(style="s0", label="mean", seconds=centres, values=np.array([values.mean() for values in ms])),
     ]
-    return [drawing.line_lane("Steps", "ms", curves, duration, height=54)]
+    lanes = [drawing.line_lane("Steps", "ms", curves, duration, height=54)]
+    if np.isfinite(rank.steps["queued"]).any():
+        centres, queued = _by_bin(rank, rank.steps["queued"], edges)
+        curve = Curve(style="s0", label="ready", seconds=centres, values=np.array([values.mean() for values in queued]))
+        lanes.append(drawing.line_lane("Loaders", "batches ready", [curve], duration, height=54, high=2.0))
+    return lanes
+
+
+def _by_bin(rank: RankEvidence, values: Series, edges: Series) -> tuple[Series, list[Series]]:
+    """Centre of each bin in which steps began, and the values of those steps."""
+    place = np.clip(np.searchsorted(edges, rank.steps["start_s"], side="right") - 1, 0, len(edges) - 2)
+    bins, starts = np.unique(place, return_index=True)  # steps stand in the order of time
+    return (edges[bins] + edges[bins + 1]) / 2, np.split(values, starts[1:])
 
 
 def _core_lanes(system: Mapping[str, Series], edges: Series) -> list[Lane]:

@@ -93,11 +93,19 @@ def _hosts(summary: TrainingSummary) -> str:
             words.milliseconds(rank.step_ms.p50) if rank.step_ms else "none",
             words.milliseconds(rank.step_ms.p95) if rank.step_ms else "none",
             words.size(rank.memory_bytes) if rank.memory_bytes else "not recorded",
-            words.size(rank.gpu_memory_bytes) if rank.gpu_memory_bytes else "",
+            *(
+                "" if value is None else words.named_number(name, value)[1]
+                for name, value in (
+                    ("cores_percent", rank.cores_percent),
+                    ("gpu_percent", rank.gpu_percent),
+                    ("gpu_memory_used_bytes", rank.gpu_memory_bytes),
+                )
+            ),
         )
         for rank in summary.ranks
     ]
-    headers = ["Rank", "Machine", "Device", "Step (median)", "Step (95 %)", "Memory (peak)", "GPU memory (peak)"]
+    headers = ["Rank", "Machine", "Device", "Step (median)", "Step (95 %)", "Memory (peak)"]
+    headers += ["Cores busy", "GPU busy", "GPU memory (peak)"]
     return html.details("Where they ran", html.table(headers, rows))
 
 

@@ -1,0 +1,134 @@
+"""Make the pictures of docs/profiling.md from two runs, with Chromium: `python docs/pictures.py BEFORE AFTER`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from PIL import Image, ImageChops
+
+from trainer import html
+from trainer.errors import ArtifactError, TrainerError, make_directory
+from trainer.profiling import compare, drawing, words
+from trainer.profiling.findings import found
+from trainer.profiling.report import comparison, course, judged, steps
+from trainer.profiling.sides import Side, read_side
+
+PICTURES = Path(__file__).parent / "pictures"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+TRAINING = "distill"
+_TALLEST = 6000
+_MARGIN = 12
+
+
+def browser() -> str | None:
+    """The command of a Chromium on this machine; none without one."""
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+def chromium(
+    page: Path, *arguments: str, width: int = 1000, height: int = _TALLEST, dark: bool = False
+) -> tuple[str, list[str]]:
+    """Open a page in Chromium without a window.
+
+    Args:
+        page: an HTML file.
+        arguments: what to do with it, such as `--screenshot=FILE`.
+        width: of the window, in pixels.
+        height: of the window, in pixels.
+        dark: whether the reader prefers dark pages.
+
+    Returns:
+        What Chromium prints, and the messages on the page's console.
+
+    Raises:
+        FileNotFoundError: there is no Chromium.
+        subprocess.SubprocessError: it failed or took too long.
+    """
+    command = browser()
+    if command is None:
+        raise FileNotFoundError(f"none of {', '.join(BROWSERS)} is installed")
+    with tempfile.TemporaryDirectory() as profile:
+        ended = subprocess.run(
+            [
+                command,
+                "--headless",
+                "--no-sandbox",  # it can not be had in most containers, and the page is our own
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--hide-scrollbars",
+                "--enable-logging=stderr",
+                f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+                f"--user-data-dir={profile}",
+                f"--window-size={width},{height}",
+                *arguments,
+                page.resolve().as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+    return ended.stdout, re.findall(r":CONSOLE.*?\] (.*)", ended.stderr)
+
+
+def picture(sections: Sequence[str], file: Path, *, width: int = 1000) -> None:
+    """Draw parts of a report into a PNG file, without the empty space around them."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        page.write_text(html.page("", "", [drawing.STYLE, *sections]), encoding="utf-8")
+        chromium(page, f"--screenshot={file}", width=width)
+    with Image.open(file) as opened:
+        image = opened.convert("RGB")
+    background = Image.new("RGB", image.size, image.getpixel((0, 0)))
+    box = ImageChops.difference(image, background).getbbox() or (0, 0, *image.size)
+    image.crop((0, max(0, box[1] - _MARGIN), width, min(image.height, box[3] + _MARGIN))).save(file, optimize=True)
+
+
+def parts(before: Side, after: Side) -> Mapping[str, list[str]]:
+    """Name of each picture -> the parts of reports that it shows."""
+    compared = compare.compare(before, after)
+    pair = next((pair for pair in compared.pairs if pair.name == TRAINING), None)
+    if pair is None or not {TRAINING} <= before.evidence.keys() & after.evidence.keys():
+        raise ArtifactError(
+            f"{before.name}, {after.name}: the evidence of two distillations is needed; give two runs' directories"
+        )
+    shown: dict[str, list[str]] = {"comparison": [comparison.charts(pair)]}
+    for when, side in (("before", before), ("after", after)):
+        summary = side.trainings[TRAINING]
+        answers = [answer for answer in side.answers if answer.training == TRAINING]
+        numbered = list(enumerate(found(answers), start=1))
+        title = html.section(f"{words.training(TRAINING)}, {when}")
+        shown[f"{when}-findings"] = [judged.section(answers, [summary])]
+        shown[f"{when}-step"] = [title, steps.phases(summary)]
+        shown[f"{when}-course"] = [title, course.section(side.evidence[TRAINING], summary, numbered)]
+    return shown
+
+
+def main() -> int:
+    """Make the pictures; gives the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("before", help="directory of a run")
+    parser.add_argument("after", help="directory of a run")
+    parser.add_argument("--output", type=Path, default=PICTURES, metavar="DIR", help="default: %(default)s")
+    options = parser.parse_args()
+    try:
+        make_directory(options.output)
+        for name, sections in parts(read_side(options.before), read_side(options.after)).items():
+            file = options.output / f"{name}.png"
+            picture(sections, file)
+            print(file)
+    except (TrainerError, FileNotFoundError, subprocess.SubprocessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
