@@ -11,6 +11,8 @@ import pytest
 
 from tests.pipelines.local_runs import SMALL
 from trainer import artifacts, config, runs
+from trainer.billing import Bill
+from trainer.costs import Place
 from trainer.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,8 @@ KEYS = {
     "verdict": {"passed": None, "reasons": None},
     "mlflow": dict.fromkeys(("tracking_uri", "run_id", "model_name", "model_version")),
     "reports": dict.fromkeys(("data", "profile", "evaluation", "reconstructions")),
+    "profile": {"verdict": None},
+    "bill": dict.fromkeys(("stages", "seconds", "dollars", "forecast", "notes")),
 }
 """The contract of summary.json; more keys may be there."""
 
@@ -75,6 +79,11 @@ def test_the_whole_run_and_the_same_again(tmp_path):
         assert (tmp_path / place).stat().st_size > 1000
     for line in ("teacher", "student", "Where to look:"):
         assert line in ended.stdout
+    distill = Bill.model_validate(summary["bill"]).stage("distill")
+    assert distill.place == Place(pool="this machine", processes_per_node=2)
+    assert distill.seconds == pytest.approx(sum(distill.parts.values()))
+    assert {"startup", "training", "evaluation", "checkpoints"} <= set(distill.parts)
+    assert distill.dollars is None
 
     again = run(tmp_path, "--output", str((tmp_path / "runs" / "latest").resolve()))
     assert again.returncode == 0, again.stderr
@@ -92,7 +101,7 @@ def test_a_run_with_recorded_outputs_keeps_them_for_another_distillation(tmp_pat
     ended = run(tmp_path, "--output", "here", "--set", *settings, processes=1)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
-    assert list(summary["stages"]) == list(STAGES)
+    assert list(summary["stages"]) == [name for name in STAGES if name != "tune"]
     assert "reinforce" in summary["reports"]
     assert re.search(r"^reinforce .* 2 views of 1,\d+ images", ended.stdout, flags=re.MULTILINE)
     fingerprint = artifacts.read(tmp_path / "here" / "teacher-outputs", "teacher_outputs").fingerprint
