@@ -146,6 +146,8 @@ def read_tuning(uri: str | Path) -> Tuning:
     try:
         return Tuning.model_validate_json(content)
     except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
         raise ArtifactError(
-            f"tuning {uri}: {FILE} is not one of this version ({error}); run the stage tune again"
+            f"tuning {uri}: {FILE} is not one of this version ({where}: {first['msg']}); run the stage tune again"
         ) from error

@@ -1,0 +1,196 @@
+"""The search against exhaustive ones on many made-up machines, and what it says when it stops."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.unit.tuning.landscapes import TRIAL_S, Landscape
+from trainer.errors import SettingsError
+from trainer.tuning.ideas import Job
+from trainer.tuning.schema import Candidate, Trial
+from trainer.tuning.search import LEAST_GAIN, search
+
+SEEDS = range(150)
+ENDLESS = float("inf")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nine_tenths_of_the_best_in_a_tenth_of_the_measurements_in_95_of_100_landscapes(device):
+    reached, measured = [], []
+    for seed in SEEDS:
+        landscape = Landscape(seed, device)
+        best_s, cells = landscape.best_s()
+        found = search(landscape.start, landscape.job, landscape.measure, limit_s=ENDLESS)
+        reached.append(best_s / landscape.run_s(found.best.candidate))
+        measured.append(len(landscape.measured) / cells)
+    assert np.mean(np.array(reached) >= 0.9) >= 0.95
+    assert max(measured) <= 0.1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_step_of_a_search_makes_the_distillation_longer(device):
+    for seed in SEEDS[:30]:
+        landscape = Landscape(seed, device)
+        found = search(landscape.start, landscape.job, landscape.measure, limit_s=ENDLESS)
+        taken = [tried.run_s for tried in found.tried if tried.taken]
+        assert all(after <= before / LEAST_GAIN for before, after in zip(taken, taken[1:], strict=False))
+        assert found.best.candidate == [tried for tried in found.tried if tried.taken][-1].trial.candidate
+
+
+def test_the_same_measurements_give_the_same_search():
+    runs = []
+    for _ in range(2):
+        landscape = Landscape(7, "cuda")
+        search(landscape.start, landscape.job, landscape.measure, limit_s=ENDLESS)
+        runs.append(landscape.measured)
+    assert runs[0] == runs[1]
+
+
+def test_the_time_limit_holds_and_what_was_not_tried_is_told():
+    landscape = Landscape(9, "cpu")
+    found = search(landscape.start, landscape.job, landscape.measure, limit_s=3 * TRIAL_S)
+    assert found.seconds <= 3 * TRIAL_S
+    assert found.stopped == "the 0.5 minutes of the search are over (tune.minutes)"
+    assert found.stopped in found.untried.values()
+
+
+def test_a_distillation_that_is_short_is_not_searched_for_longer_than_it_takes():
+    landscape = Landscape(9, "cpu")
+    short = dataclasses.replace(landscape.job, images=int(TRIAL_S * landscape.rate(landscape.start)), recording_s=0.0)
+    found = search(landscape.start, short, landscape.measure, limit_s=ENDLESS)
+    assert len(found.tried) == 1
+    assert "may save about" in found.stopped
+    assert "to try it takes about 10 s" in found.stopped
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Small machines, made by hand
+
+JOB = Job(
+    images=10**7,
+    largest_batch=256,
+    device="cpu",
+    has_bf16=False,
+    world_size=1,
+    nodes=1,
+    most_workers=2,
+    no_recording="no loss compares with the teacher",
+)
+START = Candidate(
+    workers=0,
+    batch_size=64,
+    accumulation=1,
+    precision="fp32",
+    compile="off",
+    zero=False,
+    gradient_compression="none",
+    teacher="online",
+)
+
+
+def machine(rate, fits=lambda candidate: True, **shares):
+    """Measures candidates by a function that gives their rate."""
+
+    def measure(candidate, rate_to_beat):
+        if not fits(candidate):
+            return Trial(candidate=candidate, ended="out of memory", seconds=1.0)
+        value = rate(candidate)
+        workers = 0 if candidate.workers == "auto" else candidate.workers
+        return Trial(
+            candidate=candidate,
+            ended="outrun" if value < 0.8 * rate_to_beat else "measured",
+            images_per_second=value,
+            low=0.99 * value,
+            high=1.01 * value,
+            steps=10,
+            seconds=5.0,
+            shares=shares,
+            workers=workers,
+        )
+
+    return measure
+
+
+def test_given_settings_that_do_not_fit_are_halved_until_they_do():
+    found = search(START, JOB, machine(lambda _: 100.0, lambda candidate: candidate.held <= 16), limit_s=ENDLESS)
+    assert [tried.trial.candidate.accumulation for tried in found.tried[:3]] == [1, 2, 4]
+    assert [tried.verdict for tried in found.tried[:2]] == ["does not fit into memory"] * 2
+    assert found.best.candidate.accumulation == 4
+    assert found.best.candidate.batch_size == START.batch_size
+
+
+def test_settings_of_which_no_part_fits_are_refused():
+    with pytest.raises(
+        SettingsError,
+        match=r"distill\.batch_size = 64 does not fit into memory on 1 processes, not even in 64 micro-batches; choose a smaller",
+    ):
+        search(START, JOB, machine(lambda _: 100.0, lambda _: False), limit_s=ENDLESS)
+
+
+def test_a_batch_that_does_not_fit_is_tried_in_parts():
+    def rate(candidate):
+        return 100.0 * candidate.batch_size**0.5
+
+    measure = machine(rate, lambda candidate: candidate.held <= 64, optimizer=0.6)
+    found = search(START, JOB, measure, limit_s=ENDLESS)
+    assert (found.best.candidate.batch_size, found.best.candidate.accumulation) == (256, 4)
+    assert "batch_size=512" in found.untried
+
+
+def test_what_brings_too_little_is_not_taken():
+    found = search(
+        START,
+        JOB,
+        machine(lambda candidate: 102.0 if candidate.precision == "bf16" else 100.0, lambda c: c.batch_size <= 64),
+        limit_s=ENDLESS,
+    )
+    assert found.best.candidate == START
+    (bf16,) = [tried for tried in found.tried if tried.trial.candidate.precision == "bf16"]
+    assert bf16.verdict == "1.020 times the speed of the best, which is less than the 1.03 that a change must bring"
+
+
+def test_a_gain_that_only_shows_with_more_loaders_is_found():
+    """bf16 makes the computing three times faster, but one process then can not load fast enough."""
+
+    def measure(candidate, rate_to_beat):
+        computing, loading = 0.03 if candidate.precision == "bf16" else 0.1, 0.09 / max(1, candidate.workers)
+        seconds = max(computing, loading)
+        trial = machine(lambda _: 64 / seconds, data=(seconds - computing) / seconds)(candidate, rate_to_beat)
+        return trial.model_copy(update={"ended": "measured"})
+
+    start = START.model_copy(update={"workers": 1})
+    job = dataclasses.replace(JOB, most_workers=4, largest_batch=64)
+    found = search(start, job, measure, limit_s=ENDLESS)
+    assert (found.best.candidate.precision, found.best.candidate.workers) == ("bf16", 4)
+
+
+def test_auto_is_measured_once():
+    start = START.model_copy(update={"workers": "auto"})
+    found = search(start, JOB, machine(lambda _: 100.0), limit_s=ENDLESS)
+    assert [tried.trial.candidate.workers for tried in found.tried].count("auto") == 1
+
+
+@pytest.mark.parametrize(
+    ("recording_s", "share", "chosen"), [(100.0, 0.5, "recorded"), (10**6, 0.5, "online"), (10**4, 0.01, "online")]
+)
+def test_the_teacher_is_recorded_where_that_pays(recording_s, share, chosen):
+    job = dataclasses.replace(JOB, no_recording="", recording_s=recording_s, teacher_s=share / 100)
+
+    def rate(candidate):
+        return 100.0 if candidate.teacher == "online" else 100.0 / (1 - share)
+
+    found = search(START, job, machine(rate, teacher_forward=share), limit_s=ENDLESS)
+    assert found.best.candidate.teacher == chosen
+    start = START.model_copy(update={"teacher": "recorded"})
+    found = search(start, job, machine(rate), limit_s=ENDLESS)
+    assert found.best.candidate.teacher == chosen
+
+
+def test_a_micro_batch_that_is_a_part_of_the_loss_is_left_alone():
+    job = dataclasses.replace(JOB, relates_images=True)
+    found = search(START, job, machine(lambda _: 100.0), limit_s=ENDLESS)
+    assert {tried.trial.candidate.accumulation for tried in found.tried} == {1}
+    assert "part of what is learned" in found.untried["accumulation"]
