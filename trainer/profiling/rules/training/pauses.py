@@ -70,7 +70,8 @@ def _pauses(rank: RankEvidence) -> Series:
 def _spent_between(spans: Spans, ends: Series) -> Series:
     """Seconds of the ranges outside of steps, in each of the times between two ends."""
     spent = np.zeros(len(ends) - 1)
-    places = np.searchsorted(ends, spans.start_s) - 1
+    middles = spans.start_s + spans.seconds / 2  # a start may be rounded to before the end of the step
+    places = np.searchsorted(ends, middles) - 1
     inside = (places >= 0) & (places < len(spent))
     np.add.at(spent, places[inside], spans.seconds[inside])
     return spent
