@@ -185,8 +185,9 @@ class RankRecord(Record):
     failed: str | None = None
     """Message of the error that ended it; only the first process leaves evidence then."""
     startup: Mapping[str, Seconds] = {}
-    """Part of the time before the end of the first step -> seconds: `imports`, `fetch`, `join`, `preparation`, `compile`, `first_step`;
-    parts that did not happen are left out, and a later training of the same process has no `imports`."""
+    """Part of the time before the end of the first step -> seconds: `launch` (from the launch of the job on this machine to the start of
+    this process), `imports`, `fetch`, `join`, `preparation`, `compile`, `first_step`. Parts that did not happen are left out, and a later
+    training of the same process begins with its `preparation`."""
     compilations: tuple[CompilationRecord, ...] = ()
     communication: CommunicationRecord | None = None
     overhead: Mapping[str, Seconds] = {}

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 
 import psutil
 
+from trainer.launch import seconds_since_launch
+
 IMPORTED_UNIX = time.time()
 """When torch and most of the trainer were loaded, by whom this module is loaded last."""
 
 
 class Startup:
-    """Splits the time from the start of the process to a training's recording into parts that sum to it."""
+    """Splits the time from the launch of the job, or else the start of the process, to a training's recording into parts."""
 
     _imports_counted = False
 
@@ -22,8 +24,10 @@ class Startup:
         self._parts: dict[str, float] = {}
         self._began_unix = time.time()
         if not Startup._imports_counted:
+            started = psutil.Process().create_time()
+            launching = seconds_since_launch() - (time.time() - started)
             # What lies between the imports and here is left out: an interpreter may have waited for a person.
-            self._parts["imports"] = max(0.0, IMPORTED_UNIX - psutil.Process().create_time())
+            self._parts = {"launch": max(0.0, launching), "imports": max(0.0, IMPORTED_UNIX - started)}
             Startup._imports_counted = True
         self._counted = 0.0
 

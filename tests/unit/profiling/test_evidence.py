@@ -186,3 +186,77 @@ def test_tables_are_plain_arrow_files(evidence: Path) -> None:
     assert schema.field("profiled").type == pa.bool_()
     assert schema.field("start_s").type == pa.float64()
     assert schema.field("forward/attention").type == pa.float32()
+
+
+def test_what_is_recorded_so_far_can_be_read_while_it_records() -> None:
+    settings = EvidenceSettings(operators_steps=0, system_interval_s=0.05)
+    recorder = Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1)
+    with recorder:
+        for step in range(3):
+            with recorder.timeline.step(step, images=4), recorder.timeline.range("forward"):
+                torch.ones(64, 64) @ torch.ones(64, 64)
+            recorder.metrics(step, {"loss": 1.0 / (step + 1)})
+        recorder.cost("rules", 0.25)
+        now = recorder.snapshot()
+    (rank,) = now.ranks
+    assert rank.steps["step"].tolist() == [0, 1, 2]
+    assert now.metrics["loss"].values.tolist() == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert rank.record.overhead["rules"] == 0.25
+    assert 0 < rank.record.ended_s <= recorder.snapshot().ranks[0].record.ended_s
+
+
+def test_looking_at_a_recording_that_did_not_begin_is_a_mistake() -> None:
+    recorder = Recorder(EvidenceSettings(), name="mae", device=torch.device("cpu"), rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        recorder.snapshot()
+
+
+def test_what_watching_costs_stands_in_the_evidence(evidence: Path) -> None:
+    record = read_evidence(evidence).trainings[1].ranks[0].record
+    assert set(record.overhead) == {"marks", "tensors", "monitor", "operators"}
+    assert 0 < record.overhead["marks"] < record.steps.seconds
+    assert record.overhead["monitor"] > 0
+    assert record.overhead["operators"] >= record.outside["profiler"].seconds > 0
+
+
+def test_processor_time_of_a_step_is_told_apart_from_waiting(tmp_path: Path) -> None:
+    recorder = Recorder(
+        EvidenceSettings(operators_steps=0), name="distill", device=torch.device("cpu"), rank=0, world_size=1
+    )
+    with recorder:
+        for step in range(2):
+            with recorder.timeline.step(step), recorder.timeline.range("data"):
+                if step:
+                    time.sleep(0.1)
+                else:
+                    end = time.thread_time() + 0.1
+                    while time.thread_time() < end:
+                        sum(range(1000))
+    steps = recorder.snapshot().ranks[0].steps
+    assert (steps["host_data_seconds"] >= 0.1).all()
+    assert steps["host_data_cpu_seconds"][0] >= 0.1
+    assert steps["host_data_cpu_seconds"][1] < 0.05
+    assert (steps["host_cpu_seconds"] >= steps["host_data_cpu_seconds"]).all()
+    if Path("/proc/thread-self/schedstat").exists():
+        assert (steps["host_delayed_seconds"] >= 0).all()
+        assert steps["host_delayed_seconds"][1] < steps["host_seconds"][1]
+
+
+def train_and_fail(recorder: Recorder) -> None:
+    with recorder.timeline.step(0):
+        pass
+    raise ZeroDivisionError("by nothing")
+
+
+def test_evidence_of_a_failed_training_is_that_of_its_first_process(
+    record: Callable[..., Recorder], tmp_path: Path
+) -> None:
+    settings = EvidenceSettings(operators_steps=0)
+    recorder = Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=2)
+    with pytest.raises(ZeroDivisionError), recorder:
+        train_and_fail(recorder)
+    with artifacts.create(tmp_path, "evidence", settings={}) as draft:
+        recorder.write(draft.path)
+    (training,) = read_evidence(tmp_path).trainings
+    assert training.ranks[0].record.failed == "by nothing"
+    assert training.ranks[0].record.steps.count == 1

@@ -108,7 +108,7 @@ from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.distillation.student import ProjectedStudent
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.training.processes import join_processes
-from trainer.training.wrapping import Graphs, compile_blocks, wrap
+from trainer.training.wrapping import Exchange, Graphs, compile_blocks, wrap
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 10, "num_heads": 2}
 
@@ -166,6 +166,13 @@ with join_processes() as processes:
     compiled = gradient(model, of_logits, processes)
     result["compiled"] = float((compiled - gradient(make(drop_path=0.2), of_logits, processes)).norm() / compiled.norm())
     result["graphs"] = graphs.count
+    model, _ = wrap(make(), TrainingSettings(), processes)
+    exchange, told = Exchange(model), []
+    for step in range(14):
+        model(torch.zeros(2, 3, 16, 16, dtype=torch.uint8)).sum().backward()
+        exchange.look()
+        told.append(exchange.record())
+    result["exchange"] = [sum(record is None for record in told), told[-1].model_dump()]
     print(json.dumps(result))
 """
 
@@ -188,5 +195,10 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
     ]
     for printed in [json.loads(process.communicate(timeout=120)[0]) for process in started]:
         assert printed.pop("graphs") == 10
+        unknown, exchange = printed.pop("exchange")
+        assert unknown >= WARM_STEPS
+        assert 3 <= exchange["steps"] <= 10 - WARM_STEPS
+        assert 0 <= exchange["hidden_s"] <= exchange["exchange_s"] < 10
+        assert 0 < exchange["backward_s"] < 10
         assert 1e-4 < printed.pop("logits, rounded") < 1e-2
         assert all(error < 1e-5 for error in printed.values()), printed

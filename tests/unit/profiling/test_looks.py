@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer import models
+from trainer.config import EvidenceSettings, ModelSettings
+from trainer.profiling.looks import LOOKS_KEPT, Looks
+from trainer.profiling.schema import TENSOR_COLUMNS
+from trainer.profiling.timeline import RECORDER, HostClock, Timeline
+
+SECOND = 1_000_000_000
+
+
+class Watched:
+    """A training whose time a test moves: looking itself takes no time but what `costs` says."""
+
+    def __init__(self, every: int = 10, budget: float = 1.0, step_s: float = 1.0) -> None:
+        self.now = 0
+        self.curves: list[tuple[int, Mapping[str, float], float]] = []
+        self.timeline = Timeline(HostClock(lambda: self.now), nanoseconds=lambda: self.now)
+        settings = EvidenceSettings(tensors_every=every, tensors_budget=budget)
+        self.looks = Looks(settings, self.timeline, lambda *point: self.curves.append(point))
+        torch.manual_seed(0)
+        args = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+        self.model = models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"])
+        self.timeline.start()
+        self._step_ns = int(step_s * SECOND)
+
+    def train(self, steps: range, show: Callable[[], object] | None = None) -> list[int]:
+        """The steps in which weights were looked at."""
+        image = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
+        looked = []
+        for step in steps:
+            with self.timeline.step(step):
+                self.model(image).sum().backward()
+                marks = len(self.timeline._segment.owners)
+                with self.looks.around_update(step, show or (lambda: self.model(image))):
+                    self.now += self._step_ns
+                self.model.zero_grad()
+                if len(self.timeline._segment.owners) > marks:
+                    looked.append(step)
+        self.looks.finish()
+        return looked
+
+
+def test_the_first_step_and_then_every_so_manyth_is_looked_at() -> None:
+    watched = Watched(every=10)
+    watched.looks.at(watched.model)
+    assert watched.train(range(35)) == [0, 10, 20, 30]
+    moments, values = watched.looks.table()
+    assert moments[:, 0].tolist() == [0, 10, 20, 30]
+    np.testing.assert_allclose(np.diff(moments[:, 1]), 10)
+    assert values.shape == (4, len(watched.looks.tensors), len(TENSOR_COLUMNS))
+    assert np.isfinite(values[..., TENSOR_COLUMNS.index("weight_norm")]).all()
+    assert RECORDER in watched.timeline.ranges
+
+
+def test_a_training_that_goes_on_looks_first_and_then_at_the_steps_that_others_look_at() -> None:
+    watched = Watched(every=10)
+    watched.looks.at(watched.model)
+    assert watched.train(range(17, 45)) == [17, 30, 40]
+
+
+def test_looks_become_rarer_where_they_would_cost_too_much() -> None:
+    """Looking takes real time, more than a millisecond; the training's own passes as the test says."""
+    watched = Watched(every=1, budget=0.01, step_s=0.05)
+    watched.looks.at(watched.model)
+    spent = []
+    for step in range(400):
+        before, now = watched.looks.spent_s, watched.timeline.now_s()
+        if watched.train(range(step, step + 1)):
+            spent.append((before, now))
+    assert 1 < len(spent) < 300
+    assert all(before <= 0.01 * now for before, now in spent)
+
+
+def test_looks_can_be_turned_off() -> None:
+    watched = Watched(every=0)
+    watched.looks.at(watched.model)
+    assert watched.train(range(5)) == []
+    assert watched.looks.missing == {"tensors": "turned off (tensors_every is 0)"}
+    assert watched.looks.table()[1].shape == (0, 0, len(TENSOR_COLUMNS))
+
+
+def test_attention_becomes_curves() -> None:
+    watched = Watched(every=2)
+    watched.looks.at(watched.model)
+    watched.train(range(4))
+    assert [step for step, _, _ in watched.curves] == [0, 2]
+    assert all(0.5 < values["attention_entropy/network.blocks.0"] <= 1 for _, values, _ in watched.curves)
+
+
+def test_attention_that_is_not_looked_at_has_its_reason() -> None:
+    watched = Watched()
+    watched.looks.at(watched.model, attention=False)
+    assert watched.looks.missing == {"attention": "looked at by rank 0 only"}
+    other = Watched()
+    other.looks.at(nn.Linear(2, 2))
+    assert other.looks.missing == {"attention": "the model has no attention of timm's kind"}
+
+
+def test_the_first_look_is_kept_however_many_there_are() -> None:
+    watched = Watched(every=1)
+    watched.looks.at(watched.model, attention=False)
+    watched.train(range(3 * LOOKS_KEPT))
+    steps = watched.looks.table()[0][:, 0]
+    assert steps[0] == 0
+    assert LOOKS_KEPT / 2 <= len(steps) - 1 <= LOOKS_KEPT
+    assert (np.diff(steps) > 0).all()
+    assert steps[-1] > 2.9 * LOOKS_KEPT
