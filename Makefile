@@ -72,7 +72,7 @@ deploy-pipeline: $(READY)  ## upload the pipeline to Kubeflow and run it [KFP_HO
 undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put there [KFP_HOST=url NAMESPACE=name VERSION=name ALL=1]
 	@$(VENV)/python -m pipelines.undeploy --image "$$IMAGE" $(if $(VERSION),--version "$$VERSION") $(if $(ALL),--all)
 
-docs: $(READY)  ## write docs/configuration.md
+docs: $(READY)  ## write docs/configuration.md and docs/rules.md
 	$(VENV)/python docs/generate.py
 
 lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1 takes newer versions]

@@ -108,7 +108,7 @@ POOR_INITIALISATION = Rule(
         "A matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth root "
         "of its elements); or its root mean square differs more than `largest_ratio` times from that of the same matrix in another block."
     ),
-    advises="Draw these weights as timm does, or start from trained ones.",
+    advises="Drawing these weights as timm does, or starting from trained ones.",
     judge=_judge_initialisation,
 )
 
@@ -153,7 +153,7 @@ VANISHING_GRADIENTS = Rule(
     title="Vanishing gradients",
     needs=f"{_LOOKS} looks at the gradients.",
     fires="More than `share` of all looks at tensors see a mean absolute gradient below `mean_abs`.",
-    advises="Find what shrinks the loss or its gradient: weights near 0, a detached tensor, saturated units.",
+    advises="Finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.",
     judge=_judge_vanishing,
 )
 
@@ -327,7 +327,7 @@ UPDATE_RATIO = Rule(
         "A step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near the "
         "peak learning rate is above `smallest`."
     ),
-    advises="A lower learning rate; or a higher one.",
+    advises="A lower learning rate, or a higher one.",
     judge=_judge_update_ratio,
 )
 
