@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 
 from trainer import artifacts, config, forecast, models, tracking
@@ -25,6 +24,7 @@ from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import SettingsError
 from trainer.forecast import Forecast, Measurement
 from trainer.models import Classifier
+from trainer.profiling.startup import Startup
 from trainer.stages import distill, reinforce
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
 from trainer.training.loop import Training
@@ -70,6 +70,7 @@ def run(
         SettingsError: the batch can not be dealt to the processes, or fits into no memory.
         TrainerError: as the parts that it calls.
     """
+    startup = Startup()
     data = open_dataset(dataset)
     parents = {"dataset": data.fingerprint, "teacher": artifacts.manifest(teacher, "model").fingerprint}
     if teacher_outputs is not None:
@@ -81,7 +82,14 @@ def run(
         forecast.check_budget(measuring.place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
         subject = _open(
-            settings, data, processes, folder, dataset=dataset, teacher=teacher, teacher_outputs=teacher_outputs
+            settings,
+            data,
+            processes,
+            startup,
+            folder,
+            dataset=dataset,
+            teacher=teacher,
+            teacher_outputs=teacher_outputs,
         )
         draft = stack.enter_context(shared_artifact(processes, tuning, "tuning", settings=values, parents=parents))
         made = _tune(subject, settings, tracker, checkpoint_root(tuning))
@@ -179,6 +187,7 @@ def _open(
     tuned: TuneSettings,
     data: PreparedDataset,
     processes: Processes,
+    startup: Startup,
     folder: Path,
     *,
     dataset: str | Path,
@@ -191,7 +200,7 @@ def _open(
     student = models.create(settings.student, data.classes, drop_path=settings.drop_path)
     model = distill.load_teacher(teacher, data) if settings.needs_teacher else None
     samples = Samples([data.split("train")])
-    ready_s = time.time() - psutil.Process().create_time()
+    ready_s = sum(startup.until(time.time()).values())
     recording, hindrance, recording_s, teacher_s = None, "no loss compares with the teacher", 0.0, 0.0
     if model is not None and teacher_outputs is not None:
         check_fits(teacher_outputs, settings, data=data, dataset=dataset, teacher=teacher)
