@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +98,16 @@ STYLE = _style()
 def colour_class(name: str) -> str:
     """The style class of a phase or range."""
     return f"f-{name if name in COLOURS else 'named'}"
+
+
+Amount = TypeVar("Amount", float, Series)
+
+
+def by_colour(amounts: Mapping[str, Amount]) -> dict[str, Amount]:
+    """Amounts of phases and ranges, those that have no colour of their own as one where there are several."""
+    own = {name: amount for name, amount in amounts.items() if name in COLOURS}
+    named = [amount for name, amount in amounts.items() if name not in COLOURS]
+    return own | {"named": sum(named[1:], start=named[0])} if len(named) > 1 else dict(amounts)
 
 
 def figure(height: float, content: str, title: str) -> str:
@@ -188,7 +199,7 @@ def bars(rows: Sequence[Bar], unit: str, title: str, *, note_width: int = 250) -
     content = [_value_axis(most, length, height, unit)]
     for index, row in enumerate(rows):
         y = index * _ROW
-        content.append(text(_LEFT - 10, y + 17, row.label, "end"))
+        content.append(text(_LEFT - 10, y + 17, _fitting(row.label), "end"))
         content.append(rectangle(_LEFT, y + 4, row.value / most * length, _ROW - 8, colour_class(row.name), row.note))
         if row.low is not None and row.high is not None:
             content.append(_whisker(_LEFT + row.low / most * length, _LEFT + row.high / most * length, y + _ROW / 2))
@@ -219,10 +230,12 @@ def stacked_rows(rows: Sequence[tuple[str, Sequence[Part], str]], most: float, u
     for index, (label, parts, note) in enumerate(rows):
         y, x = index * row, float(_LEFT)
         baseline = y + row / 2 + 4
-        content.append(text(_LEFT - 10, baseline, label, "end"))
+        content.append(text(_LEFT - 10, baseline, _fitting(label), "end"))
         for part in parts:
             width = part.share / most * length
-            hint = f"{part.label}: {short(part.share)} {unit}"
+            hint = (
+                f"{part.label}: {short(part.share)} {unit}" if row == _ROW else ""
+            )  # of many rows they would fill the page
             content.append(rectangle(x, y + gap, width - 0.5, row - 2 * gap, colour_class(part.name), hint))
             x += width
         content.append(text(_LEFT + length + 18, baseline, note, "soft"))

@@ -93,6 +93,9 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> st
     findings = found(given)
     if findings:
         return _of_finding(findings, {summary.name: summary for summary in summaries})
+    failed = next((one for one in summaries if one.failed), None)
+    if failed:
+        return f"{words.training(failed.name)} ended with an error: {failed.failed}"
     judged = {one.rule for one in given if isinstance(one.outcome, Healthy)}
     unjudged = {one.rule for one in given} - judged
     looked = f"{_rules(len(judged))} looked and found nothing" if judged else "no rule could look"

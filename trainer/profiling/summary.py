@@ -125,6 +125,8 @@ class TrainingSummary:
     settings: Mapping[str, Any]
     """Of this training, as far as they were recorded."""
     parameters: int | None
+    failed: str | None
+    """The message of the error that ended it; none where it came to its end."""
     recorded_s: float
     steps: int
     steps_measured: int
@@ -177,6 +179,7 @@ def summarize(training: TrainingEvidence) -> TrainingSummary:
         place=record.place,
         settings=record.context.settings,
         parameters=record.context.parameters,
+        failed=record.failed,
         recorded_s=record.ended_s,
         steps=record.steps.count,
         steps_measured=len(seconds),

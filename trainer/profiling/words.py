@@ -20,6 +20,7 @@ LABELS = {
     "rules": "judging the training",
     "interrupted": "interrupted step",
     "between": "between steps",
+    "named": "named ranges",
 }
 
 SIGNALS = {

@@ -85,8 +85,10 @@ def _overview(summaries: Sequence[TrainingSummary]) -> str:
 
 
 def _training(evidence: TrainingEvidence, summary: TrainingSummary, findings: Numbered, top_operators: int) -> str:
+    failed = html.paragraph(f"It ended with an error: {summary.failed}") if summary.failed else ""
     return html.section(
         words.training(summary.name),
+        failed,
         _place(summary),
         _tiles(summary),
         steps.recording(summary),

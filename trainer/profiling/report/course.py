@@ -55,7 +55,7 @@ def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequ
     first = evidence.ranks[0]
     duration = max(summary.recorded_s, 1e-6)
     edges = np.linspace(0, duration, BINS + 1)
-    shares = phase_shares(first, edges)
+    shares = drawing.by_colour(phase_shares(first, edges))
     lanes = [
         *_finding_lanes(first, findings, duration),
         *_metric_lanes(evidence, duration),

@@ -65,11 +65,12 @@ def bill(given: Bill) -> str:
 
 def startup(summary: TrainingSummary) -> str:
     """The time before the end of the first step, split."""
-    rows = [
-        Bar(name="other", label=name, value=seconds, note=f"{words.duration(seconds)}  ·  {note}")
-        for key, (name, note) in _STARTUP.items()
-        if (seconds := summary.startup.get(key, 0.0))
-    ]
+    rows = []
+    for key in [*_STARTUP, *(key for key in summary.startup if key not in _STARTUP)]:
+        if seconds := summary.startup.get(key):
+            name, note = _STARTUP.get(key, (key, ""))
+            told = words.duration(seconds) + (f"  ·  {note}" if note else "")
+            rows.append(Bar(name="other", label=name, value=seconds, note=told))
     if not rows:
         return ""
     total = sum(row.value for row in rows)

@@ -55,7 +55,8 @@ def ranks(summary: TrainingSummary) -> str:
         return ""
     rows = []
     for rank in drawn:
-        parts = [Part(name=name, label=words.label(name), share=ms) for name, ms in rank.phase_ms.items()]
+        amounts = drawing.by_colour(rank.phase_ms)
+        parts = [Part(name=name, label=words.label(name), share=ms) for name, ms in amounts.items()]
         memory = f", {words.size(rank.memory_bytes)}" if rank.memory_bytes else ""
         rows.append(
             (f"rank {rank.rank}", parts, f"{words.milliseconds(rank.step_ms.p50 if rank.step_ms else 0.0)}{memory}")

@@ -165,9 +165,26 @@ def test_names_are_escaped(record: Callable[..., Recorder], answers: list[Answer
     assert "&lt;b&gt;distill" in page
 
 
-def test_a_page_on_three_large_trainings_stays_small(large: TrainingEvidence, answers: list[Answer]) -> None:
-    page = page_of([replace(large, name=name) for name in ("mae", "finetune", "distill")], answers)
+def test_a_page_on_three_large_trainings_with_many_named_ranges_stays_small(
+    large: TrainingEvidence, answers: list[Answer]
+) -> None:
+    first = large.ranks[0]
+    named = {f"range {index} {'x' * 40}": 0.01 * first.steps["seconds"] for index in range(40)}
+    ranks = [replace(rank, steps={**rank.steps, **named}) for rank in large.ranks]
+    summary = summarize(replace(large, ranks=ranks))
+    trainings = [
+        (replace(large, name=name, ranks=ranks), replace(summary, name=name)) for name in ("mae", "finetune", "distill")
+    ]
+    page = build(trainings, answers, make_bill([]), top_operators=20)
     assert len(page.encode()) < LIMIT
+    assert "named ranges" in page
+
+
+def test_an_error_that_ended_the_training_is_told(plain: list[TrainingEvidence]) -> None:
+    first = plain[1].ranks[0]
+    record = first.record.model_copy(update={"failed": "the loss is <not> finite"})
+    page = page_of([replace(plain[1], ranks=[replace(first, record=record)])])
+    assert page.count("ended with an error: the loss is &lt;not&gt; finite") == 2
 
 
 def test_a_training_without_steps_has_a_page(record: Callable[..., Recorder], tmp_path: Path) -> None:
