@@ -330,6 +330,10 @@ def _compare(options: argparse.Namespace) -> None:
     print(compare.text(compared))
     if options.output:
         page = Path(options.output)
+        if page.is_dir():
+            raise SettingsError(
+                f"--output {page} is a directory; give the name of a file, such as {page / 'comparison.html'}"
+            )
         make_directory(page.parent)
         with writing_to(page):
             page.write_text(comparison.build(compared), encoding="utf-8")

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.profiling.large import PLACE, made_up_answers
-from trainer.errors import ArtifactError
+from trainer import cli
+from trainer.errors import EXIT_CODE, ArtifactError
 from trainer.profiling.compare import Comparison, change, compare, text
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.report.comparison import build
@@ -198,3 +200,29 @@ def test_nothing_in_common_is_refused(training: TrainingEvidence) -> None:
 )
 def test_a_change_in_words(before: float | None, after: float | None, expected: str) -> None:
     assert change(before, after) == expected
+
+
+def test_the_command_prints_the_comparison_and_writes_its_page(
+    evidence: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "new" / "comparison.html"
+    assert cli.main(["compare", str(evidence), str(evidence), "--output", str(page)]) == 0
+    told = capsys.readouterr().out
+    assert "Distillation: both sides are the same recording." in told
+    assert f"As a page: {page}" in told
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_wrong_input_of_the_command_ends_in_one_message(
+    evidence: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        ([str(tmp_path), str(evidence)], f"error: {tmp_path}: holds neither summary.json"),
+        ([str(evidence), "nowhere"], "error: nowhere: no such directory; give the directory of a run"),
+        ([str(evidence), str(evidence), "--output", str(tmp_path)], f"error: --output {tmp_path} is a directory"),
+        ([str(evidence), str(evidence), "--output", "/proc/here/page.html"], "error: can not write to /proc/here"),
+    ):
+        assert cli.main(["compare", *arguments]) == EXIT_CODE
+        said = capsys.readouterr().err
+        assert said.startswith(message)
+        assert "Traceback" not in said
