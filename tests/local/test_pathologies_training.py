@@ -262,7 +262,7 @@ def test_stalled_training(distil, caplog):
     found = findings(distil(fault=fault, watch={"rules": STALLED}), STALLED)
     assert set(found) == {"stalled_training"}
     assert "between steps 20 and 21" in found["stalled_training"]
-    (line,) = (line for line in caplog.messages if "stalled training" in line)
+    (line,) = (line for line in caplog.messages if "severe: Stalled training. " in line)
     assert "since step 20; the first process is in trainer.training.loop.train (line " in line
 
 
@@ -292,7 +292,7 @@ def test_an_explosion_ends_the_training_within_a_few_looks_and_keeps_its_checkpo
     )
     assert message is not None, str(caught.value)
     assert int(message[1]) <= 25
-    assert any("severe, exploding gradients: " in line for line in caplog.messages)
+    assert any("severe: Exploding gradients. " in line for line in caplog.messages)
     newest = max(patient.folder.rglob("step-*"), key=lambda path: path.stat().st_mtime)
     assert artifacts.read(newest, "checkpoint")
 

@@ -24,26 +24,28 @@ class Alarm:
     """
 
     def __init__(
-        self, seconds: float, *, excused: Callable[[], bool], ring: Callable[[float, str], str | None]
+        self, seconds: float, *, excused: Callable[[], bool], ring: Callable[[float, str], str], ends: bool
     ) -> None:
         """Around what the current thread does.
 
         Args:
             seconds: how long without a sign of life is too long.
             excused: whether the time counts for nothing at the moment.
-            ring: takes the seconds without a sign of life and where the thread is; gives the message to end it with, or None. Called in
-                the alarm's thread.
+            ring: takes the seconds without a sign of life and where the thread is; gives the message for its end. Called in the alarm's
+                thread.
+            ends: whether to end what hangs; only the main thread can be ended.
         """
         self._seconds, self._excused, self._ring = seconds, excused, ring
         self._watched = threading.current_thread()
+        self._ends = ends and self._watched is threading.main_thread()
         self._seen = time.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._wait, name="alarm", daemon=True)
-        self._message: str | None = None
+        self._message = f"ended by {_SIGNAL.name}"
         self._before: Any = None
 
     def __enter__(self) -> Self:
-        if self._watched is threading.main_thread():
+        if self._ends:
             self._before = signal.signal(_SIGNAL, self._end)
         self._seen = time.monotonic()
         self._thread.start()
@@ -54,7 +56,7 @@ class Alarm:
     ) -> None:
         self._closing.set()
         self._thread.join()
-        if self._watched is threading.main_thread():
+        if self._ends:
             signal.signal(_SIGNAL, self._before or signal.SIG_DFL)
 
     def put_off(self) -> None:
@@ -65,12 +67,15 @@ class Alarm:
         while not self._closing.wait(self._seconds / 10):
             if self._excused():
                 self.put_off()
+                continue
             silent = time.monotonic() - self._seen
             if silent > self._seconds:
                 self._message = self._ring(silent, _place(self._watched))
                 break
-        if self._message is not None and self._watched is threading.main_thread():
-            signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+        else:
+            return
+        if self._ends:
+            signal.pthread_kill(self._watched.ident or 0, _SIGNAL)
 
     def _end(self, _number: int, _frame: FrameType | None) -> NoReturn:
         raise TrainingError(self._message)

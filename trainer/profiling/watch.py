@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +18,8 @@ from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.rules.training.pauses import STALLED_TRAINING, hanging
 from trainer.tracking import Tracker
+
+logger = logging.getLogger(__name__)
 
 
 class Watch:
@@ -53,7 +57,9 @@ class Watch:
         self._began = time.perf_counter()
         self._due = self._began + self._settings.interval_s
         if self._active and stalled.enabled:
-            self._alarm = self._open.enter_context(Alarm(stalled.seconds, excused=self._is_excused, ring=self._hangs))
+            ends = STALLED_TRAINING.name in self._settings.stop_on
+            alarm = Alarm(stalled.seconds, excused=self._is_excused, ring=self._hangs, ends=ends)
+            self._alarm = self._open.enter_context(alarm)
         return self
 
     def __exit__(
@@ -75,15 +81,20 @@ class Watch:
         if time.perf_counter() < self._due:
             return
         for rule, finding in self._judge():
-            if message := self._tell(rule, finding):
+            message = self._tell(rule, finding)
+            if rule.name in self._settings.stop_on:
                 raise TrainingError(message)
 
     def _judge(self) -> list[tuple[Rule, Finding]]:
         """What was not told yet, those that end the training last."""
         began = time.perf_counter()
-        with self._recorder.timeline.range("rules"):
-            case = Case(training=self._recorder.snapshot(), rules=self._settings.rules, live=True)
-            found = [(answer.rule, answer.outcome) for answer in judge(case) if isinstance(answer.outcome, Finding)]
+        try:
+            with self._recorder.timeline.range("rules"):
+                found = self._found()
+        except Exception:  # a rule that fails must not cost the training that it is to save
+            logger.warning("%s  is no longer judged while it runs, for that failed", self._recorder.name, exc_info=True)
+            self._due = math.inf
+            return []
         now = time.perf_counter()
         self._spent += now - began
         self._recorder.cost("rules", now - began)
@@ -91,20 +102,22 @@ class Watch:
         new = [(rule, finding) for rule, finding in found if rule.name not in self._told]
         return sorted(new, key=lambda pair: pair[0].name in self._settings.stop_on)
 
-    def _tell(self, rule: Rule, finding: Finding) -> str | None:
-        """Pass a finding on; gives the message to end the training with, if it is to end."""
+    def _found(self) -> list[tuple[Rule, Finding]]:
+        case = Case(training=self._recorder.snapshot(), rules=self._settings.rules, live=True)
+        return [(answer.rule, answer.outcome) for answer in judge(case) if isinstance(answer.outcome, Finding)]
+
+    def _tell(self, rule: Rule, finding: Finding) -> str:
+        """Pass a finding on; gives the message for a training that it ends."""
         name, step, text = self._recorder.name, self._step, f"{finding.text} {finding.advice}"
         self._told.add(rule.name)
-        self._say(f"{name}  step {step + 1}  {finding.severity}, {rule.title.lower()}: {text}")
+        self._say(f"{name}  step {step + 1}  {finding.severity}: {rule.title}. {text}")
         self._tracker.metrics(step, {f"{name}/finding/{rule.name}": 1.0})
         self._tracker.tag(f"trainer.finding.{name}.{rule.name}", text)
-        if rule.name not in self._settings.stop_on:
-            return None
-        return f"{name}: stopped after step {step + 1}, as profile.stop_on has {rule.name}: {text}"
+        return f"{name}: stopped after step {step + 1}, as profile.stop_on has {rule.name}: {text.removesuffix('.')}"
 
     def _is_excused(self) -> bool:
         timeline = self._recorder.timeline
         return timeline.first_step_ended_ns is None or timeline.is_beside_steps
 
-    def _hangs(self, seconds: float, place: str) -> str | None:
+    def _hangs(self, seconds: float, place: str) -> str:
         return self._tell(STALLED_TRAINING, hanging(seconds, self._step, place))

@@ -16,7 +16,7 @@ def first_cause(case: Case, *rules: Rule) -> NotJudged | None:
     """The answer of a rule that looks at what others cause: not judged where one of `rules` fires; None where none does."""
     for rule in rules:
         if getattr(case.rules, rule.name).enabled and isinstance(rule.judge(case), Finding):
-            return NotJudged(reason=f"what there is to see may come from another finding: {rule.title.lower()}")
+            return NotJudged(reason=f"what there is to see may come from another finding: {rule.name}")
     return None
 
 

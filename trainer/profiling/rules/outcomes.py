@@ -87,7 +87,7 @@ class Rule:
     """What it looks at, for docs/rules.md."""
     fires: str
     """When it fires, in words; thresholds by their names."""
-    advises: str = ""
+    advises: str
     """What it advises, in words."""
     judge: Callable[[Case], Outcome]
     live: bool = True

@@ -1,0 +1,43 @@
+"""The rules together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields
+
+import pytest
+
+from tests.unit.profiling.rules.learning import case_of
+from trainer.profiling.rules import RULES, judge
+from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
+from trainer.thresholds import RuleSettings
+
+
+def test_each_group_of_thresholds_has_one_rule() -> None:
+    assert Counter(rule.name for rule in RULES) == dict.fromkeys(RuleSettings.model_fields, 1)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_says_what_it_is(rule: Rule) -> None:
+    texts = [getattr(rule, field.name) for field in fields(rule) if isinstance(getattr(rule, field.name), str)]
+    assert all(texts)
+    thresholds = [name for name in type(getattr(RuleSettings(), rule.name)).model_fields if name != "enabled"]
+    for name in thresholds:
+        assert f"`{name}`" in rule.fires + rule.needs, f"docs/rules.md does not say what {name} is for"
+
+
+def test_a_rule_that_is_turned_off_says_so() -> None:
+    answers = {answer.rule.name: answer.outcome for answer in judge(case_of(rules={"start_up": {"enabled": False}}))}
+    assert answers["start_up"] == NotJudged(reason="turned off (profile.rules.start_up.enabled)")
+
+
+def test_a_running_training_is_judged_by_live_rules_only() -> None:
+    answers = judge(case_of(live=True))
+    assert {answer.rule.name for answer in answers} == {rule.name for rule in RULES if rule.live}
+
+
+def test_nothing_recorded_is_no_finding() -> None:
+    """Rules can say that they can not say."""
+    empty = case_of(steps={name: values[:0] for name, values in case_of().training.ranks[0].steps.items()})
+    for answer in judge(empty):
+        assert not isinstance(answer.outcome, Finding), answer.rule.name

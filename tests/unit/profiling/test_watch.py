@@ -1,0 +1,122 @@
+"""Judging while a training runs: what is told, how often, and what ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.config import EvidenceSettings, WatchSettings
+from trainer.errors import TrainingError
+from trainer.profiling import watch
+from trainer.profiling.recorder import Recorder
+from trainer.profiling.rules.outcomes import Case
+from trainer.profiling.schema import ContextRecord
+from trainer.profiling.watch import Watch
+
+UNEVEN = ContextRecord(classes={"apple": 100, "quince": 1})
+"""What the rule class_imbalance fires on."""
+ALWAYS = {"interval_s": 0.0, "budget": 1.0}
+
+
+class Sink:
+    """Stands for MLflow and the terminal: keeps what it gets."""
+
+    run_id = None
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, dict[str, float]]] = []
+        self.tags: dict[str, str] = {}
+        self.said: list[str] = []
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.points.append((step, dict(values)))
+
+    def tag(self, name: str, text: str) -> None:
+        self.tags[name] = text
+
+    def files(self, path: Path) -> None:
+        raise AssertionError("a finding is no file")
+
+
+def train(
+    *, steps: int = 5, context: ContextRecord = UNEVEN, active: bool = True, **settings: Any
+) -> tuple[Sink, Recorder]:
+    """Steps that do nothing, watched."""
+    sink = Sink()
+    recorder = Recorder(
+        EvidenceSettings(operators_steps=0),
+        name="distill",
+        device=torch.device("cpu"),
+        rank=0,
+        world_size=1,
+        context=context,
+    )
+    judged = Watch(recorder, WatchSettings(**settings), tracker=sink, say=sink.said.append, active=active)
+    with recorder, judged:
+        for step in range(steps):
+            with recorder.timeline.step(step):
+                pass
+            judged.look(step)
+    return sink, recorder
+
+
+def test_a_finding_is_told_once_in_the_log_and_in_mlflow() -> None:
+    sink, _ = train(**ALWAYS)
+    (line,) = sink.said
+    assert line.startswith(
+        "distill  step 1  warning: Class imbalance. Class 'apple' has 100 training images and 'quince' has 1: "
+    )
+    assert "Add images of the small classes" in line
+    assert sink.points == [(0, {"distill/finding/class_imbalance": 1.0})]
+    assert sink.tags["trainer.finding.distill.class_imbalance"].startswith("Class 'apple' has 100")
+
+
+def test_a_rule_of_stop_on_ends_the_training() -> None:
+    message = r"^distill: stopped after step 1, as profile.stop_on has class_imbalance: Class 'apple' .* Add images of the small"
+    with pytest.raises(TrainingError, match=message):
+        train(stop_on=("class_imbalance",), **ALWAYS)
+
+
+def test_without_a_finding_nothing_is_told_or_ended() -> None:
+    sink, _ = train(context=ContextRecord(classes={"apple": 10, "quince": 10}), stop_on=("class_imbalance",), **ALWAYS)
+    assert (sink.said, sink.points, sink.tags) == ([], [], {})
+
+
+def test_other_processes_do_not_judge() -> None:
+    sink, recorder = train(active=False, stop_on=("class_imbalance",), **ALWAYS)
+    assert sink.said == []
+    assert "rules" not in recorder.snapshot().ranks[0].record.overhead
+
+
+def test_what_judging_costs_is_counted_and_no_part_of_a_step() -> None:
+    record = train(**ALWAYS)[1].snapshot().ranks[0].record
+    assert 0 < record.outside["rules"].seconds <= record.overhead["rules"]
+    assert record.outside["rules"].count == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "judged"),
+    [
+        pytest.param({"interval_s": 3600.0, "budget": 1.0}, 0, id="the interval has not passed"),
+        pytest.param({"interval_s": 0.0, "budget": 0.0}, 1, id="the budget is spent"),
+    ],
+)
+def test_judging_is_rare(settings: dict[str, float], judged: int) -> None:
+    outside = train(**settings)[1].snapshot().ranks[0].record.outside
+    assert (outside["rules"].count if judged else len(outside) - 1) == judged
+
+
+def test_a_rule_that_fails_costs_no_training(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def failing(case: Case) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(watch, "judge", failing)
+    sink, _ = train(**ALWAYS)
+    assert sink.said == []
+    (record,) = caplog.records
+    assert record.getMessage() == "distill  is no longer judged while it runs, for that failed"
+    assert "a mistake" in caplog.text
