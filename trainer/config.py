@@ -137,7 +137,7 @@ class EvidenceSettings(Section):
     """Length of each window in steps; 0 turns them off."""
     tensors_every: NonNegative = 50
     """Fewest steps between two looks at weights, gradients and attention; 0 turns them off."""
-    tensors_budget: Fraction = 0.004
+    tensors_budget: Fraction = 0.003
     """Largest share of the training's time that these looks may take; they become rarer where they would take more."""
 
 
@@ -419,6 +419,8 @@ class TuneSettings(Section):
     """Most by which `distill.batch_size` may be multiplied: a larger batch takes fewer steps, and the learning rate grows with it."""
     assumed_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Speed-up of twice as many nodes, as a share of 2, where it was not measured; forecasts that use it say so."""
+    elsewhere: tuple[str, ...] = ()
+    """Tunings of the same distillation on other pools or numbers of nodes, by their URIs: alternatives where a budget is not kept."""
     budget_usd: NonNegativeFloat | None = None
     """Most dollars that the distillation may cost; as `run.budget_usd` where not given."""
     budget_hours: NonNegativeFloat | None = None

@@ -1,113 +1,163 @@
 """What the recorder costs a training step: `python tests/benchmarks/bench_recorder.py`.
 
-The same steps of a small ViT's training run with and without the recorder, in turns, in one process; the monitor samples as in a
-training and the operator window is closed, as it is for all but a few steps. Beside it: the cost of the marks alone, on an empty step.
+The same steps run with and without the recorder, in turns, in one process. With it means all of it, with its default settings: marks,
+processor times, the monitor's thread, looks at weights and attention. Only the windows of torch.profiler are off: they cost what they cost
+(one to three seconds the first time) however long the training is, and stand apart in the last line. Each turn is a recording of its own.
+
+`wall` and `processor` are medians of the paired differences between neighbouring turns; on a machine with other work the wall clock
+says little, and the processor time of the process, all its threads, says more. `account` is what the recorder says of itself in the
+evidence, the sum of the three columns behind it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import timm
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from trainer.config import EvidenceSettings
 from trainer.profiling.recorder import Recorder
 
+DIGITS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
+PHASES = ("data", "to_device", "forward", "backward", "optimizer")
+
 Range = Callable[[str], AbstractContextManager[None]]
-Step = Callable[[Range], None]
+Look = Callable[[Callable[[], object]], AbstractContextManager[None]]
 
 
-def make_recorder() -> Recorder:
-    """A recorder with the default settings, but without the operator window."""
-    settings = EvidenceSettings(operators_steps=0)
-    return Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1)
+class Turn(NamedTuple):
+    """Seconds a step."""
+
+    wall: float
+    processor: float
 
 
-def make_training_step(batch_size: int) -> Step:
-    """One optimiser step of the digits student on random pixels."""
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=10
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
+class TrainingStep:
+    """An optimiser step of a vision transformer on random pixels."""
 
-    def step(within: Range) -> None:
+    def __init__(self, batch_size: int, **args: int) -> None:
+        self.model = timm.create_model("vit_tiny_patch16_224", **args)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self._shape = (batch_size, 3, args.get("img_size", 224), args.get("img_size", 224))
+
+    def __call__(self, within: Range, look: Look) -> None:
+        """One step, with its phases."""
         with within("data"):
-            images, labels = torch.rand(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
+            images, labels = torch.rand(self._shape), torch.randint(10, self._shape[:1])
         with within("to_device"):
             images = images.to("cpu")
         with within("forward"):
-            loss = F.cross_entropy(model(images), labels)
+            loss = F.cross_entropy(self.model(images), labels)
         with within("backward"):
             loss.backward()
-        with within("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
+        with look(lambda: self.model(images[:8])), within("optimizer"):
+            self._optimizer.step()
+            self._optimizer.zero_grad()
 
 
-def empty_step(within: Range) -> None:
-    """The ranges of a step with nothing in them."""
-    for name in ("data", "to_device", "forward", "backward", "optimizer"):
-        with within(name):
-            pass
+class EmptyStep:
+    """The phases of a step with nothing in them."""
+
+    model: nn.Module | None = None
+
+    def __call__(self, within: Range, look: Look) -> None:
+        """One step."""
+        for name in PHASES:
+            with within(name):
+                pass
 
 
-def without(_: str) -> AbstractContextManager[None]:
-    """A range that does nothing."""
+Step = TrainingStep | EmptyStep
+
+
+def nothing(_: object) -> AbstractContextManager[None]:
+    """A context that does nothing."""
     return nullcontext()
 
 
-def timed_plain(step: Step, count: int) -> float:
-    """Seconds a step without a recorder."""
-    start = time.perf_counter()
+def without(step: Step, count: int) -> Turn:
+    """A turn without the recorder."""
+    wall, processor = time.perf_counter(), time.process_time()
     for _ in range(count):
-        step(without)
-    return (time.perf_counter() - start) / count
+        step(nothing, nothing)
+    return Turn((time.perf_counter() - wall) / count, (time.process_time() - processor) / count)
 
 
-def timed_recorded(step: Step, count: int, recorder: Recorder) -> float:
-    """Seconds a step with it."""
-    start = time.perf_counter()
-    for number in range(count):
-        with recorder.timeline.step(number, images=128):
-            step(recorder.timeline.range)
-    return (time.perf_counter() - start) / count
+def with_it(step: Step, count: int) -> tuple[Turn, dict[str, float]]:
+    """A turn with the recorder, and the share of the steps' time that it says it costs, part by part."""
+    settings = EvidenceSettings(operators_steps=0)
+    recorder = Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1)
+    if step.model is not None:
+        recorder.looks.at(step.model)
+    wall, processor = time.perf_counter(), time.process_time()
+    with recorder:
+        for number in range(count):
+            with recorder.timeline.step(number, images=128):
+                step(recorder.timeline.range, lambda show, number=number: recorder.looks.around_update(number, show))
+    turn = Turn((time.perf_counter() - wall) / count, (time.process_time() - processor) / count)
+    record = recorder.snapshot().ranks[0].record
+    return turn, {part: seconds / record.steps.seconds for part, seconds in record.overhead.items()}
 
 
-def measure(name: str, step: Step, *, rounds: int, count: int) -> str:
-    """A row of the table: medians over rounds, and the median of the differences within a round."""
-    plain, recorded = [], []
-    timed_plain(step, count)
-    with make_recorder() as recorder:
-        for _ in range(rounds):
-            plain.append(timed_plain(step, count))
-            recorded.append(timed_recorded(step, count, recorder))
-    extra = statistics.median(with_it - bare for bare, with_it in zip(plain, recorded, strict=True))
-    bare = statistics.median(plain)
-    share = f"{100 * extra / bare:8.2f} %" if bare > 1e-4 else "         -"
-    return f"{name:24}{bare * 1e6:14.1f}{statistics.median(recorded) * 1e6:14.1f}{extra * 1e6:14.1f}  {share}"
+def measure(name: str, step: Step, *, rounds: int, seconds: float) -> str:
+    """A row of the table, of turns that last about so many seconds."""
+    count = max(5, int(seconds / without(step, 3).wall))
+    plain, recorded, told = [], [], []
+    for _ in range(rounds):
+        plain.append(without(step, count))
+        turn, parts = with_it(step, count)
+        recorded.append(turn)
+        told.append(parts)
+    plain.append(without(step, count))
+    extra = [
+        [with_.wall - (before.wall + after.wall) / 2, with_.processor - (before.processor + after.processor) / 2]
+        for (before, after), with_ in zip(itertools.pairwise(plain), recorded, strict=True)
+    ]
+    wall, processor = (statistics.median(column) for column in zip(*extra, strict=True))
+    bare = Turn(*(statistics.median(column) for column in zip(*plain, strict=True)))
+    parts = {part: statistics.median(turn[part] for turn in told) for part in ("marks", "tensors", "monitor")}
+    cells = [f"{1e3 * bare.wall:12.3f}", f"{1e6 * wall:10.1f}", f"{1e6 * processor:11.1f}"]
+    if step.model is not None:
+        cells += [f"{wall / bare.wall:9.2%}", f"{processor / bare.processor:11.2%}"]
+        cells += [f"{sum(parts.values()):9.2%}", *(f"{share:9.2%}" for share in parts.values())]
+    return f"{name:24}" + "".join(cells)
+
+
+def seconds_of_a_window(step: Step) -> float:
+    """What the default window of torch.profiler costs in a training."""
+    recorder = Recorder(EvidenceSettings(), name="distill", device=torch.device("cpu"), rank=0, world_size=1)
+    with recorder:
+        for number in range(40):
+            with recorder.timeline.step(number):
+                step(recorder.timeline.range, nothing)
+    return recorder.snapshot().ranks[0].record.overhead["operators"]
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each measurement")
-    parser.add_argument("--batch-size", type=int, default=128, help="images a step of the training")
+    parser.add_argument("--rounds", type=int, default=15, help="turns with the recorder")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of a turn")
+    parser.add_argument("--batch-size", type=int, default=128, help="images a step of the digits' student")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [
-        measure("empty step", empty_step, rounds=arguments.rounds, count=2000),
-        measure("digits student", make_training_step(arguments.batch_size), rounds=arguments.rounds, count=20),
-    ]
-    print(f"{'':24}{'without us':>14}{'with us':>14}{'cost us':>14}  {'cost':>10}")
-    print("\n".join(rows))
+    digits = TrainingStep(arguments.batch_size, **DIGITS)
+    tiny = TrainingStep(32, img_size=96, num_classes=10)
+    cases: dict[str, Step] = {"empty step": EmptyStep(), "digits' student": digits, "ViT-Ti, 96 px": tiny}
+    print(f"{'':24}{'step ms':>12}{'wall us':>10}{'proc. us':>11}{'wall':>9}{'processor':>11}{'account':>9}", end="")
+    print(f"{'marks':>9}{'tensors':>9}{'monitor':>9}")
+    for name, step in cases.items():
+        print(measure(name, step, rounds=arguments.rounds, seconds=arguments.seconds), flush=True)
+    print(f"one window of torch.profiler, opened and closed: {seconds_of_a_window(digits):.2f} s")
 
 
 if __name__ == "__main__":

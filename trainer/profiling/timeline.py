@@ -20,8 +20,10 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import add
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -73,12 +75,12 @@ class Clock(Protocol[Mark]):
         """Wait until the device has come to the mark."""
         ...
 
-    def seconds(self, start: Mark, end: Mark) -> float:
-        """Time between two marks that were passed."""
+    def intervals(self, marks: Sequence[Mark]) -> list[float]:
+        """Seconds between neighbours of marks that were passed."""
         ...
 
-    def release(self, mark: Mark) -> None:
-        """The mark is no longer needed."""
+    def release(self, marks: Sequence[Mark]) -> None:
+        """These marks are no longer needed."""
         ...
 
 
@@ -95,11 +97,11 @@ class HostClock:
     def wait(self, mark: int) -> None:
         """Nothing to wait for."""
 
-    def seconds(self, start: int, end: int) -> float:
-        """Time between two marks."""
-        return (end - start) * 1e-9
+    def intervals(self, marks: Sequence[int]) -> list[float]:
+        """Seconds between neighbours."""
+        return [(end - start) * 1e-9 for start, end in pairwise(marks)]
 
-    def release(self, mark: int) -> None:
+    def release(self, marks: Sequence[int]) -> None:
         """Nothing to give back."""
 
 
@@ -124,13 +126,13 @@ class CudaClock:
         """Wait for the event."""
         mark.synchronize()
 
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Time on the device between two events that were passed."""
-        return float(start.elapsed_time(end)) * 1e-3
+    def intervals(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        """Seconds on the device between neighbours of events that were passed."""
+        return [float(start.elapsed_time(end)) * 1e-3 for start, end in pairwise(marks)]
 
-    def release(self, mark: torch.cuda.Event) -> None:
-        """Keep the event for a later mark."""
-        self._free.append(mark)
+    def release(self, marks: Sequence[torch.cuda.Event]) -> None:
+        """Keep the events for later marks."""
+        self._free.extend(marks)
 
 
 class ThreadTime:
@@ -414,8 +416,9 @@ class Timeline:
 
     def _enter(self, name: str) -> None:
         segment = self._current()
-        if segment.inside_step:
-            column = self._column(self._open[-1] if self._open else _OTHER_COLUMN, name)
+        if segment.step >= 0:
+            parent = self._open[-1] if self._open else _OTHER_COLUMN
+            column = self._columns.get((parent, name)) or self._new_column(parent, name)
             self._mark(segment, column)
             if column == _DATA_COLUMN:
                 self._data_started_ns, self._data_cpu_ns = self._nanoseconds(), time.thread_time_ns()
@@ -428,7 +431,7 @@ class Timeline:
     def _leave(self) -> None:
         segment = self._current()
         column = self._open.pop()
-        if segment.inside_step:
+        if segment.step >= 0:
             self._mark(segment, self._open[-1] if self._open else _OTHER_COLUMN)
             if column == _DATA_COLUMN:
                 segment.host_data_ns += self._nanoseconds() - self._data_started_ns
@@ -446,10 +449,7 @@ class Timeline:
 
     # -- names
 
-    def _column(self, parent: int, name: str) -> int:
-        known = self._columns.get((parent, name))
-        if known is not None:
-            return known
+    def _new_column(self, parent: int, name: str) -> int:
         if name in PHASES:
             column = 1 + PHASES.index(name)
         elif len(self.ranges) >= MOST_RANGES:
@@ -493,8 +493,7 @@ class Timeline:
             self._release(given_up)
 
     def _release(self, segment: _Segment) -> None:
-        for mark in segment.marks[:-1]:  # the last one is the first of the next segment
-            self.clock.release(mark)
+        self.clock.release(segment.marks[:-1])  # the last one is the first of the next segment
 
     def _take_in_passed(self) -> None:
         while self._pending and self.clock.passed(self._pending[0].marks[-1]):
@@ -508,17 +507,15 @@ class Timeline:
 
     def _take_in_step(self, segment: _Segment) -> None:
         seconds = [0.0] * len(self.ranges)
-        marks = segment.marks
-        for index, owner in enumerate(segment.owners):
-            seconds[owner] += self.clock.seconds(marks[index], marks[index + 1])
+        for owner, interval in zip(segment.owners, self.clock.intervals(segment.marks), strict=True):
+            seconds[owner] += interval
         total = sum(seconds)
         self.totals.steps += 1
         self.totals.seconds += total
         self.totals.images += segment.images
         self.totals.profiled += segment.profiled
         self.totals.profiled_seconds += total * segment.profiled
-        for column, value in enumerate(seconds):
-            self.totals.ranges[column] += value
+        self.totals.ranges[:] = map(add, self.totals.ranges, seconds)
         self.steps.append(
             (
                 segment.step,
@@ -539,8 +536,7 @@ class Timeline:
     def _take_in_outside(self, segment: _Segment) -> None:
         totals = list(self.outside.values())
         start_s = self._since_origin(segment.start_ns)
-        for index, owner in enumerate(segment.owners):
-            seconds = self.clock.seconds(segment.marks[index], segment.marks[index + 1])
+        for owner, seconds in zip(segment.owners, self.clock.intervals(segment.marks), strict=True):
             totals[owner].count += 1
             totals[owner].seconds += seconds
             if owner:

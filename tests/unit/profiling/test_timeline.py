@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -53,12 +56,12 @@ class Device:
     def wait(self, mark: list[int]) -> None:
         self.reached = max(self.reached, mark[0])
 
-    def seconds(self, start: list[int], end: list[int]) -> float:
-        assert end[0] <= self.reached, "read before the device came there"
-        return (end[0] - start[0]) * 1e-9
+    def intervals(self, marks: Sequence[list[int]]) -> list[float]:
+        assert marks[-1][0] <= self.reached, "read before the device came there"
+        return [(end[0] - start[0]) * 1e-9 for start, end in pairwise(marks)]
 
-    def release(self, mark: list[int]) -> None:
-        self.free.append(mark)
+    def release(self, marks: Sequence[list[int]]) -> None:
+        self.free.extend(marks)
 
 
 @pytest.fixture
