@@ -6,7 +6,7 @@ import copy
 import logging
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from trainer.data.loader import Samples
 from trainer.distillation.recording import Description, Recording, check_fits, open_recording
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import SettingsError
-from trainer.forecast import Forecast, Measurement
+from trainer.forecast import Forecast, Measurement, Work
 from trainer.models import Classifier
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, reinforce
@@ -31,7 +31,7 @@ from trainer.training.loop import Training
 from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
 from trainer.training.validation import validate
-from trainer.tuning import measuring
+from trainer.tuning import measuring, outlook
 from trainer.tuning.blank import blank_recording
 from trainer.tuning.ideas import Job
 from trainer.tuning.schema import FILE, Candidate, Tuning
@@ -76,6 +76,7 @@ def run(
     if teacher_outputs is not None:
         parents["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs").fingerprint
     values = settings.model_dump(mode="json")
+    elsewhere = _elsewhere(settings, parents)
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes())
         tracker = stack.enter_context(tracking.stage_run(NAME, values, active=processes.is_first))
@@ -92,7 +93,7 @@ def run(
             teacher_outputs=teacher_outputs,
         )
         draft = stack.enter_context(shared_artifact(processes, tuning, "tuning", settings=values, parents=parents))
-        made = _tune(subject, settings, tracker, checkpoint_root(tuning))
+        made = _tune(subject, settings, tracker, checkpoint_root(tuning), elsewhere)
         if processes.is_first:
             (draft.path / FILE).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
             draft.figures.update(_figures(made))
@@ -261,7 +262,15 @@ def _teacher_s(model: Classifier, recorder: ReinforceSettings, described: Descri
 # What is found
 
 
-def _tune(subject: _Subject, settings: TuneSettings, tracker: tracking.Tracker, root: str) -> Tuning:
+def _elsewhere(settings: TuneSettings, parents: Mapping[str, str]) -> list[Tuning]:
+    """The same distillation, measured on other machines."""
+    distilled = (settings.distill or DistillSettings()).model_dump(mode="json")
+    return outlook.read_tunings(settings.elsewhere, outlook.subject_of(parents, distilled))
+
+
+def _tune(
+    subject: _Subject, settings: TuneSettings, tracker: tracking.Tracker, root: str, elsewhere: Sequence[Tuning]
+) -> Tuning:
     """Search, and measure what the distillation will use; the same on every process."""
     given, make = subject.settings, partial(subject.training, root)
     found = _search(subject, settings, make) if settings.search else None
@@ -284,7 +293,7 @@ def _tune(subject: _Subject, settings: TuneSettings, tracker: tracking.Tracker, 
         measurement=measured,
         work=work,
         forecast=forecast.forecast(measured, work),
-        alternatives=dict(_alternatives(subject, settings, measured, uses, chosen, found)),
+        alternatives=dict(_alternatives(subject, settings, measured, uses, chosen, found, elsewhere)),
     )
 
 
@@ -323,24 +332,34 @@ def _alternatives(
     uses: DistillSettings,
     chosen: DistillSettings,
     found: Found | None,
+    elsewhere: Sequence[Tuning],
 ) -> Iterator[tuple[str, Forecast]]:
     """What else could be done -> what that would take."""
     samples = len(subject.samples)
     if found and chosen not in (uses, subject.settings):
         tuned = measuring.from_trial(measured, found.best, chosen, subject.recording_s_of(chosen))
         yield "tune.apply=true", forecast.forecast(tuned, forecast.work_of(chosen, samples))
-    for nodes in (2 * measured.place.nodes, 4 * measured.place.nodes):
-        if measured.place.price is not None:
-            work = forecast.work_of(uses, samples)
-            yield (
-                f"nodes={nodes}",
-                forecast.on_nodes([measured], work, nodes, assumed_efficiency=settings.assumed_efficiency),
-            )
+    if measured.place.price is not None:
+        yield from _more_nodes(settings, measured, forecast.work_of(uses, samples), elsewhere)
+    others = [one for one in elsewhere if one.place.pool != measured.place.pool]
+    for one in outlook.outlook(others, [], assumed_efficiency=settings.assumed_efficiency):
+        yield f"pool={one.place.pool}" + f" nodes={one.place.nodes}" * (one.place.nodes > 1), one
     budgets = {"budget_usd": settings.budget_usd, "budget_hours": settings.budget_hours}
     epochs = forecast.epochs_that_fit(measured, uses, samples, **budgets)
     if 0 < epochs < uses.epochs:
         shorter = uses.model_copy(update={"epochs": epochs})
         yield f"distill.epochs={epochs}", forecast.forecast(measured, forecast.work_of(shorter, samples))
+
+
+def _more_nodes(
+    settings: TuneSettings, measured: Measurement, work: Work, elsewhere: Sequence[Tuning]
+) -> Iterator[tuple[str, Forecast]]:
+    """On more nodes of this pool: as fast as was measured where somebody has, or else as is assumed."""
+    same = (measured.place.pool, measured.batch_size)
+    others = [one.measurement for one in elsewhere if (one.place.pool, one.measurement.batch_size) == same]
+    for nodes in (2 * measured.place.nodes, 4 * measured.place.nodes):
+        one = forecast.on_nodes([*others, measured], work, nodes, assumed_efficiency=settings.assumed_efficiency)
+        yield f"nodes={nodes}", one
 
 
 def _figures(made: Tuning) -> dict[str, object]:

@@ -5,8 +5,9 @@ A pool that nobody has tried is not in the table: peak figures say little of wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer import artifacts, storage
 from trainer.costs import dollars_text, duration_text
@@ -15,38 +16,52 @@ from trainer.forecast import Forecast, on_nodes
 from trainer.summary import aligned
 from trainer.tuning.schema import Tuning, read_tuning
 
+Subject = Mapping[str, object]
+"""What is distilled: name -> what tells it from others."""
 DIRECTORY = "tuning"
 """Of the tuning in the directory of a run."""
 
 
-def read_tunings(places: Iterable[str | Path]) -> list[Tuning]:
+def read_tunings(places: Iterable[str | Path], like: Subject | None = None) -> list[Tuning]:
     """Tunings of one distillation, by their directories or those of their runs.
 
+    Args:
+        places: URIs.
+        like: the distillation; that of the first tuning where not given.
+
     Raises:
-        ArtifactError: one is missing, damaged, or of another distillation than the first one.
+        ArtifactError: one is missing, damaged, or of another distillation.
         StorageError: the store does not answer or refuses.
     """
     found: list[Tuning] = []
-    first: tuple[object, ...] = ()
     for place in places:
         inside = storage.join(place, DIRECTORY)
         uri = next((one for one in (inside, str(place)) if artifacts.exists(one)), "")
         if not uri:
             raise ArtifactError(f"{place}: there is no tuning, nor in {inside}; a run has one with tune.enabled=true")
-        tuning, parents = read_tuning(uri), artifacts.manifest(uri, "tuning").parents
-        subject = (
-            parents.get("dataset"),
-            parents.get("teacher"),
-            tuning.settings["student"],
-            tuning.settings["epochs"],
-        )
-        first = first or subject
-        names = ("data set", "teacher", "student", "number of epochs")
-        other = [name for name, own, wanted in zip(names, subject, first, strict=True) if own != wanted]
+        tuning = read_tuning(uri)
+        subject = subject_of(artifacts.manifest(uri, "tuning").parents, tuning.settings)
+        like = like or subject
+        other = [name for name, value in subject.items() if value != like[name]]
         if other:
-            raise ArtifactError(f"tuning {uri}: has another {' and '.join(other)} than the first one; leave it out")
+            raise ArtifactError(f"tuning {uri}: is of another {' and '.join(other)}; leave it out")
         found.append(tuning)
     return found
+
+
+def subject_of(parents: Mapping[str, str], settings: Mapping[str, Any]) -> Subject:
+    """What has to be the same in tunings that are compared.
+
+    Args:
+        parents: fingerprints of the tuning's inputs.
+        settings: section `distill`.
+    """
+    return {
+        "data set": parents["dataset"],
+        "teacher": parents["teacher"],
+        "student": settings["student"],
+        "number of epochs": settings["epochs"],
+    }
 
 
 def outlook(tunings: Sequence[Tuning], nodes: Sequence[int], *, assumed_efficiency: float) -> list[Forecast]:

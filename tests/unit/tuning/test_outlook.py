@@ -5,8 +5,9 @@ import pytest
 from trainer import artifacts, cli
 from trainer.config import DistillSettings
 from trainer.costs import Place, Price
-from trainer.errors import EXIT_CODE
+from trainer.errors import EXIT_CODE, ArtifactError
 from trainer.forecast import Measurement, Work, forecast
+from trainer.tuning.outlook import read_tunings, subject_of
 from trainer.tuning.schema import FILE, Tuning
 
 
@@ -63,8 +64,8 @@ def test_other_numbers_of_nodes_are_measured_or_assumed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": "other"}, "has another data set than the first one; leave it out"),
-        ({"dataset": "other", "epochs": 50}, "has another data set and number of epochs than the first one"),
+        ({"dataset": "other"}, "other: is of another data set; leave it out"),
+        ({"dataset": "other", "epochs": 50}, "other: is of another data set and number of epochs; leave it out"),
     ],
 )
 def test_another_distillation_is_refused(tmp_path, capsys, changes, message):
@@ -72,6 +73,16 @@ def test_another_distillation_is_refused(tmp_path, capsys, changes, message):
     other = write_tuning(tmp_path / "other", "cpu", 1.0, **changes)
     assert cli.main(["forecast", first, other]) == EXIT_CODE
     assert message in capsys.readouterr().err
+
+
+def test_a_tuning_from_elsewhere_is_of_the_distillation_that_is_to_be_run(tmp_path):
+    place = write_tuning(tmp_path / "elsewhere", "gpu", 1.0)
+    settings = DistillSettings().model_dump(mode="json")
+    wanted = subject_of({"dataset": "d", "teacher": "t"}, settings)
+    assert [one.place.pool for one in read_tunings([place], wanted)] == ["gpu"]
+    another = subject_of({"dataset": "d", "teacher": "t2"}, settings)
+    with pytest.raises(ArtifactError, match="elsewhere: is of another teacher; leave it out"):
+        read_tunings([place], another)
 
 
 def test_what_is_no_tuning_is_one_message(tmp_path, capsys):
