@@ -84,22 +84,28 @@ _CROWDED, _FEWER = 1.5, 1.03
 """Guesses of what it brings to take loader processes away, where there are more than cores and else."""
 _BF16 = {"cuda": 2.0, "cpu": 1.3}
 _FP32 = {"cuda": 1.01, "cpu": 1.3}
-_LARGER_BATCH = {"cuda": 1.3, "cpu": 1.08}
+_LARGER_BATCH = {"cuda": 1.3, "cpu": 1.08, "few": 1.4}
+_FEW = 16
+"""Images of a micro-batch that keep no processor busy."""
 _COMPILED, _UNCOMPILED = 1.4, 1.1
 _SHARDED, _UNSHARDED = 1.02, 1.05
 _COMPRESSED, _UNCOMPRESSED = 1.15, 1.03
 _FEWER_PARTS = {"cuda": 1.15, "cpu": 1.05}
 
 
-def ideas(best: Trial, job: Job, failed: Sequence[Candidate]) -> list[Idea | LeftOut]:
-    """All that could be changed in the best candidate so far, and what is not worth it.
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What the search has seen so far."""
 
-    Args:
-        best: the best candidate's trial.
-        job: what is given.
-        failed: candidates that did not fit into memory.
-    """
-    makers: tuple[Callable[[Trial, Job, Sequence[Candidate]], Ideas], ...] = (
+    failed: Sequence[Candidate] = ()
+    """Candidates that did not fit into memory."""
+    batch_gain: float | None = None
+    """What the last larger batch brought."""
+
+
+def ideas(best: Trial, job: Job, past: Past) -> list[Idea | LeftOut]:
+    """All that could be changed in the best candidate so far, and what is not worth it."""
+    makers: tuple[Callable[[Trial, Job, Past], Ideas], ...] = (
         _workers,
         _teacher,
         _precision,
@@ -109,7 +115,7 @@ def ideas(best: Trial, job: Job, failed: Sequence[Candidate]) -> list[Idea | Lef
         _zero,
         _compression,
     )
-    return [idea for make in makers for idea in make(best, job, failed)]
+    return [idea for make in makers for idea in make(best, job, past)]
 
 
 def less_memory(candidate: Candidate, job: Job) -> Candidate | None:
@@ -123,7 +129,7 @@ def _changed(field: str, best: Trial, value: object, gain: float, why: str) -> I
     return Idea(field=field, candidate=best.candidate.model_copy(update={field: value}), gain=gain, why=why)
 
 
-def _workers(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
+def _workers(best: Trial, job: Job, _past: Past) -> Ideas:
     has, advised, waits = best.workers, best.advised_workers, best.shares.get("data", 0.0)
     if advised < has:
         yield _changed(
@@ -170,7 +176,7 @@ def held_up(trial: Trial, best: Trial, job: Job) -> Iterator[Idea]:
         )
 
 
-def _teacher(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
+def _teacher(best: Trial, job: Job, _past: Past) -> Ideas:
     if job.no_recording:
         yield LeftOut(field="recorded outputs of the teacher", why=job.no_recording)
         return
@@ -198,7 +204,7 @@ def _without_recording(best: Trial, job: Job) -> Ideas:
         yield _changed("teacher", best, "online", gain, why)
 
 
-def _precision(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
+def _precision(best: Trial, job: Job, _past: Past) -> Ideas:
     if job.uses_bf16(best.candidate):
         yield _changed(
             "precision",
@@ -219,7 +225,7 @@ def _precision(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
         )
 
 
-def _batch(best: Trial, job: Job, failed: Sequence[Candidate]) -> Ideas:
+def _batch(best: Trial, job: Job, past: Past) -> Ideas:
     candidate = best.candidate
     size = 2 * candidate.batch_size
     if size > job.largest_batch:
@@ -229,10 +235,12 @@ def _batch(best: Trial, job: Job, failed: Sequence[Candidate]) -> Ideas:
         )
         return
     per_step = best.shares.get("optimizer", 0.0)
-    gain = max(_LARGER_BATCH[job.device], 1 / (1 - per_step / 2))
+    guess = _LARGER_BATCH["few" if candidate.held < _FEW * job.world_size else job.device]
+    expected = guess if past.batch_gain is None else 1 + (past.batch_gain - 1) / 2
+    gain = max(expected, 1 / (1 - per_step / 2))
     why = "fewer and larger steps; the learning rate grows with the batch"
     larger = candidate.model_copy(update={"batch_size": size})
-    if not any(_needs_as_much(other, larger) for other in failed):
+    if not any(_needs_as_much(other, larger) for other in past.failed):
         yield Idea(field="batch_size", candidate=larger, gain=gain, why=why)
         return
     parted = less_memory(larger, job)
@@ -252,7 +260,7 @@ def _needs_as_much(failed: Candidate, candidate: Candidate) -> bool:
     return candidate.held >= failed.held and all(getattr(failed, name) == getattr(candidate, name) for name in alike)
 
 
-def _accumulation(best: Trial, job: Job, failed: Sequence[Candidate]) -> Ideas:
+def _accumulation(best: Trial, job: Job, past: Past) -> Ideas:
     candidate = best.candidate
     if job.relates_images:
         yield LeftOut(
@@ -262,7 +270,7 @@ def _accumulation(best: Trial, job: Job, failed: Sequence[Candidate]) -> Ideas:
         return
     if candidate.accumulation % 2 == 0:
         whole = candidate.model_copy(update={"accumulation": candidate.accumulation // 2})
-        if not any(_needs_as_much(other, whole) for other in failed):
+        if not any(_needs_as_much(other, whole) for other in past.failed):
             why = "a step in fewer parts; it fitted into memory"
             yield Idea(field="accumulation", candidate=whole, gain=_FEWER_PARTS[job.device], why=why)
     smaller = less_memory(candidate, job)
@@ -272,7 +280,7 @@ def _accumulation(best: Trial, job: Job, failed: Sequence[Candidate]) -> Ideas:
         )
 
 
-def _compile(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
+def _compile(best: Trial, job: Job, _past: Past) -> Ideas:
     if job.compiles(best.candidate):
         yield _changed(
             "compile",
@@ -287,14 +295,14 @@ def _compile(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
         yield LeftOut(field="compile", why="on a CPU the compiler's start takes longer than its code saves")
 
 
-def _zero(best: Trial, job: Job, failed: Sequence[Candidate]) -> Ideas:
+def _zero(best: Trial, job: Job, past: Past) -> Ideas:
     if job.world_size == 1:
         return
     if best.candidate.zero:
         yield _changed(
             "zero", best, False, _UNSHARDED, "processes that keep the optimiser's whole state have less to exchange"
         )
-    elif failed:
+    elif past.failed:
         yield _changed(
             "zero", best, True, _SHARDED, "less memory for the optimiser's state, where memory was the limit"
         )
@@ -302,7 +310,7 @@ def _zero(best: Trial, job: Job, failed: Sequence[Candidate]) -> Ideas:
         yield LeftOut(field="zero", why="it saves memory, and memory was not the limit")
 
 
-def _compression(best: Trial, job: Job, _failed: Sequence[Candidate]) -> Ideas:
+def _compression(best: Trial, job: Job, _past: Past) -> Ideas:
     if best.candidate.gradient_compression == "bf16":
         yield _changed("gradient_compression", best, "none", _UNCOMPRESSED, "nothing to convert")
     elif job.nodes > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Literal, NamedTuple
 
 from trainer.forecast import LEAST_STEPS, mean_interval
@@ -90,14 +92,17 @@ class Laps:
 
     @property
     def step_s(self) -> tuple[float, float, float]:
-        """Mean time of a step, and its 95 % interval; of a trial that was stopped early the mean thrice."""
-        if len(self._seconds) < LEAST_STEPS:
-            mean = sum(self._seconds) / len(self._seconds)
-            return mean, mean, mean
+        """Mean time of a step, and its 95 % interval: what many steps take, with all that disturbs them."""
         return mean_interval(self._seconds)
 
     @property
     def rates(self) -> tuple[float, float, float]:
-        """Images a second: mean and 95 % interval."""
-        mean, low, high = self.step_s
-        return self._images / mean, self._images / high, self._images / max(low, 1e-9)
+        """Images a second: median over the laps and its 95 % interval, which a disturbance of some laps does not move.
+
+        The interval is between two laps in the order of their times, as many places from the middle as a binomial count strays.
+        """
+        ordered = sorted(self._seconds)
+        stray = math.ceil(0.98 * math.sqrt(len(ordered)))
+        last = len(ordered) - 1
+        slow, fast = ordered[min(last, len(ordered) // 2 + stray)], ordered[max(0, (last // 2) - stray)]
+        return self._images / statistics.median(ordered), self._images / slow, self._images / fast

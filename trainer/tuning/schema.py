@@ -61,10 +61,10 @@ class Trial(_Record):
     ended: Literal["measured", "outrun", "out of memory"]
     """`outrun`: stopped as soon as it was clear that it would not be the best."""
     images_per_second: float = 0.0
-    """Mean, over all processes; 0 where the candidate did not fit into memory."""
+    """Median over the trial's laps, of all processes together; 0 where the candidate did not fit into memory."""
     low: float = 0.0
     high: float = 0.0
-    """95 % interval of that mean."""
+    """95 % interval of that median."""
     steps: int = 0
     """Steps that were measured, after those that warm up."""
     startup_s: float = 0.0

@@ -6,12 +6,11 @@ It is a function of what is measured alone, so that processes which see the same
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.errors import SettingsError
-from trainer.tuning.ideas import Idea, Job, LeftOut, held_up, ideas, less_memory
+from trainer.tuning.ideas import Idea, Job, LeftOut, Past, held_up, ideas, less_memory
 from trainer.tuning.schema import Candidate, Trial, Tried
 
 LEAST_GAIN = 1.03
@@ -47,6 +46,8 @@ class _State:
     tried: list[Tried] = field(default_factory=list)
     rejected: dict[str, Trial] = field(default_factory=dict)
     """A change in words -> the best trial when it brought nothing."""
+    batch_gain: float | None = None
+    """What the last larger batch brought."""
 
     @property
     def seconds(self) -> float:
@@ -62,7 +63,8 @@ class _State:
         slower = [tried.trial for tried in self.tried if not tried.taken]
         failed = [trial.candidate for trial in slower if trial.ended == "out of memory"]
         waited = [idea for trial in slower for idea in held_up(trial, self.best, self.job)]
-        found = [*ideas(self.best, self.job, failed), *waited]
+        past = Past(failed=failed, batch_gain=self.batch_gain)
+        found = [*ideas(self.best, self.job, past), *waited]
         new = {self.name(one): one for one in found if isinstance(one, Idea) and self._is_new(one)}
         return new, {one.field: one.why for one in found if isinstance(one, LeftOut)}
 
@@ -127,8 +129,7 @@ def _begin(start: Candidate, job: Job, measure: Measure) -> _State:
 
 def _reason_to_stop(state: _State, name: str, gain: float, limit_s: float) -> str:
     """Why the search ends here; empty if it goes on with the idea of that name."""
-    trials = [tried.trial.seconds for tried in state.tried if tried.trial.ended == "measured"]
-    cost, run_s = statistics.median(trials), state.job.run_s(state.best)
+    cost, run_s = state.best.seconds, state.job.run_s(state.best)
     saving = run_s * (1 - 1 / gain)
     if saving < cost:
         return f"{name} may save about {saving:.0f} s of a distillation of {run_s:.0f} s, and to try it takes about {cost:.0f} s"
@@ -149,6 +150,7 @@ def _try(state: _State, name: str, idea: Idea, measure: Measure) -> None:
         taken, verdict = _judge(job, trial, before, gain)
     if taken:
         state.best = trial
+        state.batch_gain = gain if idea.field == "batch_size" else state.batch_gain
     else:
         state.rejected[name] = best
     state.tried.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def test_no_step_of_a_search_makes_the_distillation_longer(device):
         landscape = Landscape(seed, device)
         found = search(landscape.start, landscape.job, landscape.measure, limit_s=ENDLESS)
         taken = [tried.run_s for tried in found.tried if tried.taken]
-        assert all(after <= before / LEAST_GAIN for before, after in zip(taken, taken[1:], strict=False))
+        assert all(after <= before / LEAST_GAIN for before, after in itertools.pairwise(taken))
         assert found.best.candidate == [tried for tried in found.tried if tried.taken][-1].trial.candidate
 
 

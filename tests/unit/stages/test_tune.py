@@ -1,0 +1,201 @@
+"""The stage tune on real digits: real trials of a distillation, what it leaves, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.distillations import QUICK
+from trainer import artifacts, config
+from trainer.config import ReinforceSettings, TuneSettings
+from trainer.costs import PLACE_VARIABLE
+from trainer.errors import BudgetError, SettingsError
+from trainer.stages import reinforce, tune
+from trainer.tuning import laps
+from trainer.tuning.schema import read_tuning
+
+VIEWS = QUICK["views"]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    monkeypatch.setattr(laps, "LEAST_S", (0.1, 0.2))
+    monkeypatch.setattr(laps, "LONGEST_S", (0.2, 0.4))
+    for name in ("MLFLOW_TRACKING_URI", "TRAINER_CHECKPOINTS", PLACE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def tuned(trained_digits, tmp_path):
+    """Runs the stage with settings of tune and of the distillation."""
+
+    def run(distill=None, teacher_outputs=None, **settings):
+        section = {
+            "enabled": True,
+            "distill": QUICK | {"checkpoint_every": 5} | (distill or {}),
+            "reinforce": {"views": 2, "seed": 3, "workers": 0, "augmentation": VIEWS},
+        }
+        tune.run(
+            config.validate(TuneSettings, section | settings),
+            dataset=trained_digits.dataset,
+            teacher=trained_digits.teacher,
+            tuning=tmp_path / "tuning",
+            teacher_outputs=teacher_outputs,
+        )
+        return read_tuning(tmp_path / "tuning")
+
+    return run
+
+
+def test_a_measurement_without_a_search(tuned, tmp_path):
+    made = tuned(search=False)
+    assert made.tried == ()
+    assert made.settings == made.given == made.chosen
+    assert made.work.model_dump() == {"steps": 8, "validations": 1, "checkpoints": 2}
+    measured = made.measurement
+    assert measured.settings == made.given
+    assert measured.step_low_s < measured.step_s < measured.step_high_s
+    assert measured.steps >= 4
+    assert min(measured.startup_s, measured.validation_s, measured.checkpoint_s) > 0
+    assert measured.recording_s is None
+    assert made.forecast.hours_low < made.forecast.hours < made.forecast.hours_high
+    assert 3600 * made.forecast.hours > measured.startup_s + 8 * measured.step_s
+    manifest = artifacts.read(tmp_path / "tuning", "tuning")
+    assert set(manifest.parents) == {"dataset", "teacher"}
+    assert manifest.figures["hours"] == made.forecast.hours
+    assert manifest.figures["images_per_second"] > 0
+    assert list((tmp_path / "checkpoints").glob("**/*.pt")) == []
+
+
+def test_a_search_and_the_settings_that_it_finds(tuned):
+    """A batch of two images is so slow that any machine finds a larger one better."""
+    made = tuned({"batch_size": 2, "epochs": 30, "workers": None}, minutes=0.1, apply=True)
+    first = made.tried[0]
+    assert first.idea == "the given settings"
+    assert first.trial.candidate.workers == "auto"
+    assert first.trial.images_per_second > 0
+    shares = sum(first.trial.shares.values())
+    assert shares == pytest.approx(1, abs=0.01)
+    assert any(tried.taken and tried.trial.candidate.batch_size == 4 for tried in made.tried[1:])
+    size = made.chosen["batch_size"]
+    assert size in (4, 8)
+    assert made.settings == made.chosen
+    assert made.measurement.batch_size == size
+    assert made.measurement.settings == made.chosen
+    assert any(
+        re.search(rf"from 2 to {size} images: {size // 2} times fewer steps, with a peak learning rate", text)
+        for text in made.reasons
+    )
+    assert "compile" in made.untried
+    assert made.stopped
+
+
+def test_without_apply_the_given_settings_are_what_is_forecast(tuned):
+    made = tuned({"batch_size": 2, "epochs": 60}, minutes=0.05)
+    assert made.settings == made.given
+    assert made.measurement.batch_size == 2
+    assert made.alternatives["tune.apply=true"].hours < made.forecast.hours
+
+
+def test_recorded_outputs_are_measured_before_there_are_any(tuned):
+    made = tuned({"teacher": "recorded"}, search=False)
+    assert made.measurement.recording_s > 0
+    assert made.forecast.stages == ("reinforce", "distill")
+    assert made.reads_recording
+
+
+def test_recorded_outputs_that_are_there_cost_nothing_more(tuned, trained_digits, tmp_path):
+    settings = config.validate(ReinforceSettings, {"views": 2, "seed": 3, "workers": 0, "augmentation": VIEWS})
+    places = {"dataset": trained_digits.dataset, "teacher": trained_digits.teacher}
+    reinforce.run(settings, **places, teacher_outputs=tmp_path / "outputs")
+    made = tuned({"teacher": "recorded"}, tmp_path / "outputs", search=False)
+    assert made.measurement.recording_s is None
+    assert "teacher_outputs" in artifacts.read(tmp_path / "tuning", "tuning").parents
+
+
+@pytest.mark.parametrize(
+    ("distill", "reason"),
+    [
+        ({"logit_weight": 0.0}, "no loss compares with the teacher"),
+        ({"feature_weight": 1.0}, r"reinforce\.features is false"),
+        ({"logit_loss": "dkd"}, r"logits of all classes; set reinforce\.top_k=all"),
+        ({"views": {"flip": True}}, r"reinforce\.augmentation differs from distill\.views"),
+    ],
+)
+def test_what_can_not_learn_from_recorded_outputs_is_not_tried_with_them(tuned, distill, reason):
+    made = tuned(distill, minutes=0.01, reinforce={"views": 2, "top_k": 3, "augmentation": VIEWS})
+    assert re.search(reason, made.untried["recorded outputs of the teacher"])
+
+
+def test_a_distillation_that_can_not_learn_from_its_recorded_outputs_is_refused(tuned):
+    with pytest.raises(SettingsError, match=r"distill\.teacher is recorded, but .*reinforce\.features"):
+        tuned({"teacher": "recorded", "feature_weight": 1.0})
+
+
+def test_a_batch_that_can_not_be_dealt_is_refused(tuned):
+    with pytest.raises(
+        SettingsError, match=r"batch_size = 30 can not be dealt evenly to 1 processes x 4 micro-batches"
+    ):
+        tuned({"batch_size": 30, "accumulation": 4})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The budget
+
+
+def test_a_forecast_over_the_budget_ends_the_run_and_leaves_nothing_to_go_on_with(tuned, tmp_path):
+    with pytest.raises(BudgetError, match=r"run\.budget_hours=0\.02.*distill\.epochs=\d+"):
+        tuned({"epochs": 600}, search=False, budget_hours=0.02)
+    assert not artifacts.exists(tmp_path / "tuning")
+
+
+def test_a_budget_that_is_kept(tuned):
+    assert tuned(search=False, budget_hours=1.0).forecast.hours < 1
+
+
+def test_dollars_without_a_price_are_refused_before_anything_is_measured(tuned):
+    with pytest.raises(BudgetError, match=r"the price of this machine is not known"):
+        tuned(search=False, budget_usd=5.0)
+
+
+def test_a_priced_pool_is_forecast_in_dollars_also_with_more_nodes(tuned, monkeypatch):
+    price = {"dollars_an_hour": 36.0, "date": "2026-11", "region": "here", "source": "the test"}
+    place = {"pool": "gold", "nodes": 1, "processes_per_node": 1, "price": price}
+    monkeypatch.setenv(PLACE_VARIABLE, json.dumps(place))
+    made = tuned(search=False, budget_usd=100.0)
+    assert made.place.pool == "gold"
+    assert made.forecast.dollars == pytest.approx(36 * made.forecast.hours)
+    more = made.alternatives["nodes=2"]
+    assert any("assumed" in assumption for assumption in more.assumptions)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_a_candidate_that_runs_out_of_memory_is_a_limit_and_not_a_failure(tuned, monkeypatch):
+    """Steps of more than four images fail as they do on a GPU that is too small."""
+    made_objective = tune.distill.make_objective
+
+    def limited(*arguments):
+        objective = made_objective(*arguments)
+        ask = objective._ask
+
+        def fails(batch, timeline):
+            if len(batch.images) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return ask(batch, timeline)
+
+        objective._ask = fails
+        return objective
+
+    monkeypatch.setattr(tune.distill, "make_objective", limited)
+    made = tuned({"batch_size": 8, "epochs": 30}, minutes=0.02, apply=True)
+    assert [tried.trial.ended for tried in made.tried[:2]] == ["out of memory", "measured"]
+    assert made.tried[0].run_s is None
+    assert made.chosen["batch_size"] // made.chosen["accumulation"] <= 4
+    assert made.measurement.settings == made.chosen
