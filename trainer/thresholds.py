@@ -155,7 +155,7 @@ class OwnOverhead(Thresholds):
     share: Fraction = 0.01
     """Share of the training's time."""
     fewest_seconds: NonNegativeFloat = 60.0
-    """A shorter recording is not judged: what is done once weighs too much in it."""
+    """A shorter recording is not judged."""
 
 
 class VanishingGradients(Thresholds):
@@ -209,7 +209,7 @@ class UnchangedWeights(Thresholds):
 class PoorInitialisation(Thresholds):
     """Weights that start alike, or far from the usual scale."""
 
-    largest_ratio: NonNegativeFloat = 10.0
+    largest_ratio: NonNegativeFloat = 20.0
     """Root mean square of a matrix's weights against that of the same matrix in another block."""
     largest_gain: NonNegativeFloat = 10.0
     """Root mean square of a matrix's weights times the fourth root of their number: how much about it stretches a signal."""

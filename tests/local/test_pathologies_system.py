@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distillations import QUICK
 from tests.pathologies import before_each, compute, findings, on_rank
 from trainer import config
 from trainer.data.loader import Views
@@ -32,20 +33,19 @@ def two_cores():
     os.sched_setaffinity(0, before)
 
 
+RECORDING = {
+    "views": 8,
+    "augmentation": config.ViewSettings(**QUICK["views"]).model_dump(),
+    "workers": 0,
+    "seed": QUICK["seed"],
+}
+
+
 @pytest.fixture(scope="module")
 def recorded(patient):
     """The teacher's recorded outputs."""
-    settings = config.validate(
-        config.ReinforceSettings,
-        {
-            "views": 8,
-            "top_k": 10,
-            "augmentation": config.resolve("digits").distill.views.model_dump(),
-            "workers": 0,
-            "seed": 3,
-        },
-    )
     outputs = str(patient.folder / "recorded")
+    settings = config.validate(config.ReinforceSettings, RECORDING)
     reinforce.run(settings, dataset=patient.dataset, teacher=patient.teacher, teacher_outputs=outputs)
     return outputs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,8 +12,7 @@ from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
-from trainer.profiling.rules.system.steps import Steps
-from trainer.profiling.schema import RankRecord
+from trainer.profiling.rules.system.steps import Steps, within_steps
 from trainer.profiling.series import Rows, Series
 from trainer.profiling.summary import phase_of
 
@@ -23,9 +23,12 @@ _AVOIDABLE: Mapping[str, str] = {
 """Part of the start-up that need not be -> what makes it short."""
 _PARTS = 6
 """Parts of a training in each of which a leak shows."""
-_FEWEST_SAMPLES = 4 * _PARTS
+_FEWEST_SAMPLES = 3
+"""In each of them."""
 _STEADY = 0.2
 """In each of them memory grows by at least this share of what it grows on average."""
+_ONCE = frozenset({"operators"})
+"""Work of the recorder that a longer training has no more of: the windows of operators."""
 _MEMORY: Mapping[str, str] = {
     "gpu_memory_allocated_bytes": "the GPU",
     "process_private_bytes": "the process",
@@ -66,7 +69,7 @@ def _step_outliers(case: Case) -> Outcome:
     steps = Steps(case, ignored=limits.ignored)
     if steps.too_few:
         return steps.too_few
-    seconds = _undisturbed(steps)
+    seconds = steps.undisturbed
     median, limit = float(np.median(seconds)), float(seconds.mean() + limits.sigmas * seconds.std())
     far = np.flatnonzero(seconds > limit)
     excess_s = float((seconds[far] - median).sum()) * steps.record.steps.kept_of
@@ -95,17 +98,6 @@ def _step_outliers(case: Case) -> Outcome:
     )
 
 
-def _undisturbed(steps: Steps) -> Series:
-    """Seconds of each step, [S], without the recorder's looks, and without the time in which a process had no core.
-
-    Who waits for a process that has none is held up as much, so what counts is the shortest of the processes' steps less the longest of
-    their delays.
-    """
-    seconds = (steps.seconds - steps.phase("recorder")).min(axis=0)
-    delayed = np.nan_to_num(steps.column("host_delayed_seconds")).max(axis=0)
-    return np.asarray(seconds if steps.on_gpu else np.maximum(seconds - delayed, 0.0))
-
-
 def _longer_phase(steps: Steps, far: Rows) -> str:
     """The phase that is longest in these steps against its median."""
     phases = dict.fromkeys(phase_of(path) for path in steps.ranks[0].ranges if path != "recorder")
@@ -128,7 +120,7 @@ def _memory_growth(case: Case) -> Outcome:
         return NotJudged(reason="no memory was sampled")
     looks = {owner: _levels(rank, name) for owner, name in signals.items()}
     if all(levels is None for levels in looks.values()):
-        return NotJudged(reason=f"fewer than {_FEWEST_SAMPLES} samples of memory were taken after the warm-up")
+        return NotJudged(reason=f"fewer than {_FEWEST_SAMPLES} samples of memory were taken in a part of the steps")
     for owner, levels in looks.items():
         if levels is not None and _grows_steadily(levels, limit):
             return _leak(rank, owner, levels)
@@ -142,13 +134,13 @@ def _memory_growth(case: Case) -> Outcome:
 
 def _levels(rank: RankEvidence, name: str) -> Series | None:
     """Median of the signal in each part of the steps after their first quarter, which warms up; none where there are too few samples."""
-    values, ends = rank.system[name], rank.system["end_s"]
-    first = rank.record.first_step_s or 0.0
-    after = first + 0.25 * max(rank.record.ended_s - first, 0.0)
-    values = values[np.isfinite(values) & (ends >= after)]
-    if len(values) < _FEWEST_SAMPLES:
+    usable = np.isfinite(rank.system[name]) & within_steps(rank)
+    values, done = rank.system[name][usable], np.searchsorted(rank.steps["start_s"], rank.system["end_s"][usable])
+    edges = np.linspace(len(rank.steps["step"]) / 4, len(rank.steps["step"]), _PARTS + 1)
+    parts = [values[(done > low) & (done <= high)] for low, high in pairwise(edges)]
+    if min(len(part) for part in parts) < _FEWEST_SAMPLES:
         return None
-    return np.array([np.median(part) for part in np.array_split(values, _PARTS)])
+    return np.array([np.median(part) for part in parts])
 
 
 def _grows_steadily(levels: Series, limit: float) -> bool:
@@ -217,32 +209,26 @@ def _recompilation(case: Case) -> Outcome:
 
 def _own_overhead(case: Case) -> Outcome:
     record, limits = case.training.ranks[0].record, case.rules.own_overhead
-    parts = {name: seconds for name, seconds in record.overhead.items() if seconds}
     if not record.overhead:
         return NotJudged(reason="what recording costs was not recorded")
     if record.ended_s < limits.fewest_seconds:
-        return NotJudged(
-            reason=(
-                f"the recording lasts {duration_text(record.ended_s)}; from {duration_text(limits.fewest_seconds)} on, what it "
-                "costs once no longer counts"
-            )
-        )
-    seconds, share = sum(parts.values()), _overhead_share(record)
-    told = ", ".join(f"{name} {duration_text(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
+        lasts, needed = duration_text(record.ended_s), duration_text(limits.fewest_seconds)
+        return NotJudged(reason=f"the recording lasts {lasts}; {needed} are needed")
+    going_on = {name: seconds for name, seconds in record.overhead.items() if name not in _ONCE}
+    seconds = sum(going_on.values())
+    share = seconds / record.ended_s
+    parts = sorted(record.overhead.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{name} {duration_text(part)}{' (once)' * (name in _ONCE)}" for name, part in parts)
     if share <= limits.share:
-        return Healthy(text=f"Recording cost {share:.2%} of the training's time: {told}.")
+        return Healthy(text=f"Recording costs {share:.2%} of the training's time: {told}.")
     return Finding(
         severity="warning",
         confidence=0.9,
-        text=f"Recording cost {share:.1%} of the training's time ({duration_text(seconds)}): {told}.",
-        advice="Look more rarely: evidence.tensors_every or evidence.tensors_budget, evidence.system_interval_s, evidence.operators_steps.",
+        text=f"Recording costs {share:.1%} of the training's time: {told}.",
+        advice="Look more rarely: evidence.tensors_every, evidence.tensors_budget and evidence.system_interval_s.",
         saving=Saving(seconds=seconds - limits.share * record.ended_s, reason="what it costs above the limit"),
-        numbers={f"{name}_s": part for name, part in parts.items()} | {"share": share},
+        numbers={f"{name}_s": part for name, part in record.overhead.items()} | {"overhead_share": share},
     )
-
-
-def _overhead_share(record: RankRecord) -> float:
-    return sum(record.overhead.values()) / max(record.ended_s, 1e-9)
 
 
 START_UP = Rule(
@@ -290,7 +276,7 @@ OWN_OVERHEAD = Rule(
     kind="system",
     title="Own overhead",
     needs="what the recorder measures of itself, in recordings of at least `fewest_seconds`",
-    fires="recording takes more than `share` of the training's time",
+    fires="recording takes more than `share` of the training's time, without the windows of operators, which are opened once",
     advises="rarer looks",
     judge=_own_overhead,
 )

@@ -12,7 +12,7 @@ from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
 from trainer.profiling.rules.system.processes import COMMUNICATION, LOAD_BALANCE, STRAGGLERS
-from trainer.profiling.rules.system.steps import Steps, usual
+from trainer.profiling.rules.system.steps import Steps, usual, within_steps
 from trainer.profiling.series import Series
 from trainer.profiling.summary import is_core
 
@@ -26,7 +26,7 @@ class _Samples:
     """What the system did while the first process was at its steps, in percent."""
 
     def __init__(self, rank: RankEvidence) -> None:
-        within = _within_steps(rank)
+        within = np.isfinite(rank.system["gpu_percent"]) & within_steps(rank)
         self.gpu = rank.system["gpu_percent"][within]
         self.cpu = _mean([values[within] for name, values in rank.system.items() if is_core(name)])
         used, total = (rank.system.get(f"gpu_memory_{name}_bytes") for name in ("used", "total"))
@@ -38,16 +38,6 @@ class _Samples:
 
 def _mean(cores: Sequence[Series]) -> Series | None:
     return np.mean(cores, axis=0) if cores else None
-
-
-def _within_steps(rank: RankEvidence) -> Series:
-    """Which samples were taken after the first step and beside no validation or checkpoint, and tell of the GPU."""
-    ends, interval = rank.system["end_s"], rank.record.system_interval_s
-    within = np.isfinite(rank.system["gpu_percent"]) & (ends > (rank.record.first_step_s or 0.0) + interval)
-    for start, seconds in zip(rank.spans.start_s, rank.spans.seconds, strict=True):
-        if seconds > interval / 2:
-            within &= (ends < start) | (ends > start + seconds + interval)
-    return np.asarray(within)
 
 
 def _samples(case: Case) -> _Samples | NotJudged:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
-from trainer.profiling.rules.system.steps import Steps, share_of_cpu, usual
+from trainer.profiling.rules.system.steps import Steps, at_steps, had_core, usual
 from trainer.profiling.series import Series
 from trainer.profiling.summary import is_core
 
@@ -71,14 +72,15 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> Loading:
         steps: of the training.
         busy_loader_percent: above this a loader process that is waited for computes, in percent of a core.
     """
-    data, seconds = usual(steps.phase("data")), usual(steps.seconds)
-    number = int(np.argsort(data / seconds)[(len(data) - 1) // 2])
-    record, step_s = steps.ranks[number].record, float(seconds[number])
+    waiting = usual(steps.phase("data")) / usual(steps.seconds)
+    number = int(np.argsort(waiting)[(len(waiting) - 1) // 2])
+    record = steps.ranks[number].record
     workers = record.workers or 0
-    waiting_s, computing_s = _beside(steps, number, workers, busy_loader_percent) if workers else _itself(steps, number)
+    measure = partial(_beside, workers=workers, busy_percent=busy_loader_percent) if workers else _itself
+    training_s, storage_s, computing_s = measure(steps, number)
     return Loading(
-        step_s=step_s,
-        waiting_s=waiting_s,
+        step_s=max(training_s + storage_s + computing_s, 1e-9),
+        waiting_s=storage_s + computing_s,
         computing_s=computing_s,
         workers=workers,
         per_core=steps.processes_here() * (1 + workers) / record.cores,
@@ -86,39 +88,37 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> Loading:
     )
 
 
-def _itself(steps: Steps, number: int) -> tuple[float, float]:
-    """Seconds of a usual step that loading takes a process without loader processes, and of them those in which it computes.
+def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
+    """Of a usual step of a process without loader processes: seconds for training, waiting for storage, and computing, for its batch."""
+    data_s, cpu_s = (float(usual(steps.column(name)[number])) for name in ("data", "host_data_cpu_seconds"))
+    step_s = float(usual(np.maximum(steps.seconds - steps.delayed, 0.0)[number]))
+    if math.isnan(cpu_s):
+        storage_s, computing_s = 0.0, data_s
+    elif steps.on_gpu:  # whose clock shows less of it than the host's
+        host_s = max(float(usual(steps.column("host_data_seconds")[number])), 1e-9)
+        computing_s = data_s * min(1.0, cpu_s / host_s)
+        storage_s = data_s - computing_s
+    else:
+        waited = steps.column("data")[number] - steps.column("host_data_cpu_seconds")[number] / had_core(steps)[number]
+        storage_s, computing_s = max(0.0, float(usual(waited))), min(cpu_s, data_s)
+    return max(0.0, step_s - storage_s - computing_s), storage_s, computing_s
 
-    It computes in `data` as much as elsewhere if it waits for nothing there.
-    """
-    waiting_s = float(usual(steps.phase("data"))[number])
-    names = ("host_seconds", "host_data_seconds", "host_cpu_seconds", "host_data_cpu_seconds")
-    step, data, step_cpu, data_cpu = (float(steps.column(name)[number].sum()) for name in names)
-    if not data or math.isnan(step_cpu + data_cpu):
-        return waiting_s, waiting_s
-    elsewhere = (step_cpu - data_cpu) / max(step - data, 1e-9)
-    return waiting_s, waiting_s * min(1.0, data_cpu / data / max(elsewhere, 1e-9))
 
-
-def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tuple[float, float]:
-    """Seconds of a usual step that a process waits for its loader processes, and of them those in which these compute.
+def _beside(steps: Steps, number: int, *, workers: int, busy_percent: float) -> tuple[float, float, float]:
+    """Of a usual step: seconds for training, waiting for loader processes that wait for storage, and for ones that compute.
 
     A step in which a batch was ready has not waited. Computing they are as far as their own time for a batch is longer than the step.
     """
     data, queued = steps.phase("data")[number], steps.column("queued")[number]
-    waiting_s = float(usual(np.where(queued > 0, 0.0, data)))
-    percent = _finite(steps.ranks[number], "loaders_cpu_percent")
+    waiting_s, core = float(usual(np.where(queued > 0, 0.0, data))), float(usual(had_core(steps)[number]))
+    step_s = float(usual(steps.seconds[number]))
+    training_s = (step_s - float(usual(data))) * core
+    percent = at_steps(steps.ranks[number], "loaders_cpu_percent")
     if not len(percent):
-        return waiting_s, waiting_s
-    step_s, busy = float(usual(steps.seconds[number])), float(percent.mean()) / 100 / workers
-    training_s = (step_s - float(usual(data))) * (1.0 if steps.on_gpu else float(share_of_cpu(steps)[number]))
+        return training_s, 0.0, waiting_s
+    busy = float(percent.mean()) / 100 / workers
     computing_s = min(waiting_s, max(0.0, busy * step_s - training_s))
-    return (waiting_s if 100 * busy < busy_percent else computing_s), computing_s
-
-
-def _finite(rank: RankEvidence, name: str) -> Series:
-    values = rank.system.get(name, np.array([]))
-    return values[np.isfinite(values)]
+    return training_s, waiting_s - computing_s if 100 * busy < busy_percent * core else 0.0, computing_s
 
 
 def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gpu_below: float) -> float:

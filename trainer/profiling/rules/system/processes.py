@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
-from trainer.profiling.rules.system.steps import Steps, share_of_cpu, usual
+from trainer.profiling.rules.system.steps import Steps, had_core, usual
 from trainer.profiling.series import Series
 
 _BLOCKS = 5
@@ -28,9 +28,16 @@ def _judgeable(case: Case, steps: Steps) -> NotJudged | None:
 
 def own_work(steps: Steps) -> Series:
     """Seconds of each process's own work in each step, [R, S], as if no other program had taken its core."""
-    waiting = ("backward", "recorder", "optimizer") if _is_sharded(steps) else ("backward", "recorder")
+    waiting = ("backward", "optimizer") if _is_sharded(steps) else ("backward",)
     own = steps.seconds - steps.phase(*waiting)
-    return own if steps.on_gpu else own * share_of_cpu(steps)[:, None]
+    return np.asarray(np.maximum(own - steps.delayed * (1 - _backward_share(steps)), 0.0))
+
+
+def _backward_share(steps: Steps) -> float:
+    """Share of a process's computing that the backward pass is, by the process that waits least in it."""
+    computed = usual(np.nan_to_num(steps.column("host_cpu_seconds")))
+    backward = usual(steps.phase("backward") * had_core(steps))
+    return float(np.min(np.minimum(backward / np.maximum(computed, 1e-9), 1.0)))
 
 
 def _is_sharded(steps: Steps) -> bool:
@@ -164,9 +171,9 @@ def _communication(case: Case) -> Outcome:
 
 
 def _waiting(steps: Steps) -> Series:
-    """Seconds of a usual step in which each process waits for the slowest one's own work, [R]."""
-    own = steps.seconds - steps.phase("backward", "recorder")
-    return np.asarray((own.max(axis=0) - own).mean(axis=1))
+    """Seconds of a usual step in which each process waits for the one that is the last to have computed its gradients, [R]."""
+    computing = steps.seconds - steps.phase("backward") + steps.delayed * _backward_share(steps)
+    return np.asarray((computing.max(axis=0) - computing).mean(axis=1))
 
 
 STRAGGLERS = Rule(

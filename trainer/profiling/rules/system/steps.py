@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.rules.outcomes import Case, NotJudged
@@ -20,7 +21,7 @@ FEWEST_STEPS = 30
 IGNORED = 10
 """First steps of a process, in which caches fill and the number of loader processes is measured."""
 _USUAL_PERCENTILE = 95
-_UNHURRIED = 1e-12
+_SHORTEST_S = 1e-9
 
 
 class Steps:
@@ -34,8 +35,11 @@ class Steps:
         self.numbers: Series = reduce(np.intersect1d, numbers)
         """Which steps they are, [S]."""
         self._rows = [rows[np.isin(own, self.numbers)] for rows, own in zip(self._rows, numbers, strict=True)]
-        self.seconds = self.column("seconds")
-        """Duration, [R, S]."""
+        self.seconds = self.column("seconds") - self.phase("recorder")
+        """Duration without the recorder's looks, [R, S]."""
+        delayed = np.zeros_like(self.seconds) if self.on_gpu else np.nan_to_num(self.column("host_delayed_seconds"))
+        self.delayed = np.minimum(delayed, self.seconds)
+        """Of that, while a process was ready and other programs had its core, [R, S]; 0 on a GPU, which works on meanwhile."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -55,9 +59,17 @@ class Steps:
         return self.record.device.startswith("cuda")
 
     @property
+    def undisturbed(self) -> Series:
+        """Duration if other programs had left the cores to the training, [S].
+
+        Who waits for a process that has no core is held up as much, so it is the shortest of the processes' steps less their longest delay.
+        """
+        return np.asarray(np.maximum(self.seconds.min(axis=0) - self.delayed.max(axis=0), 0.0))
+
+    @property
     def step_s(self) -> float:
-        """How long a step usually takes, in seconds."""
-        return float(usual(self.seconds).mean())
+        """How long an undisturbed step usually takes, in seconds."""
+        return max(float(usual(self.undisturbed)), _SHORTEST_S)
 
     @property
     def total_s(self) -> float:
@@ -81,7 +93,7 @@ class Steps:
 
     def phase(self, *names: str) -> Series:
         """Seconds in phases or outermost ranges, with what users named within them, [R, S]."""
-        total = np.zeros_like(self.seconds)
+        total = np.zeros((len(self.ranks), len(self)))
         for number, (rank, rows) in enumerate(zip(self.ranks, self._rows, strict=True)):
             for path in rank.ranges:
                 if phase_of(path) in names:
@@ -103,15 +115,31 @@ def usual(values: Series) -> Series:
     )
 
 
-def share_of_cpu(steps: Steps) -> Series:
-    """Of the time in which a process's training wanted a core, the share in which it had one, [R]; 1 where the kernel does not tell.
+def had_core(steps: Steps) -> Series:
+    """Of the time in which a process's training wanted a core, the share in which it had one, [R, S]; 1 where the kernel does not tell.
 
-    Other programs on the machine make it small. It does not count the time in which the training waited for something else.
+    Other programs on the machine make it small; waiting for something else does not.
     """
-    computed, delayed = (
-        np.nan_to_num(steps.column(name)).sum(-1) for name in ("host_cpu_seconds", "host_delayed_seconds")
-    )
-    return np.asarray(np.where(computed > 0, computed / np.maximum(computed + delayed, _UNHURRIED), 1.0))
+    computed = np.nan_to_num(steps.column("host_cpu_seconds"))
+    return np.asarray(np.where(computed > 0, computed / np.maximum(computed + steps.delayed, _SHORTEST_S), 1.0))
+
+
+def within_steps(rank: RankEvidence) -> NDArray[np.bool_]:
+    """Which samples of the system were taken after the first step and beside no validation, checkpoint or window of operators."""
+    ends, interval = rank.system["end_s"], rank.record.system_interval_s
+    within = ends > (rank.record.first_step_s or 0.0) + interval
+    for start, seconds in zip(rank.spans.start_s, rank.spans.seconds, strict=True):
+        if seconds > interval / 2:
+            within &= (ends < start) | (ends > start + seconds + interval)
+    return np.asarray(within)
+
+
+def at_steps(rank: RankEvidence, signal: str) -> Series:
+    """The samples of a signal that were taken at steps, as far as it was known."""
+    values = rank.system.get(signal)
+    if values is None:
+        return np.array([])
+    return values[np.isfinite(values) & within_steps(rank)]
 
 
 def _rows_of(rank: RankEvidence, ignored: int, stall_s: float) -> Rows:

@@ -68,7 +68,7 @@ def test_what_a_gpu_waits_for_is_found_first() -> None:
     assert fired(loading) == []
     outcome = BATCH_SIZE.judge(case_of(loading))
     assert isinstance(outcome, NotJudged)
-    assert "loader workers" in outcome.reason
+    assert "loader_workers" in outcome.reason
 
 
 def test_a_better_use_saves_time() -> None:

@@ -30,7 +30,13 @@ WAITS = {
     "on its only core": (["cpu_bottleneck"], {"data": 10}, {"cores": 1}),
     "as busy in data as elsewhere, beside other programs": (
         ["loader_workers"],
-        {"data": 10, "host_cpu_seconds": 9.5, "host_data_cpu_seconds": 5},
+        {
+            "data": 20,
+            "teacher_forward": 13,
+            "host_cpu_seconds": 19,
+            "host_data_cpu_seconds": 10,
+            "host_delayed_seconds": 19,
+        },
         {},
     ),
     "sleeps in data": (["io_bottleneck"], {"data": 3, "host_cpu_seconds": 9.3, "host_data_cpu_seconds": 0.3}, {}),
