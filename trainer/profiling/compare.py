@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer import summary
+from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.profiling import words
 from trainer.profiling.findings import Answer
@@ -181,7 +182,8 @@ def _tables(pair: Pair) -> Iterator[Table]:
     a, b = pair.before.operators, pair.after.operators
     if a and b:
         before, after = _kind_ms(pair, pair.before, a), _kind_ms(pair, pair.after, b)
-        yield _times("operators by kind of work", pair, before, after)
+        clocks = "" if a.clock == b.clock else f", on the {a.clock} before and on the {b.clock} after"
+        yield _times(f"operators by kind of work{clocks}", pair, before, after)
         yield _movers(pair, a, b)
     yield _use(pair)
 
@@ -210,7 +212,7 @@ _OVERVIEW: Sequence[tuple[str, Callable[[float], str], Callable[[TrainingSummary
     ("images a second", words.short, lambda one: one.images_per_second),
     ("steps", words.short, lambda one: one.steps),
     ("recorded", words.duration, lambda one: one.recorded_s),
-    ("dollars", words.dollars, lambda one: one.place.dollars(one.recorded_s) if one.place else None),
+    ("dollars", dollars_text, lambda one: one.place.dollars(one.recorded_s) if one.place else None),
 )
 
 
@@ -300,7 +302,7 @@ def _outcome(before: Side, after: Side) -> Table:
             rows.append((f"  {name}", words.duration(taken[0]), words.duration(taken[1]), change(*taken)))
     cost = [_at(run, ("bill", "dollars")) for run in (a, b)]
     if any(value is not None for value in cost):
-        rows.append(("dollars", *(_or_unknown(words.dollars, value) for value in cost), change(*cost)))
+        rows.append(("dollars", *(_or_unknown(dollars_text, value) for value in cost), change(*cost)))
     return Table(title="The runs", rows=rows)
 
 
@@ -359,4 +361,4 @@ def _saving(one: tuple[Answer, Finding] | None) -> str:
     answer, finding = one
     if finding.saving is None:
         return "none that can be told"
-    return " ".join(filter(None, (words.duration(finding.saving.seconds), words.dollars(answer.dollars))))
+    return " ".join(filter(None, (words.duration(finding.saving.seconds), dollars_text(answer.dollars))))

@@ -32,6 +32,8 @@ _WITH_GAPS = 8
 """Rows of cells that are higher are drawn apart from one another."""
 _ROW = 26
 _NARROW_ROW = 15
+_WHOLE = 0.9
+"""Share of the time from which on a window is not marked."""
 _MANY_ROWS = 16
 
 COLOURS: Mapping[str, tuple[str, str]] = {
@@ -64,6 +66,8 @@ svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; stroke-lineca
 .s0 { stroke: var(--accent); background: var(--accent); } .s1 { stroke: var(--data); background: var(--data); }
 .heat { stroke: var(--accent); } .scale { fill: var(--accent); } .broken { stroke: var(--bad); }
 .w-note { fill: var(--accent); } .w-warning { fill: var(--data); } .w-severe { fill: var(--bad); }
+.edge { fill: none; stroke-width: 1.2; stroke-dasharray: 4 3; }
+.e-note { stroke: var(--accent); } .e-warning { stroke: var(--data); } .e-severe { stroke: var(--bad); }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; margin: .35rem 0 .8rem; font-size: .9rem; }
 .legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em; }
 .tiles { display: flex; flex-wrap: wrap; gap: .75rem; margin: .75rem 0 1.25rem; }
@@ -295,8 +299,8 @@ class Curve:
     values: Series
 
 
-def over_time(lanes: Sequence[Lane], duration_s: float, title: str) -> str:
-    """Lanes below one another, on one time axis."""
+def over_time(lanes: Sequence[Lane], duration_s: float, title: str, *, windows: Sequence[Window] = ()) -> str:
+    """Lanes below one another, on one time axis; windows are marked through all of them where they begin and end."""
     divisor, unit = _time_unit(duration_s)
     gap, y = 14.0, 8.0
     content = []
@@ -305,12 +309,21 @@ def over_time(lanes: Sequence[Lane], duration_s: float, title: str) -> str:
         content.append(f'<g transform="translate({_LEFT} {y:.1f})">{lane.content}</g>')
         y += lane.height + gap
     axis = y - gap + 5
+    content += [_edges(window, duration_s, axis) for window in windows]
     content.append(line(_LEFT, axis, _LEFT + PLOT, axis, "axis"))
     for tick in ticks(0, duration_s / divisor, 10):
         x = _LEFT + tick * divisor / duration_s * PLOT
         content.append(line(x, axis, x, axis + 4, "axis") + text(x, axis + 17, short(tick), "soft mid"))
     content.append(text(0, axis + 17, f"time in {unit}", "soft"))
     return figure(axis + 24, "".join(content), title)
+
+
+def _edges(window: Window, duration_s: float, height: float) -> str:
+    """Where a window begins and ends; nothing for one that is nearly the whole time."""
+    if window.end_s - window.start_s > _WHOLE * duration_s:
+        return ""
+    lines = [f"M{_LEFT + second / duration_s * PLOT:.1f} 0v{height:.1f}" for second in (window.start_s, window.end_s)]
+    return f'<path class="edge e-{window.style}" d="{"".join(lines)}"/>'
 
 
 def _line_labels(lane: Lane, y: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.profiling import words
 from trainer.profiling.evidence import Evidence, TrainingEvidence
@@ -123,7 +124,7 @@ def saving_text(one: Found, summaries: Mapping[str, TrainingSummary]) -> str:
     assert one.finding.saving is not None
     seconds, whole = one.finding.saving.seconds, summaries[one.answer.training].recorded_s
     share = f"{words.percent(seconds / whole)} of the training" if whole else ""
-    notes = [note for note in (share, words.dollars(one.answer.dollars)) if note]
+    notes = [note for note in (share, dollars_text(one.answer.dollars)) if note]
     return f"{words.duration(seconds)} ({', '.join(notes)})" if notes else words.duration(seconds)
 
 

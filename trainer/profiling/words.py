@@ -102,13 +102,6 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 3600):,} h {int(seconds % 3600 // 60)} min"
 
 
-def dollars(amount: float | None) -> str:
-    """Money; empty where it is not known."""
-    if amount is None:
-        return ""
-    return f"${amount:,.2f}" if amount >= 0.01 or amount == 0 else f"${amount:.2g}"
-
-
 def clipped(name: str, length: int = 90) -> str:
     """A name that would be too long for a table."""
     return name if len(name) <= length else f"{name[: length - 1]}…"

@@ -22,7 +22,3 @@ from trainer.profiling import words
 )
 def test_a_number_is_told_with_the_unit_of_its_name(name: str, value: float, expected: tuple[str, str]) -> None:
     assert words.named_number(name, value) == expected
-
-
-def test_dollars_below_a_cent_keep_their_digits() -> None:
-    assert [words.dollars(amount) for amount in (None, 0.0, 0.0035, 1234.5)] == ["", "$0.00", "$0.0035", "$1,234.50"]

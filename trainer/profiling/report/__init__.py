@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from trainer import html
 from trainer.billing import Bill
+from trainer.costs import dollars_text
 from trainer.html import escape
 from trainer.profiling import drawing, words
 from trainer.profiling.evidence import TrainingEvidence
@@ -130,7 +131,7 @@ def _tiles(summary: TrainingSummary) -> str:
     entries = [(words.duration(summary.recorded_s), "recorded")]
     cost = summary.place.dollars(summary.recorded_s) if summary.place else None
     if cost is not None:
-        entries.append((words.dollars(cost), "for that time"))
+        entries.append((dollars_text(cost), "for that time"))
     if summary.step_ms:
         entries.append((words.milliseconds(summary.step_ms.p50), "a step (median)"))
     if summary.images_per_second:

@@ -56,8 +56,9 @@ def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequ
     duration = max(summary.recorded_s, 1e-6)
     edges = np.linspace(0, duration, BINS + 1)
     shares = drawing.by_colour(phase_shares(first, edges))
+    windows = _windows(first, findings)
     lanes = [
-        *_finding_lanes(first, findings, duration),
+        *([drawing.window_lane("Findings", "when seen", windows, duration)] if windows else []),
         *_metric_lanes(evidence, duration),
         drawing.stack_lane("Time", "% of the time", shares),
         *_step_lanes(first, edges, duration),
@@ -70,16 +71,18 @@ def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequ
         "Cores: the stronger the colour, the busier."
     )
     title = "The training and the machine over time"
-    return html.subsection(title, legend, html.drawing(drawing.over_time(lanes, duration, title), caption))
+    return html.subsection(
+        title, legend, html.drawing(drawing.over_time(lanes, duration, title, windows=windows), caption)
+    )
 
 
-def _finding_lanes(rank: RankEvidence, findings: Sequence[tuple[int, Found]], duration: float) -> list[Lane]:
-    windows = [
+def _windows(rank: RankEvidence, findings: Sequence[tuple[int, Found]]) -> list[Window]:
+    """Of the findings that were not seen all the time."""
+    return [
         Window(label=f"{number}. {one.answer.title}", style=one.finding.severity, start_s=span[0], end_s=span[1])
         for number, one in findings
         if (span := _seconds(rank, one))
     ]
-    return [drawing.window_lane("Findings", "when seen", windows, duration)] if windows else []
 
 
 def _seconds(rank: RankEvidence, one: Found) -> tuple[float, float] | None:

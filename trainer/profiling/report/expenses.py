@@ -6,13 +6,15 @@ from datetime import UTC, datetime
 
 from trainer import billing, html
 from trainer.billing import Bill
+from trainer.costs import dollars_text
 from trainer.profiling import drawing, words
 from trainer.profiling.drawing import Bar, Part
 from trainer.profiling.summary import TrainingSummary
 
 _STARTUP = {
+    "launch": ("launch", "until the process had started"),
     "fetch": ("fetch", "opening data set, models and outputs"),
-    "imports": ("imports", "from the start of the process"),
+    "imports": ("imports", "torch and the trainer"),
     "join": ("process group", "until all processes had met"),
     "preparation": ("preparation", "until the recording began"),
     "compile": ("compilation", "before the end of the first step"),
@@ -50,7 +52,7 @@ def bill(given: Bill) -> str:
         parts = [
             Part(name=_COLOURS[name], label=billing.PARTS[name], share=seconds) for name, seconds in stage.parts.items()
         ]
-        note = " ".join(filter(None, (words.duration(stage.seconds), words.dollars(stage.dollars))))
+        note = " ".join(filter(None, (words.duration(stage.seconds), dollars_text(stage.dollars))))
         rows.append((stage.stage, parts, note))
     picture = drawing.stacked_rows(rows, max(stage.seconds for stage in given.stages) or 1.0, "s", "The bill")
     seen = dict.fromkeys(name for stage in given.stages for name in stage.parts)

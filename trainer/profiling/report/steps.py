@@ -11,7 +11,6 @@ from trainer.profiling.summary import PhaseSummary, SlowStep, Spread, TrainingSu
 _FEWEST_DRAWN = 20
 _MACHINE = (
     "cores_percent",
-    "busiest_core_percent",
     "iowait_percent",
     "gpu_percent",
     "disk_read_bytes_per_s",
@@ -128,8 +127,6 @@ def _usual(name: str, summary: TrainingSummary) -> float | None:
     cores = [signal.mean for signal_name, signal in summary.system.items() if is_core(signal_name)]
     if name == "cores_percent":
         return sum(cores) / len(cores) if cores else None
-    if name == "busiest_core_percent":
-        return max(cores, default=None)
     return summary.system[name].mean if name in summary.system else None
 
 

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from docs.pictures import parts
+from trainer.errors import ArtifactError
+from trainer.profiling.evidence import TrainingEvidence
+from trainer.profiling.findings import Answer
+from trainer.profiling.sides import Side
+from trainer.profiling.summary import summarize
+
+
+def test_each_side_is_drawn_with_its_findings_and_the_two_together(
+    plain: list[TrainingEvidence], large: TrainingEvidence, answers: list[Answer]
+) -> None:
+    sides = [
+        Side(name="run", trainings={"distill": summarize(one)}, answers=told, evidence={"distill": one})
+        for one, told in ((plain[1], answers), (large, []))
+    ]
+    drawn = {name: "".join(sections) for name, sections in parts(*sides).items()}
+    assert set(drawn) == {
+        "comparison",
+        *(f"{when}-{part}" for when in ("before", "after") for part in ("findings", "step", "course")),
+    }
+    assert "Exploding gradients" in drawn["before-findings"]
+    assert "Findings: 0" in drawn["after-findings"]
+    assert "CPU cores" in drawn["after-course"]
+    with pytest.raises(ArtifactError, match="the evidence of two distillations is needed"):
+        parts(sides[0], replace(sides[1], evidence={}))
