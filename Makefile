@@ -36,6 +36,7 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device
 
 bench: $(READY)  ## print the tables of tests/benchmarks, about 20 minutes on an idle machine [PHOTOS=folder instead of made-up photos]
 	@$(VENV)/python tests/benchmarks/bench_recorder.py
+	@$(VENV)/python tests/benchmarks/bench_forecast.py
 	@$(VENV)/python tests/benchmarks/bench_kernels.py
 	@$(VENV)/python tests/benchmarks/bench_data.py $(if $(PHOTOS),--photos "$(PHOTOS)")
 	@$(VENV)/python tests/benchmarks/bench_distillation.py $(if $(PHOTOS),--photos "$(PHOTOS)")
