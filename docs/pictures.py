@@ -53,7 +53,7 @@ def chromium(
     """
     command = browser()
     if command is None:
-        raise FileNotFoundError(f"none of {', '.join(BROWSERS)} is installed")
+        raise FileNotFoundError(f"none of {', '.join(BROWSERS)} is installed; install Chromium")
     with tempfile.TemporaryDirectory() as profile:
         ended = subprocess.run(
             [

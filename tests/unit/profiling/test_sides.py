@@ -50,18 +50,24 @@ def test_the_report_of_a_run_may_lie_where_the_run_says(run: Path, tmp_path: Pat
     assert read_side(str(tmp_path)).trainings == read_side(str(run)).trainings
 
 
+def test_a_registration_is_read_as_its_run(run: Path, tmp_path: Path) -> None:
+    with artifacts.create(tmp_path, "registration", settings={}) as draft:
+        (draft.path / "summary.json").write_bytes((run / "summary.json").read_bytes())
+    assert read_side(str(tmp_path)).trainings == read_side(str(run)).trainings
+
+
 def change(path: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def remake_report(path: Path, file: str, content: str) -> Path:
+def changed_report(report: Path, path: Path, file: str, content: str) -> str:
     """A report that is whole, but says something else in one of its files."""
-    old = artifacts.read(path, "report")
-    with artifacts.create(path / "changed", "report", settings=old.settings) as draft:
+    old = artifacts.read(report, "report")
+    with artifacts.create(path, "report", settings=old.settings) as draft:
         for name in old.files:
-            (draft.path / name).write_bytes((path / name).read_bytes())
+            (draft.path / name).write_bytes((report / name).read_bytes())
         (draft.path / file).write_text(content)
-    return path / "changed"
+    return str(path)
 
 
 def test_what_is_nothing_to_compare_is_refused_in_one_message(run: Path, tmp_path: Path) -> None:
@@ -73,6 +79,8 @@ def test_what_is_nothing_to_compare_is_refused_in_one_message(run: Path, tmp_pat
     (foreign / "summary.json").write_text('{"distill": {}}')
     broken.mkdir()
     (broken / "summary.json").write_text("[")
+    (listed := tmp_path / "listed").mkdir()
+    (listed / "summary.json").write_text("[]")
     with artifacts.create(model, "model", settings={}):
         pass
     shutil.rmtree(copy / "report")
@@ -82,10 +90,15 @@ def test_what_is_nothing_to_compare_is_refused_in_one_message(run: Path, tmp_pat
         str(empty): "holds neither summary.json, as a completed run does, nor manifest.json",
         str(foreign): "is not the summary of a run",
         str(broken): "is not JSON",
+        str(listed): "is not a JSON object",
         str(model): "is a model; give the directory of a run",
         str(copy): "its report is not at .*/copy/report; give the directory of the report",
-        str(remake_report(run / "report", "summary.json", '{"distill": {}}')): "run the stage profile again",
-        str(remake_report(run / "report", "findings.json", "[1]")): "run the stage profile again",
+        changed_report(
+            run / "report", tmp_path / "a", "summary.json", '{"distill": {}}'
+        ): "distill.name: Field required",
+        changed_report(
+            run / "report", tmp_path / "b", "findings.json", "[1]"
+        ): "b: findings.json: does not hold the answers",
     }
     for uri, message in cases.items():
         with pytest.raises(ArtifactError, match=message):
