@@ -28,6 +28,7 @@ from components.launching import Place
 from pipelines import commands
 from pipelines import compile as compilation
 from trainer import config, runs, storage, tracking
+from trainer import summary as summaries
 from trainer.errors import (
     LaunchError,
     TrackingError,
@@ -121,7 +122,7 @@ def run(request: Request) -> dict[str, Any]:
     if request.place.pool:
         storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
     directory = runs.new_directory(request.parameters["recipe"], request.output)
-    (directory / runs.SUMMARY).unlink(missing_ok=True)
+    (directory / summaries.SUMMARY).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, request))
     try:
         summary = _run_pipeline(request, directory)
@@ -197,11 +198,11 @@ def _check_all_ran(pipeline: str, tasks: Mapping[str, Any]) -> None:
 def _write_summary(directory: Path, tasks: Mapping[str, Any]) -> dict[str, Any]:
     """The register stage's summary beside the run's artifacts; a stage taken from the cache keeps its true seconds."""
     registration = Path(tasks["register"].outputs["registration"].path)
-    summary: dict[str, Any] = json.loads((registration / runs.SUMMARY).read_text())
+    summary: dict[str, Any] = json.loads((registration / summaries.SUMMARY).read_text())
     for name, stage in summary["stages"].items():
         if name in tasks and tasks[name].cached:
             stage["cached"] = True
-    storage.write_bytes(directory / runs.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
+    storage.write_bytes(directory / summaries.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
     return summary
 
 
@@ -214,9 +215,7 @@ def _close_tracking(status: str) -> None:
 
 
 def _print_results(summary: Mapping[str, Any], directory: Path) -> None:
-    from trainer import summary as summaries
-
-    print(f"\n{summaries.table(summary)}\n\nAll of it: {directory / runs.SUMMARY}")
+    print(f"\n{summaries.table(summary)}\n\nAll of it: {directory / summaries.SUMMARY}")
 
 
 class _Reporter:

@@ -15,9 +15,8 @@ from trainer import storage, tracking
 from trainer.billing import Bill
 from trainer.costs import Place, dollars_text, duration_text
 from trainer.errors import ArtifactError, ObjectNotFoundError
-from trainer.summary import aligned
+from trainer.summary import SUMMARY, aligned
 
-SUMMARY = "summary.json"
 STAGES = ("reinforce", "distill")
 """What a distillation is billed for."""
 _TEXT = ("run", "where", "price of", "")
@@ -78,7 +77,7 @@ def read_run(run: str | Path) -> tuple[Entry, Bill]:
             )
         bill = Bill.model_validate(content["bill"])
         accuracy, epochs = content["student"]["test"]["top1"], content["settings"]["distill"]["epochs"]
-    except (ObjectNotFoundError, FileNotFoundError, NotADirectoryError) as error:
+    except (ObjectNotFoundError, NotADirectoryError) as error:
         raise ArtifactError(
             f"{run}: has no {SUMMARY}; give the directory of a run that came to its end (`python -m trainer run` tells it)"
         ) from error

@@ -14,6 +14,7 @@ from typing import Any
 
 from trainer import artifacts, config, launch, stages, storage, tracking
 from trainer.errors import OutputError, TrackingError, make_directory, writing_to
+from trainer.summary import SUMMARY
 from trainer.tuning.schema import read_tuning
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,6 @@ logger = logging.getLogger(__name__)
 RUNS = Path("runs")
 """Where runs are kept unless an output is given."""
 LATEST = "latest"
-SUMMARY = "summary.json"
 
 PLAN: Mapping[str, Mapping[str, str]] = {
     "prepare": {"dataset": "dataset"},

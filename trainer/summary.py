@@ -13,6 +13,7 @@ from trainer import billing
 from trainer.billing import Bill
 from trainer.forecast import Forecast
 
+SUMMARY = "summary.json"
 DATASET_KEYS = ("train", "val", "test", "unlabeled", "classes", "quarantined")
 TEACHER_KEYS = ("architecture", "parameters", "latency_ms")
 STUDENT_KEYS = ("architecture", "parameters", "test", "latency_ms", "size_bytes")

@@ -27,14 +27,13 @@ from trainer.errors import TrackingError
 from trainer.launch import flag
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import STAGES, evaluate
-from trainer.summary import Registered
+from trainer.summary import SUMMARY, Registered
 from trainer.tuning.schema import Tuning, read_tuning
 
 if TYPE_CHECKING:
     from mlflow.models.model import ModelInfo
     from mlflow.tracking import MlflowClient
 
-SUMMARY = "summary.json"
 PROFILE_PAGE = "report.html"
 
 _REQUIREMENTS = ("mlflow", "numpy", "pandas", "safetensors", "timm", "torch", "torchvision")
