@@ -22,6 +22,8 @@ SUMMARY = "summary.json"
 FINDINGS = "findings.json"
 _EVIDENCE = ("pretrain-evidence", "distill-evidence")
 """Where `python -m trainer run` keeps it below the run's directory."""
+_TASKS = ("pretrain/evidence", "distill/evidence")
+"""Where it lies beside the folder of the task that made the report, in a run of the pipeline."""
 _REPORT = "report"
 _CHOICE = "give the directory of a run, or of its report, or of evidence"
 
@@ -94,20 +96,30 @@ def _read_run(uri: str) -> Side:
     content = _json(storage.join(uri, SUMMARY))
     if not {"settings", "stages", "student", "teacher", "reports"} <= content.keys():
         raise ArtifactError(f"{storage.join(uri, SUMMARY)}: is not the summary of a run; {_CHOICE}")
-    recorded = [place for name in _EVIDENCE if artifacts.exists(place := storage.join(uri, name))]
-    read = _read_report(_report_of(uri, content))
-    evidence = {training.name: training for place in recorded for training in read_evidence(place).trainings}
+    report = _report_of(uri, content)
+    read = _read_report(report)
+    recorded = [read_evidence(place).trainings for place in _evidence_of(uri, report)]
+    evidence = {training.name: training for trainings in recorded for training in trainings}
     return Side(name=uri, trainings=read.trainings, answers=read.answers, evidence=evidence, run=content)
 
 
 def _report_of(uri: str, content: Mapping[str, Any]) -> str:
     """The run's report: in its directory, or where the run says that it was."""
     page = str(content["reports"].get("profile", ""))
-    places = [storage.join(uri, _REPORT), *([str(Path(page).parent)] if page else [])]
+    places = [storage.join(uri, _REPORT), *([storage.parent(page)] if page else [])]
     for place in places:
         if artifacts.exists(place):
             return place
     raise ArtifactError(f"{uri}: its report is not at {' nor at '.join(places)}; give the directory of the report")
+
+
+def _evidence_of(uri: str, report: str) -> list[str]:
+    """The evidence that the report is on, as far as it is at hand."""
+    tasks = storage.parent(storage.parent(report))
+    places = [storage.join(above, name) for above, names in ((uri, _EVIDENCE), (tasks, _TASKS)) for name in names]
+    wanted = set(artifacts.manifest(report, "report").parents.values())
+    there = [place for place in places if artifacts.exists(place)]
+    return [place for place in there if artifacts.manifest(place, "evidence").fingerprint in wanted]
 
 
 def _json(path: str) -> dict[str, Any]:

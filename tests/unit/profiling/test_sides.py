@@ -50,6 +50,22 @@ def test_the_report_of_a_run_may_lie_where_the_run_says(run: Path, tmp_path: Pat
     assert read_side(str(tmp_path)).trainings == read_side(str(run)).trainings
 
 
+def test_the_evidence_of_a_pipelines_run_is_found_beside_its_report(run: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "pipeline" / "distillation"
+    for source, target in (("report", "profile/report"), ("distill-evidence", "distill/evidence")):
+        shutil.copytree(run / source, tasks / target)
+    shutil.copy(run / "summary.json", tmp_path)
+    change(tmp_path / "summary.json", reports={"profile": str(tasks / "profile" / "report" / "report.html")})
+    assert set(read_side(str(tmp_path)).evidence) == {"mae", "distill"}
+
+
+def test_evidence_of_another_training_is_not_taken_for_the_reports(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    with artifacts.create(tmp_path / "distill-evidence", "evidence", settings={"another": True}):
+        pass
+    assert read_side(str(tmp_path)).evidence == {}
+
+
 def test_a_registration_is_read_as_its_run(run: Path, tmp_path: Path) -> None:
     with artifacts.create(tmp_path, "registration", settings={}) as draft:
         (draft.path / "summary.json").write_bytes((run / "summary.json").read_bytes())
