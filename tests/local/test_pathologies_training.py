@@ -18,12 +18,14 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from tests.distillations import TINY
 from tests.pathologies import SETTINGS, TEACHER, Patient, findings
 from trainer import artifacts, config, models
 from trainer.data.dataset import Split
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError, TrainingError
 from trainer.models import Classifier
+from trainer.profiling.evidence import read_evidence
 from trainer.stages import prepare, pretrain, reinforce
 from trainer.thresholds import RuleSettings, StalledTraining
 from trainer.training.loop import Loop
@@ -133,37 +135,40 @@ def one_step(number, action):
     [
         pytest.param(each_matrix(lambda weights: weights.normal_(std=1e3)), id="1000 times too large"),
         pytest.param(each_matrix(lambda weights: weights.fill_(0.02)), id="all alike"),
-        pytest.param(each_matrix(lambda weights: weights.mul_(15), "blocks.1.mlp"), id="one block at another scale"),
+        pytest.param(each_matrix(lambda weights: weights.mul_(50), "blocks.1.mlp"), id="one block at another scale"),
     ],
 )
 def test_poor_initialisation(distil, change):
-    assert set(findings(distil(fault=partial(changed_student, change)))) == {"poor_initialisation"}
+    found = findings(distil(fault=partial(changed_student, change)))
+    assert set(found) == {"poor_initialisation"}, found
 
 
 def test_exploding_gradients(distil):
     found = findings(distil(base_learning_rate=100.0))
-    assert set(found) == {"exploding_gradients"}
+    assert set(found) == {"exploding_gradients"}, found
     assert "times its own norm" in found["exploding_gradients"]
 
 
 def test_vanishing_gradients(distil):
-    assert set(findings(distil(fault=partial(scaled_loss, 1e-12)))) == {"vanishing_gradients"}
+    found = findings(distil(fault=partial(scaled_loss, 1e-12)))
+    assert set(found) == {"vanishing_gradients"}, found
 
 
 @pytest.mark.parametrize("rate", [1.0, 2e-9])
 def test_update_ratio(distil, rate):
-    assert set(findings(distil(base_learning_rate=rate))) == {"update_ratio"}
+    found = findings(distil(base_learning_rate=rate))
+    assert set(found) == {"update_ratio"}, found
 
 
 def test_unchanged_weights_of_a_frozen_layer(distil):
     found = findings(distil(fault=partial(changed_student, frozen)))
-    assert set(found) == {"unchanged_weights"}
+    assert set(found) == {"unchanged_weights"}, found
     assert found["unchanged_weights"].startswith("12 of 32 tensors of weights (network.blocks.0.norm1.weight, ")
 
 
 def test_unchanged_weights_at_a_learning_rate_that_rounding_swallows(distil):
     found = findings(distil(base_learning_rate=1e-30))
-    assert set(found) == {"unchanged_weights"}
+    assert set(found) == {"unchanged_weights"}, found
     assert "nothing is learned" in found["unchanged_weights"]
 
 
@@ -173,25 +178,26 @@ def test_unchanged_weights_at_a_learning_rate_that_rounding_swallows(distil):
 
 def test_loss_not_falling_where_the_images_say_nothing(distil):
     found = findings(distil(fault=blind, logit_weight=0.0, label_weight=1.0, log_every=4))
-    assert set(found) == {"loss_not_falling"}
+    assert set(found) == {"loss_not_falling"}, found
     assert "did not fall by 3%" in found["loss_not_falling"]
 
 
 def test_overfitting_of_wrong_labels(patient, tmp_path):
-    """A tenth of the digits is for training, and its labels are drawn by lot."""
-    few = config.validate(config.DataSettings, {**DIGITS, "val_fraction": 0.45, "test_fraction": 0.45})
+    """Sixty-seven of the digits are for training, and their labels are drawn by lot."""
+    few = config.validate(config.DataSettings, {**DIGITS, "val_fraction": 0.48, "test_fraction": 0.48})
     prepare.run(few, dataset=tmp_path / "few")
     patient = Patient(dataset=str(tmp_path / "few"), teacher=patient.teacher, folder=tmp_path)
-    settings = {"logit_weight": 0.0, "label_weight": 1.0, "batch_size": 64, "epochs": 80, "validate_every_epochs": 10}
-    settings |= {
-        "base_learning_rate": 1e-2,
-        "warmup_epochs": 8,
+    student = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"embed_dim": 32}}
+    settings = {
+        "student": student,
+        "logit_weight": 0.0,
+        "label_weight": 1.0,
         "weight_decay": 0.0,
         "views": {"min_scale": 1.0, "flip": False},
-        "evidence": LOOKS,
     }
+    settings |= {"batch_size": 32, "epochs": 70, "validate_every_epochs": 14, "base_learning_rate": 2e-2}
     found = findings(patient.distil(fault=noisy_labels, **settings))
-    assert set(found) == {"overfitting"}
+    assert set(found) == {"overfitting"}, found
 
 
 @pytest.mark.parametrize(
@@ -204,7 +210,8 @@ def test_overfitting_of_wrong_labels(patient, tmp_path):
     ],
 )
 def test_vanishing_loss_term(distil, settings):
-    assert set(findings(distil(**settings))) == {"vanishing_loss_term"}
+    found = findings(distil(**settings))
+    assert set(found) == {"vanishing_loss_term"}, found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,7 +224,7 @@ def test_weak_teacher_that_guesses(digits, patient, tmp_path):
     pretrain.run(settings, dataset=digits, teacher=tmp_path / "teacher", evidence=tmp_path / "evidence")
     patient = Patient(dataset=digits, teacher=str(tmp_path / "teacher"), folder=tmp_path)
     found = findings(patient.distil(**QUICK))
-    assert set(found) == {"weak_teacher"}
+    assert set(found) == {"weak_teacher"}, found
     assert "always saying the most frequent class" in found["weak_teacher"]
 
 
@@ -235,7 +242,7 @@ def test_class_imbalance(patient, tmp_path):
     prepare.run(settings, dataset=tmp_path / "uneven")
     patient = Patient(dataset=str(tmp_path / "uneven"), teacher=patient.teacher, folder=tmp_path)
     found = findings(patient.distil(logit_weight=0.0, label_weight=1.0, batch_size=32, **QUICK | {"epochs": 10}))
-    assert set(found) == {"class_imbalance"}
+    assert set(found) == {"class_imbalance"}, found
 
 
 def test_low_recorded_mass(patient, tmp_path):
@@ -246,21 +253,31 @@ def test_low_recorded_mass(patient, tmp_path):
     outputs = tmp_path / "outputs"
     reinforce.run(record, dataset=patient.dataset, teacher=patient.teacher, teacher_outputs=outputs)
     found = findings(patient.distil(teacher="recorded", teacher_outputs=str(outputs), temperature=4.0, **QUICK))
-    assert set(found) == {"low_recorded_mass"}
+    assert set(found) == {"low_recorded_mass"}, found
+
+
+def test_the_healthy_trainings_of_a_teacher_fire_no_rule(digits, tmp_path):
+    part = TEACHER["finetune"] | {"validate_every_epochs": 2, "log_every": 5, "evidence": LOOKS}
+    mae = {name: value for name, value in part.items() if name in config.MaeSettings.model_fields}
+    mae |= {"epochs": 10, "base_learning_rate": 4e-3, "decoder_dim": 32, "decoder_depth": 1, "decoder_heads": 2}
+    settings = config.validate(config.PretrainSettings, TEACHER | {"mae": mae, "finetune": part})
+    pretrain.run(settings, dataset=digits, teacher=tmp_path / "teacher", evidence=tmp_path / "evidence")
+    trainings = read_evidence(tmp_path / "evidence").trainings
+    assert {training.name: findings(training) for training in trainings} == {"mae": {}, "finetune": {}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Time
 
 
-STALLED = RuleSettings(stalled_training=StalledTraining(seconds=1.5))
+STALLED = RuleSettings(stalled_training=StalledTraining(seconds=3))
 
 
 def test_stalled_training(distil, caplog):
     caplog.set_level(logging.INFO)
-    fault = partial(one_step, 20, partial(time.sleep, 2.5))
+    fault = partial(one_step, 20, partial(time.sleep, 5))
     found = findings(distil(fault=fault, watch={"rules": STALLED}), STALLED)
-    assert set(found) == {"stalled_training"}
+    assert set(found) == {"stalled_training"}, found
     assert "between steps 20 and 21" in found["stalled_training"]
     (line,) = (line for line in caplog.messages if "severe: Stalled training. " in line)
     assert "since step 20; the first process is in trainer.training.loop.train (line " in line

@@ -20,6 +20,16 @@ def first_cause(case: Case, *rules: Rule) -> NotJudged | None:
     return None
 
 
+def start_unseen(case: Case) -> NotJudged | None:
+    """The answer of a rule that compares with the training's start, where this process went on from a checkpoint; None where it did not."""
+    steps = case.training.ranks[0].steps["step"]
+    if not len(steps) or steps[0] == 0:
+        return None
+    return NotJudged(
+        reason=f"this process went on from a checkpoint, at step {steps[0] + 1:.0f}, so the training's start was not seen"
+    )
+
+
 def saving_after(case: Case, since_s: float, why: str) -> Saving:
     """What ending the training at a moment saves: the time to its end, which the steps so far foretell while it runs."""
     record = case.training.ranks[0].record

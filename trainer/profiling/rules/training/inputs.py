@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.profiling.rules.causes import accuracy_noise, first_cause
+from trainer.profiling.rules.causes import accuracy_noise, first_cause, start_unseen
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
 from trainer.profiling.schema import ContextRecord
 from trainer.profiling.series import Series
@@ -170,7 +170,7 @@ def _judge_terms(case: Case) -> Outcome:
         return NotJudged(reason="only a distillation's loss has terms")
     if min(map(len, terms.values())) < _FEWEST_POINTS:
         return NotJudged(reason=f"fewer than {_FEWEST_POINTS} points of the loss were recorded")
-    if answer := first_cause(case, WEAK_TEACHER) or _rounded_away(settings, terms):
+    if answer := start_unseen(case) or first_cause(case, WEAK_TEACHER) or _rounded_away(settings, terms):
         return answer
     sizes = np.stack([weights[name] * np.abs(values) for name, values in terms.items()])
     shares = sizes / np.maximum(sizes.sum(0), np.finfo(np.float64).tiny)

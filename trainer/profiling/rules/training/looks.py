@@ -59,8 +59,9 @@ class Looks:
         return medians
 
     def matrices(self) -> npt.NDArray[np.bool_]:
-        """Whether a tensor has two dimensions or more, [L, P]: biases and norms have one."""
-        return self.grid("dimensions") >= 2
+        """Whether a tensor multiplies a signal, [L, P]: biases and norms have one dimension, tokens and positions three."""
+        dimensions = self.grid("dimensions")
+        return np.asarray((dimensions >= 2) & (dimensions != 3))
 
 
 def looks_of(case: Case) -> Looks:

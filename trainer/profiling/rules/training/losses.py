@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from trainer.profiling.evidence import Curve
-from trainer.profiling.rules.causes import accuracy_noise, first_cause, saving_after, setting
+from trainer.profiling.rules.causes import accuracy_noise, first_cause, saving_after, setting, start_unseen
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
 from trainer.profiling.rules.training.inputs import VANISHING_LOSS_TERM, WEAK_TEACHER
 from trainer.profiling.rules.training.weights import (
@@ -48,7 +48,7 @@ def _judge_fall(case: Case) -> Outcome:
     limits, curve = case.rules.loss_not_falling, case.training.metrics.get("loss")
     if curve is None or len(curve.values) < _POINTS:
         return NotJudged(reason=f"fewer than {_POINTS} points of the loss were recorded")
-    if answer := _too_early(case) or first_cause(case, *_CAUSES):
+    if answer := start_unseen(case) or _too_early(case) or first_cause(case, *_CAUSES):
         return answer
     middles = np.array([np.median(part) for part in np.array_split(curve.values, _POINTS)])
     start, last = (

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trainer.profiling.rules.causes import first_cause, listed, saving_after, setting
+from trainer.profiling.rules.causes import first_cause, listed, saving_after, setting, start_unseen
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
 from trainer.profiling.rules.training.looks import Looks, looks_of
 from trainer.profiling.series import Series
@@ -22,6 +22,8 @@ _LOOKS = 3
 """Fewer looks tell no course."""
 _ALIKE = 0.999
 """Mean absolute value against root mean square: 1 where all weights have the same size, 0.8 in a normal distribution."""
+_SMALL_NORM = 1e-3
+"""What grows from a smaller norm of the gradient does not explode."""
 _WARM = 0.1
 """Share of the peak learning rate from which on a step is meant to move the weights."""
 
@@ -45,12 +47,8 @@ def _chosen(looks: Looks, flags: Flags) -> list[str]:
 
 def _judge_initialisation(case: Case) -> Outcome:
     limits, looks = case.rules.poor_initialisation, looks_of(case)
-    if few := _few(looks, 1):
-        return few
-    if looks.steps[0] > 0:
-        return NotJudged(
-            reason=f"the first look was at step {looks.steps[0] + 1:.0f}, so how the weights started was not seen"
-        )
+    if answer := _few(looks, 1) or start_unseen(case):
+        return answer
     scales = np.where(looks.matrices()[0], looks.scales()[0], 0.0)
     alike = (scales > 0) & (looks.grid("weight_mean_abs")[0] > _ALIKE * scales)
     gains = scales * looks.grid("elements")[0] ** 0.25
@@ -198,8 +196,8 @@ def _growth(case: Case, looks: Looks) -> Outcome:
     """The whole gradient's norm against the larger of its first one and its median before, in two looks in a row."""
     limit = case.rules.exploding_gradients.growth
     norms = np.sqrt(np.nansum(looks.grid("gradient_norm") ** 2, axis=1))
-    usual = np.array([max(norms[0], np.median(norms[:index])) for index in range(1, len(norms))])
-    growth = norms[1:] / np.maximum(usual, np.finfo(np.float64).tiny)
+    usual = np.array([max(norms[0], np.median(norms[:index]), _SMALL_NORM) for index in range(1, len(norms))])
+    growth = norms[1:] / usual
     lasting = np.minimum(growth[:-1], growth[1:])
     worst = int(lasting.argmax())
     if lasting[worst] <= limit:

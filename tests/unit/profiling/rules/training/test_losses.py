@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.profiling.rules.learning import case_of, curve_of, looks_at
+from tests.unit.profiling.rules.synthetic import steps_of
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.rules.training.losses import LOSS_NOT_FALLING, OVERFITTING
 
@@ -50,6 +51,11 @@ def test_a_loss_that_stays_where_it_came_to_is_healthy() -> None:
 def test_a_short_curve_is_not_judged() -> None:
     assert isinstance(fall([2.0] * 9), NotJudged)
     assert isinstance(LOSS_NOT_FALLING.judge(case_of()), NotJudged)
+
+
+def test_the_end_of_a_training_that_went_on_from_a_checkpoint_is_not_judged() -> None:
+    steps = steps_of()
+    assert isinstance(fall([2.0] * 40, steps=steps | {"step": steps["step"] + 500}), NotJudged)
 
 
 def test_what_says_more_goes_before() -> None:
