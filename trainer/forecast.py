@@ -56,6 +56,8 @@ class Measurement(_Record):
     """One pass over the validation split."""
     checkpoint_s: Seconds
     """Writing one checkpoint."""
+    window_s: Seconds = 0.0
+    """What a window of the operators' profiler costs."""
     recording_s: Seconds | None = None
     """Recording the teacher's outputs, where the distillation reads them and nobody has recorded them yet."""
 
@@ -66,6 +68,8 @@ class Work(_Record):
     steps: Count
     validations: Count
     checkpoints: Count
+    windows: Count = 0
+    """Of the operators' profiler."""
 
 
 class Forecast(_Record):
@@ -129,10 +133,12 @@ def work_of(settings: DistillSettings, samples: int) -> Work:
         settings: section `distill`.
         samples: training images.
     """
+    steps, evidence = schedules.step_count(settings, samples), settings.evidence
     return Work(
-        steps=schedules.step_count(settings, samples),
+        steps=steps,
         validations=len(schedules.validation_steps(settings, samples)),
         checkpoints=len(schedules.checkpoint_steps(settings, samples)),
+        windows=sum(first < steps for first in evidence.operators_at) if evidence.operators_steps else 0,
     )
 
 
@@ -147,11 +153,16 @@ def forecast(measurement: Measurement, work: Work) -> Forecast:
 
 
 def _forecast(measurement: Measurement, work: Work, assumptions: Sequence[str]) -> Forecast:
+    beside_s = (
+        measurement.startup_s
+        + (measurement.recording_s or 0.0)
+        + work.validations * measurement.validation_s
+        + work.checkpoints * measurement.checkpoint_s
+        + work.windows * measurement.window_s
+    )
+
     def hours(step_s: float) -> float:
-        seconds = measurement.startup_s + (measurement.recording_s or 0.0) + work.steps * step_s
-        return (
-            seconds + work.validations * measurement.validation_s + work.checkpoints * measurement.checkpoint_s
-        ) / 3600
+        return (beside_s + work.steps * step_s) / 3600
 
     expected, low, high = map(hours, (measurement.step_s, measurement.step_low_s, measurement.step_high_s))
     place = measurement.place

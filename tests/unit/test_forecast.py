@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from trainer.config import DistillSettings
+from trainer.config import DistillSettings, EvidenceSettings
 from trainer.costs import Place, Price
 from trainer.errors import BudgetError
 from trainer.forecast import (
@@ -97,12 +97,13 @@ def test_work_is_counted_as_the_loop_does_it(samples, size):
             before, after = (seen * size // (every * samples) if every else 0 for seen in (step, step + 1))
             validations += step + 1 == total or after > before
             saves += bool(checkpoints) and ((step + 1) % checkpoints == 0 or step + 1 == total)
-        assert work_of(settings, samples) == Work(steps=total, validations=validations, checkpoints=saves)
+        expected = Work(steps=total, validations=validations, checkpoints=saves, windows=int(total > 20))
+        assert work_of(settings, samples) == expected
 
 
 def test_every_part_counts_as_often_as_it_comes():
     work = work_of(SETTINGS, SAMPLES)
-    assert work == Work(steps=1000, validations=10, checkpoints=4)
+    assert work == Work(steps=1000, validations=10, checkpoints=4, windows=1)
     expected = forecast(measured(), work)
     assert expected.hours == pytest.approx((36 + 1000 * 3.6 + 10 * 7.2 + 4 * 1.8) / 3600)
     assert expected.hours_low == pytest.approx((36 + 1000 * 0.9 * 3.6 + 10 * 7.2 + 4 * 1.8) / 3600)
@@ -111,6 +112,17 @@ def test_every_part_counts_as_often_as_it_comes():
     assert expected.stages == ("distill",)
     assert expected.assumptions == ()
     assert str(expected) == "61.9 min (55.9 min to 73.9 min), $10.32 ($9.32 to $12.32)"
+
+
+def test_windows_of_the_profiler_are_counted_where_they_open():
+    def windows(**evidence):
+        return work_of(SETTINGS.model_copy(update={"evidence": EvidenceSettings(**evidence)}), SAMPLES).windows
+
+    assert windows(operators_at=(20, 400, 5000)) == 2
+    assert windows(operators_at=()) == windows(operators_at=(20,), operators_steps=0) == 0
+    work = work_of(SETTINGS, SAMPLES)
+    slower = forecast(measured(window_s=36.0), work)
+    assert slower.hours == pytest.approx(forecast(measured(), work).hours + 0.01)
 
 
 def test_recording_the_teacher_is_part_of_it_where_it_has_to_be_done():

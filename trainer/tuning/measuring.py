@@ -32,7 +32,7 @@ def measure(
     ready_s: float,
     recording_s: float | None,
 ) -> Measurement:
-    """Steps with their reports, one validation and one checkpoint; the same on every process.
+    """Steps with their reports, before them a window of operators, then one validation and one checkpoint; the same on every process.
 
     Args:
         make: makes the distillation.
@@ -45,10 +45,10 @@ def measure(
     began = time.perf_counter()
     training = make(endless(settings), processes)
     steps = step_count(settings, len(training.samples))
-    warm = warm_steps(settings)
-    laps = Laps(settings.batch_size, warm_steps=warm, total_steps=steps, thoroughness=THOROUGHNESS)
+    window, warm = settings.evidence.operators_steps if settings.evidence.operators_at else 0, warm_steps(settings)
+    laps = Laps(settings.batch_size, warm_steps=warm + window, total_steps=steps, thoroughness=THOROUGHNESS)
     made_s = time.perf_counter() - began
-    recorder = new_recorder(training)
+    recorder = new_recorder(training, window_at=(warm,) if window else ())
     report = _report(training, recorder, tracker)
     ridden = ride(training, laps, recorder, report.add)
     validate = training.validate
@@ -68,6 +68,7 @@ def measure(
         startup_s=ready_s + made_s + ridden.startup_s,
         validation_s=validation_s,
         checkpoint_s=checkpoint_s,
+        window_s=recorder.snapshot().ranks[0].record.overhead["operators"],
         recording_s=recording_s,
     )
     return processes.gather(measured)[0]

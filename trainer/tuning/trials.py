@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -196,11 +196,11 @@ def ride(training: Training, laps: Laps, recorder: Recorder, report: Report | No
     return Ridden(loop=loop, startup_s=startup_s)
 
 
-def new_recorder(training: Training) -> Recorder:
-    """As the training's own, without the window of operators, which a whole training opens once or twice."""
+def new_recorder(training: Training, *, window_at: Sequence[int] = ()) -> Recorder:
+    """As the training's own, with a window of operators at these steps only."""
     processes = training.processes
     return Recorder(
-        training.settings.evidence.model_copy(update={"operators_steps": 0}),
+        training.settings.evidence.model_copy(update={"operators_at": tuple(window_at)}),
         name=training.name,
         device=processes.device.torch_device,
         rank=processes.rank,
