@@ -39,13 +39,16 @@ STEP_COLUMNS = (
     "host_seconds",
     "host_data_seconds",
     "host_cpu_seconds",
-    "host_data_cpu_seconds",
     "host_delayed_seconds",
+    "host_data_cpu_seconds",
+    "host_data_delayed_seconds",
+    "host_backward_cpu_seconds",
+    "host_backward_delayed_seconds",
     "queued",
 )
-"""Columns of the step table before its ranges. `host_`: of the training's thread in the step, and in `data`; `cpu`: while it computed;
-`delayed`: while it was ready and no core was free, NaN where the kernel does not tell. `queued`: batches that the loader processes had
-ready when the step asked for one, NaN where there are none."""
+"""Columns of the step table before its ranges. `host_`: of the training's thread in the step, in `data`, and in `backward`; `cpu`:
+while it computed; `delayed`: while it was ready and no core was free, NaN where the kernel does not tell. `queued`: batches that the
+loader processes had ready when the step asked for one, NaN where there are none."""
 SPAN_COLUMNS = ("range", "start_s", "seconds")
 SYSTEM_COLUMNS = ("end_s",)
 """Columns of the system table before its signals."""

@@ -56,6 +56,9 @@ MOST_PENDING = 4096
 
 _OTHER_COLUMN = 0
 _DATA_COLUMN = 1 + PHASES.index("data")
+_BACKWARD_COLUMN = 1 + PHASES.index("backward")
+_MAY_WAIT = frozenset({_DATA_COLUMN, _BACKWARD_COLUMN})
+"""Phases in which the host waits for loader processes, or for other training processes."""
 
 Mark = TypeVar("Mark")
 
@@ -187,8 +190,11 @@ class _Segment:
     host_ns: int = 0
     host_data_ns: int = 0
     cpu_ns: int = 0
-    data_cpu_ns: int = 0
     delayed_ns: float = math.nan
+    data_cpu_ns: int = 0
+    data_delayed_ns: float = 0.0
+    backward_cpu_ns: int = 0
+    backward_delayed_ns: float = 0.0
     queued: float = math.nan
 
     @property
@@ -296,7 +302,6 @@ class Timeline:
         self._pending: deque[_Segment] = deque()
         self._segment: _Segment | None = None
         self._open: list[int] = []
-        self._data_started_ns = self._data_cpu_ns = 0
         self._thread = ThreadTime()
 
     # -- what the training calls
@@ -420,8 +425,8 @@ class Timeline:
             parent = self._open[-1] if self._open else _OTHER_COLUMN
             column = self._columns.get((parent, name)) or self._new_column(parent, name)
             self._mark(segment, column)
-            if column == _DATA_COLUMN:
-                self._data_started_ns, self._data_cpu_ns = self._nanoseconds(), time.thread_time_ns()
+            if column in _MAY_WAIT:
+                self._count_thread(segment, column, -1)
         else:
             column = self._outside_index(name)
             if not self._open:
@@ -433,15 +438,24 @@ class Timeline:
         column = self._open.pop()
         if segment.step >= 0:
             self._mark(segment, self._open[-1] if self._open else _OTHER_COLUMN)
-            if column == _DATA_COLUMN:
-                segment.host_data_ns += self._nanoseconds() - self._data_started_ns
-                segment.data_cpu_ns += time.thread_time_ns() - self._data_cpu_ns
+            if column in _MAY_WAIT:
+                self._count_thread(segment, column, 1)
         elif not self._open:
             mark = self.clock.mark()
             segment.marks.append(mark)
             self._hand_over(segment)
             self._begin_outside(mark)
             self._take_in_passed()
+
+    def _count_thread(self, segment: _Segment, column: int, sign: int) -> None:
+        """What the thread gets of a core in a phase in which it may wait for others, as it begins (-1) and ends (1)."""
+        if column == _DATA_COLUMN:
+            segment.host_data_ns += sign * self._nanoseconds()
+            segment.data_cpu_ns += sign * time.thread_time_ns()
+            segment.data_delayed_ns += sign * self._thread.delayed_ns()
+        else:
+            segment.backward_cpu_ns += sign * time.thread_time_ns()
+            segment.backward_delayed_ns += sign * self._thread.delayed_ns()
 
     def _mark(self, segment: _Segment, owner: int) -> None:
         segment.marks.append(self.clock.mark())
@@ -526,8 +540,11 @@ class Timeline:
                 segment.host_ns * 1e-9,
                 segment.host_data_ns * 1e-9,
                 segment.cpu_ns * 1e-9,
-                segment.data_cpu_ns * 1e-9,
                 segment.delayed_ns * 1e-9,
+                segment.data_cpu_ns * 1e-9,
+                segment.data_delayed_ns * 1e-9,
+                segment.backward_cpu_ns * 1e-9,
+                segment.backward_delayed_ns * 1e-9,
                 segment.queued,
                 *seconds,
             )
