@@ -247,6 +247,7 @@ class Monitor:
         self.columns = ["end_s", *(column for signal in self._signals for column in signal.columns)]
         self._values = np.full((samples_kept, len(self.columns)), np.nan)
         self._kept = 0
+        self._table = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-monitor", daemon=True)
 
@@ -270,7 +271,8 @@ class Monitor:
 
     def samples(self) -> Series:
         """The kept samples, [samples, columns]; `end_s` is the end of the time that a sample covers, since the recording began."""
-        return self._values[: self._kept].copy()
+        with self._table:
+            return self._values[: self._kept].copy()
 
     def _run(self) -> None:
         while not self._stopping.wait(self.interval_s):
@@ -278,13 +280,14 @@ class Monitor:
         self._sample()
 
     def _sample(self) -> None:
-        if self._kept == len(self._values):
-            self._halve()
         row = [(time.perf_counter_ns() - self._origin_ns) * 1e-9]
         for signal in self._signals:
             row.extend(self._read(signal))
-        self._values[self._kept] = row
-        self._kept += 1
+        with self._table:
+            if self._kept == len(self._values):
+                self._halve()
+            self._values[self._kept] = row
+            self._kept += 1
         self.spent_s = time.thread_time()
 
     def _read(self, signal: Signal) -> Sequence[float]:

@@ -113,27 +113,31 @@ class OperatorWindows:
 
     def close(self, step: int) -> None:
         """Stop the profiler after a step and add what it saw."""
-        if self._profile is None:
-            return
-        self.active = False
-        try:
-            self._profile.stop()
-            self._add(_operators(self._profile))
+        profiled = self._stop()
+        if profiled is not None:
+            self._add(_operators(profiled))
             self._seen += step + 1 - self._opened
-        except RuntimeError as error:  # as in `open`
-            self.missing = f"torch.profiler gave no result: {error}"
-        self._profile = None
 
     def finish(self, steps_seen: int) -> None:
-        """Called after the last step; says why there is no table if there is none."""
-        if self._profile is not None:  # what an unfinished window saw may end within a step
-            self._profile.stop()
-            self._profile, self.active = None, False
-            ended = f"within the window from step {self._opened}"
-        else:
-            ended = f"and the first window would have begun at {min(self.steps, default=0)}"
-        if not self._seen and not self.missing:
-            self.missing = f"the training ended after {steps_seen} steps, {ended}"
+        """Called after the last step; says why there is no table if there is none. What an unfinished window saw is dropped."""
+        cut = self._stop() is not None
+        if self._seen or self.missing:
+            return
+        first = f"the first window would have begun at {min(self.steps)}"
+        self.missing = f"the training ended after {steps_seen} steps, " + (
+            f"within the window from step {self._opened}" if cut else f"and {first}"
+        )
+
+    def _stop(self) -> profile | None:
+        """The profiler that was running, stopped."""
+        profiled, self._profile, self.active = self._profile, None, False
+        try:
+            if profiled is not None:
+                profiled.stop()
+        except RuntimeError as error:  # as in `open`
+            self.missing = f"torch.profiler gave no result: {error}"
+            return None
+        return profiled
 
     def _add(self, operators: Iterable[Operator]) -> None:
         for row in operators:

@@ -278,15 +278,19 @@ class Recorder:
         return self._startup_s | parts | {"first_step": max(0.0, seconds - compiling)}
 
     def _overhead(self, monitor: Monitor) -> dict[str, float]:
-        """What each part of watching has cost so far, in seconds."""
-        if self._mark_s is None:
-            self._mark_s = seconds_of_a_mark(self.timeline.clock)
-        return self._costs | {
-            "marks": self._mark_s * self.timeline.totals.marks,
-            "tensors": self.looks.spent_s,
-            "monitor": monitor.spent_s,
-            "operators": self._seconds_of_windows(),
-        }
+        """What each part of watching has cost so far, in seconds; marks are timed after the end, for that waits for the device."""
+        if self._mark_s is None and self._ended_s:
+            self._mark_s = seconds_of_a_mark(HostClock() if self._failed else self.timeline.clock)
+        marks = {} if self._mark_s is None else {"marks": self._mark_s * self.timeline.totals.marks}
+        return (
+            self._costs
+            | marks
+            | {
+                "tensors": self.looks.spent_s,
+                "monitor": monitor.spent_s,
+                "operators": self._seconds_of_windows(),
+            }
+        )
 
     def _seconds_of_windows(self) -> float:
         """Opening and closing the operator windows, and by how much longer their steps took than the others."""

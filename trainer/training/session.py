@@ -150,7 +150,10 @@ class Session:
             artifacts.remove(uri)
             with artifacts.create(uri, "evidence", settings=self.values, parents=self.parents) as draft:
                 recorder.write(draft.path)
-        except TrainerError as error:  # what ended the training matters more
+        except (
+            TrainerError,
+            RuntimeError,
+        ) as error:  # what ended the training matters more, and may have been the device
             logger.warning("%s  what it recorded could not be kept: %s", recorder.name, error)
             return False
         return True
