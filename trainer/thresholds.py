@@ -39,7 +39,7 @@ class CpuBottleneck(Thresholds):
     """Share of the samples in which that must be so."""
     waiting_share: Fraction = 0.15
     """Share of the steps' time that waits for data which the processor makes."""
-    own_share: Fraction = 0.5
+    own_share: Fraction = 0.65
     """The same where the processes that train on a CPU load for themselves: there loading is a part of the work."""
 
 
@@ -67,7 +67,7 @@ class LoaderWorkers(Thresholds):
     """Fewer than this are too few where the training waits for data."""
     waiting_share: Fraction = 0.15
     """Share of the steps' time that waits for data."""
-    own_share: Fraction = 0.5
+    own_share: Fraction = 0.65
     """The same where the processes that train on a CPU load for themselves."""
 
 

@@ -42,6 +42,9 @@ def steps_of(count: int = STEPS, **milliseconds: Milliseconds) -> dict[str, np.n
         "host_cpu_seconds": seconds,
         "host_data_cpu_seconds": ranges["data"],
         "host_delayed_seconds": np.zeros(count),
+        "host_data_delayed_seconds": np.zeros(count),
+        "host_backward_cpu_seconds": np.minimum(ranges["backward"], 2e-3),
+        "host_backward_delayed_seconds": np.zeros(count),
         "queued": np.full(count, np.nan),
     }
     return usual | host | columns | {"other": np.zeros(count)} | ranges

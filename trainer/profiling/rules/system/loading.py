@@ -90,18 +90,16 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> Loading:
 
 def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
     """Of a usual step of a process without loader processes: seconds for training, waiting for storage, and computing, for its batch."""
-    data_s, cpu_s = (float(usual(steps.column(name)[number])) for name in ("data", "host_data_cpu_seconds"))
-    step_s = float(usual(np.maximum(steps.seconds - steps.delayed, 0.0)[number]))
-    if math.isnan(cpu_s):
-        storage_s, computing_s = 0.0, data_s
-    elif steps.on_gpu:  # whose clock shows less of it than the host's
-        host_s = max(float(usual(steps.column("host_data_seconds")[number])), 1e-9)
-        computing_s = data_s * min(1.0, cpu_s / host_s)
-        storage_s = data_s - computing_s
-    else:
-        waited = steps.column("data")[number] - steps.column("host_data_cpu_seconds")[number] / had_core(steps)[number]
-        storage_s, computing_s = max(0.0, float(usual(waited))), min(cpu_s, data_s)
-    return max(0.0, step_s - storage_s - computing_s), storage_s, computing_s
+    host_s, blocked_s = (
+        float(usual(seconds[number])) for seconds in (steps.column("host_data_seconds"), _blocked(steps))
+    )
+    step_s = float(usual((steps.seconds - steps.delayed)[number]))
+    if steps.on_gpu:  # whose clock shows less of it than the host's
+        data_s = float(usual(steps.phase("data")[number]))
+        storage_s = data_s * min(1.0, blocked_s / max(host_s, 1e-9))
+        return max(0.0, step_s - data_s), storage_s, data_s - storage_s
+    computing_s = float(usual((steps.phase("data") - steps.delayed_in("data"))[number])) - blocked_s
+    return max(0.0, step_s - blocked_s - computing_s), blocked_s, max(0.0, computing_s)
 
 
 def _beside(steps: Steps, number: int, *, workers: int, busy_percent: float) -> tuple[float, float, float]:
@@ -109,16 +107,24 @@ def _beside(steps: Steps, number: int, *, workers: int, busy_percent: float) -> 
 
     A step in which a batch was ready has not waited. Computing they are as far as their own time for a batch is longer than the step.
     """
-    data, queued = steps.phase("data")[number], steps.column("queued")[number]
-    waiting_s, core = float(usual(np.where(queued > 0, 0.0, data))), float(usual(had_core(steps)[number]))
-    step_s = float(usual(steps.seconds[number]))
-    training_s = (step_s - float(usual(data))) * core
+    waiting = steps.phase("data") if steps.on_gpu else _blocked(steps)
+    training_s = float(usual((steps.seconds - steps.delayed - waiting)[number]))
+    waiting_s = float(usual(np.where(steps.column("queued") > 0, 0.0, waiting)[number]))
     percent = at_steps(steps.ranks[number], "loaders_cpu_percent")
     if not len(percent):
         return training_s, 0.0, waiting_s
     busy = float(percent.mean()) / 100 / workers
-    computing_s = min(waiting_s, max(0.0, busy * step_s - training_s))
-    return training_s, waiting_s - computing_s if 100 * busy < busy_percent * core else 0.0, computing_s
+    computing_s = min(waiting_s, max(0.0, busy * float(usual(steps.seconds[number])) - training_s))
+    wait_themselves = 100 * busy < busy_percent * float(usual(had_core(steps)[number]))
+    return training_s, waiting_s - computing_s if wait_themselves else 0.0, computing_s
+
+
+def _blocked(steps: Steps) -> Series:
+    """Seconds in `data` in which the training's thread wanted no core, [R, S]; none where its CPU time is not known."""
+    data, computed = steps.column("host_data_seconds"), steps.column("host_data_cpu_seconds")
+    return np.asarray(
+        np.maximum(np.nan_to_num(data - computed) - np.nan_to_num(steps.column("host_data_delayed_seconds")), 0.0)
+    )
 
 
 def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gpu_below: float) -> float:

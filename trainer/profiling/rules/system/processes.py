@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
-from trainer.profiling.rules.system.steps import Steps, had_core, usual
+from trainer.profiling.rules.system.steps import Steps, usual
 from trainer.profiling.series import Series
 
 _BLOCKS = 5
@@ -29,15 +29,7 @@ def _judgeable(case: Case, steps: Steps) -> NotJudged | None:
 def own_work(steps: Steps) -> Series:
     """Seconds of each process's own work in each step, [R, S], as if no other program had taken its core."""
     waiting = ("backward", "optimizer") if _is_sharded(steps) else ("backward",)
-    own = steps.seconds - steps.phase(*waiting)
-    return np.asarray(np.maximum(own - steps.delayed * (1 - _backward_share(steps)), 0.0))
-
-
-def _backward_share(steps: Steps) -> float:
-    """Share of a process's computing that the backward pass is, by the process that waits least in it."""
-    computed = usual(np.nan_to_num(steps.column("host_cpu_seconds")))
-    backward = usual(steps.phase("backward") * had_core(steps))
-    return float(np.min(np.minimum(backward / np.maximum(computed, 1e-9), 1.0)))
+    return np.asarray(steps.seconds - steps.phase(*waiting) - steps.delayed + steps.delayed_in("backward"))
 
 
 def _is_sharded(steps: Steps) -> bool:
@@ -151,6 +143,8 @@ def _communication(case: Case) -> Outcome:
     exposed = np.array([max(0.0, record.exchange_s - record.hidden_s) for record in measured if record is not None])
     # Who waits for a slower process does so in the exchange; the process that all wait for waits for nothing but the network.
     seconds = float(np.maximum(exposed - _waiting(steps), 0).min())
+    if not steps.on_gpu:
+        seconds = min(seconds, _blocked_s(steps))
     share = seconds / steps.step_s
     told = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms)"
     if share <= limit:
@@ -172,8 +166,14 @@ def _communication(case: Case) -> Outcome:
 
 def _waiting(steps: Steps) -> Series:
     """Seconds of a usual step in which each process waits for the one that is the last to have computed its gradients, [R]."""
-    computing = steps.seconds - steps.phase("backward") + steps.delayed * _backward_share(steps)
+    computing = steps.seconds - steps.phase("backward") + steps.delayed_in("backward")
     return np.asarray((computing.max(axis=0) - computing).mean(axis=1))
+
+
+def _blocked_s(steps: Steps) -> float:
+    """Seconds of a middle step in which, on CPUs, no process could go on with its backward pass."""
+    blocked = steps.phase("backward") - steps.column("host_backward_cpu_seconds") - steps.delayed_in("backward")
+    return max(0.0, float(np.median(blocked.min(axis=0))))
 
 
 STRAGGLERS = Rule(

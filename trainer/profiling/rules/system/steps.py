@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +38,7 @@ class Steps:
         self._rows = [rows[np.isin(own, self.numbers)] for rows, own in zip(self._rows, numbers, strict=True)]
         self.seconds = self.column("seconds") - self.phase("recorder")
         """Duration without the recorder's looks, [R, S]."""
-        delayed = np.zeros_like(self.seconds) if self.on_gpu else np.nan_to_num(self.column("host_delayed_seconds"))
-        self.delayed = np.minimum(delayed, self.seconds)
+        self.delayed = np.minimum(self._delayed("host_delayed_seconds"), self.seconds)
         """Of that, while a process was ready and other programs had its core, [R, S]; 0 on a GPU, which works on meanwhile."""
 
     def __len__(self) -> int:
@@ -99,6 +99,13 @@ class Steps:
                 if phase_of(path) in names:
                     total[number] += rank.steps[path][rows]
         return total
+
+    def delayed_in(self, phase: Literal["data", "backward"]) -> Series:
+        """As `delayed`, within a phase, [R, S]."""
+        return np.minimum(self._delayed(f"host_{phase}_delayed_seconds"), self.phase(phase))
+
+    def _delayed(self, column: str) -> Series:
+        return np.zeros_like(self.seconds) if self.on_gpu else np.nan_to_num(self.column(column))
 
     def processes_here(self) -> int:
         """Training processes on the first one's machine."""

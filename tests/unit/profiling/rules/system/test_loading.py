@@ -25,17 +25,17 @@ def finding(rule: Any, *ranks: Any) -> Finding:
 
 # The other phases of a step take 9 ms.
 WAITS = {
-    "loads for itself, computing": ([], {"data": 8}, {}),
-    "most of the step": (["loader_workers"], {"data": 10}, {}),
-    "on its only core": (["cpu_bottleneck"], {"data": 10}, {"cores": 1}),
-    "as busy in data as elsewhere, beside other programs": (
+    "loads for itself, computing": ([], {"data": 16}, {}),
+    "most of the step": (["loader_workers"], {"data": 18}, {}),
+    "on its only core": (["cpu_bottleneck"], {"data": 18}, {"cores": 1}),
+    "beside programs that take half of its core": (
         ["loader_workers"],
         {
-            "data": 20,
+            "data": 36,
             "teacher_forward": 13,
-            "host_cpu_seconds": 19,
-            "host_data_cpu_seconds": 10,
-            "host_delayed_seconds": 19,
+            "host_data_cpu_seconds": 18,
+            "host_data_delayed_seconds": 18,
+            "host_delayed_seconds": 27,
         },
         {},
     ),
@@ -43,34 +43,34 @@ WAITS = {
     "sleeps there a little": ([], {"data": 1.5, "host_cpu_seconds": 9, "host_data_cpu_seconds": 0.1}, {}),
     "for a busy loader": (
         ["cpu_bottleneck"],
-        {"data": 5, "queued": 0, "host_cpu_seconds": 9},
+        {"data": 5, "queued": 0, "host_data_cpu_seconds": 0},
         {"workers": 1, "system": {"loaders_cpu_percent": 99.0}},
     ),
     "for a loader on a crowded machine": (
         [],
-        {"data": 5, "queued": 0, "host_cpu_seconds": 9},
+        {"data": 5, "queued": 0, "host_data_cpu_seconds": 0},
         {"workers": 1, "system": {"loaders_cpu_percent": 50.0}},
     ),
     "for a loader that waits itself": (
         ["io_bottleneck"],
-        {"data": 5, "queued": 0, "host_cpu_seconds": 9},
+        {"data": 5, "queued": 0, "host_data_cpu_seconds": 0},
         {"workers": 1, "system": {"loaders_cpu_percent": 10.0}},
     ),
     "while batches are ready": (
         [],
-        {"data": 5, "queued": 1, "host_cpu_seconds": 9},
+        {"data": 5, "queued": 1, "host_data_cpu_seconds": 0},
         {"workers": 1, "system": {"loaders_cpu_percent": 10.0}},
     ),
     "for one loader on many cores": (
         ["loader_workers"],
-        {"data": 5, "queued": 0, "host_cpu_seconds": 9},
+        {"data": 5, "queued": 0, "host_data_cpu_seconds": 0},
         {"workers": 1, "cores": 16, "system": {"loaders_cpu_percent": 99.0}},
     ),
     "for nothing, with three loaders": ([], {}, {"workers": 3, "system": {"loaders_cpu_percent": 30.0}}),
     "for nothing, with four loaders": (["loader_workers"], {}, {"workers": 4, "system": {"loaders_cpu_percent": 30.0}}),
     "for storage, with many loaders": (
         ["io_bottleneck"],
-        {"data": 5, "queued": 0},
+        {"data": 5, "queued": 0, "host_data_cpu_seconds": 0},
         {"workers": 8, "system": {"loaders_cpu_percent": 30.0}},
     ),
     "for its own loading, on a GPU": (["loader_workers"], {"data": 2}, {"device": GPU, "cores": 16}),
@@ -94,8 +94,8 @@ def test_a_gpu_that_idles_beside_a_busy_core_or_waiting_cores() -> None:
 
 
 def test_a_process_that_alone_waits_is_not_the_loaders_fault() -> None:
-    assert fired(*together(steps_of(), steps_of(data=10), cores=4)) == []
-    assert fired(*together(steps_of(data=10), steps_of(data=10), cores=4)) == ["loader_workers"]
+    assert fired(*together(steps_of(), steps_of(data=20), cores=4)) == []
+    assert fired(*together(steps_of(data=20), steps_of(data=20), cores=4)) == ["loader_workers"]
 
 
 def test_the_advised_number_of_workers_keeps_up() -> None:
@@ -115,7 +115,9 @@ def test_too_many_workers_are_a_note_until_the_training_waits() -> None:
     assert note.saving is None
     assert "data.workers=1" in note.advice
     system = {"loaders_cpu_percent": 400.0}
-    warning = finding(LOADER_WORKERS, rank_of(steps_of(data=5, queued=0, host_cpu_seconds=9), workers=4, system=system))
+    warning = finding(
+        LOADER_WORKERS, rank_of(steps_of(data=5, queued=0, host_data_cpu_seconds=0), workers=4, system=system)
+    )
     assert warning.severity == "warning"
 
 
