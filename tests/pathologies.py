@@ -73,7 +73,7 @@ class Patient:
         if processes == 1:
             _distil(fault, section, places)
         else:
-            _together(processes, _distil, fault, section, places)
+            together(processes, _distil, fault, section, places)
         (training,) = read_evidence(output / "evidence").trainings
         return training
 
@@ -106,7 +106,7 @@ def _distil(fault: Fault, section: dict[str, Any], places: dict[str, Any]) -> No
         distill.run(config.validate(config.DistillSettings, section), **places)
 
 
-def _together(processes: int, function: Callable[..., None], *arguments: object) -> None:
+def together(processes: int, function: Callable[..., None], *arguments: object) -> None:
     """Run a function in processes that torch's agent starts, as `trainer.launch` lets it."""
     launch_config = LaunchConfig(
         min_nodes=1,

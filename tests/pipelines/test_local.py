@@ -21,6 +21,7 @@ from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
 from trainer.stages import STAGES
 
 RECORD = "distill.teacher=recorded reinforce.views=2"
+MEASURE = "tune.enabled=true tune.search=false"
 
 
 def read_summary(directory):
@@ -142,14 +143,15 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     assert not any("cached" in stage for stage in before["stages"].values())
     assert all(Path(path).is_file() for path in before["reports"].values())
 
-    second = start(tmp_path, "--set", f"{SMALL} {RECORD}", "--output", "recorded")
+    second = start(tmp_path, "--set", f"{SMALL} {RECORD} {MEASURE}", "--output", "recorded")
     assert second.returncode == 0, second.stdout + second.stderr
     assert happened(second.stdout, "cached") == {"prepare", "pretrain"}
     assert happened(second.stdout, "done") == RECORDED - {"prepare", "pretrain"}
     recorded = read_summary(tmp_path / "recorded")
     for name in ("prepare", "pretrain"):
         assert recorded["stages"][name] == before["stages"][name] | {"cached": True}
-    assert list(recorded["stages"]) == [name for name in STAGES if name != "tune"]
+    assert list(recorded["stages"]) == list(STAGES)
+    assert recorded["bill"]["forecast"]["stages"] == ["reinforce", "distill"]
     assert recorded["teacher_outputs"]["views"] == 2
     assert "<html" in Path(recorded["reports"]["reinforce"]).read_text()
     (outputs,) = (tmp_path / "recorded" / "pipeline").glob("*/reinforce/teacher_outputs")

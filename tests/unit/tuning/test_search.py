@@ -14,7 +14,7 @@ from trainer.tuning.ideas import Job
 from trainer.tuning.schema import Candidate, Trial
 from trainer.tuning.search import LEAST_GAIN, search
 
-SEEDS = range(150)
+SEEDS = range(100)
 ENDLESS = float("inf")
 
 
