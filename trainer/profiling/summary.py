@@ -55,6 +55,8 @@ class SlowStep:
     start_s: float
     ms: float
     phase_ms: Mapping[str, float]
+    delayed_ms: float | None
+    """How long the training's thread was ready and had no core; none where the kernel does not tell."""
     machine: Mapping[str, float]
     """Signal of the system -> its mean while the step ran, as far as the samples tell; `cores_percent` is the mean of all cores."""
 
@@ -268,13 +270,14 @@ def _slowest(rank: RankEvidence, measured: Rows) -> list[SlowStep]:
         return []
     slow = measured[seconds[measured] > _SLOW * np.median(seconds[measured])]
     chosen = slow[np.argsort(-seconds[slow], kind="stable")][:_SLOWEST_STEPS]
-    phases = phase_seconds(rank)
+    phases, delayed = phase_seconds(rank), rank.steps["host_delayed_seconds"]
     return [
         SlowStep(
             step=int(rank.steps["step"][row]),
             start_s=float(rank.steps["start_s"][row]),
             ms=1000 * float(seconds[row]),
             phase_ms={name: 1000 * float(values[row]) for name, values in phases.items()},
+            delayed_ms=1000 * float(delayed[row]) if np.isfinite(delayed[row]) else None,
             machine=_machine_between(rank.system, rank.steps["start_s"][row], seconds[row]),
         )
         for row in chosen.tolist()

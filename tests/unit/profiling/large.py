@@ -107,6 +107,7 @@ def _steps(first: RankEvidence, seconds: Series, random: np.random.Generator) ->
         "seconds": seconds,
         "images": np.full(STEPS, 1024.0),
         "host_seconds": seconds,
+        "host_delayed_seconds": seconds / 2,
         "queued": random.integers(0, 3, STEPS).astype(float),
         **{name: split[:, index] for index, name in enumerate(first.ranges)},
     }

@@ -19,6 +19,8 @@ _MACHINE = (
 )
 _UNUSUAL = 1.5
 """Times what is usual, or its inverse."""
+_DELAYED = 0.1
+"""Share of a slow step from which on it is told that the training had no core."""
 _LEAST = {"_percent": 5.0, "_bytes_per_s": 5e6}
 """Unit -> difference from what is usual below which nothing is told."""
 
@@ -112,15 +114,15 @@ def _longer(step: SlowStep, summary: TrainingSummary) -> str:
 
 def _machine(step: SlowStep, summary: TrainingSummary) -> str:
     """What the machine did otherwise than usual."""
-    if not step.machine:
-        return "not sampled"
     told = []
+    if step.delayed_ms and step.delayed_ms > _DELAYED * step.ms:
+        told.append(f"no core for the training for {words.milliseconds(step.delayed_ms)}")
     for name in _MACHINE:
         now, usual = step.machine.get(name), _usual(name, summary)
         if now is not None and usual is not None and _differs(name, now, usual):
             title, value = words.named_number(name, now)
             told.append(f"{title} {value} (usually {words.named_number(name, usual)[1]})")
-    return ", ".join(told) or "as usual"
+    return ", ".join(told) or ("as usual" if step.machine else "not sampled")
 
 
 def _usual(name: str, summary: TrainingSummary) -> float | None:
