@@ -149,6 +149,21 @@ def test_exploding_gradients(distil):
     assert "times its own norm" in found["exploding_gradients"]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"fault": partial(scaled_loss, 1e38)}, {"base_learning_rate": 1e4}],
+    ids=["loss scale", "learning rate"],
+)
+def test_what_is_kept_of_a_training_whose_loss_was_not_finite_tells_why(distil, settings):
+    with pytest.raises(TrainingError, match="the loss is not finite at step") as caught:
+        distil(evidence=LOOKS | {"tensors_every": 1}, **settings)
+    place = str(caught.value).rpartition("; what it recorded is at ")[2]
+    (training,) = read_evidence(place).trainings
+    found = findings(training)
+    assert set(found) == {"exploding_gradients"}, found
+    assert "are not finite" in found["exploding_gradients"]
+
+
 def test_vanishing_gradients(distil):
     found = findings(distil(fault=partial(scaled_loss, 1e-12)))
     assert set(found) == {"vanishing_gradients"}, found
@@ -257,10 +272,11 @@ def test_low_recorded_mass(patient, tmp_path):
 
 
 def test_the_healthy_trainings_of_a_teacher_fire_no_rule(digits, tmp_path):
-    part = TEACHER["finetune"] | {"validate_every_epochs": 2, "log_every": 5, "evidence": LOOKS}
+    part = TEACHER["finetune"] | {"epochs": 8, "validate_every_epochs": 2, "log_every": 5, "evidence": LOOKS}
     mae = {name: value for name, value in part.items() if name in config.MaeSettings.model_fields}
-    mae |= {"epochs": 10, "base_learning_rate": 4e-3, "decoder_dim": 32, "decoder_depth": 1, "decoder_heads": 2}
-    settings = config.validate(config.PretrainSettings, TEACHER | {"mae": mae, "finetune": part})
+    mae |= {"epochs": 6, "base_learning_rate": 4e-3, "decoder_dim": 32, "decoder_depth": 1, "decoder_heads": 2}
+    small = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"embed_dim": 48}}
+    settings = config.validate(config.PretrainSettings, TEACHER | {"teacher": small, "mae": mae, "finetune": part})
     pretrain.run(settings, dataset=digits, teacher=tmp_path / "teacher", evidence=tmp_path / "evidence")
     trainings = read_evidence(tmp_path / "evidence").trainings
     assert {training.name: findings(training) for training in trainings} == {"mae": {}, "finetune": {}}
