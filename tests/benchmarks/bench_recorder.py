@@ -28,6 +28,8 @@ from trainer.config import EvidenceSettings
 from trainer.profiling.recorder import Recorder
 
 DIGITS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
+_FEWEST = 100
+"""Steps of a turn, which begins with a look as a training does."""
 PHASES = ("data", "to_device", "forward", "backward", "optimizer")
 
 Range = Callable[[str], AbstractContextManager[None]]
@@ -59,7 +61,7 @@ class TrainingStep:
             loss = F.cross_entropy(self.model(images), labels)
         with within("backward"):
             loss.backward()
-        with look(lambda: self.model(images[:8])), within("optimizer"):
+        with look(lambda: self.model(images[:4])), within("optimizer"):
             self._optimizer.step()
             self._optimizer.zero_grad()
 
@@ -111,7 +113,7 @@ def with_it(step: Step, count: int) -> tuple[Turn, dict[str, float]]:
 def measure(name: str, step: Step, *, rounds: int, seconds: float) -> str:
     """A row of the table, of turns that last about so many seconds."""
     without(step, 3)
-    count = max(5, int(seconds / max(without(step, 5).wall, 1e-4)))  # an empty step takes as long as its marks
+    count = max(_FEWEST, int(seconds / max(without(step, 5).wall, 1e-4)))  # an empty step takes as long as its marks
     plain, recorded, told = [], [], []
     for _ in range(rounds):
         plain.append(without(step, count))
@@ -152,8 +154,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     digits = TrainingStep(arguments.batch_size, **DIGITS)
-    tiny = TrainingStep(32, img_size=96, num_classes=10)
-    cases: dict[str, Step] = {"empty step": EmptyStep(), "digits' student": digits, "ViT-Ti, 96 px": tiny}
+    tiny = TrainingStep(32, img_size=64, num_classes=10)
+    cases: dict[str, Step] = {"empty step": EmptyStep(), "digits' student": digits, "ViT-Ti, 64 px": tiny}
     print(f"{'':24}{'step ms':>12}{'wall us':>10}{'proc. us':>11}{'wall':>9}{'processor':>11}{'account':>9}", end="")
     print(f"{'marks':>9}{'tensors':>9}{'monitor':>9}")
     for name, step in cases.items():

@@ -56,7 +56,7 @@ Losses = dict[str, Tensor]
 _NOISE = 0x6E6F697365
 """Keeps the seeds of dropout and stochastic depth apart from all other draws of the same seed."""
 
-_SHOWN = 8
+_SHOWN = 4
 """Images on which attention is looked at."""
 
 

@@ -34,7 +34,7 @@ from trainer.training.validation import validate
 logger = logging.getLogger(__name__)
 
 FAILED = "evidence-of-failed"
-"""Where a training that fails leaves its evidence, below the checkpoints' root."""
+"""Where a training that fails leaves its evidence, beside its checkpoints, with which it is removed in the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,19 +125,18 @@ class Session:
             context=self._context(training, context or ContextRecord()),
             startup=self.startup,
         )
-        with self._evidence_kept(recorder):
+        with self._evidence_kept(recorder, storage.join(checkpoints.uri, FAILED)):
             trained = train(training, recorder, self.tracker)
         recorder.write(self.evidence.path)
         self.startup.begin_again()
         return trained
 
     @contextmanager
-    def _evidence_kept(self, recorder: Recorder) -> Iterator[None]:
-        """Keep what was recorded of a training that fails, and name its place."""
+    def _evidence_kept(self, recorder: Recorder, uri: str) -> Iterator[None]:
+        """Keep at `uri` what was recorded of a training that fails, and name that place."""
         try:
             yield
         except BaseException as error:
-            uri = storage.join(self.checkpoint_root, FAILED)
             if not self.processes.is_first or not recorder.has_begun or not self._keep_evidence(recorder, uri):
                 raise
             logger.warning("%s  ended early; what it recorded is at %s", recorder.name, uri)
