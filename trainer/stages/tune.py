@@ -10,15 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
 
 from trainer import artifacts, config, forecast, models, tracking
-from trainer.config import DistillSettings, ReinforceSettings, TuneSettings
+from trainer.config import DistillSettings, ReinforceSettings, TuneSettings, ViewSettings
 from trainer.cores import usable_cores
 from trainer.data.dataset import PreparedDataset, open_dataset
-from trainer.data.loader import Samples
+from trainer.data.loader import MicroBatches, Samples, Views, makes_views_on_device
+from trainer.data.order import SampleOrder
+from trainer.data.views.mixing import mixes
+from trainer.data.workers import measure_loading
 from trainer.distillation.recording import Description, Recording, check_fits, open_recording
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import SettingsError
@@ -82,7 +86,7 @@ def run(
         tracker = stack.enter_context(tracking.stage_run(NAME, values, active=processes.is_first))
         forecast.check_budget(measuring.place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
-        subject = _open(
+        subject = open_subject(
             settings,
             data,
             processes,
@@ -110,7 +114,7 @@ def run(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Subject:
+class Subject:
     """The distillation that is tuned, on one of its processes."""
 
     settings: DistillSettings
@@ -184,7 +188,7 @@ class _Subject:
         )
 
 
-def _open(
+def open_subject(
     tuned: TuneSettings,
     data: PreparedDataset,
     processes: Processes,
@@ -194,7 +198,7 @@ def _open(
     dataset: str | Path,
     teacher: str | Path,
     teacher_outputs: str | Path | None,
-) -> _Subject:
+) -> Subject:
     """What all trials share; blank recorded outputs are made in `folder`."""
     settings, recorder = tuned.distill or DistillSettings(), tuned.reinforce or ReinforceSettings()
     torch.manual_seed(settings.seed or 0)
@@ -211,10 +215,11 @@ def _open(
         hindrance = _hindrance(settings, recorder, student, described)
         recording = None if hindrance else blank_recording(folder, described)
         teacher_s = _teacher_s(model, recorder, described, processes)
-        recording_s = teacher_s * described.samples * described.views
+        view_s = _view_s(samples, recorder, described, processes, teacher_s)
+        recording_s = view_s * described.samples * described.views
     if settings.reads_recording and hindrance:
         raise SettingsError(f"distill.teacher is recorded, but {hindrance}")
-    return _Subject(
+    return Subject(
         settings=settings,
         data=data,
         samples=samples,
@@ -247,15 +252,31 @@ def _teacher_s(model: Classifier, recorder: ReinforceSettings, described: Descri
     frozen = FrozenTeacher(
         copy.deepcopy(model), device, precision=recorder.precision, features=recorder.features, compile="off"
     )
-    count, edge = min(_TEACHER_IMAGES[device.kind], recorder.batch_size), described.view_size
-    images = torch.zeros(count, 3, edge, edge, dtype=torch.uint8, device=device.torch_device)
+    batch, edge = min(_TEACHER_IMAGES[device.kind], recorder.batch_size), described.view_size
+    images = torch.zeros(batch, 3, edge, edge, dtype=torch.uint8, device=device.torch_device)
     times = []
     for _ in range(1 + _TIMED):
         began = time.perf_counter()
         frozen(images)
         device.synchronize()
         times.append(time.perf_counter() - began)
-    return max(processes.gather(min(times[1:]))) / count / processes.world_size
+    return max(processes.gather(min(times[1:]))) / batch / processes.world_size
+
+
+def _view_s(
+    samples: Samples, recorder: ReinforceSettings, described: Description, processes: Processes, teacher_s: float
+) -> float:
+    """Seconds that a view takes to be recorded, on all processes together: a GPU's loaders work beside it, a CPU does both."""
+    augmentation = recorder.augmentation or ViewSettings()
+    on_device = makes_views_on_device(recorder.views_on or "auto", processes.device.kind)
+    views = Views(samples, size=described.view_size, seed=described.seed, settings=augmentation, on_device=on_device)
+    order = SampleOrder(len(samples), described.seed, views=described.views, paired=mixes(augmentation))
+    images = min(_TEACHER_IMAGES[processes.device.kind], recorder.batch_size)
+    loading = measure_loading(MicroBatches(views, order, count=images), count(0, images)).seconds / images
+    loading_s = max(processes.gather(loading)) / processes.world_size
+    if processes.device.kind == "cpu":
+        return teacher_s + loading_s
+    return max(teacher_s, loading_s / max(1, usable_cores() // processes.local_world_size - 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,7 +290,7 @@ def _elsewhere(settings: TuneSettings, parents: Mapping[str, str]) -> list[Tunin
 
 
 def _tune(
-    subject: _Subject, settings: TuneSettings, tracker: tracking.Tracker, root: str, elsewhere: Sequence[Tuning]
+    subject: Subject, settings: TuneSettings, tracker: tracking.Tracker, root: str, elsewhere: Sequence[Tuning]
 ) -> Tuning:
     """Search, and measure what the distillation will use; the same on every process."""
     given, make = subject.settings, partial(subject.training, root)
@@ -297,7 +318,7 @@ def _tune(
     )
 
 
-def _search(subject: _Subject, settings: TuneSettings, make: MakeTraining) -> Found:
+def _search(subject: Subject, settings: TuneSettings, make: MakeTraining) -> Found:
     trials = Trials(make, subject.settings, subject.processes)
     job = subject.job(settings.largest_batch_growth)
     return search(Candidate.of(subject.settings), job, trials.measure, limit_s=60 * settings.minutes)
@@ -326,7 +347,7 @@ def _reasons(found: Found) -> Iterator[str]:
 
 
 def _alternatives(
-    subject: _Subject,
+    subject: Subject,
     settings: TuneSettings,
     measured: Measurement,
     uses: DistillSettings,

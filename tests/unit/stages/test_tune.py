@@ -55,7 +55,7 @@ def test_a_measurement_without_a_search(tuned, tmp_path):
     made = tuned(search=False)
     assert made.tried == ()
     assert made.settings == made.given == made.chosen
-    assert made.work.model_dump() == {"steps": 8, "validations": 1, "checkpoints": 2}
+    assert made.work.model_dump() == {"steps": 8, "validations": 1, "checkpoints": 2, "windows": 0}
     measured = made.measurement
     assert measured.settings == made.given
     assert measured.step_low_s < measured.step_s < measured.step_high_s
