@@ -22,6 +22,8 @@ _LOOKS = 3
 """Fewer looks tell no course."""
 _ALIKE = 0.999
 """Mean absolute value against root mean square: 1 where all weights have the same size, 0.8 in a normal distribution."""
+_USUAL_UPDATE = 0.01
+"""Of the middle matrix against its own norm, at the peak of a learning rate that serves."""
 _SMALL_NORM = 1e-3
 """What grows from a smaller norm of the gradient does not explode."""
 _WARM = 0.1
@@ -184,7 +186,7 @@ def _not_finite(case: Case, looks: Looks) -> Finding | None:
             f"At step {looks.steps[first] + 1:.0f} {len(names)} of {len(looks.names)} tensors ({listed(names)}) have gradients or weights "
             f"that are not finite{_moved(looks)}."
         ),
-        advice=_calm(case),
+        advice=_calm(case, looks),
         saving=saving_after(case, seconds, "nothing is learned"),
         numbers={"tensors": float(len(names))},
         window_s=(seconds, case.training.ranks[0].record.ended_s),
@@ -212,7 +214,7 @@ def _growth(case: Case, looks: Looks) -> Outcome:
             f"The gradient's norm grew from {usual[worst]:.3g} to {norms[worst + 1]:.3g} at step {looks.steps[worst + 1] + 1:.0f} and "
             f"stayed {lasting[worst]:.3g} times as large (limit {limit:g}){_moved(looks)}."
         ),
-        advice=_calm(case),
+        advice=_calm(case, looks),
         saving=saving_after(case, seconds, "the weights are being destroyed"),
         numbers={"growth": float(lasting[worst])},
         window_s=(seconds, case.training.ranks[0].record.ended_s),
@@ -221,18 +223,24 @@ def _growth(case: Case, looks: Looks) -> Outcome:
 
 
 def _moved(looks: Looks) -> str:
+    ratio = _largest_update(looks)
+    return f"; steps moved the middle matrix by up to {ratio:.2g} times its own norm" if ratio else ""
+
+
+def _largest_update(looks: Looks) -> float:
+    """Of the middle matrix against its own norm; 0 where it is not known."""
     ratios = looks.update_ratios()
-    told = np.isfinite(ratios)
-    return f"; steps moved the middle matrix by up to {ratios[told].max():.2g} times its own norm" if told.any() else ""
+    return float(ratios[np.isfinite(ratios)].max(initial=0.0))
 
 
-def _calm(case: Case) -> str:
+def _calm(case: Case, looks: Looks) -> str:
     settings = case.training.ranks[0].record.context.settings
     rate, clip = settings.get("base_learning_rate"), settings.get("clip_norm")
-    tenth = f" from {rate:g} to {rate / 10:g}" if isinstance(rate, int | float) else ""
+    factor = min(0.1, _USUAL_UPDATE / max(_largest_update(looks), _USUAL_UPDATE))
+    lower = f" from {rate:g} to {rate * factor:.2g}" if isinstance(rate, int | float) else ""
     limited = f", set {setting(case, 'clip_norm')}=1" if clip == 0 else ""
     return (
-        f"Lower {setting(case, 'base_learning_rate')}{tenth}{limited}, or try precision=fp32; go on from a checkpoint of before, or start "
+        f"Lower {setting(case, 'base_learning_rate')}{lower}{limited}, or try precision=fp32; go on from a checkpoint of before, or start "
         "again."
     )
 
@@ -277,7 +285,7 @@ def _too_large(case: Case, looks: Looks, worst: int) -> Finding:
             f"Step {looks.steps[worst] + 1:.0f} moved the middle matrix by {ratio:.3g} times its own norm (limit {limit:g}); "
             "0.001 is usual."
         ),
-        advice=_calm(case),
+        advice=_calm(case, looks),
         saving=None,
         numbers={"update_ratio": ratio},
         steps=(int(looks.steps[worst]), int(looks.steps[worst])),

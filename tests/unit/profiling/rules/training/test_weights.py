@@ -151,7 +151,7 @@ def test_one_step_that_is_too_large_is_enough() -> None:
     ratios[1] = 3.0
     finding = found(case_of(looks_at(update_ratio=ratios)))["update_ratio"]
     assert finding.text.startswith("Step 11 moved the middle matrix by 3 times its own norm (limit 1)")
-    assert finding.advice.startswith("Lower distill.base_learning_rate from 0.001 to 0.0001")
+    assert finding.advice.startswith("Lower distill.base_learning_rate from 0.001 to 3.3e-06, ")
 
 
 def test_the_setting_is_named_as_the_recipe_names_it() -> None:
