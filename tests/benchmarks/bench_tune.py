@@ -1,4 +1,4 @@
-"""Tune against an exhaustive search, from bad settings: `python tests/benchmarks/bench_tune.py [--photos FOLDER]`.
+"""Tune against an exhaustive search, from bad settings: `python tests/benchmarks/bench_tune.py [--small] [--photos FOLDER]`.
 
 A distillation is set up as badly as people do it: eight loader processes on a few cores, fp32, batches of 16 images, the teacher in every
 step. An exhaustive search measures every cell of a grid of settings; tune searches from the bad ones. Both measure with the same trials.
@@ -15,6 +15,7 @@ import itertools
 import logging
 import statistics
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -125,7 +126,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=300, help="of the distillation; default: %(default)s")
     parser.add_argument("--views", type=int, default=30, help="that would be recorded; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="of measuring again; default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="a small distillation: minutes in place of an hour")
     options = parser.parse_args()
+    if options.small:
+        options.edge, options.epochs, options.views = 32, 60, 10
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # that is what is bad about it
     logging.getLogger("trainer").setLevel(logging.WARNING)
     settings = settings_of(options)
     with join_processes() as processes, tempfile.TemporaryDirectory() as temporary:
