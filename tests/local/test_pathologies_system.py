@@ -116,11 +116,11 @@ PATHOLOGIES = {
     "storage that is slow": ("io_bottleneck", {"fault": partial(before_batch, partial(time.sleep, 0.03))}),
     "storage that is slow for a loader": (
         "io_bottleneck",
-        {"fault": partial(before_batch, partial(time.sleep, 0.08)), "workers": 1, "epochs": 5},
+        {"fault": partial(before_batch, partial(time.sleep, 0.2)), "workers": 1, "epochs": 5},
     ),
     "no loader beside a free core": (
         "loader_workers",
-        {"fault": partial(before_batch, partial(compute, 0.05)), "epochs": 5},
+        {"fault": partial(before_batch, partial(compute, 0.08)), "epochs": 5},
     ),
     "a busy loader beside a training that waits": (
         "cpu_bottleneck",

@@ -90,16 +90,16 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> Loading:
 
 def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
     """Of a usual step of a process without loader processes: seconds for training, waiting for storage, and computing, for its batch."""
-    host_s, blocked_s = (
-        float(usual(seconds[number])) for seconds in (steps.column("host_data_seconds"), _blocked(steps))
+    step_s, host_s = (
+        float(usual(values[number])) for values in (steps.seconds - steps.delayed, steps.column("host_data_seconds"))
     )
-    step_s = float(usual((steps.seconds - steps.delayed)[number]))
+    storage_s = min(host_s, max(0.0, float(usual(_blocked(steps)[number]))))
     if steps.on_gpu:  # whose clock shows less of it than the host's
         data_s = float(usual(steps.phase("data")[number]))
-        storage_s = data_s * min(1.0, blocked_s / max(host_s, 1e-9))
-        return max(0.0, step_s - data_s), storage_s, data_s - storage_s
-    computing_s = float(usual((steps.phase("data") - steps.delayed_in("data"))[number])) - blocked_s
-    return max(0.0, step_s - blocked_s - computing_s), blocked_s, max(0.0, computing_s)
+        storage_s *= data_s / max(host_s, 1e-9)
+    else:
+        data_s = float(usual((steps.phase("data") - steps.delayed_in("data"))[number]))
+    return max(0.0, step_s - data_s), storage_s, max(0.0, data_s - storage_s)
 
 
 def _beside(steps: Steps, number: int, *, workers: int, busy_percent: float) -> tuple[float, float, float]:
@@ -120,11 +120,12 @@ def _beside(steps: Steps, number: int, *, workers: int, busy_percent: float) -> 
 
 
 def _blocked(steps: Steps) -> Series:
-    """Seconds in `data` in which the training's thread wanted no core, [R, S]; none where its CPU time is not known."""
-    data, computed = steps.column("host_data_seconds"), steps.column("host_data_cpu_seconds")
-    return np.asarray(
-        np.maximum(np.nan_to_num(data - computed) - np.nan_to_num(steps.column("host_data_delayed_seconds")), 0.0)
-    )
+    """Seconds in `data` in which the training's thread wanted no core, [R, S]; 0 where its CPU time is not known.
+
+    Single ones may be negative: the kernel counts waiting for a core when it ends.
+    """
+    waited = steps.column("host_data_seconds") - steps.column("host_data_cpu_seconds")
+    return np.nan_to_num(waited) - np.nan_to_num(steps.column("host_data_delayed_seconds"))
 
 
 def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gpu_below: float) -> float:

@@ -15,6 +15,8 @@ from trainer.profiling.series import Series
 _BLOCKS = 5
 """A straggler is slower in all but one of so many parts of the training."""
 _BINS = 10
+_UNCERTAIN = 0.1
+"""Of the time in which a process had no core, so much may be counted in a neighbouring phase: the kernel counts it when it ends."""
 
 
 def _judgeable(case: Case, steps: Steps) -> NotJudged | None:
@@ -45,7 +47,7 @@ def _stragglers(case: Case) -> Outcome:
     limit, own = case.rules.stragglers.slower, own_work(steps)
     means = usual(own)
     slowest = int(means.argmax())
-    behind_s = _behind(own, slowest)
+    behind_s = max(0.0, _behind(own, slowest) - _uncertain_s(steps))
     share = behind_s / steps.step_s
     blocks = [_behind(block, slowest) > limit / 2 * steps.step_s for block in np.array_split(own, _BLOCKS, axis=1)]
     record = steps.ranks[slowest].record
@@ -76,6 +78,11 @@ def _behind(own: Series, number: int) -> float:
     return float(means[number] - np.median(np.delete(means, number)))
 
 
+def _uncertain_s(steps: Steps) -> float:
+    """Seconds of a usual step by which own work may be miscounted on a machine with other work."""
+    return _UNCERTAIN * float(usual(steps.delayed).max())
+
+
 def _slower_phase(steps: Steps, number: int) -> str:
     phases = ("data", "to_device", "teacher_forward", "forward", "optimizer", "other")
     return max(phases, key=lambda phase: _behind(steps.phase(phase), number))
@@ -88,7 +95,7 @@ def _load_balance(case: Case) -> Outcome:
         return unjudgeable
     if isinstance(_stragglers(case), Finding):
         return NotJudged(reason="one process is slower than the others, which comes first (stragglers)")
-    waiting_s, distance = _alternating(steps), _distance(steps)
+    waiting_s, distance = max(0.0, _alternating(steps) - _uncertain_s(steps)), _distance(steps)
     share = waiting_s / steps.step_s
     told = f"{share:.0%} of each step ({1e3 * waiting_s:.3g} ms) is waiting for whichever process has most to do"
     if distance is not None:
@@ -131,20 +138,13 @@ def _distance(steps: Steps) -> float | None:
 
 def _communication(case: Case) -> Outcome:
     steps, limit = Steps(case), case.rules.communication.share
-    if steps.record.world_size == 1:
-        return NotJudged(reason="one process trains alone")
-    if steps.too_few:
-        return steps.too_few
-    measured = [rank.record.communication for rank in steps.ranks]
-    if any(record is None for record in measured):
-        return NotJudged(
-            reason=f"how long gradients travel was not measured: {steps.record.missing.get('communication', 'too few steps')}"
-        )
-    exposed = np.array([max(0.0, record.exchange_s - record.hidden_s) for record in measured if record is not None])
-    # Who waits for a slower process does so in the exchange; the process that all wait for waits for nothing but the network.
-    seconds = float(np.maximum(exposed - _waiting(steps), 0).min())
-    if not steps.on_gpu:
-        seconds = min(seconds, _blocked_s(steps))
+    unjudgeable = _judgeable(case, steps)
+    if unjudgeable:
+        return unjudgeable
+    seconds = _exchange_on_gpus_s(steps) if steps.on_gpu else _exchange_on_cpus_s(steps)
+    if seconds is None:
+        reason = steps.record.missing.get("communication", "too few steps")
+        return NotJudged(reason=f"how long gradients travel was not measured: {reason}")
     share = seconds / steps.step_s
     told = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms)"
     if share <= limit:
@@ -164,16 +164,26 @@ def _communication(case: Case) -> Outcome:
     )
 
 
-def _waiting(steps: Steps) -> Series:
-    """Seconds of a usual step in which each process waits for the one that is the last to have computed its gradients, [R]."""
-    computing = steps.seconds - steps.phase("backward") + steps.delayed_in("backward")
-    return np.asarray((computing.max(axis=0) - computing).mean(axis=1))
+def _exchange_on_gpus_s(steps: Steps) -> float | None:
+    """Seconds of the exchange that no computation hides, as DistributedDataParallel measures them; none where it did not.
+
+    Who waits for a slower process does so in the exchange; the process that all wait for waits for nothing but the network.
+    """
+    measured = [rank.record.communication for rank in steps.ranks]
+    exposed = [max(0.0, record.exchange_s - record.hidden_s) for record in measured if record is not None]
+    if len(exposed) < len(measured):
+        return None
+    own = steps.seconds - steps.phase("backward")
+    return float(np.maximum(exposed - (own.max(axis=0) - own).mean(axis=1), 0).min())
 
 
-def _blocked_s(steps: Steps) -> float:
-    """Seconds of a middle step in which, on CPUs, no process could go on with its backward pass."""
+def _exchange_on_cpus_s(steps: Steps) -> float:
+    """Seconds of a middle step in which no process could go on with its backward pass.
+
+    The threads that exchange gradients lack a core, too, where the training's thread does; what that may have cost is left out.
+    """
     blocked = steps.phase("backward") - steps.column("host_backward_cpu_seconds") - steps.delayed_in("backward")
-    return max(0.0, float(np.median(blocked.min(axis=0))))
+    return max(0.0, float(np.median(blocked.min(axis=0))) - 2 * _uncertain_s(steps))
 
 
 STRAGGLERS = Rule(
@@ -207,8 +217,9 @@ COMMUNICATION = Rule(
     name="communication",
     kind="system",
     title="Communication",
-    needs="DistributedDataParallel's own times of the exchange of gradients",
+    needs="all processes' steps, after the training; on GPUs DistributedDataParallel's own times of the exchange of gradients",
     fires="the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower processes",
     advises="fewer bytes, fewer exchanges, a faster network",
     judge=_communication,
+    live=False,
 )

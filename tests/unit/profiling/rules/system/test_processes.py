@@ -91,9 +91,10 @@ def travelling(exposed_ms: float) -> CommunicationRecord:
     return CommunicationRecord(steps=50, backward_s=0.002, exchange_s=(exposed_ms + 5) / 1e3, hidden_s=0.005)
 
 
-def test_gradients_that_travel_for_long() -> None:
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_gradients_that_travel_for_long(device: str) -> None:
     def ranks(exposed_ms: float) -> list[RankEvidence]:
-        return together(*[steps_of(backward=2 + exposed_ms)] * 2, communication=travelling(exposed_ms))
+        return together(*[steps_of(backward=2 + exposed_ms)] * 2, device=device, communication=travelling(exposed_ms))
 
     assert fired(ranks(2)) == []
     assert fired(ranks(3)) == ["communication"]
@@ -102,10 +103,11 @@ def test_gradients_that_travel_for_long() -> None:
     assert saving.seconds == pytest.approx(STEPS * 0.010)
 
 
-def test_waiting_for_a_slow_process_is_no_communication() -> None:
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_waiting_for_a_slow_process_is_no_communication(device: str) -> None:
     steps = [steps_of(backward=12), steps_of(forward=12)]
     ranks = [
-        rank_of(table, rank=rank, world_size=2, communication=travelling(exposed))
+        rank_of(table, rank=rank, world_size=2, device=device, communication=travelling(exposed))
         for rank, (table, exposed) in enumerate(zip(steps, (10.0, 0.1), strict=True))
     ]
     assert fired(ranks) == ["stragglers"]
@@ -116,8 +118,8 @@ def test_what_can_not_be_compared_is_not_judged() -> None:
         assert rule.judge(case_of()) == NotJudged(reason="one process trains alone")
         few = together(steps_of(20), steps_of(20), communication=travelling(50))
         assert "only 10 steps" in str(rule.judge(case_of(*few)))
-    untold = COMMUNICATION.judge(case_of(*together(steps_of(), steps_of())))
+    untold = COMMUNICATION.judge(case_of(*together(steps_of(), steps_of(), device=GPU)))
     assert "was not measured" in str(untold)
-    for rule in (STRAGGLERS, LOAD_BALANCE):
+    for rule in RULES:
         assert not rule.live
         assert isinstance(rule.judge(case_of(rank_of(world_size=2), live=True)), NotJudged)
