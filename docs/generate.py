@@ -120,7 +120,8 @@ def _rule(rule: Rule) -> str:
 def _clause(text: str) -> str:
     """A sentence or a part of one, as it goes on after other words; a name such as GPU keeps its capitals."""
     clause = text.removesuffix(".") + "."
-    return clause[0].lower() + clause[1:] if clause[1].islower() or clause[1] == " " else clause
+    rest = clause.split()[0][1:]
+    return clause[0].lower() + clause[1:] if rest == rest.lower() else clause
 
 
 PAGES: Mapping[str, Callable[[], str]] = {"configuration.md": settings_page, "rules.md": rules_page}

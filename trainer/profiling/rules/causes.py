@@ -32,13 +32,19 @@ def start_unseen(case: Case) -> NotJudged | None:
 
 def saving_after(case: Case, since_s: float, why: str) -> Saving:
     """What ending the training at a moment saves: the time to its end, which the steps so far foretell while it runs."""
-    record = case.training.ranks[0].record
-    total, done = record.context.total_steps, record.steps.count
-    left = (total - done) * record.steps.seconds / done if case.live and total and done else 0.0
     return Saving(
-        seconds=max(0.0, record.ended_s - since_s) + max(0.0, left),
+        seconds=max(0.0, case.training.ranks[0].record.ended_s - since_s) + _left(case),
         reason=f"the training's time after that, in which {why}",
     )
+
+
+def _left(case: Case) -> float:
+    """Seconds that the steps to come will take, where the training still runs and their number is known."""
+    rank = case.training.ranks[0]
+    total, done = rank.record.context.total_steps, rank.record.steps.count
+    if not case.live or not total or not done:
+        return 0.0
+    return max(0.0, total - 1 - float(rank.steps["step"][-1])) * rank.record.steps.seconds / done
 
 
 def accuracy_noise(case: Case, accuracy: float) -> float:

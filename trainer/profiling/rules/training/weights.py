@@ -169,7 +169,7 @@ def _judge_exploding(case: Case) -> Outcome:
 
 
 def _not_finite(case: Case, looks: Looks) -> Finding | None:
-    """Numbers that are none, in a gradient, a tensor of weights, or the loss."""
+    """Numbers that are none, in a gradient or a tensor of weights."""
     bad = (
         (looks.grid("gradient_nonfinite") > 0)
         | (looks.grid("weight_nonfinite") > 0)
