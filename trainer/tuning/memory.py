@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import sys
+from pathlib import Path
 
 import psutil
 import torch
@@ -11,6 +13,9 @@ from trainer.training.processes import Processes
 
 SHARE = 0.9
 """Largest share of the memory that a candidate may need: allocators fragment, and images differ."""
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Memory:
@@ -52,4 +57,16 @@ class Memory:
     def _unused(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.mem_get_info(self._device)[0]
-        return int(psutil.virtual_memory().available)
+        return min(int(psutil.virtual_memory().available), container_room())
+
+
+def container_room(cgroups: Path = _CGROUPS) -> int:
+    """Bytes below the memory limit of this container; more than any machine has where there is none."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        if (cgroups / limit).exists():
+            text = (cgroups / limit).read_text().strip()
+            return sys.maxsize if text == "max" else int(text) - int((cgroups / used).read_text())
+    return sys.maxsize

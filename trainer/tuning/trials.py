@@ -58,7 +58,8 @@ class Trials:
         self._make, self._settings, self._processes = make, settings, processes
         self._memory = Memory(processes)
         self._loading: LoadingTime | None = None
-        self._most_held = 0
+        self._fitted: dict[Candidate, int] = {}
+        """What takes memory beside the images -> most images that fitted."""
 
     def measure(self, candidate: Candidate, rate_to_beat: float = 0.0) -> Trial:
         """Run a trial; gives the same on every process.
@@ -84,7 +85,7 @@ class Trials:
 
         A process that ran out of memory in a step with the others would let them wait for it.
         """
-        if candidate.held <= self._most_held:
+        if candidate.held <= self._fitted.get(_beside_images(candidate), 0):
             return True
         images = candidate.held // self._processes.world_size
         if not all(self._processes.gather(self._memory.has_room(images))):
@@ -96,11 +97,9 @@ class Trials:
         settings = candidate.applied(self._settings)
         part = settings.model_copy(update={"batch_size": images, "accumulation": 1, "workers": 0})
         training = self._make(endless(part), alone)
-        two_steps = Laps(
-            images, float("inf"), warm_steps=0, total_steps=0
-        )  # the optimiser's state is there from the second one on
+        laps = Laps(images, float("inf"), warm_steps=0, total_steps=0)  # two steps: in the second all states are there
         try:
-            ride(training, two_steps, new_recorder(training))
+            ride(training, laps, new_recorder(training))
         except torch.OutOfMemoryError:
             return False
         finally:
@@ -122,7 +121,8 @@ class Trials:
                 raise
             return None
         self._memory.learn(candidate.held // self._processes.world_size)
-        self._most_held = max(self._most_held, candidate.held)
+        alike = _beside_images(candidate)
+        self._fitted[alike] = max(self._fitted.get(alike, 0), candidate.held)
         rate, low, high = laps.rates
         shares = shares_of(recorder, warm_steps(settings))
         computing_s = (1 - shares["data"]) * candidate.batch_size / rate / candidate.accumulation
@@ -153,6 +153,11 @@ class Trials:
             self._loading = LoadingTime(measured.seconds / images, measured.waiting / images)
         scaled = LoadingTime(images * self._loading.seconds, images * self._loading.waiting)
         return loading.advised_workers(scaled, computing_s, self._processes)
+
+
+def _beside_images(candidate: Candidate) -> Candidate:
+    """The same for candidates that differ only in how many images they hold."""
+    return candidate.model_copy(update={"workers": 0, "batch_size": 1, "accumulation": 1})
 
 
 def endless(settings: DistillSettings) -> DistillSettings:
