@@ -110,8 +110,8 @@ class StepOutliers(Thresholds):
     """Standard deviations above the mean."""
     ignored: NonNegative = 10
     """First steps that are not looked at."""
-    share: Fraction = 0.02
-    """Share of the training's time that outliers must have cost."""
+    share: Fraction = 0.03
+    """Share of the steps' time that outliers must have cost."""
 
 
 class HostToDevice(Thresholds):

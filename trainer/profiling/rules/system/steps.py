@@ -26,7 +26,7 @@ _SHORTEST_S = 1e-9
 
 
 class Steps:
-    """The steps that all processes recorded, without the first ones, those that torch.profiler slowed, and stalls."""
+    """The steps that all processes recorded, without the first ones, the very last, those that torch.profiler slowed, and stalls."""
 
     def __init__(self, case: Case, *, ignored: int = IGNORED) -> None:
         self.ranks: Sequence[RankEvidence] = case.training.ranks
@@ -153,5 +153,8 @@ def _rows_of(rank: RankEvidence, ignored: int, stall_s: float) -> Rows:
     steps = rank.steps
     if not len(steps["step"]):
         return np.arange(0)
-    compared = (steps["step"] >= steps["step"][0] + ignored) & (steps["profiled"] == 0) & (steps["seconds"] < stall_s)
+    number, total = steps["step"], rank.record.context.total_steps
+    compared = (number >= number[0] + ignored) & (steps["profiled"] == 0) & (steps["seconds"] < stall_s)
+    if total is not None:  # the last step ends the loader processes
+        compared &= number < total - 1
     return np.flatnonzero(compared)

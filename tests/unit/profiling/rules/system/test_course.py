@@ -17,7 +17,7 @@ from trainer.profiling.rules.system.course import (
     START_UP,
     STEP_OUTLIERS,
 )
-from trainer.profiling.schema import CompilationRecord
+from trainer.profiling.schema import CompilationRecord, ContextRecord
 from trainer.thresholds import OwnOverhead, RuleSettings
 
 NUMBERS = np.arange(STEPS)
@@ -79,6 +79,12 @@ def test_the_first_steps_and_stalls_are_no_outliers() -> None:
     assert not fires(STEP_OUTLIERS, rank_of(steps_of(forward=np.where(NUMBERS < 10, 500.0, 2.0))))
     stall = rank_of(steps_of(forward=np.where(NUMBERS == 50, 2e6, 2.0)))
     assert not fires(STEP_OUTLIERS, stall)
+
+
+def test_the_last_step_which_ends_the_loader_processes_is_no_outlier() -> None:
+    ends = steps_of(data=np.where(NUMBERS == STEPS - 1, 500.0, 1.0))
+    assert not fires(STEP_OUTLIERS, rank_of(ends, context=ContextRecord(total_steps=STEPS)))
+    assert fires(STEP_OUTLIERS, rank_of(ends, context=ContextRecord(total_steps=STEPS + 1)))
 
 
 def test_looks_of_the_recorder_and_a_core_that_was_taken_are_no_outliers() -> None:
