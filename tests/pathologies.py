@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.distillations import QUICK, TINY
@@ -26,6 +27,8 @@ from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Outcome
 from trainer.stages import distill, pretrain
 from trainer.thresholds import OwnOverhead, RuleSettings
+
+torch.set_num_threads(1)  # other processes of the tests want a core too
 
 Fault = Callable[[], AbstractContextManager[object]]
 
