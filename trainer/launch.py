@@ -328,7 +328,10 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, no
     process = f"process {rank} of {spec.processes_per_node}" if spec.processes_per_node > 1 else ""
     where = ", ".join(filter(None, [node, process]))
     kind = LaunchError if exit_codes.get(rank) == EXIT_CODE else CrashError
-    return kind(": ".join(filter(None, [spec.stage, where, message])))
+    stage = (
+        "" if message.startswith(f"{spec.stage}: ") and not where else spec.stage
+    )  # a training of the same name has said so
+    return kind(": ".join(filter(None, [stage, where, message])))
 
 
 def _culprit(failures: Path, exit_codes: Mapping[int, int]) -> tuple[int, str, str]:

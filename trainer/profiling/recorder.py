@@ -19,9 +19,9 @@ from trainer.cores import usable_cores
 from trainer.costs import place_here
 from trainer.profiling.compilation import Compilations
 from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorLooks, TrainingEvidence, write_rank
+from trainer.profiling.gpu_clock import CudaClock
 from trainer.profiling.looks import Looks
 from trainer.profiling.monitor import Monitor, signals
-from trainer.profiling.operators import OperatorWindows
 from trainer.profiling.schema import (
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
@@ -35,7 +35,8 @@ from trainer.profiling.schema import (
 )
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.startup import IMPORTED_UNIX, Startup
-from trainer.profiling.timeline import PROFILER, Clock, CudaClock, HostClock, Timeline, seconds_of_a_mark
+from trainer.profiling.timeline import PROFILER, Clock, HostClock, Timeline, seconds_of_a_mark
+from trainer.profiling.windows import OperatorWindows
 
 METRIC_POINTS_KEPT = 4096
 """Points of each metric; a longer curve is thinned evenly."""

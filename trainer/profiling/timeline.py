@@ -16,9 +16,7 @@ them. So times are exclusive, nothing is counted twice, and the ranges of a step
 from __future__ import annotations
 
 import math
-import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +25,9 @@ from operator import add
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from trainer.profiling.schema import SPAN_COLUMNS, STEP_COLUMNS
 from trainer.profiling.series import ThinnedTable
+from trainer.profiling.thread_time import ThreadTime
 
 PHASES = ("data", "to_device", "teacher_forward", "forward", "backward", "optimizer")
 """The phases that every training loop has, in their order."""
@@ -106,55 +103,6 @@ class HostClock:
 
     def release(self, marks: Sequence[int]) -> None:
         """Nothing to give back."""
-
-
-class CudaClock:
-    """Marks are events on the current stream of a GPU, used again and again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: list[torch.cuda.Event] = []
-
-    def mark(self) -> torch.cuda.Event:
-        """Record an event on the current stream."""
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the stream has come to the event."""
-        return bool(mark.query())
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        """Wait for the event."""
-        mark.synchronize()
-
-    def intervals(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """Seconds on the device between neighbours of events that were passed."""
-        return [float(start.elapsed_time(end)) * 1e-3 for start, end in pairwise(marks)]
-
-    def release(self, marks: Sequence[torch.cuda.Event]) -> None:
-        """Keep the events for later marks."""
-        self._free.extend(marks)
-
-
-class ThreadTime:
-    """How long the thread that opens it has waited for a core, as Linux counts it."""
-
-    def __init__(self) -> None:
-        self._file: int | None = None
-
-    def open(self) -> None:
-        """Begin; where the kernel does not tell, times are NaN."""
-        try:
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)
-        except OSError:
-            self._file = None
-
-    def delayed_ns(self) -> float:
-        """Nanoseconds since the thread began."""
-        return math.nan if self._file is None else int(os.pread(self._file, 64, 0).split()[1])
 
 
 class Window(Protocol):

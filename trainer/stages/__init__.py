@@ -88,7 +88,7 @@ STAGES: Mapping[str, Stage] = {
             settings=config.ProfileSettings,
             inputs={"pretrain_evidence": "evidence", "distill_evidence": "evidence"},
             outputs={"report": "report"},
-            summary="report where the trainings' time went",
+            summary="report where the trainings' time went, what slows or spoils them, and what they cost",
         ),
         Stage(
             name="evaluate",
