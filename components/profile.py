@@ -13,7 +13,7 @@ def profile(
     report: dsl.Output[dsl.Artifact],
     page: dsl.Output[dsl.HTML],
 ) -> None:
-    """Report where the trainings' time went.
+    """Report where the trainings' time went, what slows or spoils them, and what they cost.
 
     Args:
         settings: The section `profile`, as JSON.
