@@ -24,7 +24,7 @@ import torch
 
 from tests.benchmarks.photos import write_photos
 from trainer import artifacts, config, models
-from trainer.config import DataSettings, DistillSettings, ModelSettings, TuneSettings
+from trainer.config import DataSettings, ModelSettings, TuneSettings
 from trainer.data.dataset import open_dataset
 from trainer.profiling.startup import Startup
 from trainer.stages import prepare
@@ -65,9 +65,10 @@ def fill(folder: Path, photos: str, edge: int) -> None:
 
 def settings_of(options: argparse.Namespace) -> TuneSettings:
     """The section of a distillation that is set up badly."""
-    values = BAD | {"epochs": options.epochs, "student": model(options.edge, 96, 4), "compile": "off", "seed": 0}
-    resolved = config.resolve("", [f"reinforce.views={options.views}"])
-    return TuneSettings(enabled=True, distill=DistillSettings(**values), reinforce=resolved.reinforce, minutes=60)
+    tune = config.resolve("", [f"reinforce.views={options.views}", f"distill.epochs={options.epochs}"]).tune
+    assert tune.distill is not None, "it is as the section distill"
+    bad = BAD | {"student": model(options.edge, 96, 4), "compile": "off"}
+    return tune.model_copy(update={"distill": tune.distill.model_copy(update=bad), "minutes": 60.0})
 
 
 def cells(start: Candidate) -> Iterator[Candidate]:
