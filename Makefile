@@ -34,7 +34,7 @@ test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]; all of them with
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu
 
-bench: $(READY)  ## print the tables of tests/benchmarks, about 20 minutes on an idle machine [PHOTOS=folder instead of made-up photos]
+bench: $(READY)  ## print the tables of tests/benchmarks, about 35 minutes on an idle machine [PHOTOS=folder instead of made-up photos]
 	@$(VENV)/python tests/benchmarks/bench_recorder.py
 	@$(VENV)/python tests/benchmarks/bench_forecast.py
 	@$(VENV)/python tests/benchmarks/bench_kernels.py

@@ -63,6 +63,9 @@ def chromium(
                 "--disable-gpu",
                 "--disable-dev-shm-usage",
                 "--hide-scrollbars",
+                # Else a picture may be taken before a frame, which has a process of its own, has drawn anything.
+                "--disable-features=IsolateSandboxedIframes",
+                "--run-all-compositor-stages-before-draw",
                 "--enable-logging=stderr",
                 f"--blink-settings=preferredColorScheme={0 if dark else 1}",
                 f"--user-data-dir={profile}",

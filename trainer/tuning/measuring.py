@@ -46,7 +46,10 @@ def measure(
     training = make(endless(settings), processes)
     steps = step_count(settings, len(training.samples))
     window, warm = settings.evidence.operators_steps if settings.evidence.operators_at else 0, warm_steps(settings)
-    laps = Laps(settings.batch_size, warm_steps=warm + window, total_steps=steps, thoroughness=THOROUGHNESS)
+    unmeasured = (
+        warm + window + 1
+    )  # the step after the window tells how long laps are; the window's closing would count as its last one's
+    laps = Laps(settings.batch_size, warm_steps=unmeasured, total_steps=steps, thoroughness=THOROUGHNESS)
     made_s = time.perf_counter() - began
     recorder = new_recorder(training, window_at=(warm,) if window else ())
     report = _report(training, recorder, tracker)
