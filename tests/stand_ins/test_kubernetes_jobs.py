@@ -233,7 +233,7 @@ def test_a_bad_pod_template_shows_when_the_pod_is_made(cluster, jobs):
 
 
 def test_a_pod_waits_for_a_node(cluster, jobs):
-    cluster.script("job-master-0", Script(output=["done"], pending_s=0.3))
+    cluster.script("job-master-0", Script(output=["done"], pending_s=3.0))
     jobs.create(pytorch_job(workers=0))
     cluster.wait_for(lambda: any(reason == "FailedScheduling" for _, reason, _ in cluster.events("job-master-0")))
     assert phases(cluster) == {"job-master-0": "Pending"}
@@ -282,7 +282,7 @@ def test_a_taint_must_be_tolerated(tmp_path):
 
 
 def test_an_image_that_can_not_be_pulled(cluster, jobs, core):
-    cluster.script("job-master-0", Script(output=["done"], pull_error_s=0.3))
+    cluster.script("job-master-0", Script(output=["done"], pull_error_s=3.0))
     jobs.create(pytorch_job(workers=0))
     cluster.wait_for(lambda: ("job-master-0", "Failed", "Error: ErrImagePull") in cluster.events())
     waiting = cluster.get(PODS, "job-master-0")["status"]["containerStatuses"][0]["state"]["waiting"]

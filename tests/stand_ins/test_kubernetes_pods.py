@@ -233,7 +233,7 @@ def test_logs_that_are_not_there(cluster, core):
 
 
 def test_a_container_that_is_being_created_has_no_log(cluster, core):
-    cluster.script("one", Script(output=["line"], creating_s=0.3))
+    cluster.script("one", Script(output=["line"], creating_s=3.0))
     cluster.add(PODS, pod())
     cluster.wait_for(lambda: state(cluster))
     with pytest.raises(ApiException) as caught:
