@@ -31,6 +31,12 @@ def wait_for_condition(cluster, type_):
     return condition(cluster, type_)
 
 
+def waiting_reason(cluster, pod):
+    """Why the container has not started; none once it has, and before there is one."""
+    statuses = [status for one in cluster.list(PODS, pod) for status in one["status"].get("containerStatuses", [])]
+    return statuses[0]["state"].get("waiting", {}).get("reason") if statuses else None
+
+
 def terminated(cluster, pod):
     return cluster.get(PODS, pod)["status"]["containerStatuses"][0]["state"]["terminated"]
 
@@ -284,9 +290,8 @@ def test_a_taint_must_be_tolerated(tmp_path):
 def test_an_image_that_can_not_be_pulled(cluster, jobs, core):
     cluster.script("job-master-0", Script(output=["done"], pull_error_s=3.0))
     jobs.create(pytorch_job(workers=0))
-    cluster.wait_for(lambda: ("job-master-0", "Failed", "Error: ErrImagePull") in cluster.events())
-    waiting = cluster.get(PODS, "job-master-0")["status"]["containerStatuses"][0]["state"]["waiting"]
-    assert waiting["reason"] == "ImagePullBackOff"
+    cluster.wait_for(lambda: waiting_reason(cluster, "job-master-0") == "ImagePullBackOff")
+    assert ("job-master-0", "Failed", "Error: ErrImagePull") in cluster.events()
     assert ("job-master-0", "BackOff", 'Back-off pulling image "image:1"') in cluster.events()
     wait_for_condition(cluster, "Succeeded")
 
