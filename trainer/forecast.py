@@ -318,7 +318,7 @@ def refuse_over_budget(
         f"the distillation would take {expected} on {expected.place}{assumed}, but {said}; it was not started. "
         + (f"What would fit: {'; '.join(fitting)}. " if fitting else "Nothing that was measured would fit. ")
         + (f"Not within it: {'; '.join(other)}. " if other else "")
-        + "Choose one of these, or raise the budget"
+        + ("Choose one of these, or raise the budget" if fitting else "Raise the budget, or train on less")
     )
 
 

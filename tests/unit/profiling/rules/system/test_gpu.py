@@ -33,7 +33,7 @@ def finding(rule: Rule, *ranks: RankEvidence) -> Finding:
 
 
 def on_gpu(steps: dict[str, np.ndarray] | None = None, **system: object) -> RankEvidence:
-    return rank_of(steps, device=GPU, system=USED | system, context=ContextRecord(micro_batch=32))  # type: ignore[arg-type]
+    return rank_of(steps, device=GPU, system=USED | system, context=ContextRecord(micro_batch=32))
 
 
 def test_an_idle_machine_wants_a_larger_batch() -> None:
