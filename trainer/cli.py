@@ -123,9 +123,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change settings, such as distill.temperature=2 (`python -m trainer config RECIPE` lists them)",
     )
-    parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-    )
+    _add_debug(parser)
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
@@ -204,9 +202,7 @@ def _add_compare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("before", metavar="A")
     parser.add_argument("after", metavar="B")
     parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
-    parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-    )
+    _add_debug(parser)
     parser.set_defaults(command=_compare)
 
 
@@ -228,10 +224,15 @@ def _add_forecast(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="E",
         help="speed-up of twice as many nodes, as a share of 2, where only one number was tried (default: %(default)s)",
     )
+    _add_debug(parser)
+    parser.set_defaults(command=_forecast)
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    """Also behind the command; what was said before it stays."""
     parser.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
     )
-    parser.set_defaults(command=_forecast)
 
 
 def fraction(text: str) -> float:
@@ -255,9 +256,7 @@ def _add_bill(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="NAME",
         help=f"all runs of an MLflow experiment, too ({tracking.URI}, or else runs/mlflow.db)",
     )
-    parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-    )
+    _add_debug(parser)
     parser.set_defaults(command=_bill)
 
 
