@@ -10,9 +10,11 @@ import resource
 import statistics
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from threadpoolctl import threadpool_limits
 from torch.utils.data import Dataset
 
 NEGLIGIBLE = 0.03
@@ -63,14 +65,22 @@ def measure_loading(batches: Dataset[Any], indices: Iterable[Any]) -> LoadingTim
         DataError: an image can not be decoded.
     """
     wanted = iter(indices)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         batches[next(wanted)]  # not timed: the first one meets cold caches
         times = _timed(batches, wanted)
-    finally:
-        torch.set_num_threads(threads)
     return LoadingTime(*(statistics.median(column) for column in zip(*times, strict=True)))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread meanwhile, in this process, and afterwards on as many as before.
+
+    `torch.set_num_threads` would leave more behind than a number of threads: it also turns off for good that MKL chooses how many of them
+    a product is worth, and then attention on a CPU, which multiplies many small matrices, takes more than twice as long.
+    """
+    torch.get_num_threads()  # the first time it is asked, torch sets the number that is limited here
+    with threadpool_limits(limits=1, user_api="openmp"):
+        yield
 
 
 def _timed(batches: Dataset[Any], indices: Iterator[Any]) -> list[LoadingTime]:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from threadpoolctl import threadpool_limits
 
 from trainer.data.workers import choose_workers, measure_loading
 
@@ -43,14 +44,17 @@ class Slow:
         time.sleep(self.seconds[min(len(self.asked), len(self.seconds)) - 1])
 
 
-def test_loading_is_measured_with_one_thread_and_without_the_first_batch() -> None:
-    before, batches = torch.get_num_threads(), Slow(0.2, 0.02, 0.02, 0.1)
-    time_taken = measure_loading(batches, range(160, 320, 16))
+def test_loading_is_measured_with_one_thread_and_without_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", None)  # it would slow down attention for good
+    batches = Slow(0.2, 0.02, 0.02, 0.1)
+    torch.get_num_threads()  # sets the number, the first time
+    with threadpool_limits(limits=2, user_api="openmp"):
+        time_taken = measure_loading(batches, range(160, 320, 16))
+        assert torch.get_num_threads() == 2
     assert 0.015 < time_taken.seconds < 0.09
     assert time_taken.waiting == 0  # it slept, and read nothing
     assert batches.asked == [160, 176, 192, 208]
     assert batches.threads == {1}
-    assert torch.get_num_threads() == before
 
 
 def test_measuring_ends_where_batches_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
