@@ -29,7 +29,7 @@ ui: $(READY)  ## open MLflow on what was tracked [OUT=dir of a run that had one]
 		"$${MLFLOW_TRACKING_URI:-sqlite:///$(abspath $(if $(OUT),$(OUT)/..,runs))/mlflow.db}"
 
 test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]; all of them with the coverage floor
-	OMP_NUM_THREADS=1 $(VENV)/python -m pytest $(or $(ARGS),--numprocesses $(TEST_WORKERS) --dist loadfile --cov --cov-report=term)
+	OMP_NUM_THREADS=1 $(VENV)/python -m pytest $(or $(ARGS),--numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term)
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu

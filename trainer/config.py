@@ -417,6 +417,8 @@ class TuneSettings(Section):
     """Longest time of the search; it ends before, when what is left to be gained would not pay for it."""
     largest_batch_growth: Annotated[float, Field(ge=1)] = 4.0
     """Most by which `distill.batch_size` may be multiplied: a larger batch takes fewer steps, and the learning rate grows with it."""
+    fewest_steps: Positive = 5_000
+    """Steps that a larger batch has to leave: where they are few already, fewer of them cost accuracy, which tune does not measure."""
     assumed_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Speed-up of twice as many nodes, as a share of 2, where it was not measured; forecasts that use it say so."""
     elsewhere: tuple[str, ...] = ()

@@ -154,7 +154,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     digits = TrainingStep(arguments.batch_size, **DIGITS)
-    tiny = TrainingStep(32, img_size=64, num_classes=10)
+    tiny = TrainingStep(8, img_size=64, num_classes=10)
     cases: dict[str, Step] = {"empty step": EmptyStep(), "digits' student": digits, "ViT-Ti, 64 px": tiny}
     print(f"{'':24}{'step ms':>12}{'wall us':>10}{'proc. us':>11}{'wall':>9}{'processor':>11}{'account':>9}", end="")
     print(f"{'marks':>9}{'tensors':>9}{'monitor':>9}")

@@ -14,6 +14,7 @@ import argparse
 import itertools
 import logging
 import statistics
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +69,7 @@ def settings_of(options: argparse.Namespace) -> TuneSettings:
     tune = config.resolve("", [f"reinforce.views={options.views}", f"distill.epochs={options.epochs}"]).tune
     assert tune.distill is not None, "it is as the section distill"
     bad = BAD | {"student": model(options.edge, 96, 4), "compile": "off"}
-    return tune.model_copy(update={"distill": tune.distill.model_copy(update=bad), "minutes": 60.0})
+    return tune.model_copy(update={"distill": tune.distill.model_copy(update=bad), "minutes": 60.0, "fewest_steps": 1})
 
 
 def cells(start: Candidate) -> Iterator[Candidate]:
@@ -77,9 +78,18 @@ def cells(start: Candidate) -> Iterator[Candidate]:
         yield start.model_copy(update=dict(zip(GRID, values, strict=True)))
 
 
+def told(trials: Iterator[Trial], count: int) -> Iterator[Trial]:
+    """The trials, each with a line of its own, since an exhaustive search takes long."""
+    for number, trial in enumerate(trials, 1):
+        settings = " ".join(f"{field}={getattr(trial.candidate, field)}" for field in GRID)
+        print(f"{number:4}/{count}  {trial.images_per_second:10.1f} images/s  {settings}", file=sys.stderr, flush=True)
+        yield trial
+
+
 def exhaustive(start: Candidate, job: Job, trials: Trials) -> tuple[Trial, float, int]:
     """The best cell, the seconds that it took to find it, and the number of cells."""
-    measured = [trials.measure(candidate) for candidate in cells(start)]
+    grid = list(cells(start))
+    measured = list(told(map(trials.measure, grid), len(grid)))
     fitting = [trial for trial in measured if trial.ended == "measured"]
     return min(fitting, key=job.run_s), sum(trial.seconds for trial in measured), len(measured)
 
@@ -101,7 +111,7 @@ def again(candidates: Mapping[str, Candidate], job: Job, trials: Trials, rounds:
 
 def compare(subject: Subject, settings: TuneSettings, checkpoints: str, rounds: int) -> None:
     """Search both ways and print what came out."""
-    job, start = subject.job(settings.largest_batch_growth), Candidate.of(subject.settings)
+    job, start = subject.job(settings), Candidate.of(subject.settings)
     make = partial(subject.training, checkpoints)
     found = search(start, job, Trials(make, subject.settings, subject.processes).measure, limit_s=60 * settings.minutes)
     trials = Trials(make, subject.settings, subject.processes)

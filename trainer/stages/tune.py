@@ -169,13 +169,22 @@ class Subject:
         """Seconds that a forecast has to count for recording; none where nothing has to be recorded."""
         return self.recording_s if settings.reads_recording and self.recording_s else None
 
-    def job(self, largest_batch_growth: float) -> Job:
+    def job(self, tuned: TuneSettings) -> Job:
         """What the search may not change."""
         settings, processes, device = self.settings, self.processes, self.processes.device
-        grown = min(int(settings.batch_size * largest_batch_growth), len(self.samples))
+        images = settings.epochs * len(self.samples)
+        limits = {
+            f"tune.largest_batch_growth is {tuned.largest_batch_growth:g}": int(
+                settings.batch_size * tuned.largest_batch_growth
+            ),
+            f"fewer than {tuned.fewest_steps:,} steps would be left (tune.fewest_steps)": images // tuned.fewest_steps,
+            "the training split has no more images": len(self.samples),
+        }
+        tightest = min(limits, key=lambda why: limits[why])
         return Job(
-            images=settings.epochs * len(self.samples),
-            largest_batch=max(grown, settings.batch_size),
+            images=images,
+            largest_batch=max(limits[tightest], settings.batch_size),
+            largest_batch_why=tightest,
             device=device.kind,
             has_bf16=device.has_bf16,
             world_size=processes.world_size,
@@ -320,7 +329,7 @@ def _tune(
 
 def _search(subject: Subject, settings: TuneSettings, make: MakeTraining) -> Found:
     trials = Trials(make, subject.settings, subject.processes)
-    job = subject.job(settings.largest_batch_growth)
+    job = subject.job(settings)
     return search(Candidate.of(subject.settings), job, trials.measure, limit_s=60 * settings.minutes)
 
 

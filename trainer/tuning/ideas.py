@@ -19,6 +19,9 @@ class Job:
     images: int
     """Images that the whole distillation sees."""
     largest_batch: int
+    """That may be tried ..."""
+    largest_batch_why: str
+    """... and what does not allow a larger one."""
     device: str
     """`cpu` or `cuda`."""
     has_bf16: bool
@@ -231,7 +234,7 @@ def _batch(best: Trial, job: Job, past: Past) -> Ideas:
     if size > job.largest_batch:
         yield LeftOut(
             field=f"batch_size={size}",
-            why=f"more than {job.largest_batch} is not allowed (tune.largest_batch_growth)",
+            why=f"more than {job.largest_batch} is not allowed: {job.largest_batch_why}",
         )
         return
     per_step = best.shares.get("optimizer", 0.0)

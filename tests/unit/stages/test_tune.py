@@ -36,6 +36,7 @@ def tuned(trained_digits, tmp_path):
     def run(distill=None, teacher_outputs=None, **settings):
         section = {
             "enabled": True,
+            "fewest_steps": 1,
             "distill": QUICK | {"checkpoint_every": 5} | (distill or {}),
             "reinforce": {"views": 2, "seed": 3, "workers": 0, "augmentation": VIEWS},
         }
@@ -92,6 +93,14 @@ def test_a_search_and_the_settings_that_it_finds(tuned):
     )
     assert "compile" in made.untried
     assert made.stopped
+
+
+def test_a_batch_does_not_grow_where_its_steps_are_few(tuned):
+    made = tuned({"batch_size": 2, "epochs": 30}, minutes=0.02, fewest_steps=10_000)
+    assert {tried.trial.candidate.batch_size for tried in made.tried} == {2}
+    assert made.untried["batch_size=4"] == (
+        "more than 2 is not allowed: fewer than 10,000 steps would be left (tune.fewest_steps)"
+    )
 
 
 def test_without_apply_the_given_settings_are_what_is_forecast(tuned):

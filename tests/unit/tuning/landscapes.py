@@ -49,6 +49,7 @@ class Landscape:
         self.job = Job(
             images=int(self.images),
             largest_batch=4 * self.batch,
+            largest_batch_why="it has grown fourfold",
             device=self.device,
             has_bf16=gpu,
             world_size=self.world,

@@ -73,6 +73,7 @@ def test_a_distillation_that_is_short_is_not_searched_for_longer_than_it_takes()
 JOB = Job(
     images=10**7,
     largest_batch=256,
+    largest_batch_why="more were not asked for",
     device="cpu",
     has_bf16=False,
     world_size=1,
