@@ -7,13 +7,12 @@ import torch
 from tests.stand_ins.object_store import ObjectStore
 from trainer.storage import retries
 
-
 LONGEST_FILES = ("tests/local/", "tests/pipelines/")
 """Where the tests are that take longest."""
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest files, so that no process is alone with one at the end; report what needs a GPU as not run where there is none."""
+    """Begin with the longest files, so that no process is alone with one at the end; report as not run what needs a GPU that is not there."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FILES))
     if torch.cuda.is_available():
         return

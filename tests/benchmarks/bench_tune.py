@@ -118,6 +118,10 @@ def compare(subject: Subject, settings: TuneSettings, checkpoints: str, rounds: 
     best, seconds, count = exhaustive(start, job, trials)
     chosen = {"as given": start, "exhaustive": best.candidate, "tune": found.best.candidate}
     measured = again(chosen, job, trials, rounds)
+    for tried in found.tried:
+        print(
+            f"tune  {tried.trial.images_per_second:10.1f} images/s {tried.trial.seconds:6.1f} s  {tried.idea}: {tried.verdict}"
+        )
     print(f"{'':12}{'images/s':>10}{'whole run':>12}{'search':>10}{'trials':>8}  settings")
     searched = {"as given": (0.0, 0), "exhaustive": (seconds, count), "tune": (found.seconds, len(found.tried))}
     for name, (rate, run_s) in measured.items():
