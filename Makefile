@@ -34,9 +34,10 @@ test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]; all of them with
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu
 
-bench: $(READY)  ## print the tables of tests/benchmarks, about 35 minutes on an idle machine [PHOTOS=folder instead of made-up photos]
+bench: $(READY)  ## print the tables of tests/benchmarks, about 40 minutes on an idle machine [PHOTOS=folder instead of made-up photos]
 	@$(VENV)/python tests/benchmarks/bench_recorder.py
 	@$(VENV)/python tests/benchmarks/bench_forecast.py
+	@$(VENV)/python tests/benchmarks/bench_tune.py --small
 	@$(VENV)/python tests/benchmarks/bench_kernels.py
 	@$(VENV)/python tests/benchmarks/bench_data.py $(if $(PHOTOS),--photos "$(PHOTOS)")
 	@$(VENV)/python tests/benchmarks/bench_distillation.py $(if $(PHOTOS),--photos "$(PHOTOS)")

@@ -12,7 +12,7 @@ LONGEST_FILES = ("tests/local/", "tests/pipelines/")
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest files, so that no process is alone with one at the end; report as not run what needs a GPU that is not there."""
+    """Begin with the longest files, so that no process is alone with one at the end; what needs a GPU is reported as not run."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FILES))
     if torch.cuda.is_available():
         return
