@@ -27,6 +27,9 @@ RECIPES = Path(__file__).parent / "recipes"
 CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
 """Environment variable that names the folder of all checkpoints; without it they stand beside the output."""
 
+WAIT_VARIABLE = "TRAINER_WAIT_S"
+"""Environment variable with the seconds for which a training process waits for the others, or for a loader process; 600 without it."""
+
 DEVICE_VARIABLE = "TRAINER_DEVICE"
 """Environment variable that says where to train: auto, cpu or cuda."""
 

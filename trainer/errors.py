@@ -6,6 +6,8 @@
     ├── ArtifactError           a directory handed from one stage to another is missing, damaged or of another kind
     ├── ModelError              a model can not be built, or does not fit the data set
     ├── TrainingError           a training stopped: loss not finite, processes that do not form one group
+    │   └── LostProcessError    a process of the group did not come to a meeting, or is gone
+    ├── PreemptedError          a training was asked to end; its checkpoint is written, and the same command goes on
     ├── LaunchError             a launched process or job failed
     │   └── CrashError          a launched process crashed or was killed, and had no message of its own
     ├── BudgetError             the forecast is over the budget, or can not be held against it
@@ -30,6 +32,8 @@ from pathlib import Path
 EXIT_CODE = 2
 CRASH_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
+PREEMPTED_EXIT_CODE = 143
+"""Of a process that was asked to end by SIGTERM (128 + 15, as a shell says it): start it again, and it goes on."""
 
 
 class TrainerError(Exception):
@@ -54,6 +58,14 @@ class ModelError(TrainerError):
 
 class TrainingError(TrainerError):
     """A training stopped: loss not finite, or processes that do not form one group."""
+
+
+class LostProcessError(TrainingError):
+    """A process of the group did not come to a meeting, or is gone: nobody's mistake, so it may be tried again."""
+
+
+class PreemptedError(TrainerError):
+    """A training was asked to end; its checkpoint is written, and the same command goes on."""
 
 
 class LaunchError(TrainerError):
