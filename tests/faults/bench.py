@@ -1,0 +1,142 @@
+"""What the jobs of the fault tests work on, and what comes out where nothing disturbs them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from tests.distillations import QUICK
+from tests.faults.inside import Fault
+from tests.faults.jobs import Job
+from trainer import config, storage
+
+SMALL = QUICK | {"epochs": 3, "checkpoint_every": 4, "ema_decay": 0.9}
+"""A distillation of some thirty steps, with a checkpoint after every fourth."""
+RECORDING = {
+    "views": 4,
+    "top_k": 3,
+    "batch_size": 400,
+    "seed": 2,
+    "workers": 0,
+    "augmentation": {"min_scale": 0.5, "mixup": 0.2},
+}
+"""Four shards."""
+PHOTOS = {"image_size": 16, "encoding": "png", "test_fraction": 0.2, "workers": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """What a job comes to where nothing disturbs it."""
+
+    result: Mapping[str, str]
+    """File -> checksum."""
+    steps: int
+    writes: list[str]
+    """What it does to the file system below its folder; of jobs on one process only."""
+
+
+class Bench:
+    """Makes jobs, each with outputs of its own, and knows what they should come to."""
+
+    def __init__(self, folder: Path, *, dataset: str, teacher: str) -> None:
+        self.folder, self.dataset, self.teacher = folder, dataset, teacher
+        self._made = 0
+
+    def distillation(self, *, place: str = "", processes: int = 1, **settings: Any) -> Job:
+        """A distillation that writes below `place`, or below a folder of its own."""
+        section = config.validate(config.DistillSettings, SMALL | settings).model_dump(mode="json")
+        inputs = {"dataset": self.dataset, "teacher": self.teacher}
+        if settings.get("teacher") == "recorded":
+            inputs["teacher_outputs"] = self.teacher_outputs
+        return self._job("distill", section, inputs, ("student", "evidence"), place, processes)
+
+    def pair(self, **settings: Any) -> Job:
+        """A distillation on two processes."""
+        return self.distillation(processes=2, **settings)
+
+    def recording(self, *, place: str = "") -> Job:
+        """A recording of the teacher's outputs."""
+        section = config.validate(config.ReinforceSettings, RECORDING).model_dump(mode="json")
+        inputs = {"dataset": self.dataset, "teacher": self.teacher}
+        return self._job("reinforce", section, inputs, ("teacher_outputs",), place, 1)
+
+    def preparation(self, *, place: str = "") -> Job:
+        """The preparation of a data set from a folder of photos."""
+        section = config.validate(config.DataSettings, PHOTOS | {"source": f"imagefolder:{self.photos}"})
+        return self._job("prepare", section.model_dump(mode="json"), {}, ("dataset",), place, 1)
+
+    def _job(
+        self,
+        stage: str,
+        section: Mapping[str, Any],
+        inputs: Mapping[str, str],
+        outputs: tuple[str, ...],
+        place: str,
+        processes: int,
+    ) -> Job:
+        self._made += 1
+        scratch = self.folder / f"job-{self._made:04d}"
+        scratch.mkdir(parents=True)
+        return Job(
+            stage=stage,
+            settings=section,
+            inputs=inputs,
+            outputs={name: storage.join(place or str(scratch / "out"), name) for name in outputs},
+            scratch=scratch,
+            processes=processes,
+        )
+
+    @functools.cached_property
+    def teacher_outputs(self) -> str:
+        """Recorded outputs of the teacher."""
+        job = self.recording()
+        ending = job.fork()
+        assert ending.code == 0, ending.said
+        return job.outputs["teacher_outputs"]
+
+    @functools.cached_property
+    def photos(self) -> Path:
+        """A hundred and twenty photos of two kinds."""
+        generator, folder = torch.Generator().manual_seed(0), self.folder / "photos"
+        for kind in ("apple", "pear"):
+            (folder / kind).mkdir(parents=True)
+            for number in range(60):
+                pixels = torch.randint(0, 256, (20, 20, 3), dtype=torch.uint8, generator=generator)
+                Image.fromarray(pixels.numpy()).save(folder / kind / f"{number}.png")
+        return folder
+
+    @functools.cached_property
+    def whole_pair(self) -> Whole:
+        """What `pair` comes to."""
+        job = self.pair()
+        ending = job.run()
+        assert ending.code == 0, ending.said
+        return Whole(result=job.result(), steps=ending.last_step + 1, writes=[])
+
+    @functools.cached_property
+    def whole_distillation(self) -> Whole:
+        """What `distillation` comes to."""
+        return undisturbed(self.distillation())
+
+    @functools.cached_property
+    def whole_recording(self) -> Whole:
+        """What `recording` comes to."""
+        return undisturbed(self.recording())
+
+    @functools.cached_property
+    def whole_preparation(self) -> Whole:
+        """What `preparation` comes to."""
+        return undisturbed(self.preparation())
+
+
+def undisturbed(job: Job) -> Whole:
+    """What a job on one process comes to, and what it writes."""
+    ending = job.fork(Fault(does="nothing", folder=job.folder))
+    assert ending.code == 0, ending.said
+    return Whole(result=job.result(), steps=ending.last_step + 1, writes=ending.writes)

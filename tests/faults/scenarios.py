@@ -1,0 +1,248 @@
+"""The faults, each with what is promised then; where it strikes is drawn by chance."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from tests.faults import damage
+from tests.faults.bench import Bench, Whole
+from tests.faults.inside import Fault
+from tests.faults.jobs import Job
+from tests.faults.promises import Kept, goes_on, goes_through, stops, stops_and_goes_on
+from tests.faults.stores import WatchedStore
+from tests.faults.tracking_server import TrackingServer
+from trainer import artifacts, storage
+from trainer.errors import EXIT_CODE
+
+
+class Surroundings:
+    """What a scenario needs: jobs, an object store, an MLflow server."""
+
+    def __init__(self, bench: Bench, store: WatchedStore, tracking: TrackingServer) -> None:
+        self.bench, self.store, self.tracking = bench, store, tracking
+
+
+Scenario = Callable[[Surroundings, random.Random], Kept]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+def one_process_is_ended(signal_name: str, at: Surroundings, chance: random.Random) -> Kept:
+    """One of two processes is killed, or crashes, at some step."""
+    whole, rank = at.bench.whole_pair, chance.randrange(2)
+    fault = Fault(does=signal_name, rank=rank, step=chance.randrange(whole.steps))
+    message = f"process {rank} of 2: was ended by {signal_name}"
+    return stops_and_goes_on(at.bench.pair(), whole.result, fault, code=EXIT_CODE, message=message)
+
+
+def not_a_number(at: Surroundings, chance: random.Random) -> Kept:
+    """A weight of one of two processes is no number any more."""
+    whole, rank = at.bench.whole_pair, chance.randrange(2)
+    fault = Fault(does="poison", rank=rank, step=chance.randrange(whole.steps))
+    message = rf"the loss is not finite at step {fault.step + 1} \(process {rank};"
+    return stops_and_goes_on(at.bench.pair(), whole.result, fault, code=EXIT_CODE, message=message)
+
+
+def slow_process(at: Surroundings, chance: random.Random) -> Kept:
+    """One of two processes takes seconds for a step."""
+    whole = at.bench.whole_pair
+    fault = Fault(does="sleep", seconds=3, rank=chance.randrange(2), step=chance.randrange(whole.steps))
+    return goes_on(at.bench.pair(), whole.result, fault)
+
+
+def clock_jumps(at: Surroundings, chance: random.Random) -> Kept:
+    """The clock of one of two processes is set by up to a month."""
+    whole = at.bench.whole_pair
+    seconds = chance.choice([-1, 1]) * chance.randrange(60, 30 * 86400)
+    fault = Fault(does="clock", seconds=seconds, rank=chance.randrange(2), step=chance.randrange(whole.steps))
+    return goes_on(at.bench.pair(), whole.result, fault)
+
+
+def launcher_is_killed(at: Surroundings, chance: random.Random) -> Kept:
+    """The process that launches is killed, and all others with it, as when a container or a machine ends."""
+    whole = at.bench.whole_pair
+    fault = Fault(does="SIGKILL", to=-1, rank=chance.randrange(2), step=chance.randrange(whole.steps))
+    return stops_and_goes_on(at.bench.pair(), whole.result, fault, code=-signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def killed_before_a_write(kind: str, does: str, at: Surroundings, chance: random.Random) -> Kept:
+    """Killed between any two writes, or in the middle of one."""
+    whole: Whole = getattr(at.bench, f"whole_{kind}")
+    job: Job = getattr(at.bench, kind)()
+    last = len(whole.writes) if does == "SIGKILL" else last_long_write(whole.writes)
+    fault = Fault(does=does, folder=job.folder, write=chance.randint(1, last))
+    code = -(signal.SIGKILL if does == "SIGKILL" else signal.SIGXFSZ)
+    return stops_and_goes_on(job, whole.result, fault, code=code, start=Job.fork)
+
+
+def last_long_write(writes: list[str]) -> int:
+    """The number of the last file that is opened to be written."""
+    return max(number for number, write in enumerate(writes, 1) if write.startswith("open "))
+
+
+def disk_refuses(kind: str, error: str, at: Surroundings, chance: random.Random) -> Kept:
+    """From some write on the disk is full, or read-only; later it is not any more."""
+    whole: Whole = getattr(at.bench, f"whole_{kind}")
+    job: Job = getattr(at.bench, kind)()
+    fault = Fault(does=error, folder=job.folder, write=chance.randint(1, last_long_write(whole.writes)))
+    message = {
+        "ENOSPC": "can not write to .*: the disk is full",
+        "EROFS": "can not write to .*: the file system is read-only",
+    }
+    return stops_and_goes_on(job, whole.result, fault, code=EXIT_CODE, message=message[error], start=Job.fork)
+
+
+def checkpoint_is_damaged(way: str, at: Surroundings, chance: random.Random) -> Kept:
+    """After a crash a file of the newest checkpoint is damaged: an older one serves."""
+    whole, job = at.bench.whole_distillation, at.bench.distillation()
+    fault = Fault(does="SIGKILL", step=chance.randrange(9, whole.steps))
+    broken = job.fork(fault)
+    assert broken.code == -signal.SIGKILL, broken.said
+    newest = max(Path(job.checkpoints).glob("*/step-*/manifest.json")).parent
+    file = chance.choice(damage.files_of(newest))
+    what = damage.WAYS[way](file, chance)
+    again = job.fork()
+    goes_through(job, whole.result, again)
+    gone = file.name == artifacts.MANIFEST and way == "removal"
+    assert gone or newest.name in again.said, f"{what}, and {newest.name} was not named: {again.said[-2000:]}"
+    assert "going on after step" in again.said, again.said[-2000:]
+    assert broken.fired is not None
+    return Kept(
+        outcome="an older one served, the same result",
+        seconds=broken.ended - broken.fired,
+        recovered_s=again.recovered(broken),
+    )
+
+
+def input_is_damaged(way: str, at: Surroundings, chance: random.Random) -> Kept:
+    """A file of an input is damaged: the job stops before it learns from it, and names the file."""
+    job = at.bench.distillation(teacher="recorded") if chance.random() < 0.4 else at.bench.distillation()
+    keyword = chance.choice(sorted(job.inputs))
+    copy = Path(shutil.copytree(job.inputs[keyword], job.scratch / keyword))
+    read = [file for file in damage.files_of(copy) if keyword != "teacher" or "teacher_outputs" not in job.inputs]
+    file = chance.choice(read or [copy / artifacts.MANIFEST])
+    damage.WAYS[way](file, chance)
+    job.inputs = {**job.inputs, keyword: str(copy)}
+    return stops(job, code=EXIT_CODE, message=rf"{re.escape(str(copy))}.*{re.escape(file.name)}", start=Job.fork)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The object store
+
+
+def stored(at: Surroundings, job: Callable[..., Job], chance: random.Random) -> Job:
+    """A job whose outputs and checkpoints are in the store."""
+    at.store.reset()
+    made = job(place=at.store.uri(f"job-{chance.randrange(10**9)}"))
+    made.environment = {**at.store.environment, "TRAINER_CACHE": str(made.scratch / "cache")}
+    return made
+
+
+def store_client_is_killed(kind: str, at: Surroundings, chance: random.Random) -> Kept:
+    """Killed before a request that changes something in the store."""
+    whole: Whole = getattr(at.bench, f"whole_{kind}")
+    job = stored(at, getattr(at.bench, kind), chance)
+    number = chance.randint(1, {"distillation": 30, "recording": 8}[kind])
+
+    def strike(count: int) -> None:
+        if count == number and job.upcoming.fire():
+            os.kill(job.process, signal.SIGKILL)
+
+    at.store.watch(strike)
+    return stops_and_goes_on(job, whole.result, code=-signal.SIGKILL, start=Job.fork)
+
+
+def store_hesitates(how: str, at: Surroundings, chance: random.Random) -> Kept:
+    """From some request on the store fails for a while: that is waited for."""
+    whole, job = at.bench.whole_distillation, stored(at, at.bench.distillation, chance)
+    number = chance.randint(1, 30)
+    ways = {
+        "503": lambda: at.store.answer(503, times=3),
+        "slow": lambda: at.store.delay(2, times=2),
+        "cut": lambda: at.store.cut(after=chance.randrange(200), times=2, method="PUT"),
+        "answer lost": lambda: at.store.lose_answer(times=2),
+    }
+
+    def strike(count: int) -> None:
+        if count == number and job.upcoming.fire():
+            ways[how]()
+
+    at.store.watch(strike)
+    return goes_on(job, whole.result, start=Job.fork)
+
+
+def store_refuses(at: Surroundings, chance: random.Random) -> Kept:
+    """From some request on the store refuses everything (403); later it does not any more."""
+    whole, job = at.bench.whole_distillation, stored(at, at.bench.distillation, chance)
+    number = chance.randint(1, 30)
+
+    def strike(count: int) -> None:
+        if count == number and job.upcoming.fire():
+            at.store.answer(403)
+
+    at.store.watch(strike)
+    message = "refuses .*403 AccessDenied"
+    return stops_and_goes_on(job, whole.result, code=EXIT_CODE, message=message, start=Job.fork, mend=at.store.clear)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# MLflow
+
+
+def tracking_is_away_at_the_start(at: Surroundings, chance: random.Random) -> Kept:
+    """MLflow does not answer when a stage starts: it ends at once."""
+    job = at.bench.distillation()
+    job.environment = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
+    return stops(job, code=EXIT_CODE, message="MLflow at http://127.0.0.1:9: does not answer", start=Job.fork)
+
+
+def tracking_goes_away(at: Surroundings, chance: random.Random) -> Kept:
+    """The MLflow server hangs from some step on, to the end and after it."""
+    whole, job = at.bench.whole_distillation, at.bench.distillation()
+    with at.tracking.answering() as server:
+        job.environment = {"MLFLOW_TRACKING_URI": server.uri}
+        fault = Fault(does="SIGSTOP", to=-server.group, step=chance.randrange(whole.steps))
+        return goes_on(job, whole.result, fault, message="MLflow run", start=Job.fork)
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    **{f"{name} of one process": partial(one_process_is_ended, name) for name in ("SIGKILL", "SIGSEGV", "SIGABRT")},
+    "launcher killed": launcher_is_killed,
+    "NaN in one process": not_a_number,
+    "slow process": slow_process,
+    "clock set": clock_jumps,
+    **{
+        f"{kind}: {what}": partial(killed_before_a_write, kind, does)
+        for kind in ("distillation", "recording", "preparation")
+        for what, does in {"killed before a write": "SIGKILL", "killed in a write": "tear"}.items()
+    },
+    **{
+        f"{kind}: {what}": partial(disk_refuses, kind, error)
+        for kind in ("distillation", "recording", "preparation")
+        for what, error in {"disk full": "ENOSPC", "disk read-only": "EROFS"}.items()
+    },
+    **{f"checkpoint: {way}": partial(checkpoint_is_damaged, way) for way in damage.WAYS},
+    **{f"input: {way}": partial(input_is_damaged, way) for way in damage.WAYS},
+    **{
+        f"store: {kind} killed before a request": partial(store_client_is_killed, kind)
+        for kind in ("distillation", "recording")
+    },
+    **{f"store: {how}": partial(store_hesitates, how) for how in ("503", "slow", "cut", "answer lost")},
+    "store: 403": store_refuses,
+    "MLflow away at the start": tracking_is_away_at_the_start,
+    "MLflow goes away": tracking_goes_away,
+}
+"""Name -> what is done and checked."""
