@@ -16,13 +16,16 @@ from trainer.errors import (
     CRASH_EXIT_CODE,
     EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
+    PREEMPTED_EXIT_CODE,
     CrashError,
+    LostProcessError,
+    PreemptedError,
     SettingsError,
     TrainerError,
     make_directory,
     writing_to,
 )
-from trainer.signals import ended_by_sigterm
+from trainer.signals import Terminated, ended_by_sigterm
 
 _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.
 
@@ -47,10 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, options, worker=worker, node=node)
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        if not worker:
-            print("interrupted; what was written is kept, and the same command goes on from there", file=sys.stderr)
-        return INTERRUPTED_EXIT_CODE
+    except KeyboardInterrupt as request:
+        if worker:
+            return PREEMPTED_EXIT_CODE
+        print("interrupted; what was written is kept, and the same command goes on from there", file=sys.stderr)
+        return PREEMPTED_EXIT_CODE if isinstance(request, Terminated) else INTERRUPTED_EXIT_CODE
     except Exception as error:
         if not worker and not node:
             raise
@@ -60,14 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool, node: bool) -> int:
     if worker:
-        launch.record_failure(str(error), traceback.format_exc() if options.debug else "")
-        return EXIT_CODE
+        if not isinstance(error, PreemptedError):
+            launch.record_failure(str(error), traceback.format_exc() if options.debug else "")
+        return _exit_code(error)
     if options.debug:
         traceback.print_exc()
     if node:
         launch.leave_last_words(str(error))
-    print(f"error: {error}", file=sys.stderr)
-    return CRASH_EXIT_CODE if node and isinstance(error, CrashError) else EXIT_CODE
+    print(f"{'ended' if isinstance(error, PreemptedError) else 'error'}: {error}", file=sys.stderr)
+    return CRASH_EXIT_CODE if node and isinstance(error, CrashError) else _exit_code(error)
+
+
+def _exit_code(error: TrainerError) -> int:
+    """Tells whoever started this process whether to start it again: not after the user's own mistake."""
+    if isinstance(error, PreemptedError):
+        return PREEMPTED_EXIT_CODE
+    return CRASH_EXIT_CODE if isinstance(error, LostProcessError) else EXIT_CODE
 
 
 def _crash(message: str, *, worker: bool) -> int:

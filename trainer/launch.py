@@ -29,9 +29,11 @@ import psutil
 from trainer.cores import usable_cores
 from trainer.costs import local_place
 from trainer.environment import variables
-from trainer.errors import EXIT_CODE, CrashError, LaunchError
+from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
+from trainer.signals import Terminated
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ TERMINATION_LOG_BYTES = 4096
 """More of it Kubernetes does not keep."""
 SHUTDOWN_TIMEOUT_S = 15
 """How long the other processes have to end after one has failed."""
+AT_ONCE_S = 10
+"""Processes that fail later after the first one than this were ended by the agent, which gives them longer."""
 
 _LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError|Dist(Backend|Network|Store)Error"
@@ -256,10 +260,9 @@ def _run_agent(config: LaunchConfig, spec: JobSpec, *, launched_unix: float, nod
             with variables({**given, FAILURES_VARIABLE: failures, LAUNCHED_VARIABLE: str(launched_unix)}):
                 elastic_launch(config, sys.executable)(*spec.arguments())
         except SignalException as error:
-            raise KeyboardInterrupt from error
+            raise (Terminated if error.sigval == signal.SIGTERM else KeyboardInterrupt) from error
         except ChildFailedError as error:
-            exit_codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
-            raise _explain(spec, Path(failures), exit_codes, node=node) from error
+            raise _explain(spec, Path(failures), _first_exit_codes(error), node=node) from error
 
 
 def seconds_since_launch() -> float:
@@ -312,7 +315,17 @@ def leave_last_words(message: str) -> None:
         logger.warning("the message could not be written to %s: %s", path, error)
 
 
-def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, node: str = "") -> LaunchError:
+def _first_exit_codes(error: ChildFailedError) -> dict[int, int]:
+    """Rank on this node -> exit code, of the processes that failed first; those that the agent then ended had no choice."""
+    first = min(failure.timestamp for failure in error.failures.values())
+    return {
+        failure.local_rank: failure.exitcode
+        for failure in error.failures.values()
+        if failure.timestamp - first < AT_ONCE_S
+    }
+
+
+def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, node: str = "") -> TrainerError:
     """The message for a failed job, after the traceback of the process that is to blame.
 
     Args:
@@ -321,6 +334,10 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, no
         exit_codes: rank on this node -> exit code, of the failed processes.
         node: names this machine, where there are others.
     """
+    if _was_asked_to_end(failures, exit_codes):
+        return PreemptedError(
+            f"{spec.stage}: was asked to end; what was written is kept, and the same command goes on from there"
+        )
     rank, message, trace = _culprit(failures, exit_codes)
     print(trace, end="", file=sys.stderr)
     if node and _LOST_CONNECTION.search(message):
@@ -347,14 +364,30 @@ def _culprit(failures: Path, exit_codes: Mapping[int, int]) -> tuple[int, str, s
             "; the machine may be out of memory: lower batch_size or raise accumulation" if name == "SIGKILL" else ""
         )
         return killed[0], f"was ended by {name}{advice}", ""
-    paths = sorted(failures.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    written = [(int(path.stem), json.loads(path.read_text())) for path in paths]
-    if written:
-        last_start = max(failure["start"] for _, failure in written)
-        rank, failure = next(entry for entry in written if entry[1]["start"] == last_start)
+    told = _told(failures)
+    if told:
+        missed = [entry for entry in told if _LOST_CONNECTION.search(entry[1]["message"])]
+        rank, failure = next((entry for entry in told if entry not in missed), told[0])
         return rank, failure["message"], failure["trace"]
     rank, code = next(iter(exit_codes.items()))
     return rank, f"ended with exit code {code}; its last lines of output stand above", ""
+
+
+def _told(failures: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Rank on this node and message of the processes that left one since they were last started, the earliest first."""
+    paths = sorted(failures.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    written = [(int(path.stem), json.loads(path.read_text())) for path in paths]
+    last_start = max((failure["start"] for _, failure in written), default=0)
+    return [entry for entry in written if entry[1]["start"] == last_start]
+
+
+def _was_asked_to_end(failures: Path, exit_codes: Mapping[int, int]) -> bool:
+    """Whether a process ended because it was asked to, and the others did too, or say that they missed another one."""
+    told = _told(failures)
+    missed = {rank for rank, failure in told if _LOST_CONNECTION.search(failure["message"])}
+    return PREEMPTED_EXIT_CODE in exit_codes.values() and all(
+        code == PREEMPTED_EXIT_CODE or rank in missed for rank, code in exit_codes.items()
+    )
 
 
 def run_stage(

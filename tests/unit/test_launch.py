@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from trainer import cli, config, launch, stages
 from trainer.costs import PLACE_VARIABLE
-from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, INTERRUPTED_EXIT_CODE, CrashError, LaunchError, SettingsError
+from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, SettingsError
 
 
 def spec(**changes):
@@ -277,7 +277,7 @@ def test_two_nodes_meet_one_fails_the_other_is_ended(tmp_path):
     assert errors[-1].startswith(f"error: {expected}")
     assert "Traceback" not in "".join(errors)
     assert (tmp_path / "last-words-1").read_text() == errors[-1].removeprefix("error: ")
-    assert waiting.returncode == INTERRUPTED_EXIT_CODE
+    assert waiting.returncode == PREEMPTED_EXIT_CODE
     assert "Traceback" not in ended
     assert len(children) == 1
     assert not any(child.is_running() for child in children)

@@ -6,7 +6,11 @@ is run a x W + r of the step (W processes), so that the union over processes doe
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import signal
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -27,10 +31,12 @@ from trainer.data.views.geometry import crop_sample
 from trainer.data.views.mixing import draw_mixing
 from trainer.data.views.parameters import ViewParameters, draw_views
 from trainer.data.views.rendering import finish_views
-from trainer.errors import DataError, SettingsError, TrainerError, TrainingError
+from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
 PREFETCHED = 2
 """Micro-batches that each loader process makes ahead."""
+_DIES_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux' prctl: the signal that a process gets when its parent is gone, however that ended."""
 
 
 class RecordedOutputs(Protocol):
@@ -273,6 +279,7 @@ def make_loader(
     *,
     workers: int,
     pin_memory: bool,
+    timeout_s: float = 0,
     observer: LoaderObserver | None = None,
 ) -> Iterator[Batch]:
     """The micro-batches at `starts`, in this order, made ahead by `workers` processes.
@@ -285,11 +292,13 @@ def make_loader(
         starts: what `batches` is asked for, such as positions in the order.
         workers: processes; with 0 a batch is made when it is asked for.
         pin_memory: whether batches arrive in page-locked memory, for transfers that overlap with the device's work.
+        timeout_s: how long a batch of a process may take; 0: without a limit.
         observer: hears of the processes, where there are some.
 
     Raises:
         TrainerError: as it was raised in a loader process, when its batch's turn comes.
         TrainingError: a loader process was killed.
+        LostProcessError: they had no batch within `timeout_s`.
     """
     loader: DataLoader[Batch | TrainerError] = DataLoader(
         _Outcomes(batches),
@@ -298,7 +307,8 @@ def make_loader(
         num_workers=workers,
         pin_memory=pin_memory,
         prefetch_factor=PREFETCHED if workers else None,
-        worker_init_fn=_use_one_thread,
+        timeout=timeout_s if workers else 0,
+        worker_init_fn=_begin,
         generator=torch.Generator(),  # torch draws a seed here, which must not move what a step draws after a resume
     )
     outcomes: Any = iter(loader)
@@ -306,7 +316,7 @@ def make_loader(
     if observed is not None:
         observed.loader_processes([worker.pid for worker in outcomes._workers])
     try:
-        while (outcome := _next(outcomes, workers, observed)) is not None:
+        while (outcome := _next(outcomes, workers, observed, timeout_s)) is not None:
             if isinstance(outcome, TrainerError):
                 raise outcome
             yield outcome
@@ -335,13 +345,20 @@ class _Outcomes(TorchDataset[Batch | TrainerError]):
             return error
 
 
-def _next(outcomes: Any, workers: int, observer: LoaderObserver | None) -> Batch | TrainerError | None:
+def _next(
+    outcomes: Any, workers: int, observer: LoaderObserver | None, timeout_s: float
+) -> Batch | TrainerError | None:
     if observer is not None:
         observer.batches_ready(_ready(outcomes))
     try:
         following: Batch | TrainerError | None = next(outcomes, None)
         return following
     except RuntimeError as error:
+        if str(error).startswith("DataLoader timed out"):
+            raise LostProcessError(
+                f"none of {workers} loader processes had a batch within {timeout_s:g} s, so one of them hangs, probably where it waits for "
+                "storage; look whether the data set can be read, or set data.workers=0"
+            ) from error
         if not str(error).startswith("DataLoader worker"):
             raise
         raise TrainingError(
@@ -350,5 +367,9 @@ def _next(outcomes: Any, workers: int, observer: LoaderObserver | None) -> Batch
         ) from error
 
 
-def _use_one_thread(_worker: int) -> None:
+def _begin(_worker: int) -> None:
+    """What a loader process does first. It ends with the training process and not before, for that may need its batches for a last step."""
+    os.setpgid(0, 0)  # a launcher asks the whole group of the training process to end
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     torch.set_num_threads(1)

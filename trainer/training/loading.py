@@ -16,6 +16,7 @@ from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches, make_loader
 from trainer.data.workers import LoadingTime, choose_workers, measure_loading
 from trainer.profiling.recorder import Recorder
+from trainer.training.meetings import wait_limit_s
 from trainer.training.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -61,14 +62,19 @@ class Loading:
             name, reason = self._recorder.name, "measured" if self._workers == "auto" else "as workers says"
             logger.info("%s  loader processes beside each training process: %d (%s)", name, workers, reason)
         yield from make_loader(
-            self._batches, starts, workers=workers, pin_memory=device.pins_memory, observer=self._recorder
+            self._batches,
+            starts,
+            workers=workers,
+            pin_memory=device.pins_memory,
+            timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
+            observer=self._recorder,
         )
 
     def _choose(self) -> int:
         """As many as keep up with the step, by the measurements of the process that needs most."""
         positions = count(0, self._batches.count)
         chosen = measured_workers(self._recorder.name, self._batches, positions, self._step_seconds, self._processes)
-        return max(self._processes.gather(chosen))
+        return max(self._processes.gather(chosen, "the choice of loader processes"))
 
     def _step_seconds(self) -> float:
         """Median time of a step, for each micro-batch, without the wait for its data."""

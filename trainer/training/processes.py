@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,18 +12,24 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer.errors import TrainingError
+from trainer.errors import LostProcessError, TrainingError
 from trainer.training.devices import Device, choose_device
+from trainer.training.meetings import Meetings, wait_limit_s
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(minutes=10)
-"""How long a process waits for the others before it gives up."""
+_KEYS = "trainer/meetings"
+"""Where the store keeps who came to which meeting."""
+_DEVICE_PATIENCE = 2
+"""How much longer than the host the device waits for the others: it can not tell for whom, and its end takes the process with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process among the others."""
+    """This process among the others.
+
+    The host meets over a group of its own, of gloo, whatever the devices use among themselves: so a wait ends with a message.
+    """
 
     rank: int
     world_size: int
@@ -31,6 +37,10 @@ class Processes:
     device: Device
     local_world_size: int = 1
     """Processes on this machine."""
+    host: dist.ProcessGroup | None = None
+    """In which the hosts meet; none where this process is alone."""
+    meetings: Meetings | None = None
+    """Tells who did not come to what; none where this process is alone."""
 
     @property
     def is_first(self) -> bool:
@@ -42,17 +52,31 @@ class Processes:
         """Rank of the first process of this machine; torchrun numbers the processes machine by machine."""
         return self.rank - self.local_rank
 
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        if self.world_size > 1:
-            dist.barrier()
+    def barrier(self, what: str = "a meeting of all processes") -> None:
+        """Wait for all processes; `what` it is for, for the message.
 
-    def gather(self, value: T) -> list[T]:
-        """The value of every process, in the order of the ranks; the same list on every process."""
+        Raises:
+            LostProcessError: one of them did not come within the limit, or is gone.
+        """
+        if self.world_size > 1:
+            with self._meet(what):
+                dist.barrier(group=self.host)
+
+    def gather(self, value: T, what: str = "an exchange between all processes") -> list[T]:
+        """The value of every process, in the order of the ranks; the same list on every process.
+
+        Args:
+            value: of this process.
+            what: it is, for the message.
+
+        Raises:
+            LostProcessError: one of them did not come within the limit, or is gone.
+        """
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        with self._meet(what):
+            dist.all_gather_object(values, value, group=self.host)
         return values
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
@@ -60,12 +84,28 @@ class Processes:
         return self.total(values) / self.world_size
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the processes, element by element; the same on every process."""
+        """Sum over the processes, element by element; the same on every process. On a GPU the host goes on meanwhile.
+
+        Raises:
+            LostProcessError: one of them did not come within the limit, or is gone.
+        """
         if self.world_size == 1:
             return values
         summed = values.clone()
-        dist.all_reduce(summed)
+        with self.waiting("a sum over all processes"):
+            dist.all_reduce(summed)
         return summed
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around torch's own waits for the other processes: tells who is missing where one fails; `what` it is for.
+
+        Raises:
+            LostProcessError: a process did not come within the limit, or is gone.
+        """
+        return nullcontext() if self.meetings is None else self.meetings.waiting(what)
+
+    def _meet(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.meetings is None else self.meetings.meet(what)
 
 
 @contextmanager
@@ -74,6 +114,8 @@ def join_processes() -> Iterator[Processes]:
 
     Raises:
         TrainingError: the group does not sum over all its processes.
+        LostProcessError: not all processes came within `TRAINER_WAIT_S`.
+        SettingsError: that limit is not a number.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -81,19 +123,55 @@ def join_processes() -> Iterator[Processes]:
     if world_size == 1:
         yield Processes(rank=0, world_size=1, local_rank=local_rank, device=device)
         return
-    device_id = device.torch_device if device.kind == "cuda" else None
-    dist.init_process_group(device.backend, timeout=TIMEOUT, device_id=device_id)
-    processes = Processes(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        local_rank=local_rank,
-        device=device,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    )
+    processes = _join(device, local_rank)
     prove_one_group(processes, expected=world_size)
     yield processes
     # Not after an exception: the others must not miss this process before it has left its message.
     dist.destroy_process_group()
+
+
+def _join(device: Device, local_rank: int) -> Processes:
+    limit_s = wait_limit_s()
+    limit = timedelta(seconds=limit_s)
+    store, rank, world_size = _meeting_place(limit)
+    meetings = Meetings(dist.PrefixStore(_KEYS, store), rank=rank, world_size=world_size, limit_s=limit_s)
+    with meetings.meet("the start of all processes"):
+        dist.init_process_group(
+            device.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=limit if device.kind == "cpu" else _DEVICE_PATIENCE * limit,
+            device_id=device.torch_device if device.kind == "cuda" else None,
+        )
+        host = dist.new_group(backend="gloo", timeout=limit)
+    return Processes(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        device=device,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        host=host,
+        meetings=meetings,
+    )
+
+
+def _meeting_place(limit: timedelta) -> tuple[dist.Store, int, int]:
+    """The store of the launcher, or of the first process, with this process's rank and the number of processes.
+
+    Raises:
+        LostProcessError: it does not answer.
+    """
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LostProcessError(
+            f"the processes' meeting place {place} did not answer, or not all came to it, within {limit.total_seconds():g} s "
+            f"({str(error).splitlines()[0]}); look whether the first node and all processes run"
+        ) from error
+    store.set_timeout(limit)
+    return store, rank, world_size
 
 
 def prove_one_group(processes: Processes, *, expected: int) -> None:

@@ -1,0 +1,166 @@
+"""Meetings of the training processes: every wait for the others has a limit, and tells who did not come to what.
+
+Torch ends a collective that takes too long, but says neither what it was for nor who is missing. So each process notes in the store, which
+all of them reach, to which meeting it came; those that waited in vain look who did not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from trainer.config import WAIT_VARIABLE
+from trainer.errors import LostProcessError, SettingsError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_WAIT_S = 600.0
+_ROLL_CALL_S = 3.0
+"""How long who waited in vain waits for the others to say the same."""
+_STORE_S = 10.0
+"""How long the store may take to tell who came."""
+
+_GAVE_UP = re.compile(r"[Tt]imed out|[Tt]imeout")
+_FROM_TORCH = re.compile(r"gloo|NCCL|c10d|[Ss]tore|Connection (closed|reset)|Broken pipe")
+_PLACE = re.compile(r"^\[\S+:\d+\] ")
+"""Where in its source torch has failed."""
+
+
+def wait_limit_s() -> float:
+    """How long a process waits for the others before it gives up, in seconds.
+
+    Raises:
+        SettingsError: `TRAINER_WAIT_S` is not a number above 0.
+    """
+    text = os.environ.get(WAIT_VARIABLE) or str(DEFAULT_WAIT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise SettingsError(f"{WAIT_VARIABLE} must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+class Roll(NamedTuple):
+    """Who came to a meeting."""
+
+    missing: list[int]
+    """Ranks that did not."""
+    gave_up: bool
+    """Whether somebody has waited for them to the limit; else they are gone."""
+
+
+class Meetings:
+    """The meetings of one process with all others, in their order."""
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, limit_s: float) -> None:
+        """Noted in a store.
+
+        Args:
+            store: which all processes reach; its keys are theirs.
+            rank: of this process.
+            world_size: processes.
+            limit_s: after which torch gives up a wait.
+        """
+        self._store, self._rank, self._world_size, self._limit_s = store, rank, world_size, limit_s
+        self._number = 0
+
+    @contextmanager
+    def meet(self, what: str) -> Iterator[None]:
+        """Note that this process has come to a meeting, in which the block waits for the others.
+
+        Raises:
+            LostProcessError: a process did not come within the limit, or is gone.
+        """
+        self._number += 1
+        try:
+            self._note()
+            yield
+        except RuntimeError as error:
+            self._tell(what, error)
+            raise
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """As `meet`, for what happens in every step: nothing is noted unless it fails.
+
+        Raises:
+            LostProcessError: a process did not come within the limit, or is gone.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self._number += 1
+            self._tell(what, error)
+            raise
+
+    def _note(self, *, gave_up: bool = False) -> None:
+        self._store.set(str(self._rank), json.dumps([self._number, gave_up]))
+
+    def _tell(self, what: str, error: RuntimeError) -> None:
+        """Turn torch's error about the other processes into one that names those who are missing; any other error is left.
+
+        Raises:
+            LostProcessError: it is one.
+        """
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if not isinstance(error, dist.DistError) and not _FROM_TORCH.search(reason):
+            return
+        reason = _PLACE.sub("", reason).partition(". ")[0]
+        told = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))
+        raise LostProcessError(_message(what, reason, told, self._limit_s)) from error
+
+    def _call_the_roll(self, *, gave_up: bool) -> Roll:
+        """Who has not come as far as this process; the others get some time to say that they have waited in vain too."""
+        self._note(gave_up=gave_up)
+        deadline = time.monotonic() + _ROLL_CALL_S
+        while True:
+            notes = [self._read(rank) for rank in range(self._world_size)]
+            missing = [rank for rank, (number, _) in enumerate(notes) if number < self._number]
+            if not missing or time.monotonic() > deadline:
+                return Roll(missing, any(given_up for _, given_up in notes))
+            time.sleep(0.1)
+
+    def _read(self, rank: int) -> tuple[int, bool]:
+        """The number of the last meeting to which a process came, and whether it gave that up."""
+        if not self._store.check([str(rank)]):
+            return 0, False
+        number, gave_up = json.loads(self._store.get(str(rank)))
+        return number, gave_up
+
+
+def _message(what: str, reason: str, roll: Roll | None, limit_s: float) -> str:
+    if roll is None:
+        return f"{what}: {reason}; who is missing is not known, for the processes' meeting place does not answer either"
+    if not roll.missing:
+        return f"{what}: all processes came, but lost each other ({reason}); look at the network between the machines"
+    who = f"rank{'s' if len(roll.missing) > 1 else ''} {', '.join(map(str, roll.missing))}"
+    if roll.gave_up:
+        return f"{who} did not come to {what} within {limit_s:g} s; the log there may tell why"
+    return f"{who} went away during {what} ({reason})"
+
+
+def _within(seconds: float, work: Callable[[], Roll]) -> Roll | None:
+    """What some work gives; None where it fails for want of the store, or takes longer, and then it is left to itself."""
+    results: list[Roll] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except RuntimeError as error:
+            logger.warning("the processes' meeting place: %s", error)
+
+    thread = threading.Thread(target=run, name="roll-call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
