@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +25,8 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from trainer import storage
+from trainer import limits, storage
+from trainer.config import CHECKPOINTS_VARIABLE
 from trainer.costs import Place, place_here
 from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 from trainer.storage import FileRecord, cache
@@ -51,7 +54,7 @@ SCHEMA_VERSIONS: Mapping[Kind, int] = {
     "report": 2,
     "evaluation": 1,
     "registration": 1,
-    "checkpoint": 1,
+    "checkpoint": 2,
 }
 """The version of each kind's content; a reader refuses any other."""
 
@@ -59,7 +62,25 @@ MANIFEST = "manifest.json"
 
 _COVERED = ("kind", "schema_version", "settings", "parents", "files")
 """What the fingerprint covers."""
-_TOLD = ("fingerprint", "created", "seconds", "figures")
+_MEMBERS: Mapping[str, type | tuple[type, ...]] = {
+    "kind": str,
+    "schema_version": int,
+    "settings": dict,
+    "parents": dict,
+    "files": dict,
+    "fingerprint": str,
+    "created": object,
+    "seconds": (int, float),
+    "figures": dict,
+}
+"""Members that a manifest must have -> what they are."""
+
+_LONGEST_NAME = 1024
+"""Bytes of a file's name: S3 takes no more."""
+_LONGEST_PART = 240
+"""Bytes of a folder's or a file's own name: file systems take 255, and a transfer adds an ending."""
+_CHECKSUM = re.compile("[0-9a-f]{64}")
+"""A SHA-256 as hexadecimal text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +211,11 @@ def contribute(uri: str | Path, folder: Path) -> dict[str, FileRecord]:
     return records
 
 
+def unfinished(output: str | Path) -> str:
+    """Where what goes on with an interrupted stage stands until its output is complete, a URI: `TRAINER_CHECKPOINTS`, or else beside it."""
+    return os.environ.get(CHECKPOINTS_VARIABLE) or storage.join(storage.parent(output), "checkpoints")
+
+
 def remove(uri: str | Path) -> None:
     """Remove an artifact, its manifest first, so that it does not exist from then on.
 
@@ -305,16 +331,25 @@ def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
     if not storage.is_remote(uri) and not storage.local_path(uri).is_dir():
         raise ArtifactError(f"{kind} {uri}: no such directory; run the stage that makes it, or give another path")
     try:
-        content = json.loads(storage.read_bytes(storage.join(uri, MANIFEST)))
+        content = limits.parse_json(storage.read_limited(storage.join(uri, MANIFEST), limits.JSON_BYTES))
     except ObjectNotFoundError as error:
         raise ArtifactError(
             f"{kind} {uri}: no {MANIFEST}, so it was never completed; run the stage that makes it again"
         ) from error
     except ValueError as error:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error
-    if not isinstance(content, dict) or not {*_COVERED, *_TOLD} <= content.keys():
+    if not _is_manifest(content):
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not the manifest of an artifact; make it again")
-    return content
+    found: dict[str, Any] = content
+    return found
+
+
+def _is_manifest(content: object) -> bool:
+    return (
+        isinstance(content, dict)
+        and all(isinstance(content.get(name), kinds) for name, kinds in _MEMBERS.items())
+        and all(isinstance(parent, str) for parent in content["parents"].values())
+    )
 
 
 def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> None:
@@ -327,9 +362,43 @@ def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> 
         )
     if digest({key: content[key] for key in _COVERED}) != content["fingerprint"]:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} was altered (its fingerprint does not fit); make it again")
-    for name in content["files"]:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ArtifactError(f"{kind} {uri}: its manifest names the file {name!r} outside of it; do not use it")
+    _check_files(uri, kind, content["files"])
+
+
+def _check_files(uri: str | Path, kind: Kind, files: Mapping[str, Any]) -> None:
+    """Refuse names that lead out of the artifact or into one another, and records that are none."""
+    if len(files) > limits.ARTIFACT_FILES:
+        raise ArtifactError(
+            f"{kind} {uri}: its manifest names {len(files):,} files, more than the {limits.ARTIFACT_FILES:,} that an artifact may have; "
+            "do not use it"
+        )
+    folders = {str(folder) for name in files for folder in PurePosixPath(name).parents}
+    for name, record in files.items():
+        if not _is_inside(name) or name in folders:
+            raise ArtifactError(
+                f"{kind} {uri}: its manifest names the file {name!r} outside of it, or in a way that no stage does; do not use it"
+            )
+        if not _is_record(record):
+            raise ArtifactError(f"{kind} {uri}: its manifest says of the file {name!r} {record!r}; do not use it")
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file of this name lies in the artifact, and is neither its manifest nor what a transfer writes beside a file."""
+    parts = name.split("/")
+    return (
+        name != MANIFEST
+        and name.isprintable()
+        and not name.endswith(".partial")
+        and len(name.encode()) <= _LONGEST_NAME
+        and not any(part in ("", ".", "..") or len(part.encode()) > _LONGEST_PART for part in parts)
+    )
+
+
+def _is_record(record: object) -> bool:
+    if not isinstance(record, dict) or record.keys() != FileRecord.__annotations__.keys():
+        return False
+    size, checksum = record["size"], record["sha256"]
+    return type(size) is int and 0 <= size <= limits.FILE_BYTES and bool(_CHECKSUM.fullmatch(str(checksum)))
 
 
 def _check_file(path: Path, kind: Kind, name: str, expected: Mapping[str, Any]) -> None:

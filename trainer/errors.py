@@ -15,7 +15,9 @@
     ├── TrackingError           MLflow does not answer or refuses
     ├── StorageError            the object store does not answer, refuses, or has lost something
     │   ├── ObjectNotFoundError there is no object, or file, of that name
-    │   └── ObjectDamagedError  an object is not what its checksum says
+    │   ├── ObjectExistsError   there is one already where a new one was to be made
+    │   ├── ObjectDamagedError  an object is not what its checksum says
+    │   └── ObjectTooLargeError an object, or file, is larger than what is read of its kind
     └── OutputError             an output can not be written: disk full, read-only
 
 A message names the thing, the value and the next move. `python -m trainer` prints it without a
@@ -29,6 +31,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trainer import limits
+
 EXIT_CODE = 2
 CRASH_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
@@ -38,6 +42,10 @@ PREEMPTED_EXIT_CODE = 143
 
 class TrainerError(Exception):
     """Base of all errors that a user can meet and mend."""
+
+    def __str__(self) -> str:
+        """The message, of a length that can be read; names in it that others gave can not steer a terminal."""
+        return limits.cut(limits.printable(super().__str__()), limits.MESSAGE_CHARACTERS)
 
 
 class SettingsError(TrainerError):
@@ -96,8 +104,16 @@ class ObjectNotFoundError(StorageError):
     """There is no object, or file, of that name."""
 
 
+class ObjectExistsError(StorageError):
+    """There is an object already where a new one was to be made."""
+
+
 class ObjectDamagedError(StorageError):
     """An object is not what its checksum says."""
+
+
+class ObjectTooLargeError(StorageError):
+    """An object, or file, is larger than what is read of its kind."""
 
 
 class OutputError(TrainerError):
@@ -112,6 +128,7 @@ _OUTPUT_ADVICE = {
     errno.EPERM: "no permission to write; choose another output or change its permissions",
     errno.ENOTDIR: "a part of the path is a file, not a directory; choose another output",
     errno.EEXIST: "a file stands where a directory is needed; choose another output",
+    errno.EFBIG: "the file is larger than this file system takes; choose another output",
 }
 
 

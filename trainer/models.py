@@ -19,14 +19,21 @@ import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from trainer import artifacts
+from trainer import artifacts, limits, storage
 from trainer.config import ModelSettings
-from trainer.errors import ModelError
+from trainer.errors import ModelError, StorageError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+
+_RESERVED = frozenset(
+    {"cache_dir", "checkpoint_path", "device", "dtype", "exportable", "features_only", "no_jit", "num_classes"}
+    | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable"}
+)
+"""Arguments of timm that say how a model is made rather than what it is; one of them reads any file that it names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +124,7 @@ def _build(
         close = timm.list_models(f"*{architecture.split('.')[0].split('_')[0]}*")[:5]
         advice = f"; similar: {', '.join(close)}" if close else ""
         raise ModelError(f"architecture {architecture!r}: timm has no such model{advice}")
+    _check_arguments(architecture, args)
     further: dict[str, Any] = {**args, "num_classes": len(labels)} | (
         {"drop_path_rate": drop_path} if drop_path else {}
     )
@@ -135,6 +143,17 @@ def _build(
         std=tuple(data_config["std"]),
     )
     return Classifier(network, card)
+
+
+def _check_arguments(architecture: str, args: Mapping[str, Any]) -> None:
+    reserved = sorted(_RESERVED & args.keys())
+    if reserved:
+        raise ModelError(f"architecture {architecture!r}: the argument {reserved[0]} is not for models; leave it out")
+    for name, value in args.items():
+        if isinstance(value, int | float) and not abs(value) <= limits.MODEL_ARGUMENT:
+            raise ModelError(
+                f"architecture {architecture!r}: the argument {name} must be at most {limits.MODEL_ARGUMENT:,}, got {value}"
+            )
 
 
 def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
@@ -215,22 +234,50 @@ def load(uri: str | Path) -> Classifier:
         ModelError: its config or weights do not make a model.
     """
     path = artifacts.read(uri, "model").path
+    card = _read_card(path)
+    settings = ModelSettings(architecture=card.architecture, args=card.args)
     try:
-        config = json.loads((path / CONFIG).read_text())
-        card = ModelCard(**config | {name: tuple(config[name]) for name in ("labels", "mean", "std")})
-        settings = ModelSettings(architecture=card.architecture, args=card.args)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(
-            f"model {path}: {CONFIG} is not the description of a model ({error}); make it again"
-        ) from error
-    network = create(settings, card.labels).network
-    try:
+        shapes = _shapes(path / WEIGHTS)
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            # Without memory, of which the description may ask for any amount.
+            plan = create(settings, card.labels).network.state_dict()
+        _check_shapes(shapes, {name: tuple(tensor.shape) for name, tensor in plan.items()})
+        network = create(settings, card.labels).network
         network.load_state_dict(safetensors.torch.load_file(path / WEIGHTS))
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+    except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
         raise ModelError(
-            f"model {path}: {WEIGHTS} does not fit {card.architecture} ({error}); make it again"
+            f"model {path}: {WEIGHTS} does not fit {card.architecture} ({limits.cut(str(error), 500)}); make it again"
         ) from error
     return Classifier(network, card).eval()
+
+
+_CARD = TypeAdapter(ModelCard)
+
+
+def _read_card(path: Path) -> ModelCard:
+    try:
+        content = limits.parse_json(storage.read_limited(path / CONFIG, limits.JSON_BYTES))
+        return _CARD.validate_python(content)
+    except (StorageError, ValueError) as error:
+        raise ModelError(
+            f"model {path}: {CONFIG} is not the description of a model ({limits.cut(str(error), 500)}); make it again"
+        ) from error
+
+
+def _shapes(weights: Path) -> dict[str, tuple[int, ...]]:
+    """Name of each tensor in a safetensors file -> its shape, by the file's header."""
+    with weights.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > limits.WEIGHTS_HEADER_BYTES:
+        raise ValueError(f"its header has {size:,} bytes, more than {limits.WEIGHTS_HEADER_BYTES:,}")
+    with safetensors.safe_open(weights, "pt") as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
+
+
+def _check_shapes(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    for name in sorted({*given, *wanted}):
+        if given.get(name) != wanted.get(name):
+            raise ValueError(f"{name}: its shape is {given.get(name, 'missing')} instead of {wanted.get(name, 'none')}")
 
 
 def check_labels(model: Classifier, classes: Sequence[str], name: str) -> None:

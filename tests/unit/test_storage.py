@@ -172,7 +172,11 @@ def test_without_credentials(object_store, monkeypatch, tmp_path):
     [
         ("s3://nowhere/a", "the store at http.* has no such bucket; make it, or correct the URI"),
         ("s3:///a", "names no bucket; write s3://BUCKET/NAME"),
-        ("s3://No!Bucket/a", "can not do that.*check the URI"),
+        ("s3://No!Bucket/a", "'No!Bucket' can not be a bucket; write s3://BUCKET/NAME"),
+        ("s3://key:secret@evil.com:9000/a", r"^s3://evil.com:9000/...: 'evil.com:9000' can not be a bucket"),
+        ("s3://artifacts/../other/a", "has . or .. for a folder, by which it could lead to another bucket"),
+        ("memory://a::s3://artifacts/a", "Protocol not known: memory"),
+        ("zip://a.zip::s3://artifacts/a.zip", "Protocol not known: zip"),
         ("gopher://a/b", "Protocol not known: gopher; give a local path, or a URI of s3://"),
     ],
 )

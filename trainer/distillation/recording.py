@@ -14,19 +14,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 
-from trainer import artifacts, storage
+from trainer import artifacts, limits, storage
 from trainer.artifacts import Manifest
 from trainer.config import DecodeOn, DistillSettings, ViewSettings
 from trainer.data.batch import Recorded
 from trainer.data.dataset import PreparedDataset
 from trainer.distillation import shards
 from trainer.errors import ArtifactError
+from trainer.sections import NonNegative
 
 DESCRIPTION = "recording.json"
 KEYS = "keys.bin"
@@ -35,6 +37,10 @@ REPORT = "report.html"
 MOST_MAPS = 256
 """Shards that a process keeps open; each takes a file descriptor."""
 
+MOST_NUMBERS = 10**6
+"""Of each kind in a record; also the most classes, and pixels along an edge."""
+
+Count = Annotated[int, Field(ge=1, le=10**12)]
 Records = npt.NDArray[np.void]
 Indices = npt.NDArray[np.int64]
 
@@ -43,20 +49,20 @@ Indices = npt.NDArray[np.int64]
 class Description:
     """What `recording.json` says: what the outputs depend on, and how a record looks."""
 
-    samples: int
+    samples: Count
     """Images of the training split."""
-    views: int
+    views: Count
     """Views of each."""
-    block: int
+    block: Count
     """Samples in a shard; the last one of a view may have fewer."""
-    classes: int
-    top_k: int
+    classes: Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
+    top_k: Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
     """Logits a record; at most `classes`."""
-    features: int
+    features: Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
     """Length of the pooled features; 0 where they were not asked for."""
-    seed: int
+    seed: NonNegative
     """Seed of the views."""
-    view_size: int
+    view_size: Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
     """Edge of the views, in pixels."""
     augmentation: Mapping[str, Any]
     """The settings of the views."""
@@ -79,6 +85,9 @@ class Description:
         )
 
 
+_DESCRIPTION = TypeAdapter(Description)
+
+
 def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None) -> str:
     """What decodes the training images where `decode_on` says; those that are kept decoded are never left to a GPU."""
     if decode_on == "cuda" and not data.split("train").in_memory:
@@ -99,17 +108,42 @@ def describe(uri: str | Path) -> Description:
         ArtifactError: there are no complete ones, or their description is not one.
         StorageError: the store does not answer or refuses.
     """
-    artifacts.manifest(uri, "teacher_outputs")
-    return _parse(storage.read_bytes(storage.join(uri, DESCRIPTION)), uri)
+    return _read_description(uri, storage.join(uri, DESCRIPTION), artifacts.manifest(uri, "teacher_outputs"))
 
 
-def _parse(content: bytes, uri: str | Path) -> Description:
+def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> Description:
+    """The description, if the artifact has the files that it promises."""
     try:
-        return Description(**json.loads(content))
-    except (ValueError, TypeError) as error:
+        content = storage.read_limited(file, limits.JSON_BYTES)
+        description = _DESCRIPTION.validate_json(content, strict=True)
+        if description.top_k > description.classes:
+            raise ValueError(f"top_k is {description.top_k} of {description.classes} classes")
+    except ValueError as error:
+        reason = error.errors()[0] if isinstance(error, ValidationError) else None
+        told = f"{'.'.join(map(str, reason['loc']))}: {reason['msg']}" if reason else error
         raise ArtifactError(
-            f"teacher_outputs {uri}: {DESCRIPTION} does not describe recorded outputs ({error}); record them again"
+            f"teacher_outputs {uri}: {DESCRIPTION} does not describe recorded outputs ({told}); record them again"
         ) from error
+    wrong = _first_wrong_file(description, {name: record["size"] for name, record in manifest.files.items()})
+    if wrong:
+        raise ArtifactError(
+            f"teacher_outputs {uri}: {wrong} is missing or not as long as {DESCRIPTION} says; record them again"
+        )
+    return description
+
+
+def _first_wrong_file(description: Description, sizes: Mapping[str, int]) -> str:
+    """Keys or a shard that the artifact lacks, or has in another length; empty where all fit."""
+    if sizes.get(KEYS) != 8 * description.samples:
+        return KEYS
+    samples, block = description.samples, description.block
+    if description.views * math.ceil(samples / block) > len(sizes):  # many more may be promised than can be counted
+        return f"one of {description.views:,} x {math.ceil(samples / block):,} shards"
+    expected = {
+        unit.name: shards.HEADER_BYTES + unit.count * description.record.itemsize
+        for unit in shards.units(description.views, samples=samples, size=block)
+    }
+    return next((name for name, size in expected.items() if sizes.get(name) != size), "")
 
 
 def open_recording(uri: str | Path) -> Recording:
@@ -120,7 +154,7 @@ def open_recording(uri: str | Path) -> Recording:
         StorageError: the store does not answer or refuses.
     """
     artifact = artifacts.read(uri, "teacher_outputs")
-    description = _parse((artifact.path / DESCRIPTION).read_bytes(), uri)
+    description = _read_description(uri, artifact.path / DESCRIPTION, artifact)
     return Recording(artifact.path, description, artifact.fingerprint)
 
 
@@ -140,13 +174,22 @@ class Recording:
         return self.__dict__ | {"_maps": {}}
 
     def read(self, indices: Indices, numbers: Indices) -> Recorded:
-        """The outputs for these samples (indices into the training split) and views, [B] each."""
+        """The outputs for these samples (indices into the training split) and views, [B] each.
+
+        Raises:
+            ArtifactError: they name classes that there are not.
+        """
         blocks, rows = np.divmod(indices, self.description.block)
         files = numbers * self._blocks + blocks
         records = np.empty(len(indices), dtype=self.description.record)
         for file in np.unique(files).tolist():
             chosen = np.flatnonzero(files == file)
             records[chosen] = self._map(file)[rows[chosen]]
+        if len(records) and records["indices"].max() >= self.description.classes:
+            raise ArtifactError(
+                f"teacher_outputs {self._path}: records name the class {records['indices'].max()}, but there are "
+                f"{self.description.classes}; record them again"
+            )
         return unpack(records)
 
     def _map(self, file: int) -> Records:
@@ -214,7 +257,7 @@ def check_fits(
 
 
 def _teacher_differs(description: Description, manifest: Manifest, teacher: str | Path) -> str:
-    now, then = artifacts.manifest(teacher, "model"), manifest.parents["teacher"]
+    now, then = artifacts.manifest(teacher, "model"), manifest.parents.get("teacher", "unknown")
     if now.fingerprint == then:
         return ""
     architecture = now.figures.get("architecture", "model")
@@ -227,11 +270,11 @@ def _teacher_differs(description: Description, manifest: Manifest, teacher: str 
 def _dataset_differs(
     uri: str | Path, description: Description, manifest: Manifest, data: PreparedDataset, dataset: str | Path
 ) -> str:
-    then = manifest.parents["dataset"]
+    then = manifest.parents.get("dataset", "unknown")
     if data.fingerprint == then:
         return ""
     changes = _changes("data", description.dataset, artifacts.manifest(dataset, "dataset").settings)
-    images = _images_that_differ(uri, data)
+    images = _images_that_differ(uri, data, description.samples)
     what = (
         ", ".join([*changes, *([images] if images else [])])
         or "its settings and images are the same, but stored differently"
@@ -251,8 +294,8 @@ def _changes(prefix: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> li
     ]
 
 
-def _images_that_differ(uri: str | Path, data: PreparedDataset) -> str:
-    then = np.frombuffer(storage.read_bytes(storage.join(uri, KEYS)), dtype="<u8")
+def _images_that_differ(uri: str | Path, data: PreparedDataset, samples: int) -> str:
+    then = np.frombuffer(storage.read_bytes(storage.join(uri, KEYS), 0, 8 * samples), dtype="<u8")
     now = data.split("train").keys
     gone, new = len(np.setdiff1d(then, now)), len(np.setdiff1d(now, then))
     if gone or new:

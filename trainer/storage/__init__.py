@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from trainer.storage.objects import (
     children,
+    create_bytes,
     exists,
     files,
     is_remote,
@@ -23,6 +24,8 @@ from trainer.storage.objects import (
     local_path,
     parent,
     read_bytes,
+    read_file,
+    read_limited,
     remove,
     remove_file,
     write_bytes,
@@ -32,6 +35,7 @@ from trainer.storage.transfers import FileRecord, download_directory, file_diges
 __all__ = [
     "FileRecord",
     "children",
+    "create_bytes",
     "download_directory",
     "exists",
     "file_digest",
@@ -41,6 +45,8 @@ __all__ = [
     "local_path",
     "parent",
     "read_bytes",
+    "read_file",
+    "read_limited",
     "remove",
     "remove_file",
     "upload_directory",

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import re
 import shutil
+import stat
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec  # type: ignore[import-untyped]  # the package ships no types
 
-from trainer.errors import ObjectNotFoundError, StorageError, make_directory, writing_to
+from trainer import limits
+from trainer.errors import (
+    ObjectDamagedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+    StorageError,
+    make_directory,
+    writing_to,
+)
 from trainer.storage.retries import call, endpoint
 
 CONNECTIONS = 8
@@ -23,6 +35,13 @@ READ_TIMEOUT_S = 60
 """How long the store may send nothing."""
 
 _S3_SCHEMES = ("s3", "s3a", "minio")
+_OTHER_SCHEMES = frozenset(
+    {"abfs", "abfss", "adl", "az", "gcs", "gs", "hdfs", "http", "https", "memory", "oss", "webhdfs"}
+)
+"""What fsspec may read and write besides: stores, but neither archives, nor caches, nor other files of this machine."""
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+_LONGEST_PATH, _LONGEST_PART = 4095, 255
+"""Bytes that Linux takes."""
 _making = threading.Lock()
 
 
@@ -40,11 +59,30 @@ def local_path(uri: str | Path) -> Path:
     """The path of a local URI, a plain path or `file://...`.
 
     Raises:
-        StorageError: it is remote.
+        StorageError: it is remote, or no path.
     """
     if is_remote(uri):
         raise StorageError(f"{uri}: a path on this machine is needed here, not a remote one; give a local directory")
-    return Path(str(uri).removeprefix("file://"))
+    path = str(uri).removeprefix("file://")
+    if path != str(uri) and not path.startswith("/"):
+        raise StorageError(
+            f"{uri}: names a host, {path.partition('/')[0]!r}; write file:///PATH for a path on this machine"
+        )
+    if not _is_path(path):
+        raise StorageError(
+            f"{limits.cut(str(uri), 200)!r} can not be a path: it has a NUL character, or more bytes than the system takes; give another"
+        )
+    return Path(path)
+
+
+def _is_path(path: str) -> bool:
+    """Whether the system can have a file of this name."""
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    parts = encoded.split(b"/")
+    return b"\0" not in encoded and len(encoded) <= _LONGEST_PATH and max(map(len, parts)) <= _LONGEST_PART
 
 
 def join(uri: str | Path, *names: str) -> str:
@@ -77,16 +115,67 @@ def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None
 
     Raises:
         ObjectNotFoundError: there is none.
-        StorageError: the store does not answer or refuses.
+        StorageError: it can not be read, or the store does not answer or refuses.
     """
     if not is_remote(uri):
         try:
-            return local_path(uri).read_bytes()[start:end]
-        except FileNotFoundError as error:
+            return read_file(local_path(uri), start, end)
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise ObjectNotFoundError(f"{uri}: there is no such file; check the path") from error
+        except OSError as error:
+            raise StorageError(
+                f"{uri}: can not be read ({error.strerror or error}); check the path and the right to read it"
+            ) from error
     system, path = locate(uri)
     content: bytes = call(str(uri), lambda: system.cat_file(path, start=start, end=end))
     return content
+
+
+def read_limited(uri: str | Path, limit: int) -> bytes:
+    """The whole content of an object or a file that others have made; no more than `limit` bytes of it are read.
+
+    Raises:
+        ObjectNotFoundError: there is none.
+        ObjectTooLargeError: it has more bytes.
+        StorageError: it can not be read, or the store does not answer or refuses.
+    """
+    try:
+        content = read_bytes(uri, 0, limit + 1)
+    except ObjectDamagedError:  # the store's answer to a range of an empty object
+        return b""
+    return within(limit, uri, content)
+
+
+def within(limit: int, uri: str | Path, content: bytes) -> bytes:
+    """The content, if it is within the limit.
+
+    Raises:
+        ObjectTooLargeError: it has more bytes.
+    """
+    if len(content) > limit:
+        raise ObjectTooLargeError(
+            f"{uri}: has more than {limit:,} bytes, the most that are read of such a file; check that it is what its name says"
+        )
+    return content
+
+
+def read_file(path: Path, start: int | None = None, end: int | None = None) -> bytes:
+    """The bytes from `start` up to `end` of a file here; what is no regular file, such as a pipe or a device, is not waited for.
+
+    Raises:
+        OSError: it can not be read.
+    """
+    with _open_regular(path) as file:
+        file.seek(start or 0)
+        return file.read(-1 if end is None else end - (start or 0))
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def write_bytes(uri: str | Path, content: bytes) -> None:
@@ -115,6 +204,38 @@ def _write_file(path: Path, content: bytes) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def create_bytes(uri: str | Path, content: bytes) -> bool:
+    """Write a new object or a new file; gives whether there is this content now: nothing is changed where there was another one.
+
+    Raises:
+        StorageError: the store does not answer or refuses.
+        OutputError: the file can not be written.
+    """
+    if not is_remote(uri):
+        return _create_file(local_path(uri), content)
+    system, path = locate(uri)
+    try:
+        call(str(uri), lambda: system.pipe_file(path, content, mode="create"))
+    except ObjectExistsError:
+        return (
+            read_bytes(uri) == content
+        )  # a repeated request meets what the first has written, if only its answer was lost
+    return True
+
+
+def _create_file(path: Path, content: bytes) -> bool:
+    make_directory(path.parent)
+    with writing_to(path):
+        try:
+            with path.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            return False
+    return True
 
 
 def files(uri: str | Path) -> dict[str, int]:
@@ -197,22 +318,40 @@ def locate(uri: str | Path) -> tuple[Any, str]:
     """The file system of fsspec for a remote URI, and the path in it.
 
     Raises:
-        StorageError: the scheme is not known, or the environment lacks the store's address.
+        StorageError: the scheme is not known here, the URI names no place in a store, or the environment lacks the store's address.
     """
     scheme, _, path = str(uri).partition("://")
     if scheme not in _S3_SCHEMES:
-        try:
-            system, located = fsspec.core.url_to_fs(str(uri))
-        except (ValueError, ImportError) as error:
-            raise StorageError(f"{uri}: {error}; give a local path, or a URI of s3:// or minio://") from error
-        return system, str(located)
-    if not path.partition("/")[0]:
+        return _locate_elsewhere(str(uri), scheme)
+    bucket, _, key = path.partition("/")
+    if not bucket:
         raise StorageError(f"{uri}: names no bucket; write {scheme}://BUCKET/NAME")
+    if not _BUCKET.fullmatch(bucket):
+        secretless = bucket.rpartition("@")[2]
+        raise StorageError(
+            f"{scheme}://{secretless}/...: {secretless!r} can not be a bucket; write {scheme}://BUCKET/NAME (where the store is, and who "
+            "asks, stand in AWS_ENDPOINT_URL_S3, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+        )
+    if not {".", ".."}.isdisjoint(key.split("/")):
+        raise StorageError(
+            f"{uri}: has . or .. for a folder, by which it could lead to another bucket; write the name out"
+        )
     if scheme == "minio" and not endpoint():
         raise StorageError(f"{uri}: where this store is has to be said; set AWS_ENDPOINT_URL_S3 to its address")
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
     with _making:
         return _s3(os.getpid(), settings), path
+
+
+def _locate_elsewhere(uri: str, scheme: str) -> tuple[Any, str]:
+    try:
+        # `a::b` would read b through a, which may be an archive or a cache on this disk.
+        if scheme not in _OTHER_SCHEMES or "::" in uri:
+            raise ValueError(f"Protocol not known: {scheme}")
+        system, located = fsspec.core.url_to_fs(uri)
+    except (ValueError, ImportError) as error:
+        raise StorageError(f"{uri}: {error}; give a local path, or a URI of s3:// or minio://") from error
+    return system, str(located)
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,0 +1,137 @@
+"""What is accepted of files that others have made: how large they may be, and what may be in them.
+
+A file that is larger is refused before it is read, and what is parsed here takes at most about thirty times its bytes. What exceeds a
+limit is a `ValueError` here, and a `TrainerError` that names the file where it is read. docs/reliability.md lists the limits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+JSON_BYTES = 32 * 2**20
+"""A manifest, or any other JSON file."""
+TOML_BYTES = 256 * 2**10
+"""A recipe, or a file of node pools."""
+CSV_BYTES = 2**30
+"""A list of images."""
+IMAGE_BYTES = 256 * 2**20
+"""An image file; `data.max_pixels` limits what is in it."""
+WEIGHTS_HEADER_BYTES = 8 * 2**20
+"""The header of a safetensors file, which says what tensors there are."""
+FILE_BYTES = 2**40
+"""A file of an artifact. It travels in 10,000 parts at most, eight of them at the same time, each in memory."""
+
+NESTING = 32
+"""Lists and groups within one another, in JSON, in TOML and in the name of a setting."""
+DOTS_IN_A_LINE = 1000
+"""Of a TOML file: Python's reader takes time with the square of the parts of a name."""
+ARTIFACT_FILES = 200_000
+"""Files of an artifact."""
+SOURCE_IMAGES = 20_000_000
+"""Images of `data.source`; each takes about 500 bytes."""
+FOLDER_DEPTH = 32
+"""Folders within one another below `data.source`."""
+FOLDERS = 1_000_000
+"""Folders below `data.source`; one that several links lead to counts for each."""
+JPEG_SCANS = 500
+"""Scans of a JPEG file: an ordinary one has up to ten, and each costs the time of a whole picture."""
+NAME_CHARACTERS = 200
+"""The name of a class."""
+MODEL_ARGUMENT = 16_384
+"""A number among the arguments of a model, such as its width."""
+MESSAGE_CHARACTERS = 10_000
+"""A message to a user; what a file has made longer is cut."""
+
+_UNPRINTABLE = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+"""Control characters, which a terminal obeys, those that turn the direction of text, and halves of characters."""
+_IN_TEXT = re.compile(f"[{_UNPRINTABLE}]")
+_IN_A_NAME = re.compile(f"[{_UNPRINTABLE}\t\n]")
+
+
+def printable(text: str) -> str:
+    """The text with characters that are no text, such as those that a terminal obeys, written as escapes; lines stay lines."""
+    return _IN_TEXT.sub(_escape, text)
+
+
+def printable_name(text: str) -> str:
+    """As `printable`, in one line."""
+    return _IN_A_NAME.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
+
+
+def cut(text: str, length: int) -> str:
+    """At most so many characters, and how many more there were."""
+    return text if len(text) <= length else f"{text[:length]}... ({len(text) - length:,} more characters)"
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deep, or has a number that is not finite or needs more than 64 bits.
+    """
+    try:
+        value = json.loads(content, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    _check(value)
+    if any(isinstance(one, float) and not math.isfinite(one) for one in _values(value)):
+        raise ValueError("a number is not finite")
+    return value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The value of a TOML text.
+
+    Raises:
+        ValueError: it is not TOML, or nested too deep, or has a whole number that needs more than 64 bits.
+    """
+    if any(line.count(".") > DOTS_IN_A_LINE for line in text.splitlines()):
+        raise ValueError(f"a line has more than {DOTS_IN_A_LINE} dots")
+    try:
+        value = tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    _check(value)
+    return value
+
+
+_TOO_DEEP = f"it is nested deeper than {NESTING} levels"
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check(value: object) -> None:
+    for one in _values(value):
+        if isinstance(one, int) and not -(2**63) <= one < 2**64:
+            raise ValueError("a whole number needs more than 64 bits")
+        if isinstance(one, str):
+            one.encode()  # half of a character is a ValueError
+
+
+def _values(value: object) -> Iterable[object]:
+    """A value and all that is in it, with the names of members.
+
+    Raises:
+        ValueError: it is nested too deep.
+    """
+    level = [value]
+    for _ in range(NESTING + 1):
+        yield from level
+        groups = [one for one in level if isinstance(one, dict)]
+        lists = [one for one in level if isinstance(one, list)]
+        yield from (name for group in groups for name in group)
+        level = [member for one in (*(group.values() for group in groups), *lists) for member in one]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
