@@ -10,6 +10,7 @@ WAYS = {
     "two processes, sharded optimizer state": (2, {"zero": True}),
     "four micro-batches": (1, {"accumulation": 4}),
     "two processes, two micro-batches": (2, {"accumulation": 2}),
+    "three processes, two micro-batches of which some are smaller": (3, {"accumulation": 2}),
     "loader processes": (1, {"workers": 2}),
     "compiled": (1, {"compile": "on"}),
     "two processes, gradients sent in bf16": (2, {"gradient_compression": "bf16"}),

@@ -1,7 +1,8 @@
 """Micro-batches for one training process, in the global order.
 
 Step s takes the positions s x G .. (s + 1) x G - 1 of the order (G: `batch_size`). They are dealt in runs: micro-batch a of process r
-is run a x W + r of the step (W processes), so that the union over processes does not depend on how many there are.
+is run a x W + r of the step (W processes), so that the union over processes does not depend on how many there are. Any number of
+processes can share a step: where G can not be dealt evenly, the runs differ by one sample.
 """
 
 from __future__ import annotations
@@ -234,43 +235,64 @@ class MicroBatches(TorchDataset[Batch]):
     """Item p is the micro-batch that begins at position p of the order."""
 
     def __init__(
-        self, views: Views, order: SampleOrder, *, count: int, teacher_outputs: RecordedOutputs | None = None
+        self,
+        views: Views,
+        order: SampleOrder,
+        *,
+        count: int,
+        parts: int = 1,
+        teacher_outputs: RecordedOutputs | None = None,
     ) -> None:
-        """`count` samples a micro-batch."""
+        """`parts` micro-batches of each `count` samples."""
         self.count = count
+        self._parts = parts
         self._views, self._order, self._teacher_outputs = views, order, teacher_outputs
 
     def __getitem__(self, position: int) -> Batch:
-        taken = self._order.take(position, position + self.count)
+        taken = self._order.take(position, position + self._size(position))
         batch = self._views.batch(taken)
         if self._teacher_outputs is None:
             return batch
         return batch._replace(recorded=self._teacher_outputs.read(taken.indices, taken.numbers))
 
+    def _size(self, position: int) -> int:
+        part = ((position % self.count + 1) * self._parts - 1) // self.count  # the last one that begins here or before
+        return len(_run(part, self.count, self._parts))
+
+
+def _run(part: int, count: int, parts: int) -> range:
+    """The part of `count` positions that is dealt as the micro-batch `part` of `parts`; their lengths differ by one at most."""
+    return range(part * count // parts, (part + 1) * count // parts)
+
 
 def micro_batch_size(settings: TrainingSettings, world_size: int) -> int:
-    """Samples in a micro-batch of one process.
+    """Samples in a micro-batch of one process; where `batch_size` can not be dealt evenly, some have one less.
 
     Raises:
-        SettingsError: `batch_size` can not be dealt evenly.
+        SettingsError: there are fewer samples in a step than micro-batches.
     """
     parts = world_size * settings.accumulation
-    if settings.batch_size % parts:
+    if settings.batch_size < parts:
         raise SettingsError(
-            f"batch_size = {settings.batch_size} can not be dealt evenly to {world_size} processes x {settings.accumulation} "
-            f"micro-batches; choose a multiple of {parts}"
+            f"batch_size = {settings.batch_size} can not be dealt to {world_size} processes x {settings.accumulation} micro-batches, "
+            f"for each needs an image; choose {parts} or more, or fewer processes"
         )
-    return settings.batch_size // parts
+    return -(-settings.batch_size // parts)
+
+
+def dealt(settings: TrainingSettings, *, step: int, rank: int, world_size: int) -> list[range]:
+    """The positions of each micro-batch of a process in a step."""
+    first, parts = step * settings.batch_size, world_size * settings.accumulation
+    runs = (_run(part, settings.batch_size, parts) for part in range(rank, parts, world_size))
+    return [range(first + run.start, first + run.stop) for run in runs]
 
 
 def positions(
     settings: TrainingSettings, *, first_step: int, last_step: int, rank: int, world_size: int
 ) -> Iterator[int]:
     """Where each micro-batch of this process begins, step by step."""
-    count = micro_batch_size(settings, world_size)
     for step in range(first_step, last_step):
-        for micro in range(settings.accumulation):
-            yield step * settings.batch_size + (micro * world_size + rank) * count
+        yield from (run.start for run in dealt(settings, step=step, rank=rank, world_size=world_size))
 
 
 def make_loader(

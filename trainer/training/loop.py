@@ -24,6 +24,7 @@ from trainer.data.loader import (
     RecordedOutputs,
     Samples,
     Views,
+    dealt,
     makes_views_on_device,
     micro_batch_size,
     positions,
@@ -149,9 +150,9 @@ class Training:
 
     def names(self, step: int, rank: int) -> list[str]:
         """The samples that a process sees in a step."""
-        count, order = micro_batch_size(self.settings, self.processes.world_size), self.order
-        starts = self.positions(step, step + 1, rank)
-        return [name for start in starts for name in self.samples.names(order.take(start, start + count).indices)]
+        order = self.order
+        runs = dealt(self.settings, step=step, rank=rank, world_size=self.processes.world_size)
+        return [name for run in runs for name in self.samples.names(order.take(run.start, run.stop).indices)]
 
 
 def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module:
@@ -244,7 +245,8 @@ class Loop:
         batches = MicroBatches(
             views,
             training.order,
-            count=micro_batch_size(self._settings, processes.world_size),
+            count=self._settings.batch_size,
+            parts=processes.world_size * self._settings.accumulation,
             teacher_outputs=training.teacher_outputs,
         )
         starts = training.positions(first_step, training.total_steps, processes.rank)
@@ -261,20 +263,22 @@ class Loop:
             yield step, feed
 
     def step(self, step: int, feed: Feed, recorder: Recorder) -> Losses:
-        """One optimiser step; gives the mean losses of this process's micro-batches, left on the device."""
+        """One optimiser step; gives this process's losses, left on the device: their mean over the processes is that over the images."""
         settings, processes, timeline = self._settings, self._processes, recorder.timeline
         processes.device.seed(int(random_bits(_NOISE, self._training.seed, step, processes.rank)) >> 1)
         set_learning_rate(self._optimizer, self._training.learning_rate(step))
         means: Losses = {}
         for micro in range(settings.accumulation):
             batch = feed.take(timeline)
+            # So that the sum is the mean over the step's images however they are dealt; `accumulation` where evenly.
+            parts = settings.batch_size / (len(batch.labels) * processes.world_size)
             with self._synchronised(last=micro == settings.accumulation - 1):
                 with processes.device.autocast(settings.precision):
                     losses = self._training.objective(self._wrapped, batch, timeline)
                 with timeline.range("backward"):
-                    (losses["loss"] / settings.accumulation).backward()
+                    (losses["loss"] / parts).backward()
             for name, loss in losses.items():
-                means[name] = means.get(name, 0) + loss.detach() / settings.accumulation
+                means[name] = means.get(name, 0) + loss.detach() / parts
             feed.send(timeline)
         with recorder.looks.around_update(step, partial(self._show, batch)), timeline.range("optimizer"):
             self._update(step)

@@ -24,6 +24,7 @@ from trainer.data.loader import (
     Views,
     _shrink,
     _with_partners,
+    dealt,
     make_loader,
     makes_views_on_device,
     micro_batch_size,
@@ -72,7 +73,8 @@ def batches(samples, settings, world_size=1, seed=0, on_device=False, **further)
     return MicroBatches(
         Views(samples, size=8, seed=seed, settings=settings.views, on_device=on_device),
         SampleOrder(len(samples), seed, paired=mixes(settings.views)),
-        count=micro_batch_size(settings, world_size),
+        count=settings.batch_size,
+        parts=world_size * settings.accumulation,
         **further,
     )
 
@@ -88,7 +90,7 @@ def step_of(settings, samples, step, world_size):
     return [parts[start] for start in sorted(parts)]
 
 
-@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 1), (1, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 1), (1, 4), (4, 2), (3, 1), (5, 1), (5, 3), (1, 7)])
 def test_a_step_has_the_same_samples_and_views_however_it_is_dealt(world_size, accumulation):
     samples = Samples([Images(51, patterned=True)])
     alone = TrainingSettings(batch_size=48, views=MIXED)
@@ -273,9 +275,19 @@ def test_a_set_without_images_is_refused():
         Samples([Images(0)])
 
 
-def test_a_batch_that_can_not_be_dealt_is_refused_with_the_next_move():
-    with pytest.raises(SettingsError, match=r"batch_size = 100 .* 3 processes x 2 .* multiple of 6"):
-        micro_batch_size(TrainingSettings(batch_size=100, accumulation=2), 3)
+def test_a_batch_with_fewer_images_than_micro_batches_is_refused_with_the_next_move():
+    with pytest.raises(
+        SettingsError, match=r"batch_size = 5 .* 3 processes x 2 .* choose 6 or more, or fewer processes"
+    ):
+        micro_batch_size(TrainingSettings(batch_size=5, accumulation=2), 3)
+
+
+def test_where_a_batch_can_not_be_dealt_evenly_micro_batches_differ_by_one():
+    settings = TrainingSettings(batch_size=100, accumulation=2)
+    runs = [run for rank in range(3) for run in dealt(settings, step=7, rank=rank, world_size=3)]
+    assert sorted(position for run in runs for position in run) == list(range(700, 800))
+    assert {len(run) for run in runs} == {16, 17}
+    assert micro_batch_size(settings, 3) == 17
 
 
 def test_processes_share_the_positions_of_a_step_among_them():
