@@ -1,12 +1,13 @@
 """From a source to a prepared data set: decode and store every image once, decide what is kept, write the splits and the data card.
 
-Each image is decoded once, by one of several processes; its square goes to a spool (Arrow files beside the result), and what is remembered
-is a line about it. Once the lines of all images are there, it is decided what is kept and in which split, and the splits are written from
-the spool. So neither images nor squares are held in memory, and the result does not depend on the number of processes.
+Each image is decoded once, by one of several processes; its square goes to a spool (`spool`), and what is remembered is a line about it.
+Once the lines of all images are there, it is decided what is kept and in which split, and the splits are written from the spool. So neither
+images nor squares are held in memory, and the result depends neither on the number of processes nor on how often it was interrupted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -20,16 +21,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import PIL
 import pyarrow as pa
 from tqdm import tqdm
 
+from trainer import __version__, storage
 from trainer.artifacts import digest
-from trainer.config import DataSettings
+from trainer.config import LOADING, DataSettings
 from trainer.cores import usable_cores
 from trainer.data import decoding, selection
 from trainer.data.card import CardContent, data_card
@@ -37,15 +41,16 @@ from trainer.data.decoding import BadImageError
 from trainer.data.schema import CARD, DROPPED, QUARANTINE, SPLITS, Description, SplitName, features
 from trainer.data.selection import Candidate, Dropped, Quarantined
 from trainer.data.sources import Item, Listing, list_source
-from trainer.errors import DataError
+from trainer.data.spool import Decoded, Outcome, Spool
+from trainer.errors import DataError, make_directory, writing_to
 
 logger = logging.getLogger(__name__)
 
 CHUNKS = 1000
 """Pieces that the work is cut into; each is a file of the spool, which is memory-mapped, so there can not be a million."""
 
-SMALLEST_CHUNK = 32
-"""Fewer images at a time do not repay handing them to a process."""
+SMALLEST_CHUNK = 128
+"""Fewer images at a time do not repay handing them to a process, and keeping them."""
 
 LARGEST_CHUNK = 4096
 """More images at a time would take too much memory, since a process holds the squares of its chunk."""
@@ -59,29 +64,24 @@ SHARD_BYTES = 500 * 10**6
 LOG_INTERVAL_S = 10.0
 """Seconds between two lines on the progress, where there is no terminal."""
 
+_SPOOL = "spool"
+_DECIDING = {"val_fraction", "test_fraction", "test_from", "split_seed", "min_images_per_class", "max_bad_fraction"}
+"""Settings that say which decoded images are kept where, and not how they are decoded."""
+
 Figures: TypeAlias = dict[str, int]
 Read: TypeAlias = Callable[[str], bytes]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Decoded:
-    """What is remembered of an image."""
-
-    item: Item
-    key: str
-    width: int
-    height: int
-
-
-_Outcome: TypeAlias = _Decoded | Quarantined
-
-
-def prepare(settings: DataSettings, directory: Path, *, processes: int | None = None) -> Figures:
+def prepare(
+    settings: DataSettings, directory: Path, *, kept: str | None = None, processes: int | None = None
+) -> Figures:
     """Write the prepared data set of `settings.source` into a directory; `schema` says what is in it.
 
     Args:
         settings: which images, and how to store them.
         directory: exists; what an earlier preparation left in it is replaced.
+        kept: URI of a folder for decoded images, which one that is started again finds there; whoever calls removes it when the result is
+            complete. Where not given they are decoded again.
         processes: how many decode and write; the cores that this process may use where not given. The result does not depend on it.
 
     Returns:
@@ -94,7 +94,7 @@ def prepare(settings: DataSettings, directory: Path, *, processes: int | None = 
     """
     listing = _with_test(list_source(settings.source), settings)
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
-    with _spool(directory) as spool:
+    with _spool(settings, directory, kept) as spool:
         outcomes = _decode_all(listing, settings, spool, processes)
         candidates, quarantined = _separate(outcomes, listing.classes)
         _write_json(directory / QUARANTINE, quarantined)
@@ -102,7 +102,7 @@ def prepare(settings: DataSettings, directory: Path, *, processes: int | None = 
         kept, dropped = selection.drop_copies(candidates)
         _write_json(directory / DROPPED, dropped)
         splits = _split(kept, listing, settings)
-        squares = _open_spool(spool)
+        squares = _open_squares(spool, len(_chunks(listing)))
         _write_splits(splits, squares, directory, processes)
         content = CardContent(
             settings=settings,
@@ -141,47 +141,67 @@ def _with_test(listing: Listing, settings: DataSettings) -> Listing:
 
 
 @contextmanager
-def _spool(directory: Path) -> Iterator[Path]:
-    """A folder for decoded chunks, gone when the preparation ends; it also removes what an earlier one left behind."""
-    path = directory / "spool"
-    for old in (path, *(directory / split for split in SPLITS)):
+def _spool(settings: DataSettings, directory: Path, kept: str | None) -> Iterator[Spool]:
+    """The spool; what of it is in `directory` goes when the preparation ends. Also removes what an earlier one left there."""
+    temporary = directory / _SPOOL
+    for old in (temporary, *(directory / split for split in SPLITS)):
         if old.exists():
             shutil.rmtree(old)
-    path.mkdir()
+    uri = kept or str(temporary)
+    folder = temporary if storage.is_remote(uri) else storage.local_path(uri)
+    make_directory(folder)
     try:
-        yield path
+        yield Spool(uri=uri, folder=folder, way=_way(settings))
     finally:
-        shutil.rmtree(path)
+        if temporary.exists():
+            shutil.rmtree(temporary)
+
+
+def _way(settings: DataSettings) -> str:
+    """SHA-256 of all that decides what becomes of an image file, as hexadecimal text."""
+    values = settings.model_dump(mode="json", exclude={"source", *LOADING, *_DECIDING})
+    return digest({"settings": values, "version": __version__, "pillow": PIL.__version__})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding
 
 
-def _decode_all(listing: Listing, settings: DataSettings, spool: Path, processes: int) -> list[_Outcome]:
-    """Decode every image; good ones get the next rows of the spool, in the listing's order."""
+class _Chunk(NamedTuple):
+    """A chunk whose squares are in the spool."""
+
+    outcomes: list[Outcome]
+    was_there: bool
+    """Whether an earlier try has decoded it."""
+
+
+def _chunks(listing: Listing) -> list[Sequence[Item]]:
+    """The pieces that the work is cut into."""
     size = min(max(len(listing.items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
-    chunks = [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
-    files = [_chunk_file(spool, number) for number in range(len(chunks))]
-    work = partial(_decode_chunk, read=listing.read, settings=settings, schema=features().arrow_schema)
-    outcomes: list[_Outcome] = []
+    return [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
+
+
+def _decode_all(listing: Listing, settings: DataSettings, spool: Spool, processes: int) -> list[Outcome]:
+    """Decode every image; good ones get the next rows of the spool, in the listing's order."""
+    work = partial(_make_chunk, read=listing.read, settings=settings, schema=features().arrow_schema, spool=spool)
+    outcomes: list[Outcome] = []
+    there = 0
     with _progress(len(listing.items)) as advance:
-        for chunk in _map(work, chunks, files, processes=processes):
-            outcomes += chunk
-            advance(len(chunk))
+        for chunk in _map(work, _chunks(listing), processes=processes):
+            outcomes += chunk.outcomes
+            there += len(chunk.outcomes) * chunk.was_there
+            advance(len(chunk.outcomes))
+    if there:
+        logger.info("prepare: %d of %d images had been decoded by an earlier try", there, len(listing.items))
     return outcomes
 
 
 def _map(
-    work: Callable[[Sequence[Item], Path], list[_Outcome]],
-    chunks: Sequence[Sequence[Item]],
-    files: Sequence[Path],
-    *,
-    processes: int,
-) -> Iterator[list[_Outcome]]:
-    """The outcomes of each chunk, in their order."""
+    work: Callable[[int, Sequence[Item]], _Chunk], chunks: Sequence[Sequence[Item]], *, processes: int
+) -> Iterator[_Chunk]:
+    """Every chunk, in their order."""
     if processes == 1:
-        yield from map(work, chunks, files)
+        yield from map(work, count(), chunks)
         return
     # Spawned, because a forked copy of a process with threads (Arrow's, fsspec's) can hang. Ctrl-C is for the parent to handle.
     with ProcessPoolExecutor(
@@ -191,7 +211,7 @@ def _map(
         initargs=(signal.SIGINT, signal.SIG_IGN),
     ) as pool:
         try:
-            yield from pool.map(work, chunks, files)
+            yield from pool.map(work, range(len(chunks)), chunks)
         except BrokenProcessPool as error:
             raise DataError(
                 f"a process that decodes images died, probably for lack of memory; {processes} of them run at once, "
@@ -199,28 +219,51 @@ def _map(
             ) from error
 
 
-def _chunk_file(spool: Path, number: int) -> Path:
-    return spool / f"{number:06d}.arrow"
-
-
-def _decode_chunk(
-    items: Sequence[Item], file: Path, *, read: Read, settings: DataSettings, schema: pa.Schema
-) -> list[_Outcome]:
-    """Decode some images and write the squares of the good ones into a file of the spool."""
-    outcomes: list[_Outcome] = []
-    rows = []
+def _make_chunk(
+    number: int, items: Sequence[Item], *, read: Read, settings: DataSettings, schema: pa.Schema, spool: Spool
+) -> _Chunk:
+    """Bring a chunk into the spool, unless an earlier try has done it."""
+    found = spool.find(number, items, partial(_content, read=read))
+    if found is not None:
+        return _Chunk(found, was_there=True)
+    outcomes, contents, rows = [], [], []
     for item in items:
-        try:
-            decoded, square = _decode_item(item, _read(item, read), settings)
-        except BadImageError as error:
-            outcomes.append(Quarantined(name=item.name, reason=str(error)))
-            continue
-        outcomes.append(decoded)
-        image = {"bytes": square, "path": None}
-        rows.append({"image": image, "label": item.label, "key": decoded.key, "source": item.name})
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-    return outcomes
+        content, outcome, square = _decode(item, read, settings)
+        contents.append(content)
+        outcomes.append(outcome)
+        if isinstance(outcome, Decoded):
+            image = {"bytes": square, "path": None}
+            rows.append({"image": image, "label": item.label, "key": outcome.key, "source": item.name})
+    _write_squares(spool.squares(number), pa.Table.from_pylist(rows, schema=schema))
+    spool.keep(number, items, outcomes, contents)
+    return _Chunk(outcomes, was_there=False)
+
+
+def _write_squares(file: Path, table: pa.Table) -> None:
+    """Write a new file: one of an earlier try may still be mapped into memory."""
+    with writing_to(file):
+        file.unlink(missing_ok=True)
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+
+
+def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcome, bytes]:
+    """SHA-256 of an image's file, or why it can not be read; what becomes of the image; its square if it is good."""
+    content = ""
+    try:
+        file = _read(item, read)
+        content = hashlib.sha256(file).hexdigest()
+        return content, *_decode_item(item, file, settings)
+    except BadImageError as error:
+        return content or str(error), Quarantined(name=item.name, reason=str(error)), b""
+
+
+def _content(item: Item, read: Read) -> str:
+    """SHA-256 of an image's file, or why it can not be read."""
+    try:
+        return hashlib.sha256(_read(item, read)).hexdigest()
+    except BadImageError as error:
+        return str(error)
 
 
 def _read(item: Item, read: Read) -> bytes:
@@ -236,13 +279,13 @@ def _read(item: Item, read: Read) -> bytes:
         ) from error
 
 
-def _decode_item(item: Item, content: bytes, settings: DataSettings) -> tuple[_Decoded, bytes]:
+def _decode_item(item: Item, content: bytes, settings: DataSettings) -> tuple[Decoded, bytes]:
     try:
         image = decoding.decode(content, max_pixels=settings.max_pixels, min_edge=settings.min_edge)
     except MemoryError as error:
         raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
     square = decoding.to_square(image, settings.image_size, settings.fit)
-    decoded = _Decoded(item=item, key=decoding.content_key(image), width=image.width, height=image.height)
+    decoded = Decoded(item=item, key=decoding.content_key(image), width=image.width, height=image.height)
     return decoded, decoding.encode(square, settings.encoding, settings.jpeg_quality)
 
 
@@ -267,17 +310,17 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 # Deciding
 
 
-def _separate(outcomes: Iterable[_Outcome], classes: Sequence[str]) -> tuple[list[Candidate], list[Quarantined]]:
+def _separate(outcomes: Iterable[Outcome], classes: Sequence[str]) -> tuple[list[Candidate], list[Quarantined]]:
     """What may be kept, and what is quarantined; the good images' rows in the spool follow from their order."""
     bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
-    decoded = [outcome for outcome in outcomes if isinstance(outcome, _Decoded)]
+    decoded = [outcome for outcome in outcomes if isinstance(outcome, Decoded)]
     candidates, contradicting = selection.quarantine_contradictions(
         (_candidate(row, one) for row, one in enumerate(decoded)), classes
     )
     return candidates, sorted(bad + contradicting, key=lambda one: one.name)
 
 
-def _candidate(row: int, decoded: _Decoded) -> Candidate:
+def _candidate(row: int, decoded: Decoded) -> Candidate:
     item = decoded.item
     return Candidate(
         row=row,
@@ -320,12 +363,13 @@ def _write_json(path: Path, records: Sequence[Quarantined | Dropped]) -> None:
     path.write_text(json.dumps([asdict(one) for one in records], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _open_spool(spool: Path) -> Any:
+def _open_squares(spool: Spool, chunks: int) -> Any:
     """All squares as one memory-mapped table."""
     import datasets  # type: ignore[import-untyped]  # here, because decoding processes have no use for it, and it takes a second
 
-    chunks = [datasets.Dataset.from_file(str(file)) for file in sorted(spool.glob("*.arrow"))]
-    return datasets.concatenate_datasets(chunks)
+    return datasets.concatenate_datasets(
+        [datasets.Dataset.from_file(str(spool.squares(number))) for number in range(chunks)]
+    )
 
 
 def _square(squares: Any, row: int) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer import artifacts, tracking
+from trainer import artifacts, storage, tracking
 from trainer.artifacts import Artifact
 from trainer.config import LOADING, DataSettings
 from trainer.data.preparation import prepare
@@ -13,17 +13,22 @@ from trainer.data.preparation import prepare
 def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
     """Prepare the images of `settings.source` into the directory `dataset`.
 
+    What an interrupted preparation into the same directory has decoded is kept beside the checkpoints and not decoded again.
+
     Raises:
         SettingsError: `settings.source` is no source.
         DataError: the images, labels or splits are not usable.
         OutputError: the directory can not be written.
         TrackingError: MLflow does not answer or refuses.
     """
-    kept = settings.model_dump(mode="json", exclude=set(LOADING))
+    values = settings.model_dump(mode="json", exclude=set(LOADING))
+    place = dataset if storage.is_remote(dataset) else storage.local_path(dataset).resolve()
+    kept = storage.join(artifacts.unfinished(dataset), f"prepare-{artifacts.digest(str(place))[:16]}")
     with (
-        tracking.stage_run("prepare", kept) as tracker,
-        artifacts.create(dataset, "dataset", settings=kept) as draft,
+        tracking.stage_run("prepare", values) as tracker,
+        artifacts.create(dataset, "dataset", settings=values) as draft,
     ):
-        draft.figures |= prepare(settings, draft.path)
+        draft.figures |= prepare(settings, draft.path, kept=kept)
         tracker.metrics(0, tracking.numbers(draft.figures))
+    storage.remove(kept)
     return artifacts.read(dataset, "dataset")

@@ -1,0 +1,190 @@
+"""A preparation that was ended anywhere goes on with what it has decoded, and comes to the same data set."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainer import artifacts, storage
+from trainer.config import DataSettings
+from trainer.data import preparation
+from trainer.errors import DataError
+from trainer.stages.prepare import run
+
+IMAGES, CHUNK = 24, 4
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "SMALLEST_CHUNK", CHUNK)
+    monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for number in range(IMAGES):
+        path = tmp_path / "photos" / f"class {number % 2}" / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        paint(path, number)
+    (tmp_path / "photos" / "class 0" / "00 bad.png").write_bytes(b"no image")
+    return tmp_path / "photos"
+
+
+def paint(path: Path, seed: int) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+def settings(photos: Path, **values: object) -> DataSettings:
+    fixed = {"source": f"imagefolder:{photos}", "image_size": 16, "max_bad_fraction": 0.2}
+    return DataSettings.model_validate(fixed | values)
+
+
+def too_strict(photos: Path) -> DataSettings:
+    """Settings that end the preparation when everything is decoded."""
+    return settings(photos, max_bad_fraction=0.0)
+
+
+def spooled(place: str | Path) -> dict[str, bytes]:
+    """The files of the spool beside an output."""
+    root = storage.join(storage.parent(place), "checkpoints")
+    return {name: storage.read_bytes(storage.join(root, name)) for name in storage.files(root)}
+
+
+def prepared(photos: Path, place: str | Path, caplog: pytest.LogCaptureFixture) -> tuple[str, int]:
+    """The fingerprint of the data set, and how many images an earlier try had decoded."""
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    fingerprint = run(settings(photos), dataset=place).fingerprint
+    told = [
+        record.args[0] for record in caplog.records if "decoded by an earlier try" in record.message and record.args
+    ]
+    assert spooled(place) == {}
+    return fingerprint, int(told[0]) if told else 0
+
+
+def failed(photos: Path, place: str | Path) -> None:
+    with pytest.raises(DataError, match="images are bad"):
+        run(too_strict(photos), dataset=place)
+
+
+def test_what_was_decoded_is_not_decoded_again(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    undisturbed = prepared(photos, tmp_path / "a" / "data", caplog)
+    assert undisturbed[1] == 0
+    failed(photos, tmp_path / "b" / "data")
+    assert len(spooled(tmp_path / "b" / "data")) == 2 * 7
+    assert prepared(photos, tmp_path / "b" / "data", caplog) == (undisturbed[0], 25)
+
+
+def test_in_a_store_too(object_store, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    undisturbed = prepared(photos, tmp_path / "data", caplog)
+    place = object_store.uri("run", "data")
+    failed(photos, place)
+    (first, *_, last) = [name for name in spooled(place) if name.endswith(".arrow")]
+    storage.remove_file(object_store.uri("run", "checkpoints", first))
+    object_store.put(f"run/checkpoints/{last}", b"damaged")
+    assert prepared(photos, place, caplog) == (undisturbed[0], 25 - CHUNK - 1)
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "jsonl"])
+@pytest.mark.parametrize("damage", ["truncated", "altered", "gone", "empty"])
+def test_a_damaged_chunk_is_decoded_again(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str, damage: str
+) -> None:
+    undisturbed = prepared(photos, tmp_path / "a" / "data", caplog)
+    failed(photos, tmp_path / "b" / "data")
+    (file,) = (tmp_path / "b" / "checkpoints").rglob(f"000002.{suffix}")
+    content = file.read_bytes()
+    middle = len(content) // 2
+    file.write_bytes(
+        {
+            "truncated": content[:middle],
+            "altered": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+            "gone": b"",
+            "empty": b"",
+        }[damage]
+    )
+    if damage == "gone":
+        file.unlink()
+    assert prepared(photos, tmp_path / "b" / "data", caplog) == (undisturbed[0], 25 - CHUNK)
+
+
+def test_images_that_have_changed_are_decoded_again(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed(photos, tmp_path / "b" / "data")
+    changed = photos / "class 1" / "23.png"
+    times = changed.stat()
+    paint(changed, 1000)
+    os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
+    (photos / "class 0" / "00.png").unlink()  # moves all that follow
+    resumed, there = prepared(photos, tmp_path / "b" / "data", caplog)
+    assert there == 0
+    assert resumed == prepared(photos, tmp_path / "a" / "data", caplog)[0]
+
+
+def test_one_changed_image_costs_its_chunk(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failed(photos, tmp_path / "b" / "data")
+    paint(photos / "class 0" / "00 bad.png", 2000)
+    resumed, there = prepared(photos, tmp_path / "b" / "data", caplog)
+    assert there == 25 - CHUNK
+    assert resumed == prepared(photos, tmp_path / "a" / "data", caplog)[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "there"),
+    [({"split_seed": 5}, 25), ({"workers": 3}, 25), ({"image_size": 24}, 0), ({"fit": "stretch"}, 0)],
+)
+def test_only_what_is_decoded_in_the_same_way_is_taken(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, object], there: int
+) -> None:
+    failed(photos, tmp_path / "b" / "data")
+    caplog.set_level(logging.INFO)
+    resumed = run(settings(photos, **changed), dataset=tmp_path / "b" / "data")
+    assert f"prepare: {there} of 25 images had been decoded by an earlier try" in caplog.messages or not there
+    assert resumed.fingerprint == run(settings(photos, **changed), dataset=tmp_path / "a" / "data").fingerprint
+
+
+def test_another_output_has_a_spool_of_its_own(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failed(photos, tmp_path / "one")
+    run(settings(photos), dataset=tmp_path / "two")
+    assert len(spooled(tmp_path / "one")) == 14
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from trainer.config import DataSettings
+from trainer.data import preparation
+from trainer.stages.prepare import run
+preparation.SMALLEST_CHUNK = 1
+run(DataSettings.model_validate_json(sys.argv[1]), dataset=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("chunks", [1, 9])
+def test_a_preparation_that_is_killed_goes_on(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    undisturbed = prepared(photos, tmp_path / "a" / "data", caplog)
+    place = tmp_path / "b" / "data"
+    command = [sys.executable, "-c", PREPARE, settings(photos).model_dump_json(), str(place)]
+    with subprocess.Popen(command) as process:
+        while process.poll() is None and len(list((tmp_path / "b").rglob("*.jsonl"))) < chunks:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    monkeypatch.setattr(preparation, "SMALLEST_CHUNK", 1)
+    if artifacts.exists(place):
+        pytest.fail("the preparation was faster than the test")
+    resumed, there = prepared(photos, place, caplog)
+    assert resumed == undisturbed[0]
+    assert there >= chunks - 1

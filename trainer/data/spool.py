@@ -1,0 +1,175 @@
+"""Decoded images on their way into a data set: their squares, and what is remembered of each.
+
+A spool outlives the preparation that fills it, so that one that is started again decodes only what is missing. It is a folder of
+chunks, each of two files:
+
+    000012.arrow    the squares of the chunk's good images
+    000012.jsonl    written after it, sealed: what became of each image, and SHA-256 of every image file and of the squares
+
+A chunk that is found is believed only where all of it fits: it was decoded in the same way from images of the same names and labels,
+their files still hold the same bytes, and its squares are whole. Imports nothing heavy, because every process that decodes loads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trainer import storage
+from trainer.data.selection import Quarantined
+from trainer.data.sources import Item
+from trainer.errors import ObjectDamagedError, ObjectNotFoundError, writing_to
+from trainer.storage import sealed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoded:
+    """What is remembered of a good image."""
+
+    item: Item
+    key: str
+    width: int
+    height: int
+
+
+Outcome: TypeAlias = Decoded | Quarantined
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Image(_Record):
+    """An image of a chunk, as its chunk tells it."""
+
+    name: str
+    label: int
+    content: str
+    """SHA-256 of its file, or why that can not be read."""
+    reason: str = ""
+    """Why it is quarantined; empty for a good one, which has the rest."""
+    key: str = ""
+    width: int = 0
+    height: int = 0
+
+    def outcome(self, item: Item) -> Outcome:
+        if self.reason:
+            return Quarantined(name=self.name, reason=self.reason)
+        return Decoded(item=item, key=self.key, width=self.width, height=self.height)
+
+
+class _Chunk(_Record):
+    """What is remembered of a chunk."""
+
+    way: str
+    squares: str
+    """SHA-256 of the file with the squares."""
+    images: tuple[_Image, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spool:
+    """The chunks of one preparation; can be sent to another process."""
+
+    uri: str
+    """Where they are kept."""
+    folder: Path
+    """Where their squares are on this machine; the same place unless that is remote."""
+    way: str
+    """SHA-256 of all that decides what becomes of an image file, as hexadecimal text."""
+
+    def squares(self, number: int) -> Path:
+        """The file with the squares of a chunk."""
+        return self.folder / f"{number:06d}.arrow"
+
+    def find(self, number: int, items: Sequence[Item], content: Callable[[Item], str]) -> list[Outcome] | None:
+        """What became of the images of a chunk that an earlier try has decoded; its squares are in place then. None if it has not.
+
+        Args:
+            number: of the chunk.
+            items: its images.
+            content: reads an image's file; gives SHA-256 of it, or why it can not be read.
+
+        Raises:
+            DataError: reading an image failed.
+            StorageError: the store does not answer or refuses.
+        """
+        chunk = self._chunk(number)
+        if chunk is None or chunk.way != self.way:
+            return None
+        if [(image.name, image.label) for image in chunk.images] != [(item.name, item.label) for item in items]:
+            return None
+        if not self._has_squares(number, chunk.squares):
+            logger.warning("%s: its squares are not whole; decoding these images again", self._uri(number, "jsonl"))
+            return None
+        if any(image.content != content(item) for image, item in zip(chunk.images, items, strict=True)):
+            return None
+        return [image.outcome(item) for image, item in zip(chunk.images, items, strict=True)]
+
+    def keep(self, number: int, items: Sequence[Item], outcomes: Sequence[Outcome], contents: Sequence[str]) -> None:
+        """Keep a chunk whose squares are in their file.
+
+        Args:
+            number: of the chunk.
+            items: its images.
+            outcomes: what became of each.
+            contents: SHA-256 of each one's file, or why it can not be read.
+
+        Raises:
+            StorageError: the store does not answer or refuses.
+            OutputError: the file can not be written.
+        """
+        squares = self.squares(number)
+        if storage.is_remote(self.uri):
+            storage.write_bytes(self._uri(number, "arrow"), squares.read_bytes())
+        images = tuple(map(_image, items, outcomes, contents))
+        chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=images)
+        sealed.write(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
+
+    def _uri(self, number: int, suffix: str) -> str:
+        return storage.join(self.uri, f"{number:06d}.{suffix}")
+
+    def _chunk(self, number: int) -> _Chunk | None:
+        try:
+            return _Chunk.model_validate_json(sealed.read(self._uri(number, "jsonl")))
+        except ObjectNotFoundError:
+            return None
+        except ObjectDamagedError as error:
+            logger.warning("%s; decoding these images again", error)
+            return None
+        except ValidationError:  # another version of this project has written it
+            return None
+
+    def _has_squares(self, number: int, digest: str) -> bool:
+        """Whether the squares are whole; those in a store are fetched."""
+        file = self.squares(number)
+        if not storage.is_remote(self.uri):
+            return file.is_file() and storage.file_digest(file) == digest
+        try:
+            content = storage.read_bytes(self._uri(number, "arrow"))
+        except ObjectNotFoundError:
+            return False
+        with writing_to(file):
+            file.write_bytes(content)
+        return hashlib.sha256(content).hexdigest() == digest
+
+
+def _image(item: Item, outcome: Outcome, content: str) -> _Image:
+    if isinstance(outcome, Quarantined):
+        return _Image(name=item.name, label=item.label, content=content, reason=outcome.reason)
+    return _Image(
+        name=item.name,
+        label=item.label,
+        content=content,
+        key=outcome.key,
+        width=outcome.width,
+        height=outcome.height,
+    )
