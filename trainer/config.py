@@ -208,6 +208,8 @@ class TrainingSettings(Section):
     """Steps between two lines of the log and two points of the metrics."""
     checkpoint_every: NonNegative = 500
     """Steps between two checkpoints; 0 writes none."""
+    checkpoint_keep: Positive = 2
+    """Newest checkpoints that are kept; beside them the one that was best on the validation split, which is written too."""
     validate_every_epochs: NonNegative = 10
     """Epochs between two measurements on the validation split; 0 measures at the end only."""
     views: ViewSettings = ViewSettings()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainer.errors import ObjectDamagedError, ObjectNotFoundError, StorageError
+from trainer.errors import ObjectDamagedError, ObjectExistsError, ObjectNotFoundError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,8 @@ FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 15.0
 
 _PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_CONFLICT = "ConditionalRequestConflict"
+"""Two requests would make the same object at the same time; the second is to ask again."""
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
@@ -39,6 +41,7 @@ def call(uri: str, request: Callable[[], T]) -> T:
 
     Raises:
         ObjectNotFoundError: there is no such object.
+        ObjectExistsError: there is one, and it was to be made.
         ObjectDamagedError: it has not the bytes that were asked for.
         StorageError: the store refuses, or went on failing.
     """
@@ -73,8 +76,8 @@ def _passes(error: Exception) -> bool:
     from botocore import exceptions  # type: ignore[import-untyped]  # the package ships no types
 
     if _status(error):
-        return _status(error) in _PASSING_STATUS
-    if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
+        return _status(error) in _PASSING_STATUS or _code(error) == _CONFLICT
+    if isinstance(error, (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)):
         return False
     ways = (
         exceptions.ConnectionError,
@@ -132,6 +135,8 @@ def _refusal(uri: str, error: Exception) -> StorageError:
         return StorageError(f"{uri}: {_store()} has no such bucket; make it, or correct the URI or AWS_ENDPOINT_URL_S3")
     if _status(error) == 416:
         return ObjectDamagedError(f"the file {uri} is shorter than it was; make it again or copy it whole")
+    if isinstance(error, FileExistsError) or _status(error) == 412:
+        return ObjectExistsError(f"{uri}: there is such an object already; remove it or give another URI")
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(f"{uri}: there is no such object at {_store()}; check the URI")
     return StorageError(f"{uri}: {_store()} can not do that ({_told(error)}); check the URI and AWS_ENDPOINT_URL_S3")

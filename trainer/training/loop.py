@@ -32,14 +32,15 @@ from trainer.data.loader import (
 from trainer.data.order import SampleOrder
 from trainer.data.randomness import random_bits
 from trainer.data.views.mixing import mixes
-from trainer.errors import TrainingError
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.timeline import Timeline
 from trainer.profiling.watch import Watch
 from trainer.tracking import Tracker
 from trainer.training.attempts import Attempts
 from trainer.training.averages import AveragedModel
-from trainer.training.checkpoints import Checkpoints, State
+from trainer.training.checkpoints import Checkpoints, newest
+from trainer.training.checkpoints.collection import TOP1
+from trainer.training.checkpoints.state import capture, restore
 from trainer.training.feeding import Feed
 from trainer.training.loading import Loading
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
@@ -174,7 +175,7 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     watch = Watch(recorder, training.watch, tracker=tracker, say=say, active=active)
     attempts = Attempts(training.checkpoints.uri, first_step, active=processes.is_first)
     recorder.attempts = attempts.records
-    with attempts, recorder, report.progress, watch:
+    with attempts, recorder, report.progress, watch, training.checkpoints:
         for step, feed in loop.steps(first_step, recorder):
             with timeline.step(step, images=settings.batch_size):
                 losses = loop.step(step, feed, recorder)
@@ -182,14 +183,19 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
             watch.look(step)
             loop.look_back(step + 1 - first_step)
             attempts.seen(step + 1 - first_step)
+            top1 = None
             if step in validations and training.validate is not None:
                 with timeline.range("evaluate"):
-                    report.metrics(step, training.validate(loop.result))
-            if step in checkpoints:
+                    measured = training.validate(loop.result)
+                    report.metrics(step, measured)
+                top1 = measured.get(TOP1)
+            if step in checkpoints or (checkpoints and loop.is_best(top1)):
                 report.flush()
                 with timeline.range("checkpoint"):
-                    loop.save(step + 1)
+                    loop.save(step + 1, top1=top1)
         report.flush()
+        with timeline.range("checkpoint"):
+            training.checkpoints.finish()
     processes.barrier()
     return loop.result
 
@@ -229,6 +235,9 @@ class Loop:
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         self._optimizer = make_optimizer(groups, settings, processes)
         self._average = AveragedModel(self._model, settings.ema_decay) if settings.ema_decay else None
+        self._best: float | None = None
+        self.pending: tuple[str, ...] = ()
+        """What belongs to the step before the first one and is still to be done, where the training goes on."""
 
     @property
     def result(self) -> nn.Module:
@@ -295,6 +304,7 @@ class Loop:
             self._graphs.check(self._training.name, steps)
         if self._exchange is not None:
             self._exchange.look()
+        self._training.checkpoints.look()
 
     def _update(self, step: int) -> None:
         if self._settings.clip_norm:
@@ -311,34 +321,44 @@ class Loop:
         context: AbstractContextManager[object] = self._wrapped.no_sync()
         return context
 
-    def save(self, step: int) -> None:
-        """Write the state after `step` steps; all processes take part, the first one writes."""
+    def is_best(self, top1: float | None) -> bool:
+        """Whether a top-1 accuracy is the highest so far; the same on every process."""
+        return top1 is not None and (self._best is None or top1 > self._best)
+
+    def save(self, step: int, *, top1: float | None = None, pending: tuple[str, ...] = ()) -> None:
+        """Copy the state after `step` steps, which is then written in the background; all processes take part, the first one writes.
+
+        Args:
+            step: optimiser steps done.
+            top1: accuracy on the validation split after them, where it was measured.
+            pending: what belongs to the last of them and is still to be done.
+
+        Raises:
+            TrainerError: as `Checkpoints.save`.
+        """
+        if self.is_best(top1):
+            self._best = top1
         if isinstance(self._optimizer, ZeroRedundancyOptimizer):
             self._optimizer.consolidate_state_dict(to=0)
         if self._processes.is_first:
-            average = self._average.model.state_dict() if self._average else None
-            self._training.checkpoints.save(
-                State(
-                    step=step, model=self._model.state_dict(), optimizer=self._optimizer.state_dict(), average=average
-                )
-            )
-        self._processes.barrier()
+            average = self._average.model if self._average else None
+            state = capture(step, self._model, self._optimizer, average, pending=pending)
+            self._training.checkpoints.save(state, top1=top1)
 
     def resume(self) -> int:
-        """Take over the newest checkpoint; gives the number of steps that it has done."""
-        state = self._training.checkpoints.latest()
-        steps = set(self._processes.gather(state.step if state else 0))
-        if len(steps) > 1:
-            raise TrainingError(
-                f"{self._training.name}: the processes find different checkpoints (steps {sorted(steps)}) at "
-                f"{self._training.checkpoints.uri}; let TRAINER_CHECKPOINTS name a place that all machines reach, such as s3://BUCKET/NAME"
-            )
+        """Take over the newest checkpoint that is valid on all processes; gives the number of steps that it has done.
+
+        Raises:
+            ArtifactError: it does not fit the model.
+            TrainerError: as `checkpoints.newest`.
+        """
+        checkpoints = self._training.checkpoints
+        state = newest(checkpoints, self._processes)
+        self._best = self._processes.gather(checkpoints.best)[0]
         if state is None:
             return 0
-        self._model.load_state_dict(state.model)
-        self._optimizer.load_state_dict(dict(state.optimizer))
-        if self._average and state.average is not None:
-            self._average.model.load_state_dict(state.average)
+        restore(state, self._model, self._optimizer, self._average.model if self._average else None)
+        self.pending = state.pending
         if self._processes.is_first:
             logger.info("%s  going on after step %d from a checkpoint", self._training.name, state.step)
         return state.step

@@ -15,7 +15,14 @@ from torch import nn
 
 from trainer import artifacts, models, storage, tracking
 from trainer.artifacts import Draft
-from trainer.config import DistillSettings, LoadingSettings, PretrainSettings, TrainingSettings, WatchSettings
+from trainer.config import (
+    SECTION_OF_STAGE,
+    DistillSettings,
+    LoadingSettings,
+    PretrainSettings,
+    TrainingSettings,
+    WatchSettings,
+)
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import Samples, micro_batch_size
 from trainer.distillation.recording import Recording
@@ -25,7 +32,7 @@ from trainer.profiling.recorder import Recorder
 from trainer.profiling.schema import ContextRecord
 from trainer.profiling.startup import Startup
 from trainer.tracking import Tracker
-from trainer.training.checkpoints import Checkpoints, checkpoint_root
+from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared
 from trainer.training.loop import Objective, Training, train
 from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
@@ -41,6 +48,7 @@ FAILED = "evidence-of-failed"
 class Session:
     """The surroundings of a stage's trainings, on one of its processes."""
 
+    stage: str
     processes: Processes
     tracker: Tracker
     data: PreparedDataset
@@ -95,6 +103,9 @@ class Session:
             name,
             settings=self.values,
             parents=self.parents,
+            section=SECTION_OF_STAGE[self.stage],
+            keep=settings.checkpoint_keep,
+            shared=root_is_shared(),
         )
         self._trainings.append(checkpoints)
         training = Training(
@@ -194,9 +205,19 @@ class Session:
         """
         if not self._measured:
             self._measure(settings, model.to(self.processes.device.torch_device))
+        self.check_ours()
         if self.processes.is_first:
             models.save(model, self.model.path)
             self.model.figures.update(models.describe(model) | {"val_top1": self._measured["val_top1"]})
+
+    def check_ours(self) -> None:
+        """Make sure, before the outputs are written, that no later try of this stage writes them too.
+
+        Raises:
+            TrainingError: one does.
+        """
+        for checkpoints in self._trainings:
+            checkpoints.check_ours()
 
     def remove_checkpoints(self) -> None:
         """Drop the checkpoints of all trainings: the result is complete."""
@@ -241,6 +262,7 @@ def open_session(
             shared_artifact(processes, model, "model", settings=values, parents=parents) as model_draft,
         ):
             session = Session(
+                stage=stage,
                 processes=processes,
                 tracker=tracker,
                 data=data,
@@ -255,4 +277,5 @@ def open_session(
                 watch=settings.watch or WatchSettings(),
             )
             yield session
+            session.check_ours()
         session.remove_checkpoints()

@@ -58,6 +58,7 @@ def measure(
     validation_s = _timed(processes, lambda: validate(ridden.loop.result)) if validate else 0.0
     checkpoint_s = _timed(processes, lambda: ridden.loop.save(laps.steps)) if settings.checkpoint_every else 0.0
     if processes.is_first:
+        training.checkpoints.finish()
         training.checkpoints.remove()
     mean, low, high = laps.step_s
     measured = Measurement(

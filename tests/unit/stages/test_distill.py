@@ -130,8 +130,8 @@ def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_w
     settings = {"teacher": "recorded", "student": student, "drop_path": 0.5, "checkpoint_every": 6}
     save = Checkpoints.save
 
-    def save_and_stop(checkpoints, state):
-        save(checkpoints, state)
+    def save_and_stop(checkpoints, state, **told):
+        save(checkpoints, state, **told)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as interruption:

@@ -1,0 +1,352 @@
+"""The checkpoints of one training: written in the background, the newest and the best kept, the newest valid one found again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from trainer import artifacts, storage
+from trainer.artifacts import Manifest
+from trainer.config import CHECKPOINTS_VARIABLE
+from trainer.errors import (
+    ArtifactError,
+    OutputError,
+    SettingsError,
+    StorageError,
+    TrainerError,
+    TrainingError,
+    writing_to,
+)
+from trainer.training.checkpoints import generations, snapshots
+from trainer.training.checkpoints.compatibility import compatible, differences, listed
+from trainer.training.checkpoints.generations import Generation
+from trainer.training.checkpoints.snapshots import Snapshot
+from trainer.training.checkpoints.state import State
+from trainer.training.checkpoints.writer import MOST_FAILURES, PASSING, Writer
+from trainer.training.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+LAST_WAIT_S = 10.0
+"""How long a training that fails waits for the checkpoint that is being written."""
+TOP1 = "val_top1"
+"""Figure of a checkpoint that was measured on the validation split."""
+
+_NAME = re.compile(r"step-(\d{8,})-g(\d{3,})")
+_DRAFT = ".step-"
+"""Begins the name of a folder, beside the others, in which a checkpoint is made."""
+
+
+class Entry(NamedTuple):
+    """One of a training's checkpoints; the one that counts more is greater."""
+
+    generation: int
+    step: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"step-{self.step:08d}-g{self.generation:03d}"
+
+
+def checkpoint_root(output: str | Path) -> str:
+    """Where the checkpoints of a training stand, a URI: `TRAINER_CHECKPOINTS`, or else beside its output."""
+    return os.environ.get(CHECKPOINTS_VARIABLE) or storage.join(storage.parent(output), "checkpoints")
+
+
+def root_is_shared() -> bool:
+    """Whether checkpoints of other runs may stand there too."""
+    return bool(os.environ.get(CHECKPOINTS_VARIABLE))
+
+
+class Checkpoints:
+    """The checkpoints of one training; one process of it writes, all of them read.
+
+    state = newest(checkpoints, processes)  # every process
+    with checkpoints:
+        checkpoints.save(...)               # the process that writes
+        checkpoints.finish()
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        name: str,
+        *,
+        settings: Mapping[str, Any],
+        parents: Mapping[str, str],
+        section: str = "",
+        keep: int = 2,
+        shared: bool = True,
+    ) -> None:
+        """Below `root`, for the training `name`.
+
+        Args:
+            root: a URI.
+            name: of the training.
+            settings: of which those that decide what is learned name the folder.
+            parents: name of each input -> its fingerprint; they name the folder too.
+            section: of the settings, for their full names in messages.
+            keep: newest checkpoints that are kept, beside the best.
+            shared: whether other runs' checkpoints may stand there; if not, those of a training of this name are this one's.
+        """
+        self._root, self._name, self._section = root, name, section
+        self._settings, self._parents, self._keep, self._shared = settings, parents, keep, shared
+        key = artifacts.digest({"settings": compatible(settings), "parents": parents})[:16]
+        self.uri = storage.join(root, f"{name}-{key}")
+        self._generation: Generation | None = None
+        self._whole: dict[Entry, float | None] = {}
+        """Complete ones, not known to be damaged -> top-1 accuracy of those that were measured."""
+        self._snapshot, self._writer = Snapshot(), Writer(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not self._writer.wait(LAST_WAIT_S):
+            logger.warning("%s  ends before its last checkpoint is written; the one before counts", self._name)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Beginning
+
+    def begin(self) -> None:
+        """Begin a new try: fence off those before it, and remove what they have left half-written.
+
+        Raises:
+            SettingsError: an unfinished training of other settings or inputs stands where only this one should.
+            OutputError: the folder can not be written.
+            StorageError: the store does not answer or refuses.
+        """
+        if not self.entries():
+            self._look_at_others()
+        self._generation = generations.claim(self.uri)
+        for entry in self.entries():
+            if not artifacts.exists(self._uri(entry)):
+                storage.remove(self._uri(entry))
+                continue
+            try:
+                self._whole[entry] = artifacts.manifest(self._uri(entry), "checkpoint").figures.get(TOP1)
+            except ArtifactError:  # `read` tells of it
+                continue
+        for name in storage.children(self.uri):
+            if name.startswith(_DRAFT):
+                storage.remove(storage.join(self.uri, name))
+
+    def _look_at_others(self) -> None:
+        """Before a training begins anew: refuse to leave an unfinished one of other settings or inputs behind, or say that there is one."""
+        folder = re.compile(rf"{re.escape(self._name)}-[0-9a-f]{{16}}")
+        uris = [storage.join(self._root, name) for name in storage.children(self._root) if folder.fullmatch(name)]
+        others = [uri for uri in uris if uri != self.uri and _entries(uri)]
+        if others and self._shared:
+            logger.info(
+                "%s  begins anew: the checkpoints at %s are of other settings or inputs", self._name, self._root
+            )
+        for uri in [] if self._shared else others:
+            try:
+                self._refuse_others(uri, artifacts.manifest(storage.join(uri, _entries(uri)[0].name), "checkpoint"))
+            except ArtifactError as error:
+                logger.warning("%s  passing over a checkpoint: %s", self._name, error)
+
+    def _refuse_others(self, uri: str, manifest: Manifest) -> None:
+        """Refuse a checkpoint of other settings or inputs."""
+        was, now = (manifest.settings, manifest.parents), (self._settings, self._parents)
+        differing = differences(was, now, section=self._section)
+        if differing:
+            raise SettingsError(
+                f"{self._name}: {uri} holds an unfinished training of other settings or inputs: {listed(differing)}; give the old "
+                "ones to go on with it, remove that folder to begin anew, or choose another output"
+            )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Reading
+
+    @property
+    def best(self) -> float | None:
+        """Highest top-1 accuracy of those that this try has found or written."""
+        return max((top1 for top1 in self._whole.values() if top1 is not None), default=None)
+
+    def entries(self) -> list[Entry]:
+        """All that seem to be there, the one that counts most first.
+
+        Raises:
+            StorageError: the store does not answer or refuses.
+        """
+        return _entries(self.uri)
+
+    def read(self, entry: Entry) -> State | None:
+        """A checkpoint, if it is valid; a damaged one is named in the log.
+
+        Raises:
+            SettingsError: it is of other settings or inputs.
+            StorageError: the store does not answer or refuses.
+        """
+        uri = self._uri(entry)
+        try:
+            artifact = artifacts.read(uri, "checkpoint")
+            self._refuse_others(uri, artifact)
+            return snapshots.read(artifact.path, uri)
+        except ArtifactError as error:
+            logger.warning("%s  passing over a checkpoint: %s", self._name, error)
+            self._whole.pop(entry, None)
+            return None
+
+    def _uri(self, entry: Entry) -> str:
+        return storage.join(self.uri, entry.name)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Writing
+
+    def save(self, state: State, *, top1: float | None = None) -> None:
+        """Copy a state, unless this try has written that step, and write it in the background; waits for the write before.
+
+        Args:
+            state: what to keep.
+            top1: its accuracy on the validation split, where it was measured.
+
+        Raises:
+            TrainingError: a later try of this training has begun.
+            OutputError, StorageError: the third write in a row has failed.
+        """
+        self._writer.wait()
+        self.look()
+        if self._generation is None:
+            self.begin()
+        if self._generation is not None and Entry(self._generation.number, state.step) in self._whole:
+            return
+        self._snapshot.take(state)
+        self._writer.start(partial(self._write, state.step, top1))
+
+    def look(self) -> None:
+        """End the training where the writing has found a reason to; takes no time.
+
+        Raises:
+            TrainingError: a later try of this training has begun.
+            OutputError, StorageError: the third write in a row has failed.
+        """
+        if self._writer.gives_up:
+            self._raise(f"{MOST_FAILURES} checkpoints in a row could not be written")
+
+    def finish(self, *, needed: bool = False) -> None:
+        """Wait until the last checkpoint is written.
+
+        Args:
+            needed: whether the training ends with it, without a result.
+
+        Raises:
+            TrainingError: a later try of this training has begun.
+            OutputError, StorageError: it is needed and could not be written, or was the third in a row.
+        """
+        self._writer.wait()
+        self.look()
+        if needed and self._writer.failure is not None:
+            self._raise("the last checkpoint could not be written")
+
+    def check_ours(self) -> None:
+        """Make sure that no later try of this training has begun, before something is written that it writes too.
+
+        Raises:
+            TrainingError: one has.
+            StorageError: the store does not answer or refuses.
+        """
+        if self._generation is not None and not self._generation.is_newest():
+            raise TrainingError(
+                f"{self._name}: superseded: this is try {self._generation.number} of this training, and a later one has begun, or has "
+                f"ended, at {self.uri}; this one writes nothing more; see to the later one"
+            )
+
+    def remove(self) -> None:
+        """Drop all checkpoints: the training has ended and its result is kept."""
+        self._writer.wait()
+        storage.remove(self.uri)
+
+    def _raise(self, what: str) -> None:
+        """Raise what the last write has failed with, with what is left; what is no matter of storage as it is."""
+        error = self._writer.failure
+        assert error is not None, "a write has failed"
+        if not isinstance(error, PASSING):
+            raise error
+        kind = type(error) if isinstance(error, TrainerError) else OutputError
+        last = max(self._whole, default=None)
+        left = f"the same command goes on from {self._uri(last)}, which is whole" if last else "there is no other one"
+        raise kind(f"{self._name}: {what}: {error}; {left}") from error
+
+    def _write(self, step: int, top1: float | None) -> None:
+        """In the background: write the snapshot, then drop old ones."""
+        assert self._generation is not None, "a try begins before something is saved"
+        self.check_ours()
+        entry, figures = Entry(self._generation.number, step), {"step": step}
+        self._write_snapshot(self._uri(entry), figures if top1 is None else {**figures, TOP1: top1})
+        self._whole[entry] = top1
+        try:
+            self._drop_old(self._generation.number)
+        except (OutputError, StorageError) as error:  # when the next one is written it is tried again
+            logger.warning("%s  old checkpoints stay: %s", self._name, error)
+
+    def _write_snapshot(self, uri: str, figures: Mapping[str, Any]) -> None:
+        if storage.is_remote(uri):
+            self._write_artifact(uri, figures)
+            return
+        path = storage.local_path(uri)
+        draft = path.with_name(f".{path.name}")
+        try:
+            self._write_artifact(draft, figures)
+            self.check_ours()
+            with writing_to(path):
+                draft.rename(path)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)  # of one that failed; its bytes may be what fills the disk
+
+    def _write_artifact(self, uri: str | Path, figures: Mapping[str, Any]) -> None:
+        with artifacts.create(uri, "checkpoint", settings=self._settings, parents=self._parents) as draft:
+            draft.figures.update(figures)
+            self._snapshot.write(draft.path)
+
+    def _drop_old(self, generation: int) -> None:
+        """Keep the newest ones and the best; of a later try nothing is touched."""
+        kept = set(sorted(self._whole, reverse=True)[: self._keep])
+        measured = [(top1, entry) for entry, top1 in self._whole.items() if top1 is not None]
+        kept |= {max(measured)[1]} if measured else set()
+        for entry in self.entries():
+            if entry not in kept and entry.generation <= generation:
+                artifacts.remove(self._uri(entry))
+                self._whole.pop(entry, None)
+
+
+def newest(checkpoints: Checkpoints, processes: Processes) -> State | None:
+    """Begin a new try of a training: from the newest checkpoint that is valid on all its processes; a damaged one is passed over.
+
+    Raises:
+        TrainingError: the processes do not see the same checkpoints.
+        SettingsError: an unfinished training of other settings or inputs stands in the way.
+        OutputError: the folder can not be written.
+        StorageError: the store does not answer or refuses.
+    """
+    if processes.is_first:
+        checkpoints.begin()
+    processes.barrier()
+    found = processes.gather(checkpoints.entries())
+    if any(found) and not all(found):
+        lacking = ", ".join(str(rank) for rank, entries in enumerate(found) if not entries)
+        raise TrainingError(
+            f"process {lacking} of {processes.world_size} finds no checkpoints at {checkpoints.uri}, where others find some; let "
+            "TRAINER_CHECKPOINTS name a place that all machines reach, such as s3://BUCKET/NAME"
+        )
+    for entry in sorted(set.intersection(*map(set, found)), reverse=True):
+        state = checkpoints.read(entry)
+        if all(processes.gather(state is not None)):
+            return state
+    return None
+
+
+def _entries(uri: str) -> list[Entry]:
+    matches = (_NAME.fullmatch(name) for name in storage.children(uri))
+    return sorted((Entry(int(match[2]), int(match[1])) for match in matches if match), reverse=True)

@@ -1,0 +1,179 @@
+"""What a training has to keep to go on, each tensor by the name of its weight.
+
+So a state fits the same model whatever the order of its weights and the number of processes, and whether the optimiser is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from trainer.errors import ArtifactError
+
+OPTIONS = ("lr_scale", "weight_decay", "betas", "eps")
+"""What a group of weights has of its own, beside the schedule's learning rate: it decides how a weight is changed."""
+_SHOWN = 3
+"""Names of each kind in a message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a checkpoint holds."""
+
+    step: int
+    """Optimiser steps done."""
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    """Such as `exp_avg/NAME OF WEIGHT`; nothing of a weight that was never changed."""
+    groups: Sequence[Mapping[str, Any]]
+    """The optimiser's groups: their `params`, names of weights, and of `OPTIONS` those that the optimiser has."""
+    average: Mapping[str, Tensor] | None
+    """The moving average of the weights, where there is one."""
+    pending: tuple[str, ...] = ()
+    """What belongs to the last step and is still to be done, such as `validation`."""
+    uri: str = ""
+    """Where it was read; empty for one that was not."""
+
+
+def capture(
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: nn.Module | None,
+    *,
+    pending: tuple[str, ...] = (),
+) -> State:
+    """The state after `step` steps: the tensors themselves, which the next step changes.
+
+    A sharded optimiser has to be consolidated on this process before.
+    """
+    names, held = _names(model), optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    groups = []
+    for group, packed in zip(optimizer.param_groups, held["param_groups"], strict=True):
+        own = [names[parameter] for parameter in group["params"]]
+        for name, number in zip(own, packed["params"], strict=True):
+            tensors |= {f"{key}/{name}": value for key, value in held["state"].get(number, {}).items()}
+        groups.append({"params": own} | _options(group))
+    return State(
+        step=step,
+        model=model.state_dict(),
+        optimizer=tensors,
+        groups=groups,
+        average=average.state_dict() if average is not None else None,
+        pending=pending,
+    )
+
+
+def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None) -> None:
+    """Put a state into a model, its optimiser (of which a sharded one takes its share) and its average.
+
+    Raises:
+        ArtifactError: names, shapes or types do not fit; nothing was changed then.
+    """
+    names = _names(model)
+    _refuse(state, "weights", _misfits(state.model, model.state_dict()))
+    _refuse(state, "optimiser", [*_strangers(state.optimizer, names), *_other_options(state.groups, optimizer, names)])
+    if average is not None:
+        _refuse(state, "average", _misfits(state.average or {}, average.state_dict()))
+        average.load_state_dict(dict(state.average or {}))
+    model.load_state_dict(dict(state.model))
+    _restore_optimizer(state.optimizer, optimizer, names)
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {key: group[key] for key in OPTIONS if key in group}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+
+
+def _restore_optimizer(
+    tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> None:
+    """Not by `load_state_dict`, which goes by numbers of weights, and which a sharded optimiser does not get right for a fused one."""
+    local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    by_weight: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        key, _, weight = name.partition("/")
+        by_weight.setdefault(weight, {})[key] = tensor
+    for parameter in _parameters(local):
+        held = by_weight.get(names[parameter])
+        if held is not None:
+            local.state[parameter] = {key: value.to(parameter.device, copy=True) for key, value in held.items()}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What does not fit
+
+
+def _refuse(state: State, part: str, misfits: Sequence[str]) -> None:
+    if misfits:
+        raise ArtifactError(
+            f"checkpoint {state.uri or f'of step {state.step}'}: its {part} does not fit this training: {_listed(misfits)}; "
+            "go on with the version of the project that wrote it, or remove it to begin anew"
+        )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = len(texts) - _SHOWN
+    return "; ".join(texts[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _misfits(held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """What differs between the tensors of a checkpoint and those of a model: names, shapes, types."""
+    lacking = [f"it lacks {name}" for name in wanted if name not in held]
+    strange = [f"it has {name}, which the model has not" for name in held if name not in wanted]
+    others = [
+        f"{name} is {_described(held[name])} instead of {_described(tensor)}"
+        for name, tensor in wanted.items()
+        if name in held and _described(held[name]) != _described(tensor)
+    ]
+    return lacking + strange + others
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _strangers(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> list[str]:
+    """What of an optimiser's state belongs to no weight, or to one of another shape; single numbers, such as its steps, fit all."""
+    shapes = {name: parameter.shape for parameter, name in names.items()}
+    told = []
+    for name, tensor in tensors.items():
+        shape = shapes.get(name.partition("/")[2])
+        if shape is None:
+            told.append(f"it has {name}, which the model has not")
+        elif tensor.dim() and tensor.shape != shape:
+            told.append(f"{name} is {list(tensor.shape)} instead of {list(shape)}")
+    return told
+
+
+def _other_options(
+    groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[str]:
+    """Weights that were changed in another way than they would be now."""
+    before = {weight: group for group in groups for weight in group["params"]}
+    told = []
+    for group in optimizer.param_groups:
+        now = _options(group)
+        for weight in (names[parameter] for parameter in group["params"]):
+            was = before.get(weight, {})
+            told += [
+                f"{key} of {weight} was {was.get(key)}, is {value}"
+                for key, value in now.items()
+                if was.get(key, value) != value or weight not in before
+            ]
+    return told
