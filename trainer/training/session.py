@@ -26,7 +26,7 @@ from trainer.config import (
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import Samples, micro_batch_size
 from trainer.distillation.recording import Recording
-from trainer.errors import TrainerError
+from trainer.errors import PreemptedError, TrainerError
 from trainer.models import Classifier
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.schema import ContextRecord
@@ -36,7 +36,7 @@ from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_s
 from trainer.training.loop import Objective, Training, train
 from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
-from trainer.training.validation import validate
+from trainer.training.validation import Ends, validate
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,8 @@ class Session:
         """Keep at `uri` what was recorded of a training that fails, and name that place."""
         try:
             yield
+        except PreemptedError:  # its attempt is noted, and it goes on
+            raise
         except BaseException as error:
             if not self.processes.is_first or not recorder.has_begun or not self._keep_evidence(recorder, uri):
                 raise
@@ -184,16 +186,19 @@ class Session:
             }
         )
 
-    def _measure(self, settings: TrainingSettings, model: nn.Module) -> Mapping[str, float]:
-        """Accuracy and loss on the validation split."""
+    def _measure(
+        self, settings: TrainingSettings, model: nn.Module, ends: Ends | None = None
+    ) -> Mapping[str, float] | None:
+        """Accuracy and loss on the validation split; None where `ends` has broken it off."""
         measured = validate(
             model,
             split=self.data.split("val"),
             processes=self.processes,
             batch_size=settings.batch_size,
             precision=settings.precision,
+            ends=ends,
         )
-        self._measured.update(measured)
+        self._measured.update(measured or {})
         return measured
 
     def keep(self, model: Classifier, settings: TrainingSettings) -> None:

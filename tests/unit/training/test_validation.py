@@ -50,7 +50,21 @@ def test_processes_share_the_images_out_without_leaving_one(model, monkeypatch):
     split, seen = Images(11), []
     read = split.read
     split.read = lambda indices: (seen.extend(indices), read(indices))[1]
-    monkeypatch.setattr(Processes, "total", lambda self, values: values)
+    monkeypatch.setattr(Processes, "gather", lambda self, value, what: [value])
     for rank in range(3):
         validate(model, split, processes(rank, 3), batch_size=2, precision="fp32")
     assert sorted(seen) == list(range(11))
+
+
+def test_it_is_broken_off_after_a_batch_and_equally_often_asked_on_all_processes(model):
+    asked = []
+    for rank in range(3):
+        looks = []
+        figures = validate(
+            model.train(), Images(7), processes(rank, 3), batch_size=1, precision="fp32",
+            ends=lambda looks=looks: looks.append(1) or len(looks) == 3,
+        )  # fmt: skip
+        asked.append(len(looks))
+        assert figures is None, "two of the processes have no third image, but the first one has"
+        assert model.training
+    assert asked == [3, 3, 3]
