@@ -114,7 +114,7 @@ def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_stu
 ):
     """The machine that is lost comes back before the first one has noticed."""
     here = distillation("here", checkpoint_every=3).run(processes=2)
-    store.delay(60, times=1, method="PUT", path="run-2/checkpoints/.*step-00000006/manifest")
+    store.delay(60, times=1, method="PUT", path="run-2/checkpoints/.*step-00000006-g001/manifest")
 
     def came_back(pod):
         (status,) = cluster.get(PODS, pod)["status"]["containerStatuses"]
