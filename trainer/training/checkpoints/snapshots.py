@@ -163,7 +163,7 @@ class _Part:
     @property
     def content(self) -> tuple[bytes, memoryview]:
         """The bytes of the file."""
-        return self._header, memoryview(self._memory.numpy())
+        return self._header, self._memory.numpy().data
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:

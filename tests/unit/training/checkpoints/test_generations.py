@@ -1,0 +1,59 @@
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import StorageError
+from trainer.training.checkpoints import generations
+
+
+@pytest.fixture(params=["here", "in a store"])
+def root(request, tmp_path):
+    if request.param == "here":
+        return str(tmp_path / "training")
+    return request.getfixturevalue("object_store").uri("training")
+
+
+def test_a_later_one_fences_off_the_one_before(root):
+    assert generations.newest(root) == 0
+    first = generations.claim(root)
+    assert first.is_newest()
+    second = generations.claim(root)
+    assert (first.number, second.number) == (1, 2)
+    assert (first.is_newest(), second.is_newest()) == (False, True)
+
+
+def test_each_number_is_claimed_once(root):
+    with ThreadPoolExecutor(6) as threads:
+        numbers = [one.number for one in threads.map(lambda _: generations.claim(root), range(12))]
+    assert sorted(numbers) == list(range(1, 13))
+
+
+def test_a_number_that_a_checkpoint_has_is_taken(tmp_path):
+    (tmp_path / "step-00000500-g004").mkdir()
+    assert generations.claim(str(tmp_path)).number == 5
+    (tmp_path / ".step-00000600-g007").mkdir()
+    (tmp_path / "evidence-of-failed").mkdir()
+    assert generations.claim(str(tmp_path)).number == 8
+
+
+def test_a_claim_that_was_taken_away_or_over_is_lost(tmp_path):
+    claimed = generations.claim(str(tmp_path))
+    marker = Path(tmp_path) / "generation-001"
+    marker.write_bytes(b"another")
+    assert not claimed.is_newest()
+    marker.unlink()
+    assert not claimed.is_newest()
+
+
+def test_an_answer_that_is_lost_does_not_cost_the_claim(object_store):
+    object_store.lose_answer(method="PUT", path="generation-001")
+    claimed = generations.claim(object_store.uri("training"))
+    assert claimed.number == 1
+    assert claimed.is_newest()
+
+
+def test_a_store_that_refuses_is_told(object_store):
+    object_store.answer(403, method="PUT")
+    with pytest.raises(StorageError, match="refuses"):
+        generations.claim(object_store.uri("training"))

@@ -1,0 +1,102 @@
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoints import everything, learner, snapshot_of
+from trainer.errors import ArtifactError
+from trainer.training.checkpoints.state import capture, restore
+
+
+def test_a_state_goes_back_to_where_it_came_from_bit_by_bit():
+    saved = snapshot_of(7, learner(seed=1), pending=("validation",))
+    other = learner(seed=2)
+    restore(saved, *other)
+    assert everything(capture(7, *other, pending=("validation",))) == everything(saved)
+
+
+def test_the_next_step_is_the_same_after_it():
+    first, second = learner(seed=1), learner(seed=2, steps=0)
+    restore(snapshot_of(2, first), *second)
+    batch = torch.randn(5, 3)
+    for model, optimizer, _ in (first, second):
+        model(batch).square().sum().backward()
+        optimizer.step()
+    assert everything(snapshot_of(3, first)) == everything(snapshot_of(3, second))
+
+
+def test_it_goes_by_names_not_by_the_order_of_groups():
+    saved, other = snapshot_of(2, learner(seed=1)), learner(seed=2, order=(1, 0))
+    restore(saved, *other)
+    assert everything(capture(2, *other)) == everything(saved)
+
+
+def test_a_restored_optimiser_shares_no_memory_with_the_state():
+    saved, (model, optimizer, average) = snapshot_of(2, learner(seed=1)), learner(seed=2)
+    before = everything(saved)
+    restore(saved, model, optimizer, average)
+    saved = everything(capture(2, *learner(seed=1)))
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    assert saved == before
+
+
+def test_a_state_before_the_first_step_has_nothing_of_the_optimiser():
+    saved, (model, optimizer, average) = snapshot_of(0, learner(seed=1, steps=0)), learner(seed=2, steps=0)
+    assert saved.optimizer == {}
+    restore(saved, model, optimizer, average)
+    assert not optimizer.state
+
+
+def misfit(seed=1, **changes):
+    """What is told of a state that was changed before it is put back."""
+    saved, other = snapshot_of(2, learner(seed=seed)), learner(seed=3)
+    before = everything(capture(2, *other))
+    fields = {name: dict(getattr(saved, name)) for name in ("model", "optimizer", "average")}
+    for name, change in changes.items():
+        change(fields[name])
+    altered = type(saved)(**{**vars(saved), **fields, "uri": "s3://b/c"})
+    with pytest.raises(ArtifactError) as caught:
+        restore(altered, *other)
+    assert everything(capture(2, *other)) == before, "nothing is changed"
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_named():
+    told = misfit(model=lambda tensors: tensors.pop("0.bias"))
+    assert told.startswith("checkpoint s3://b/c: its weights does not fit this training: it lacks 0.bias; go on with")
+    told = misfit(average=lambda tensors: tensors.update({"3.bias": torch.zeros(2)}))
+    assert "its average does not fit this training: it has 3.bias, which the model has not;" in told
+    told = misfit(model=lambda tensors: tensors.update({"0.weight": torch.zeros(4, 4)}))
+    assert "0.weight is [4, 4] float32 instead of [4, 3] float32;" in told
+    told = misfit(model=lambda tensors: tensors.update({"0.weight": tensors["0.weight"].bfloat16()}))
+    assert "0.weight is [4, 3] bfloat16 instead of [4, 3] float32;" in told
+    told = misfit(optimizer=lambda tensors: tensors.update({"exp_avg/0.weight": torch.zeros(3, 4)}))
+    assert "its optimiser does not fit this training: exp_avg/0.weight is [3, 4] instead of [4, 3];" in told
+    told = misfit(optimizer=lambda tensors: tensors.update({"exp_avg/9.weight": torch.zeros(3, 4)}))
+    assert "it has exp_avg/9.weight, which the model has not;" in told
+    told = misfit(model=lambda tensors: [tensors.pop(name) for name in list(tensors)])
+    assert "it lacks 0.weight; it lacks 0.bias; it lacks 1.weight; and 6 more;" in told
+
+
+def test_other_options_of_a_weight_are_named():
+    saved, (model, optimizer, average) = snapshot_of(2, learner(seed=1)), learner(seed=3)
+    optimizer.param_groups[1]["weight_decay"] = 0.1
+    with pytest.raises(ArtifactError, match=r"weight_decay of 1\.weight was 0\.0, is 0\.1"):
+        restore(saved, model, optimizer, average)
+
+
+def test_a_state_without_an_average_does_not_fit_a_training_with_one():
+    model, optimizer, average = learner()
+    with pytest.raises(ArtifactError, match=r"its average does not fit this training: it lacks 0\.weight"):
+        restore(capture(2, model, optimizer, None), model, optimizer, average)
+
+
+def test_weights_that_two_modules_share_are_kept_once_in_the_optimiser():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    state = capture(1, model, optimizer, None)
+    assert set(state.groups[0]["params"]) == {"0.weight", "0.bias", "1.bias"}
+    restore(state, model, optimizer, None)
