@@ -14,6 +14,7 @@ from pathlib import Path
 from trainer import __version__, config, launch, stages, tracking
 from trainer.errors import (
     CRASH_EXIT_CODE,
+    CRASHED_NODE_EXIT_CODE,
     EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
@@ -72,7 +73,7 @@ def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool, nod
     if node:
         launch.leave_last_words(str(error))
     print(f"{'ended' if isinstance(error, PreemptedError) else 'error'}: {error}", file=sys.stderr)
-    return CRASH_EXIT_CODE if node and isinstance(error, CrashError) else _exit_code(error)
+    return CRASHED_NODE_EXIT_CODE if node and isinstance(error, CrashError) else _exit_code(error)
 
 
 def _exit_code(error: TrainerError) -> int:

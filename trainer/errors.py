@@ -36,6 +36,9 @@ from trainer import limits
 EXIT_CODE = 2
 CRASH_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
+CRASHED_NODE_EXIT_CODE = 200
+"""Of a node of a cluster's job whose process crashed, was killed or missed another node. It is no signal's, and above 127, so that the
+job's operator starts the node again; the second crash of one kind has `EXIT_CODE`."""
 PREEMPTED_EXIT_CODE = 143
 """Of a process that was asked to end by SIGTERM (128 + 15, as a shell says it): start it again, and it goes on."""
 

@@ -6,15 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from components.launch.progress import Progress
 from components.launch.replicas import Replica, Termination
-from trainer.errors import EXIT_CODE
-from trainer.launch import MISSED_ANOTHER
+from trainer.errors import CRASH_EXIT_CODE, CRASHED_NODE_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE
 
 SHOWN_LINES = 5
 _PLAIN_ENDS = {"", "Completed", "Error"}
 """Reasons by which a container ended of itself, or was ended by whoever."""
 _KILLED = 137
-_ASKED_TO_END = {130, 143}
-"""Exit codes after SIGINT and SIGTERM: how replicas end because another one failed."""
 _AGAIN = "run again, which goes on from the last checkpoint"
 
 _ADVICE_BY_REASON: Mapping[str, str] = {
@@ -26,13 +23,14 @@ _ADVICE_BY_REASON: Mapping[str, str] = {
 }
 _TAKEN_AWAY = f"its machine was taken away: {_AGAIN}; a pool without spot nodes is not interrupted, one with retries starts again by itself"
 _ADVICE_BY_EXIT_CODE: Mapping[int, str] = {
-    1: "its log above has the traceback",
+    CRASH_EXIT_CODE: "its log above has the traceback",
+    CRASHED_NODE_EXIT_CODE: "its log above has the traceback",
     126: "the image does not fit: check the pool's image and TRAINER_IMAGE",
     127: "the image does not fit: check the pool's image and TRAINER_IMAGE",
     134: "it crashed below Python; its log above may say where",
     137: "it was killed from outside; if the node ran out of memory, lower batch_size or choose a larger pool",
     139: "it crashed below Python; its log above may say where",
-    143: f"it was asked to end from outside: {_AGAIN}",
+    PREEMPTED_EXIT_CODE: f"it was asked to end from outside: {_AGAIN}",
 }
 
 
@@ -91,9 +89,9 @@ def first_failure(ends: Iterable[Termination], heard: Mapping[str, float]) -> Te
 def _weight(end: Termination) -> int:
     if end.reason not in _PLAIN_ENDS:
         return 0
-    if end.exit_code in _ASKED_TO_END:
+    if end.asked_to_end:
         return 4
-    if end.message.endswith(MISSED_ANOTHER):
+    if end.missed_another:
         return 3
     return 2 if end.exit_code == _KILLED else 1
 

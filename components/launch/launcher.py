@@ -95,6 +95,7 @@ class ClusterLauncher:
             queued_s=MINUTE_S * pool.queued_minutes,
             running_s=MINUTE_S * pool.running_minutes,
             silent_s=MINUTE_S * pool.silent_minutes,
+            retries=pool.retries,
         )
         return Progress(nodes=pool.elastic_min_nodes or spec.nodes, limits=limits, now=time.monotonic())
 

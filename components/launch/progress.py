@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from components.launch.patience import duration
-from components.launch.replicas import Replica
+from components.launch.replicas import Replica, Termination
 from components.launch.state import State
 
 STUCK_S = 300.0
@@ -33,6 +33,8 @@ class Limits:
     """All replicas running, all periods together."""
     silent_s: float
     """Running without a line of output."""
+    retries: int = 0
+    """How many failures of a replica it may survive, if it is one that is started again; 0: whoever runs it knows when it has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Ending:
 
     kind: Literal["succeeded", "failed", "deleted", "overdue"]
     message: str = ""
-    """Of `overdue`: which limit, and the next move."""
+    """Of `overdue`, a job that is to be ended: which limit, and the next move."""
 
 
 class Progress:
@@ -67,6 +69,9 @@ class Progress:
         self._since, self._ran_s, self._running = now, 0.0, False
         self._last_sign, self._stuck_since = now, now
         self._counts: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        """Replica -> how often it has failed; one failure makes the others end, so it is not their sum that counts."""
+        self._last_failure = ""
         self.trouble = self._status = ""
         self._news: list[str] = []
 
@@ -89,7 +94,7 @@ class Progress:
         before = self.replicas.get(replica.name)
         self.replicas[replica.name] = replica
         if replica.ended and replica.ended != (before and before.ended) and replica.ended.exit_code != 0:
-            self._news.append(f"{replica.name} {replica.ended}")
+            self._take_end(replica.ended)
         if replica.stuck and (before is None or before.waiting != replica.waiting):
             self._tell_trouble(f"{replica.name}: {replica.waiting}: {replica.waiting_message}")
         self._judge(now)
@@ -127,6 +132,8 @@ class Progress:
             return Ending(kind="succeeded" if self.state.phase == "succeeded" else "failed")
         if self._deleted:
             return Ending(kind="deleted")
+        if self._limits.retries and max(self._failures.values(), default=0) > self._limits.retries:
+            return Ending(kind="overdue", message=self._too_often())
         for limit_s, since, message in self._clocks():
             if now - since >= limit_s:
                 return Ending(kind="overdue", message=message)
@@ -135,6 +142,20 @@ class Progress:
     def patience_s(self, now: float) -> float:
         """Seconds until the next limit, if nothing is seen until then."""
         return max(0.0, min(since + limit_s - now for limit_s, since, _ in self._clocks()))
+
+    def _take_end(self, end: Termination) -> None:
+        """Tell that a replica did not end well; a machine that is taken away is nobody's failure, and may be as often as it likes."""
+        told = f"{end.replica} {end}" + (f": {end.message}" if end.message else "")
+        self._news.append(told)
+        if end.failed:
+            self._failures[end.replica] += 1
+            self._last_failure = told
+
+    def _too_often(self) -> str:
+        return (
+            f"has failed {max(self._failures.values())} times, and its pool allows {self._limits.retries} retries; the last time "
+            f"{self._last_failure}; mend that and run again, which goes on from the last checkpoint, or raise the pool's retries"
+        )
 
     def _clocks(self) -> list[tuple[float, float, str]]:
         """The limits that hold now: seconds, when they began to count, and what to say when they are reached."""

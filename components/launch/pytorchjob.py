@@ -20,7 +20,7 @@ PORT = {"name": "pytorchjob-port", "containerPort": 23456, "protocol": "TCP"}
 
 
 def render(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
-    """The manifest of a job: one master, and a worker for every further node.
+    """The manifest of a job: one master, and a worker for every further node; in an elastic job, where any node may go, workers only.
 
     Raises:
         LaunchError: the job does not fit the pool.
@@ -30,11 +30,10 @@ def render(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
         "kind": KIND,
         "spec": {
             "nprocPerNode": str(pool.processes(spec.processes_per_node)),
-            "runPolicy": _run_policy(spec, pool),
+            "runPolicy": _run_policy(pool),
             **_elastic_policy(spec, pool),
             "pytorchReplicaSpecs": {
-                "Master": _replica(1, spec, pool, identity),
-                **({"Worker": _replica(spec.nodes - 1, spec, pool, identity)} if spec.nodes > 1 else {}),
+                role: _replica(count, spec, pool, identity) for role, count in _roles(spec, pool).items() if count
             },
         },
     }
@@ -44,20 +43,27 @@ def render(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
     return {"apiVersion": body["apiVersion"], "kind": KIND, "metadata": metadata, "spec": body["spec"]}
 
 
+def _roles(spec: JobSpec, pool: Pool) -> dict[str, int]:
+    """How many replicas each role has."""
+    masters = 0 if pool.elastic_min_nodes else 1
+    return {"Master": masters, "Worker": spec.nodes - masters}
+
+
 def _replica(count: int, spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
     return {
         "replicas": count,
-        "restartPolicy": "OnFailure" if pool.retries else "Never",
+        # Codes below 128 fail the job: the trainer's own errors, which would come again. Others get a new pod: preempted, killed, crashed.
+        "restartPolicy": "ExitCode" if pool.retries else "Never",
         "template": pod.template(spec, pool, identity, container={"name": CONTAINER, "ports": [PORT]}),
     }
 
 
-def _run_policy(spec: JobSpec, pool: Pool) -> dict[str, Any]:
+def _run_policy(pool: Pool) -> dict[str, Any]:
     return {
         # Workers would otherwise run on when the master has ended; those that ended are kept, with their exit codes.
         "cleanPodPolicy": "Running",
-        # The operator adds up the restarts of all pods and stops when the sum reaches the limit; one failure restarts every node.
-        "backoffLimit": pool.retries * spec.nodes + 1 if pool.retries else 0,
+        # It would count restarts within a pod, of which the policy ExitCode has none; whoever follows the job counts (`Progress`).
+        **({} if pool.retries else {"backoffLimit": 0}),
         # For when the launcher is gone: its own limits are the exact ones, and the operator's clock runs while pods wait for nodes.
         "activeDeadlineSeconds": 60 * (pool.queued_minutes + pool.running_minutes),
         "ttlSecondsAfterFinished": 60 * pool.keep_minutes,
@@ -67,11 +73,10 @@ def _run_policy(spec: JobSpec, pool: Pool) -> dict[str, Any]:
 def _elastic_policy(spec: JobSpec, pool: Pool) -> dict[str, Any]:
     if not pool.elastic_min_nodes:
         return {}
-    least = max(2, pool.elastic_min_nodes)
-    if spec.nodes < least:
+    if spec.nodes < pool.elastic_min_nodes:
         raise LaunchError(
-            f"{spec.stage}: nodes = {spec.nodes}, but pool {pool.name} is elastic (elastic_min_nodes = {pool.elastic_min_nodes}) and takes "
-            f"jobs of {least} nodes or more; ask for {least}, or choose a pool that is not elastic"
+            f"{spec.stage}: nodes = {spec.nodes}, but pool {pool.name} is elastic and needs {pool.elastic_min_nodes} at least "
+            f"(elastic_min_nodes); ask for {pool.elastic_min_nodes} or more, or choose a pool that is not elastic"
         )
     policy = {
         "rdzvBackend": "c10d",

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
+from trainer.launch import MISSED_ANOTHER
+
 STUCK = frozenset(
     {
         "ErrImagePull",
@@ -18,6 +21,17 @@ STUCK = frozenset(
     }
 )
 """Reasons for which a container waits and that seldom pass by themselves."""
+
+_DISRUPTIONS = frozenset(
+    {
+        "PreemptionByScheduler",
+        "DeletionByTaintManager",
+        "EvictionByEvictionAPI",
+        "DeletionByPodGC",
+        "TerminationByKubelet",
+    }
+)
+"""Kubernetes' reasons for the condition DisruptionTarget: it has taken the machine away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +47,22 @@ class Termination:
     """What the container left as its termination message, or Kubernetes' sentence."""
     finished: str
     """RFC 3339 time, in whole seconds."""
+
+    @property
+    def asked_to_end(self) -> bool:
+        """Whether it left on request, as a replica does that is preempted, or that the others leave behind."""
+        return self.exit_code in {INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE}
+
+    @property
+    def missed_another(self) -> bool:
+        """Whether it says that another one was gone."""
+        return self.message.endswith(MISSED_ANOTHER)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by a fault of its own, as far as can be told."""
+        taken_away = self.exit_code is None or self.reason in _DISRUPTIONS
+        return self.exit_code != 0 and not (taken_away or self.asked_to_end or self.missed_another)
 
     def __str__(self) -> str:
         code = "" if self.exit_code is None else f" with exit code {self.exit_code}"

@@ -17,7 +17,8 @@ from components.launch.launcher import ClusterLauncher
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from tests.stand_ins.kubernetes.stand_in import Script
 from trainer.costs import Price
-from trainer.errors import LaunchError
+from trainer.errors import CRASHED_NODE_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError
+from trainer.launch import MISSED_ANOTHER
 from trainer.signals import ended_by_sigterm
 
 pytestmark = pytest.mark.usefixtures("threads_end")
@@ -136,13 +137,26 @@ def test_logs_are_followed_from_pending_on_with_trouble_told_once(kubernetes, ru
     assert "worker-0 | step 2" in told()
 
 
-def test_a_replica_that_is_started_again_is_read_on(kubernetes, run, told):
+@pytest.mark.parametrize("exit_code", [PREEMPTED_EXIT_CODE, CRASHED_NODE_EXIT_CODE, 137])
+def test_a_replica_that_is_started_again_is_read_on(kubernetes, run, told, exit_code):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
-    kubernetes.script("*-worker-0", Script(output=["first"], exit_code=1), Script(output=["second"]))
+    kubernetes.script(
+        "*-worker-0",
+        Script(output=["first", 0.5], exit_code=exit_code, termination_message="why"),
+        Script(output=["second"]),
+    )
     run(retries=3)
     worker = [line for line in told() if line.startswith("worker-0 |")]
     assert worker == ["worker-0 | first", "worker-0 | second"]
-    assert any("worker-0 ended with exit code 1" in line for line in told())
+    assert any(line.endswith(f"worker-0 ended with exit code {exit_code}: why") for line in told())
+
+
+def test_a_preemption_is_no_failure_that_is_counted(kubernetes, run):
+    taken = Script(output=["step 1"], exit_code=PREEMPTED_EXIT_CODE)
+    kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
+    kubernetes.script("*-worker-0", taken, taken, taken, QUICK)
+    run(retries=1)
+    assert len(jobs(kubernetes)) == 1
 
 
 def test_a_preempted_replica_is_waited_for(kubernetes, run, told, meanwhile):
@@ -186,6 +200,44 @@ def test_what_the_trainer_itself_refused_is_not_paid_for_again(kubernetes, fails
     ClusterLauncher(pool, identity).run(replace(spec, settings={"batch_size": 128}))  # other settings are another job
     kubernetes.delete(PYTORCHJOBS, failed["metadata"]["name"])
     run()
+
+
+def test_what_the_trainer_itself_refused_is_not_tried_again_in_the_same_job_either(kubernetes, fails):
+    message = "distill: failed twice at step 7 in the same way: ValueError: planted"
+    kubernetes.script("*-master-0", HANGING)
+    kubernetes.script("*-worker-0", Script(output=["step 1"], exit_code=EXIT_CODE, termination_message=message))
+    assert fails(retries=3).endswith(f"failed (PyTorchJobFailed): worker-0 ended with exit code 2: {message}")
+    assert fails(retries=3).startswith("not tried again, for it would fail again")
+
+
+def test_a_job_that_fails_more_often_than_its_pool_allows_is_ended_with_the_last_message(kubernetes, fails):
+    crash = Script(
+        output=["step 1"], exit_code=CRASHED_NODE_EXIT_CODE, termination_message="distill: was ended by SIGSEGV"
+    )
+    missed = replace(crash, termination_message=f"distill: Broken pipe; {MISSED_ANOTHER}")
+    kubernetes.script("*-master-0", missed)
+    kubernetes.script("*-worker-0", crash)
+    message = fails(retries=2)
+    assert (
+        "has failed 3 times, and its pool allows 2 retries; the last time worker-0 ended with exit code 200: "
+        in message
+    )
+    assert "distill: was ended by SIGSEGV; mend that and run again" in message
+    assert jobs(kubernetes) == []
+
+
+def test_the_next_attempt_of_a_task_reads_and_writes_the_same_places_and_so_goes_on(
+    kubernetes, fails, run, monkeypatch
+):
+    """KFP tries a task again in a new pod, which knows nothing of the first one but the run's id."""
+    monkeypatch.setenv("TRAINER_CHECKPOINTS", "s3://bucket/checkpoints")
+    kubernetes.script("*", Script(output=["starting"], exit_code=PREEMPTED_EXIT_CODE))
+    assert "it was asked to end from outside: run again" in fails()
+    kubernetes.script("*", QUICK)
+    run()
+    first, second = (job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"] for job in jobs(kubernetes))
+    assert first == second
+    assert {"name": "TRAINER_CHECKPOINTS", "value": "s3://bucket/checkpoints"} in second["containers"][0]["env"]
 
 
 def test_a_crash_is_tried_again(kubernetes, fails, run):

@@ -61,28 +61,30 @@ def test_the_run_policy_ends_and_cleans_up_what_nobody_follows():
     }
 
 
-@pytest.mark.parametrize(
-    ("retries", "nodes", "policy", "limit"), [(0, 4, "Never", 0), (2, 1, "OnFailure", 3), (2, 4, "OnFailure", 9)]
-)
-def test_retries_restart_every_node(retries, nodes, policy, limit):
-    job = rendered(nodes=nodes, retries=retries)["spec"]
-    assert job["runPolicy"]["backoffLimit"] == limit
-    assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {policy}
+def test_without_retries_the_first_failure_ends_the_job():
+    job = rendered(nodes=4)["spec"]
+    assert job["runPolicy"]["backoffLimit"] == 0
+    assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {"Never"}
 
 
-def test_an_elastic_pool_gives_an_elastic_job():
+def test_with_retries_the_exit_code_tells_whether_a_pod_is_started_again():
+    job = rendered(nodes=4, retries=2)["spec"]
+    assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {"ExitCode"}
+    assert "backoffLimit" not in job["runPolicy"]  # with 0 the first preemption would be the end
+
+
+def test_an_elastic_pool_gives_an_elastic_job_of_equal_nodes():
     job = rendered(nodes=4, elastic_min_nodes=2, retries=3)
     assert job["spec"]["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 2, "maxReplicas": 4, "maxRestarts": 3}
+    assert {role: one["replicas"] for role, one in job["spec"]["pytorchReplicaSpecs"].items()} == {"Worker": 4}
     schemas.check(job)
+    schemas.check(rendered(nodes=1, elastic_min_nodes=1, retries=1))
     assert "elasticPolicy" not in rendered()["spec"]
 
 
-@pytest.mark.parametrize(("least", "nodes"), [(1, 1), (3, 2)])
-def test_an_elastic_job_needs_nodes_enough(least, nodes):
-    with pytest.raises(
-        LaunchError, match=f"nodes = {nodes}, but pool cpu is elastic .* takes jobs of {max(2, least)} nodes or more"
-    ):
-        rendered(nodes=nodes, elastic_min_nodes=least, retries=1)
+def test_an_elastic_job_needs_nodes_enough():
+    with pytest.raises(LaunchError, match="nodes = 2, but pool cpu is elastic and needs 3 at least"):
+        rendered(nodes=2, elastic_min_nodes=3, retries=1)
 
 
 def test_a_queue_is_kueues_label():
