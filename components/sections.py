@@ -56,7 +56,7 @@ def configure(settings: config.Settings) -> Sections:
         DataError: the images are not there.
         TrackingError: MLflow does not answer or refuses.
     """
-    source_version = sources.source_version(settings.data.source)
+    source_version = sources.source_version(settings.data.source, outside=settings.data.outside)
     resolved = settings.model_dump(mode="json")
     with variables(_experiment(settings.tracking)):
         tracking.check()

@@ -38,6 +38,7 @@ Compile = Literal["auto", "on", "off"]
 Workers = NonNegative | Literal["auto"]
 ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
+Outside = Literal["refuse", "read"]
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -48,6 +49,8 @@ class DataSettings(Section):
 
     source: str = "digits"
     """`digits`, `imagefolder:PATH_OR_URI`, `manifest:FILE.csv` or `hub:NAME[:CONFIG]`."""
+    outside: Outside = "refuse"
+    """Images outside of that folder, or of the manifest's, where links or lines lead to them: `read` them if you trust who made these."""
     image_size: Annotated[int, Field(ge=8, le=2048)] = 256
     """Edge of the stored square images, in pixels."""
     fit: Literal["crop", "stretch"] = "crop"

@@ -22,6 +22,8 @@ import PIL
 import simplejpeg
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from trainer import limits
+
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF")
 """What is read: Pillow's formats that have a signature and start no other program (as EPS would)."""
 
@@ -40,6 +42,10 @@ _TURNS = {
 
 
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
+_JPEG_SCAN = b"\xff\xda"
+"""What a scan begins with; nothing else in a JPEG file looks like it."""
+_LONGEST_REASON = 200
+"""Characters of what a decoder says."""
 
 
 class BadImageError(ValueError):
@@ -62,6 +68,8 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int) -> Image.Image:
     """
     if not content:
         raise BadImageError("empty file")
+    if is_jpeg(content) and content.count(_JPEG_SCAN) > limits.JPEG_SCANS:
+        raise BadImageError(f"too many scans: more than {limits.JPEG_SCANS}")
     try:
         with _at_most(max_pixels), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
             _check_size(image, max_pixels, min_edge)
@@ -113,7 +121,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def _reason(error: Exception) -> str:
     text = re.sub(r"0x[0-9a-f]+", "0x", str(error), flags=re.IGNORECASE)  # an address differs from run to run
     kind = "truncated" if re.search(r"truncated|unexpected end|broken png", text, re.IGNORECASE) else "damaged"
-    return f"{kind}: {text or type(error).__name__}"
+    return f"{kind}: {limits.printable_name(limits.cut(text, _LONGEST_REASON)) or type(error).__name__}"
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -128,7 +136,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_sixteen_bit(image: Image.Image) -> Image.Image:
-    greys = np.asarray(image).astype(np.int64)
+    greys = np.asarray(image)
     if greys.min() < 0 or greys.max() > 0xFFFF:
         raise BadImageError("32-bit pixels: their range is not known")
     return Image.fromarray((greys >> 8).astype(np.uint8)).convert("RGB")
@@ -195,8 +203,10 @@ def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None 
     jpeg = is_jpeg(encoded)
     edge = -(-size // shrink) if jpeg else size
     try:
-        pixels = _decode_jpeg(encoded, edge, out) if jpeg else _decode_with_pillow(encoded)
-    except (OSError, ValueError) as error:
+        pixels = _decode_jpeg(encoded, size, edge, out) if jpeg else _decode_with_pillow(encoded, size)
+    except BadImageError:
+        raise
+    except Exception as error:  # as above
         raise BadImageError(_reason(error)) from error
     if pixels.shape != (edge, edge, 3):
         raise BadImageError(f"{pixels.shape[1]} x {pixels.shape[0]} pixels instead of {edge} x {edge}")
@@ -207,12 +217,21 @@ def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None 
     return out
 
 
-def _decode_jpeg(encoded: bytes | memoryview, edge: int, out: Pixels | None) -> Pixels:
-    """At the smallest scale that has at least `edge` pixels; in `out`'s memory where given."""
+def _decode_jpeg(encoded: bytes | memoryview, size: int, edge: int, out: Pixels | None) -> Pixels:
+    """At the smallest scale that has at least `edge` pixels; in `out`'s memory where given, which limits what is decoded."""
+    if out is None:
+        height, width, *_ = simplejpeg.decode_jpeg_header(encoded)
+        _check_square(width, height, size)
     pixels: Pixels = simplejpeg.decode_jpeg(encoded, min_height=edge, min_width=edge, buffer=out)
     return pixels
 
 
-def _decode_with_pillow(encoded: bytes | memoryview) -> Pixels:
-    with Image.open(io.BytesIO(encoded)) as image:
+def _decode_with_pillow(encoded: bytes | memoryview, size: int) -> Pixels:
+    with Image.open(io.BytesIO(encoded), formats=["PNG"]) as image:
+        _check_square(*image.size, size)
         return np.array(image.convert("RGB"))
+
+
+def _check_square(width: int, height: int, size: int) -> None:
+    if (width, height) != (size, size):
+        raise BadImageError(f"{width} x {height} pixels instead of {size} x {size}")

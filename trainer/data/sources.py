@@ -5,15 +5,18 @@
     manifest:FILE.csv         columns path, label, split; relative paths start at the file's folder; no label: unlabelled
     hub:NAME[:CONFIG]         a data set of the Hugging Face Hub, or a local folder of one
 
-Local paths and every scheme that fsspec knows (`s3://...`) are read alike.
+Local paths and every scheme that `storage` knows (`s3://...`) are read alike. What others have put into a source is not trusted: links
+and lines that lead out of it are refused unless `data.outside` says otherwise, names are made printable, and there are limits.
 """
 
 from __future__ import annotations
 
 import csv
+import errno
 import functools
 import importlib.metadata
 import io
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer import storage
+from trainer import limits, storage
 from trainer.artifacts import digest
+from trainer.config import Outside
 from trainer.data.schema import UNLABELED, SplitName
-from trainer.errors import DataError, ObjectNotFoundError, SettingsError
+from trainer.errors import DataError, ObjectNotFoundError, SettingsError, StorageError
 
 SPLIT_NAMES: Mapping[str, SplitName] = {
     "train": "train",
@@ -75,16 +79,17 @@ class Listing:
     """What was left out, for the data card."""
 
 
-def list_source(source: str) -> Listing:
-    """List the images of `data.source` without reading them.
+def list_source(source: str, *, outside: Outside = "refuse") -> Listing:
+    """List the images of `data.source` without reading them; `outside` is as in the settings.
 
     Raises:
         SettingsError: it is no source.
-        DataError: it is missing, holds no images, or says nothing about their labels.
+        DataError: it is missing, holds no images, says nothing about their labels, leads out of itself, or exceeds a limit.
         StorageError: it is in a store that does not answer or refuses.
     """
     kind, name = _parse(source)
-    listing = _LISTERS[kind](name)
+    listing = _LISTERS[kind](name, outside)
+    _check_classes(source, listing.classes)
     if not listing.items:
         raise DataError(f"data.source={source}: holds no images; check the path")
     if all(item.label == UNLABELED for item in listing.items):
@@ -94,7 +99,16 @@ def list_source(source: str) -> Listing:
     return listing
 
 
-def source_version(source: str) -> str:
+def _check_classes(source: str, classes: Sequence[str]) -> None:
+    longest = max(classes, key=len, default="")
+    if len(longest) > limits.NAME_CHARACTERS:
+        raise DataError(
+            f"data.source={source}: the name of a class has {len(longest):,} characters, more than {limits.NAME_CHARACTERS}: "
+            f"{longest[:40]!r}...; shorten it"
+        )
+
+
+def source_version(source: str, *, outside: Outside = "refuse") -> str:
     """A text that changes when the images behind `data.source` change, found without reading them.
 
     Files on this machine are told apart by name, size and time of change. It is empty where nothing can be known cheaply: the Hub, and
@@ -111,8 +125,8 @@ def source_version(source: str) -> str:
     if storage.is_remote(name) or (kind == "hub" and not Path(folder).is_dir()):
         return ""
     if kind == "manifest":
-        return digest([_read_text(name), [_stamp(row.location) for row in _manifest_rows(name)]])
-    return digest([[file.name, *_stamp(file.location)] for file in _files(folder)])
+        return digest([_read_text(name), [_stamp(row.location) for row in _manifest_rows(name, outside)]])
+    return digest([[file.name, *_stamp(file.location)] for file in _files(folder, outside)])
 
 
 def _parse(source: str) -> tuple[str, str]:
@@ -136,17 +150,19 @@ class _File:
     """Path or URI."""
 
 
-def read_file(location: str) -> bytes:
-    """The bytes of a local file or of a URI.
+def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:
+    """The bytes of a local file or of a URI, of which there may be `limit`.
 
     Raises:
         OSError: it can not be read.
+        ObjectTooLargeError: it has more bytes.
         StorageError: the store does not answer or refuses, which says nothing about the image.
     """
     if not storage.is_remote(location):
-        return storage.local_path(location).read_bytes()
+        content = storage.read_file(storage.local_path(location), 0, limit + 1)
+        return storage.check_size(content, limit, location)
     try:
-        return storage.read_bytes(location)
+        return storage.read_limited(location, limit)
     except ObjectNotFoundError as error:
         raise FileNotFoundError(str(error)) from error
 
@@ -160,59 +176,98 @@ def _stamp(location: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _files(folder: str) -> list[_File]:
+def _files(folder: str, outside: Outside) -> list[_File]:
     """All files below a folder but hidden ones, sorted by name.
 
     Raises:
-        DataError: the folder is missing or can not be listed.
+        DataError: the folder is missing, can not be listed, leads out of itself, or exceeds a limit.
         StorageError: the store does not answer or refuses.
     """
     try:
-        found = _remote_files(folder) if storage.is_remote(folder) else _local_files(Path(folder))
-        files = sorted(found, key=lambda file: file.name)
+        found = (
+            _remote_files(folder) if storage.is_remote(folder) else _local_files(storage.local_path(folder), outside)
+        )
+        files = sorted(itertools.islice(found, limits.SOURCE_IMAGES + 1), key=lambda file: file.name)
     except OSError as error:
         raise DataError(
             f"folder {folder}: can not be listed ({error}); check the path and the right to read it"
         ) from error
-    return [file for file in files if not any(part.startswith((".", "__MACOSX")) for part in file.name.split("/"))]
+    if len(files) > limits.SOURCE_IMAGES:
+        raise DataError(f"folder {folder}: holds more than {limits.SOURCE_IMAGES:,} files; give a part of it")
+    return [file for file in files if not any(map(_is_hidden, file.name.split("/")))]
 
 
-def _remote_files(folder: str) -> list[_File]:
-    found = [_File(name, storage.join(folder, name)) for name in storage.files(folder)]
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "__MACOSX"))
+
+
+def _remote_files(folder: str) -> Iterator[_File]:
+    found = storage.files(folder)
     if not found:
         raise DataError(f"folder {folder}: does not exist; check data.source")
-    return found
+    return (_File(limits.printable_name(name), storage.join(folder, name)) for name in found)
 
 
-def _local_files(root: Path) -> Iterator[_File]:
+def _local_files(root: Path, outside: Outside) -> Iterator[_File]:
     if not root.is_dir():
         raise DataError(f"folder {root}: {'is a file' if root.exists() else 'does not exist'}; check data.source")
-    yield from _walk(root, "", frozenset())
+    return _Walk(root, outside).files(root, "", frozenset())
 
 
-def _walk(folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[_File]:
-    """Files below a folder, through links too (data sets are often linked together), but never around a loop."""
-    real = folder.resolve()
-    if real in above:
-        return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir():
-                yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", above | {real})
-            elif entry.is_file() or not Path(entry.path).exists():  # a dangling link is reported; a pipe would block
-                yield _File(_readable(prefix + entry.name), entry.path)
+class _Walk:
+    """A look through a folder of this machine."""
+
+    def __init__(self, root: Path, outside: Outside) -> None:
+        self._root, self._real_root, self._outside = root, root.resolve(), outside
+        self._folders = 0
+
+    def files(self, folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[_File]:
+        """Files below a folder, through links too (data sets are often linked together), but never around a loop."""
+        real = folder.resolve()
+        if real in above:
+            return
+        self._count(prefix, len(above))
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_symlink() and not _is_hidden(entry.name):
+                    self._check_link(Path(entry.path), prefix + entry.name)
+                if entry.is_dir():
+                    yield from self.files(Path(entry.path), f"{prefix}{entry.name}/", above | {real})
+                elif (
+                    entry.is_file() or not Path(entry.path).exists()
+                ):  # a dangling link is reported; a pipe would block
+                    yield _File(_readable(prefix + entry.name), entry.path)
+
+    def _count(self, prefix: str, depth: int) -> None:
+        self._folders += 1
+        if depth > limits.FOLDER_DEPTH:
+            raise DataError(
+                f"folder {self._root}: {limits.cut(prefix, 200)} lies deeper than {limits.FOLDER_DEPTH} folders; move its images up"
+            )
+        if self._folders > limits.FOLDERS:
+            raise DataError(
+                f"folder {self._root}: holds more than {limits.FOLDERS:,} folders, counted as often as links lead to them; "
+                "remove such links, or give a part of it"
+            )
+
+    def _check_link(self, link: Path, name: str) -> None:
+        if self._outside == "refuse" and not link.resolve().is_relative_to(self._real_root):
+            raise DataError(
+                f"folder {self._root}: {name} is a link to {link.resolve()}, which lies outside of it; remove it, or set data.outside=read "
+                "if you trust who made it"
+            )
 
 
 def _readable(name: str) -> str:
-    """A file's name as text that can be stored: bytes that are no UTF-8 become a replacement character."""
-    return os.fsencode(name).decode("utf-8", "replace")
+    """A file's name as text that can be stored and shown: bytes that are no UTF-8 become a replacement character."""
+    return limits.printable_name(os.fsencode(name).decode("utf-8", "replace"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # digits
 
 
-def _list_digits(_: str) -> Listing:
+def _list_digits(_: str, _outside: Outside) -> Listing:
     targets = _bundled_digits().target
     items = [
         Item(name=f"digit {index:04d}", location=str(index), label=int(target), split="train")
@@ -242,8 +297,8 @@ def _read_digit(location: str) -> bytes:
 # imagefolder
 
 
-def _list_folder(folder: str) -> Listing:
-    files = _files(folder)
+def _list_folder(folder: str, outside: Outside) -> Listing:
+    files = _files(folder, outside)
     images = [file for file in files if PurePosixPath(file.name).suffix.lower() in SUFFIXES]
     has_splits = _has_splits(images)
     placed = [(file, *_place(file.name, has_splits, folder)) for file in images]
@@ -300,8 +355,8 @@ def _class_names(groups: set[str], folder: str) -> dict[str, str]:
 # manifest
 
 
-def _list_manifest(manifest: str) -> Listing:
-    rows = _manifest_rows(manifest)
+def _list_manifest(manifest: str, outside: Outside) -> Listing:
+    rows = _manifest_rows(manifest, outside)
     classes = tuple(sorted({row.label for row in rows if row.split != "unlabeled"}))
     index = {name: number for number, name in enumerate(classes)}
     items = [
@@ -324,22 +379,64 @@ class _Row:
     split: SplitName
 
 
-def _manifest_rows(manifest: str) -> list[_Row]:
+def _manifest_rows(manifest: str, outside: Outside) -> list[_Row]:
     reader = csv.DictReader(io.StringIO(_read_text(manifest), newline=""))
-    missing = {"path", "label"} - set(reader.fieldnames or ())
+    folder = _Folder(manifest.rsplit("/", 1)[0] if "/" in manifest else ".", outside)
+    try:
+        _check_columns(manifest, reader.fieldnames or ())
+        rows = itertools.islice(reader, limits.SOURCE_IMAGES + 1)
+        found = [_manifest_row(row, f"manifest {manifest}, line {reader.line_num}", folder) for row in rows]
+    except csv.Error as error:
+        raise DataError(f"manifest {manifest}, line {reader.line_num}: {error}; mend the line") from error
+    if len(found) > limits.SOURCE_IMAGES:
+        raise DataError(f"manifest {manifest}: lists more than {limits.SOURCE_IMAGES:,} images; give a part of it")
+    return found
+
+
+def _check_columns(manifest: str, columns: Sequence[str]) -> None:
+    missing = {"path", "label"} - set(columns)
     if missing:
         raise DataError(
             f"manifest {manifest}: has no column {' and no '.join(sorted(missing))}; "
-            f"its first line must be path,label,split, but is {','.join(reader.fieldnames or ())!r}"
+            f"its first line must be path,label,split, but is {limits.cut(','.join(columns), 200)!r}"
         )
-    folder = manifest.rsplit("/", 1)[0] if "/" in manifest else "."
-    try:
-        return [_manifest_row(row, f"manifest {manifest}, line {reader.line_num}", folder) for row in reader]
-    except csv.Error as error:
-        raise DataError(f"manifest {manifest}, line {reader.line_num}: {error}; mend the line") from error
 
 
-def _manifest_row(row: Mapping[str | None, str | None], where: str, folder: str) -> _Row:
+class _Folder:
+    """Where a manifest lies."""
+
+    def __init__(self, uri: str, outside: Outside) -> None:
+        self.uri, self._outside = uri, outside
+        self._real = "" if storage.is_remote(uri) else os.path.realpath(storage.local_path(uri))
+        self._real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
+
+    def locate(self, path: str) -> str:
+        """Where an image lies whose path stands in the manifest.
+
+        Raises:
+            DataError: outside of the folder, and that is to be refused.
+            StorageError: it can not be a path.
+        """
+        given = storage.is_remote(path) or Path(path).is_absolute()
+        location = path if given else f"{self.uri}/{path}"
+        if self._outside == "refuse" and not self._holds(location):
+            raise DataError(
+                f"{limits.cut(path, 200)!r} lies outside of {self.uri}; move it there, or set data.outside=read if you trust who made "
+                "the list"
+            )
+        return location
+
+    def _holds(self, location: str) -> bool:
+        if storage.is_remote(location):
+            return location.startswith(f"{self.uri}/") and ".." not in location.split("/")
+        file = storage.local_path(location)
+        real = os.path.join(self._real_path(str(file.parent)), file.name)  # noqa: PTH118  # a Path takes ten times as long
+        if file.name == ".." or os.path.islink(real):  # noqa: PTH114
+            real = os.path.realpath(real)
+        return real.startswith(f"{self._real.rstrip('/')}/")
+
+
+def _manifest_row(row: Mapping[str | None, str | None], where: str, folder: _Folder) -> _Row:
     path, label, split_text = ((row.get(column) or "").strip() for column in ("path", "label", "split"))
     if not path or None in row:
         raise DataError(
@@ -352,14 +449,22 @@ def _manifest_row(row: Mapping[str | None, str | None], where: str, folder: str)
         raise DataError(
             f"{where}: {path} of split {split} has no label; add it, or move the image to train as an unlabelled one"
         )
-    located = path if storage.is_remote(path) or Path(path).is_absolute() else f"{folder}/{path}"
-    return _Row(location=located, name=path, label=label, split=split if label else "unlabeled")
+    try:
+        location = folder.locate(path)
+    except (DataError, StorageError) as error:
+        raise DataError(f"{where}: {error}") from error
+    return _Row(
+        location=location,
+        name=limits.printable_name(path),
+        label=limits.printable_name(label),
+        split=split if label else "unlabeled",
+    )
 
 
 def _read_text(manifest: str) -> str:
     """A manifest's text; a byte-order mark, as spreadsheets write it, is dropped."""
     try:
-        return read_file(manifest).decode("utf-8-sig")
+        return read_file(manifest, limits.CSV_BYTES).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise DataError(f"manifest {manifest}: does not exist; check data.source") from error
     except UnicodeDecodeError as error:
@@ -378,16 +483,35 @@ class _HubReader:
 
     splits: Mapping[str, Any]
     column: str
+    folders: tuple[str, ...]
+    """Where images that the tables only name may lie; anywhere if there are none."""
 
     def __call__(self, location: str) -> bytes:
         split, _, index = location.rpartition("/")
         image = self.splits[split][int(index)][self.column]
         if image is None:
             return b""
-        return image["bytes"] if image["bytes"] is not None else read_file(image["path"])
+        return image["bytes"] if image["bytes"] is not None else self._read_named(image["path"])
+
+    def _read_named(self, path: str) -> bytes:
+        real = "" if storage.is_remote(path) else os.path.realpath(path)
+        if self.folders and not any(real.startswith(f"{folder}/") for folder in self.folders):
+            raise PermissionError(errno.EPERM, f"lies outside of {' and '.join(self.folders)} (data.outside)", path)
+        return read_file(path)
 
 
-def _list_hub(reference: str) -> Listing:
+def _hub_folders(reference: str, outside: Outside) -> tuple[str, ...]:
+    """The data set's own folder, or the caches for what comes from the Hub."""
+    import datasets
+
+    if outside == "read":
+        return ()
+    name = reference.partition(":")[0]
+    folders = [name] if Path(name).is_dir() else [datasets.config.HF_DATASETS_CACHE, datasets.config.HF_CACHE_HOME]
+    return tuple(os.path.realpath(folder) for folder in folders)
+
+
+def _list_hub(reference: str, outside: Outside) -> Listing:
     splits = _load_hub(reference)
     image_column, label_column, classes = _hub_columns(reference, next(iter(splits.values())).features)
     import datasets  # type: ignore[import-untyped]  # here, because it takes a second to import
@@ -403,7 +527,11 @@ def _list_hub(reference: str) -> Listing:
         else:
             items += _hub_items(reference, name, split, table[label_column][:])
     raw = {name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in splits.items()}
-    read = _HubReader({name: table.select_columns([image_column]) for name, table in raw.items()}, image_column)
+    read = _HubReader(
+        {name: table.select_columns([image_column]) for name, table in raw.items()},
+        image_column,
+        _hub_folders(reference, outside),
+    )
     return Listing(items=items, classes=classes, read=read, notes=tuple(notes))
 
 
@@ -450,7 +578,7 @@ def _hub_columns(reference: str, columns: Mapping[str, Any]) -> tuple[str, str, 
     )
     labels = [name for name, kind in columns.items() if isinstance(kind, datasets.ClassLabel)]
     label = _one_column(reference, labels, "ClassLabel", "label")
-    return image, label, tuple(columns[label].names)
+    return image, label, tuple(map(limits.printable_name, columns[label].names))
 
 
 def _one_column(reference: str, found: Sequence[str], kind: str, usual: str) -> str:
@@ -462,7 +590,7 @@ def _one_column(reference: str, found: Sequence[str], kind: str, usual: str) -> 
     )
 
 
-_LISTERS: Mapping[str, Callable[[str], Listing]] = {
+_LISTERS: Mapping[str, Callable[[str, Outside], Listing]] = {
     "digits": _list_digits,
     "imagefolder": _list_folder,
     "manifest": _list_manifest,

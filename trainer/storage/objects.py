@@ -143,11 +143,11 @@ def read_limited(uri: str | Path, limit: int) -> bytes:
         content = read_bytes(uri, 0, limit + 1)
     except ObjectDamagedError:  # the store's answer to a range of an empty object
         return b""
-    return within(limit, uri, content)
+    return check_size(content, limit, uri)
 
 
-def within(limit: int, uri: str | Path, content: bytes) -> bytes:
-    """The content, if it is within the limit.
+def check_size(content: bytes, limit: int, uri: str | Path) -> bytes:
+    """The content, if it is within a limit.
 
     Raises:
         ObjectTooLargeError: it has more bytes.
@@ -166,8 +166,9 @@ def read_file(path: Path, start: int | None = None, end: int | None = None) -> b
         OSError: it can not be read.
     """
     with _open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size  # Python makes room for all that is asked for, whether it is there or not
         file.seek(start or 0)
-        return file.read(-1 if end is None else end - (start or 0))
+        return file.read(-1 if end is None else max(0, min(end, size + 1) - (start or 0)))
 
 
 def _open_regular(path: Path) -> BinaryIO:

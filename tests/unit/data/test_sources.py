@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import fsspec
+import pyarrow as pa
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -127,11 +128,16 @@ def test_links_are_followed_but_not_around_a_loop_and_pipes_are_passed_by(tmp_pa
     (tmp_path / "root/dog/loop").symlink_to(tmp_path / "root")
     (tmp_path / "root/dog/gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
     os.mkfifo(tmp_path / "root/dog/pipe.jpg")
-    assert [item.name for item in list_source(f"imagefolder:{tmp_path}/root").items] == [
+    source = f"imagefolder:{tmp_path}/root"
+    assert [item.name for item in list_source(source, outside="read").items] == [
         "cat/1.jpg",
         "dog/1.jpg",
         "dog/gone.jpg",
     ]
+    assert source_version(source, outside="read")
+    for function in (list_source, source_version):
+        with pytest.raises(DataError, match=r"is a link to .*, which lies outside of it; .* data.outside=read"):
+            function(source)
 
 
 def test_a_uri_is_listed_as_a_folder_is() -> None:
@@ -193,7 +199,7 @@ def test_a_manifest_with_spaces_unicode_and_quotes(tmp_path: Path) -> None:
         f'path,label,split\r\nä b.jpg,"Tea, green",train\r\n../other/2.jpg, naïve ,VALID\r\n{tmp_path}/other/2.jpg,,\r\n',
         encoding="utf-8-sig",
     )
-    listing = list_source(source)
+    listing = list_source(source, outside="read")
     assert listing.classes == ("Tea, green", "naïve")
     assert [(item.name, item.split, item.label) for item in listing.items] == [
         ("ä b.jpg", "train", 0),
@@ -270,9 +276,16 @@ def test_a_single_saved_table_is_train_and_a_path_is_read(tmp_path: Path) -> Non
     touch(tmp_path, "there.jpg")
     kinds = datasets.Features({"photo": datasets.Image(decode=False), "kind": datasets.ClassLabel(names=["a", "b"])})
     rows = {"photo": [{"bytes": None, "path": str(tmp_path / "there.jpg")}, None], "kind": [1, 0]}
-    datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(str(tmp_path / "saved"))
+    table = datasets.Dataset.from_dict(rows, features=kinds)
+    table.save_to_disk(str(tmp_path / "saved"))  # which puts the file itself into the table
+    (shard,) = (tmp_path / "saved").glob("*.arrow")
+    with pa.OSFile(str(shard), "wb") as sink, pa.ipc.new_stream(sink, table.data.table.schema) as writer:
+        writer.write_table(table.data.table)
     listing = list_source(f"hub:{tmp_path}/saved")
     assert [(item.split, item.label) for item in listing.items] == [("train", 1), ("train", 0)]
+    with pytest.raises(PermissionError, match=r"lies outside of .*saved \(data.outside\)"):
+        listing.read(listing.items[0].location)
+    listing = list_source(f"hub:{tmp_path}/saved", outside="read")
     assert [listing.read(item.location) for item in listing.items] == [b"there.jpg", b""]
 
 
@@ -362,9 +375,11 @@ def test_a_store_is_read_like_a_folder(object_store) -> None:
     object_store.cut(4, times=1)
     assert [listing.read(item.location) for item in listing.items] == sorted(name.encode() for name in names[:4])
 
-    object_store.put("list.csv", b"path,label\nphotos/train/cat/1.jpg,cat\ns3://artifacts/gone.jpg,dog\n")
+    object_store.put("list.csv", b"path,label\nphotos/train/cat/1.jpg,cat\ns3://artifacts/gone.jpg,dog\nempty.jpg,dog\n")
+    object_store.put("empty.jpg", b"")
     listing = list_source("manifest:s3://artifacts/list.csv")
-    here, gone = (item.location for item in listing.items)
+    here, gone, empty = (item.location for item in listing.items)
+    assert listing.read(empty) == b""
     assert listing.read(here) == b"train/cat/1.jpg"
     with pytest.raises(FileNotFoundError, match=r"s3://artifacts/gone.jpg: there is no such object"):
         listing.read(gone)
