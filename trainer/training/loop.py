@@ -7,7 +7,7 @@ optimiser, the average of the weights, evidence, metrics, validation, checkpoint
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,12 +38,13 @@ from trainer.profiling.watch import Watch
 from trainer.tracking import Tracker
 from trainer.training.attempts import Attempts
 from trainer.training.averages import AveragedModel
+from trainer.training.boundaries import Boundary, Validate
 from trainer.training.checkpoints import Checkpoints, newest
-from trainer.training.checkpoints.collection import TOP1
 from trainer.training.checkpoints.state import capture, restore
 from trainer.training.feeding import Feed
 from trainer.training.loading import Loading
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
+from trainer.training.preemption import Preemption
 from trainer.training.processes import Processes
 from trainer.training.progress import Progress
 from trainer.training.reporting import Report
@@ -106,7 +107,7 @@ class Training:
     """Where views are made."""
     decode_on: DecodeOn = "cpu"
     """Where stored images are decoded."""
-    validate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    validate: Validate | None = None
     """Measures a model on the validation split."""
     watch: WatchSettings = field(default_factory=WatchSettings)
     """How it judges itself while it runs."""
@@ -165,39 +166,46 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     Raises:
         TrainingError: a loss is not finite; the step and the samples are named. Or a rule of `stop_on` has a finding.
         SettingsError: the batch can not be dealt to the processes.
+        PreemptedError: a process was asked to end; the checkpoint is written.
+        LostProcessError: a process did not come to a step or a meeting within the limit, or is gone.
     """
     loop = Loop(training)
     first_step = loop.resume()
     settings, processes, timeline = training.settings, training.processes, recorder.timeline
-    validations, checkpoints = (of(settings, len(training.samples)) for of in (validation_steps, checkpoint_steps))
     report = _report(training, recorder, tracker, first_step)
     say, active = report.progress.say, processes.is_first
     watch = Watch(recorder, training.watch, tracker=tracker, say=say, active=active)
     attempts = Attempts(training.checkpoints.uri, first_step, active=processes.is_first)
     recorder.attempts = attempts.records
-    with attempts, recorder, report.progress, watch, training.checkpoints:
+    with attempts, recorder, report.progress, watch, training.checkpoints, Preemption(processes) as preemption:
+        boundary = _boundary(training, loop, report, timeline, preemption)
+        boundary.catch_up(first_step - 1, loop.pending)
         for step, feed in loop.steps(first_step, recorder):
-            with timeline.step(step, images=settings.batch_size):
+            with timeline.step(step, images=settings.batch_size), processes.waiting(f"step {step + 1}"):
                 losses = loop.step(step, feed, recorder)
             report.add(step, losses)
             watch.look(step)
             loop.look_back(step + 1 - first_step)
             attempts.seen(step + 1 - first_step)
-            top1 = None
-            if step in validations and training.validate is not None:
-                with timeline.range("evaluate"):
-                    measured = training.validate(loop.result)
-                    report.metrics(step, measured)
-                top1 = measured.get(TOP1)
-            if step in checkpoints or (checkpoints and loop.is_best(top1)):
-                report.flush()
-                with timeline.range("checkpoint"):
-                    loop.save(step + 1, top1=top1)
-        report.flush()
-        with timeline.range("checkpoint"):
-            training.checkpoints.finish()
-    processes.barrier()
+            boundary.pass_over(step)
+        boundary.finish(training.total_steps - 1)
+    processes.barrier("the end of the training")
     return loop.result
+
+
+def _boundary(training: Training, loop: Loop, report: Report, timeline: Timeline, preemption: Preemption) -> Boundary:
+    settings, samples = training.settings, len(training.samples)
+    return Boundary(
+        training.name,
+        loop,
+        validate=training.validate,
+        validations=validation_steps(settings, samples),
+        checkpoints=checkpoint_steps(settings, samples),
+        kept=training.checkpoints,
+        report=report,
+        timeline=timeline,
+        preemption=preemption,
+    )
 
 
 def _report(training: Training, recorder: Recorder, tracker: Tracker, first_step: int) -> Report:
@@ -229,7 +237,8 @@ class Loop:
         self._training, self._settings, self._processes = training, settings, processes
         micro_batch_size(settings, processes.world_size)
         self._model = training.objective.model.to(processes.device.torch_device).train()
-        self._wrapped, self._graphs = wrap(self._model, settings, processes)
+        with processes.waiting("the comparison of the models"):
+            self._wrapped, self._graphs = wrap(self._model, settings, processes)
         self._exchange = Exchange(self._wrapped) if isinstance(self._wrapped, DistributedDataParallel) else None
         groups = parameter_groups(self._model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
@@ -339,7 +348,8 @@ class Loop:
         if self.is_best(top1):
             self._best = top1
         if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            self._optimizer.consolidate_state_dict(to=0)
+            with self._processes.waiting(f"the checkpoint of step {step}"):
+                self._optimizer.consolidate_state_dict(to=0)
         if self._processes.is_first:
             average = self._average.model if self._average else None
             state = capture(step, self._model, self._optimizer, average, pending=pending)
@@ -354,7 +364,7 @@ class Loop:
         """
         checkpoints = self._training.checkpoints
         state = newest(checkpoints, self._processes)
-        self._best = self._processes.gather(checkpoints.best)[0]
+        self._best = self._processes.gather(checkpoints.best, "the best accuracy so far")[0]
         if state is None:
             return 0
         restore(state, self._model, self._optimizer, self._average.model if self._average else None)

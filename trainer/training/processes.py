@@ -83,8 +83,12 @@ class Processes:
         """Mean over the processes, element by element; the same on every process."""
         return self.total(values) / self.world_size
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
+    def total(self, values: torch.Tensor, what: str = "a sum over all processes") -> torch.Tensor:
         """Sum over the processes, element by element; the same on every process. On a GPU the host goes on meanwhile.
+
+        Args:
+            values: of this process.
+            what: it is, for the message.
 
         Raises:
             LostProcessError: one of them did not come within the limit, or is gone.
@@ -92,7 +96,7 @@ class Processes:
         if self.world_size == 1:
             return values
         summed = values.clone()
-        with self.waiting("a sum over all processes"):
+        with self.waiting(what):
             dist.all_reduce(summed)
         return summed
 

@@ -78,8 +78,12 @@ class Report:
 
         Raises:
             TrainingError: one of them is not finite.
+            LostProcessError: a process did not come within the limit, or is gone.
         """
         if self._waiting:
+            self._processes.barrier(
+                f"the losses of step {self._waiting[-1][0] + 1}"
+            )  # a GPU could not tell who is missing
             self._send()
         self._publish()
 
@@ -132,7 +136,8 @@ class _Losses:
         own = torch.stack([torch.stack([losses[name].float() for name in self.names]) for _, losses in waiting])
         everyone = own.new_zeros(processes.world_size, *own.shape)
         everyone[processes.rank] = own
-        self._readback = ReadBack({"losses": processes.total(everyone)})
+        what = f"the losses of step {self.steps[-1] + 1}"
+        self._readback = ReadBack({"losses": processes.total(everyone, what)})
 
     @property
     def arrived(self) -> bool:
