@@ -73,15 +73,15 @@ Read: TypeAlias = Callable[[str], bytes]
 
 
 def prepare(
-    settings: DataSettings, directory: Path, *, kept: str | None = None, processes: int | None = None
+    settings: DataSettings, directory: Path, *, spool_at: str | None = None, processes: int | None = None
 ) -> Figures:
     """Write the prepared data set of `settings.source` into a directory; `schema` says what is in it.
 
     Args:
         settings: which images, and how to store them.
         directory: exists; what an earlier preparation left in it is replaced.
-        kept: URI of a folder for decoded images, which one that is started again finds there; whoever calls removes it when the result is
-            complete. Where not given they are decoded again.
+        spool_at: URI of a folder for decoded images, which one that is started again finds there; whoever calls removes it when the
+            result is complete. Where not given they are decoded again.
         processes: how many decode and write; the cores that this process may use where not given. The result does not depend on it.
 
     Returns:
@@ -94,7 +94,7 @@ def prepare(
     """
     listing = _with_test(list_source(settings.source), settings)
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
-    with _spool(settings, directory, kept) as spool:
+    with _spool(settings, directory, spool_at) as spool:
         outcomes = _decode_all(listing, settings, spool, processes)
         candidates, quarantined = _separate(outcomes, listing.classes)
         _write_json(directory / QUARANTINE, quarantined)
@@ -141,13 +141,13 @@ def _with_test(listing: Listing, settings: DataSettings) -> Listing:
 
 
 @contextmanager
-def _spool(settings: DataSettings, directory: Path, kept: str | None) -> Iterator[Spool]:
+def _spool(settings: DataSettings, directory: Path, spool_at: str | None) -> Iterator[Spool]:
     """The spool; what of it is in `directory` goes when the preparation ends. Also removes what an earlier one left there."""
     temporary = directory / _SPOOL
     for old in (temporary, *(directory / split for split in SPLITS)):
         if old.exists():
             shutil.rmtree(old)
-    uri = kept or str(temporary)
+    uri = spool_at or str(temporary)
     folder = temporary if storage.is_remote(uri) else storage.local_path(uri)
     make_directory(folder)
     try:

@@ -23,12 +23,12 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
     """
     values = settings.model_dump(mode="json", exclude=set(LOADING))
     place = dataset if storage.is_remote(dataset) else storage.local_path(dataset).resolve()
-    kept = storage.join(artifacts.unfinished(dataset), f"prepare-{artifacts.digest(str(place))[:16]}")
+    spool = storage.join(artifacts.unfinished(dataset), f"prepare-{artifacts.digest(str(place))[:16]}")
     with (
         tracking.stage_run("prepare", values) as tracker,
         artifacts.create(dataset, "dataset", settings=values) as draft,
     ):
-        draft.figures |= prepare(settings, draft.path, kept=kept)
+        draft.figures |= prepare(settings, draft.path, spool_at=spool)
         tracker.metrics(0, tracking.numbers(draft.figures))
-    storage.remove(kept)
+    storage.remove(spool)
     return artifacts.read(dataset, "dataset")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import artifacts, config, forecast, models, tracking
+from trainer import artifacts, config, forecast, models, storage, tracking
 from trainer.config import DistillSettings, ReinforceSettings, TuneSettings, ViewSettings
 from trainer.cores import usable_cores
 from trainer.data.dataset import PreparedDataset, open_dataset
@@ -38,7 +38,8 @@ from trainer.training.validation import validate
 from trainer.tuning import measuring, outlook
 from trainer.tuning.blank import blank_recording
 from trainer.tuning.ideas import Job
-from trainer.tuning.schema import FILE, Candidate, Tuning
+from trainer.tuning.journal import Journal, RecordingTime
+from trainer.tuning.schema import FILE, Candidate, Trial, Tuning
 from trainer.tuning.search import Found, search
 from trainer.tuning.trials import MakeTraining, Trials
 
@@ -50,6 +51,17 @@ _TIMED, _MOST_TIMED, _TIMED_S = 3, 50, 0.5
 """Forward passes of the teacher that are timed, at least, and at most if they are done within so many seconds; the fastest counts."""
 _TEACHER_IMAGES = {"cpu": 8, "cuda": 256}
 """Images of each."""
+_BESIDE_THE_TRIALS = {
+    "enabled",
+    "search",
+    "apply",
+    "minutes",
+    "assumed_efficiency",
+    "elsewhere",
+    "budget_usd",
+    "budget_hours",
+}
+"""Settings that change neither a trial nor which one follows another."""
 
 
 def run(
@@ -86,6 +98,7 @@ def run(
         tracker = stack.enter_context(tracking.stage_run(NAME, values, active=processes.is_first))
         forecast.check_budget(measuring.place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
+        journal = Journal(_journal_uri(settings, parents, processes, tuning), processes)
         subject = open_subject(
             settings,
             data,
@@ -95,9 +108,12 @@ def run(
             dataset=dataset,
             teacher=teacher,
             teacher_outputs=teacher_outputs,
+            known=journal.recording,
         )
+        if journal.recording is None:
+            journal.note_recording(RecordingTime(teacher_s=subject.teacher_s, recording_s=subject.recording_s))
         draft = stack.enter_context(shared_artifact(processes, tuning, "tuning", settings=values, parents=parents))
-        made = _tune(subject, settings, tracker, checkpoint_root(tuning), elsewhere)
+        made = _tune(subject, settings, journal, tracker, checkpoint_root(tuning), elsewhere)
         if processes.is_first:
             (draft.path / FILE).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
             draft.figures.update(_figures(made))
@@ -107,6 +123,19 @@ def run(
         forecast.refuse_over_budget(
             made.forecast, made.alternatives, budget_usd=settings.budget_usd, budget_hours=settings.budget_hours
         )
+    journal.remove()
+
+
+def _journal_uri(settings: TuneSettings, parents: Mapping[str, str], processes: Processes, tuning: str | Path) -> str:
+    """Where the trials are kept: named by all that they depend on, and their order."""
+    gpu = torch.cuda.get_device_name() if processes.device.kind == "cuda" else ""
+    depends_on = {
+        "settings": settings.model_dump(mode="json", exclude=_BESIDE_THE_TRIALS),
+        "parents": dict(parents),
+        "place": measuring.place_of(processes).model_dump(mode="json"),
+        "machine": [gpu, usable_cores(), torch.__version__],
+    }
+    return storage.join(checkpoint_root(tuning), f"trials-{artifacts.digest(depends_on)[:16]}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,15 +236,17 @@ def open_subject(
     dataset: str | Path,
     teacher: str | Path,
     teacher_outputs: str | Path | None,
+    known: RecordingTime | None = None,
 ) -> Subject:
-    """What all trials share; blank recorded outputs are made in `folder`."""
+    """What all trials share; blank recorded outputs are made in `folder`. What recording takes is measured unless it is known."""
     settings, recorder = tuned.distill or DistillSettings(), tuned.reinforce or ReinforceSettings()
     torch.manual_seed(settings.seed or 0)
     student = models.create(settings.student, data.classes, drop_path=settings.drop_path)
     model = distill.load_teacher(teacher, data) if settings.needs_teacher else None
     samples = Samples([data.split("train")])
     ready_s = sum(startup.until(time.time()).values())
-    recording, hindrance, recording_s, teacher_s = None, "no loss compares with the teacher", 0.0, 0.0
+    recording, hindrance = None, "no loss compares with the teacher"
+    takes = RecordingTime(teacher_s=0.0, recording_s=0.0)
     if model is not None and teacher_outputs is not None:
         check_fits(teacher_outputs, settings, data=data, dataset=dataset, teacher=teacher)
         recording, hindrance = open_recording(teacher_outputs), ""
@@ -223,9 +254,7 @@ def open_subject(
         described = reinforce.describe(recorder, data, dataset, model, len(samples), processes.device)
         hindrance = _hindrance(settings, recorder, student, described)
         recording = None if hindrance else blank_recording(folder, described)
-        teacher_s = _teacher_s(model, recorder, described, processes)
-        view_s = _view_s(samples, recorder, described, processes, teacher_s)
-        recording_s = view_s * described.samples * described.views
+        takes = known or _recording_time(model, samples, recorder, described, processes)
     if settings.reads_recording and hindrance:
         raise SettingsError(f"distill.teacher is recorded, but {hindrance}")
     return Subject(
@@ -237,8 +266,8 @@ def open_subject(
         teacher=model,
         recording=recording,
         no_recording=hindrance,
-        recording_s=recording_s,
-        teacher_s=teacher_s,
+        recording_s=takes.recording_s,
+        teacher_s=takes.teacher_s,
         ready_s=max(processes.gather(ready_s)),
     )
 
@@ -253,6 +282,15 @@ def _hindrance(
     if student.card.image_size > described.view_size:
         mistakes.append(f"the student takes larger images; set reinforce.view_size={student.card.image_size}")
     return "; ".join(mistakes)
+
+
+def _recording_time(
+    model: Classifier, samples: Samples, recorder: ReinforceSettings, described: Description, processes: Processes
+) -> RecordingTime:
+    """What the stage reinforce would take."""
+    teacher_s = _teacher_s(model, recorder, described, processes)
+    view_s = _view_s(samples, recorder, described, processes, teacher_s)
+    return RecordingTime(teacher_s=teacher_s, recording_s=view_s * described.samples * described.views)
 
 
 def _teacher_s(model: Classifier, recorder: ReinforceSettings, described: Description, processes: Processes) -> float:
@@ -299,11 +337,16 @@ def _elsewhere(settings: TuneSettings, parents: Mapping[str, str]) -> list[Tunin
 
 
 def _tune(
-    subject: Subject, settings: TuneSettings, tracker: tracking.Tracker, root: str, elsewhere: Sequence[Tuning]
+    subject: Subject,
+    settings: TuneSettings,
+    journal: Journal,
+    tracker: tracking.Tracker,
+    root: str,
+    elsewhere: Sequence[Tuning],
 ) -> Tuning:
     """Search, and measure what the distillation will use; the same on every process."""
     given, make = subject.settings, partial(subject.training, root)
-    found = _search(subject, settings, make) if settings.search else None
+    found = _search(subject, settings, make, journal) if settings.search else None
     chosen = _chosen(found, given) if found else given
     uses = chosen if settings.apply else given
     measured = measuring.measure(
@@ -327,10 +370,20 @@ def _tune(
     )
 
 
-def _search(subject: Subject, settings: TuneSettings, make: MakeTraining) -> Found:
+def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, journal: Journal) -> Found:
     trials = Trials(make, subject.settings, subject.processes)
+
+    def measure(candidate: Candidate, rate_to_beat: float) -> Trial:
+        trial = journal.trial(candidate)
+        if trial is not None:
+            trials.learn(trial)
+            return trial
+        trial = trials.measure(candidate, rate_to_beat)
+        journal.note(trial)
+        return trial
+
     job = subject.job(settings)
-    return search(Candidate.of(subject.settings), job, trials.measure, limit_s=60 * settings.minutes)
+    return search(Candidate.of(subject.settings), job, measure, limit_s=60 * settings.minutes)
 
 
 def _chosen(found: Found, given: DistillSettings) -> DistillSettings:

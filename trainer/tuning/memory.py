@@ -34,9 +34,9 @@ class Memory:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def learn(self, images: int) -> None:
-        """A trial with so many images in a micro-batch has run."""
-        self._each = max(self._each, (self.peak - self._before) / images)
+    def learn(self, images: int, peak: int) -> None:
+        """A trial with so many images in a micro-batch has run, and used `peak` bytes."""
+        self._each = max(self._each, (peak - self._before) / images)
 
     @property
     def peak(self) -> int:

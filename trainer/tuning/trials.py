@@ -78,7 +78,17 @@ class Trials:
             trial = Trial(candidate=candidate, ended="out of memory", seconds=time.perf_counter() - began)
         everyone = self._processes.gather(trial)
         most = {name: max(getattr(one, name) for one in everyone) for name in ("memory_bytes", "advised_workers")}
-        return everyone[0].model_copy(update=most)
+        trial = everyone[0].model_copy(update=most)
+        self.learn(trial)
+        return trial
+
+    def learn(self, trial: Trial) -> None:
+        """Take what a trial, also one of an earlier try, tells of the memory that others will need."""
+        if trial.ended == "out of memory":
+            return
+        held, alike = trial.candidate.held, _beside_images(trial.candidate)
+        self._memory.learn(held // self._processes.world_size, trial.memory_bytes)
+        self._fitted[alike] = max(self._fitted.get(alike, 0), held)
 
     def _fits(self, candidate: Candidate) -> bool:
         """Whether a micro-batch will fit, on all processes: judged by those before it, then by one that each process does alone.
@@ -120,9 +130,6 @@ class Trials:
             if self._processes.world_size > 1:
                 raise
             return None
-        self._memory.learn(candidate.held // self._processes.world_size)
-        alike = _beside_images(candidate)
-        self._fitted[alike] = max(self._fitted.get(alike, 0), candidate.held)
         rate, low, high = laps.rates
         shares = shares_of(recorder, warm_steps(settings))
         computing_s = (1 - shares["data"]) * candidate.batch_size / rate / candidate.accumulation

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ from trainer.config import ReinforceSettings, TuneSettings
 from trainer.costs import PLACE_VARIABLE
 from trainer.errors import BudgetError, SettingsError
 from trainer.stages import reinforce, tune
+from trainer.storage import sealed
 from trainer.tuning import laps
 from trainer.tuning.schema import read_tuning
 
@@ -29,19 +35,24 @@ def on_the_cpu(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def section(distill=None, **settings):
+    """The stage's settings."""
+    fixed = {
+        "enabled": True,
+        "fewest_steps": 1,
+        "distill": QUICK | {"checkpoint_every": 5} | (distill or {}),
+        "reinforce": {"views": 2, "seed": 3, "workers": 0, "augmentation": VIEWS},
+    }
+    return fixed | settings
+
+
 @pytest.fixture
 def tuned(trained_digits, tmp_path):
     """Runs the stage with settings of tune and of the distillation."""
 
     def run(distill=None, teacher_outputs=None, **settings):
-        section = {
-            "enabled": True,
-            "fewest_steps": 1,
-            "distill": QUICK | {"checkpoint_every": 5} | (distill or {}),
-            "reinforce": {"views": 2, "seed": 3, "workers": 0, "augmentation": VIEWS},
-        }
         tune.run(
-            config.validate(TuneSettings, section | settings),
+            config.validate(TuneSettings, section(distill, **settings)),
             dataset=trained_digits.dataset,
             teacher=trained_digits.teacher,
             tuning=tmp_path / "tuning",
@@ -69,7 +80,7 @@ def test_a_measurement_without_a_search(tuned, tmp_path):
     assert set(manifest.parents) == {"dataset", "teacher"}
     assert manifest.figures["hours"] == made.forecast.hours
     assert manifest.figures["images_per_second"] > 0
-    assert list((tmp_path / "checkpoints").glob("**/*.pt")) == []
+    assert list((tmp_path / "checkpoints").glob("**/step-*")) == []
 
 
 def test_a_search_and_the_settings_that_it_finds(tuned):
@@ -96,10 +107,10 @@ def test_a_search_and_the_settings_that_it_finds(tuned):
 
 
 def test_a_batch_does_not_grow_where_its_steps_are_few(tuned):
-    made = tuned({"batch_size": 2, "epochs": 30}, minutes=0.02, fewest_steps=10_000)
+    made = tuned({"batch_size": 2, "epochs": 30}, minutes=0.02, fewest_steps=15_000)
     assert {tried.trial.candidate.batch_size for tried in made.tried} == {2}
     assert made.untried["batch_size=4"] == (
-        "more than 2 is not allowed: fewer than 10,000 steps would be left (tune.fewest_steps)"
+        "more than 2 is not allowed: fewer than 15,000 steps would be left (tune.fewest_steps)"
     )
 
 
@@ -208,3 +219,68 @@ def test_a_candidate_that_runs_out_of_memory_is_a_limit_and_not_a_failure(tuned,
     assert made.tried[0].run_s is None
     assert made.chosen["batch_size"] // made.chosen["accumulation"] <= 4
     assert made.measurement.settings == made.chosen
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interrupted
+
+SEARCH = {"distill": {"batch_size": 8, "epochs": 30}, "minutes": 0.02}
+"""A search of a few trials."""
+
+
+def noted(folder):
+    """The trials that a tuning which is not complete has kept."""
+    files = list(Path(folder).glob("checkpoints/trials-*/trials.jsonl"))
+    return [trial for file in files for trial in json.loads(sealed.read(file))["trials"]]
+
+
+def trials_of(made):
+    return [tried.trial.model_dump(mode="json") for tried in made.tried]
+
+
+TUNE = """
+import json, sys
+from trainer import config
+from trainer.stages import tune
+from trainer.tuning import laps
+laps.LEAST_S, laps.LONGEST_S = (0.1, 0.2), (0.2, 0.4)
+tune.run(config.validate(config.TuneSettings, json.loads(sys.argv[1])), **json.loads(sys.argv[2]))
+"""
+
+
+def test_a_tuning_that_is_killed_measures_only_what_it_has_not(tuned, trained_digits, tmp_path):
+    places = {"dataset": str(trained_digits.dataset), "teacher": str(trained_digits.teacher)}
+    places["tuning"] = str(tmp_path / "tuning")
+    with subprocess.Popen([sys.executable, "-c", TUNE, json.dumps(section(**SEARCH)), json.dumps(places)]) as process:
+        while process.poll() is None and not noted(tmp_path):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    before = noted(tmp_path)
+    assert before
+    made = tuned(**SEARCH)
+    assert trials_of(made)[: len(before)] == before
+    assert made.search_s == pytest.approx(sum(trial["seconds"] for trial in trials_of(made)))
+    assert noted(tmp_path) == []
+
+
+def test_trials_are_repeated_for_another_distillation_but_not_for_another_budget(tuned, tmp_path):
+    def refused(**changes):
+        with pytest.raises(BudgetError):
+            tuned(changes | SEARCH["distill"], minutes=0.01, budget_hours=1e-9)
+        return noted(tmp_path)
+
+    before = refused()
+    both = refused(temperature=3.0)
+    assert before[0] in both
+    assert len(both) > len(before)
+    assert trials_of(tuned(SEARCH["distill"], minutes=0.01, budget_hours=1.0)) == before
+
+
+def test_damaged_notes_are_not_believed(tuned, tmp_path, caplog):
+    with pytest.raises(BudgetError):
+        tuned(SEARCH["distill"], minutes=0.01, budget_hours=1e-9)
+    (file,) = tmp_path.glob("checkpoints/trials-*/trials.jsonl")
+    before = noted(tmp_path)
+    file.write_bytes(file.read_bytes().replace(b'"seconds":', b'"seconds":1'))
+    assert trials_of(tuned(SEARCH["distill"], minutes=0.01))[0] != before[0]
+    assert f"{file}: is damaged (checksum); measuring again" in caplog.messages

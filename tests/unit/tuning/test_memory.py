@@ -18,7 +18,7 @@ def test_what_images_took_tells_how_many_will_fit(monkeypatch):
     assert memory.has_room(10**12)  # nothing is known yet
     memory.begin()
     held = torch.ones(32, 2**20)  # 128 MiB: 4 MiB an image
-    memory.learn(len(held))
+    memory.learn(len(held), memory.peak)
     assert memory.peak >= held.nbytes
     assert memory.has_room(1)
     assert not memory.has_room(10**6)
