@@ -36,6 +36,7 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device
 
 bench: $(READY)  ## print the tables of tests/benchmarks, about 40 minutes on an idle machine [PHOTOS=folder instead of made-up photos]
 	@$(VENV)/python tests/benchmarks/bench_recorder.py
+	@$(VENV)/python tests/benchmarks/bench_checkpoints.py
 	@$(VENV)/python tests/benchmarks/bench_forecast.py
 	@$(VENV)/python tests/benchmarks/bench_tune.py --small
 	@$(VENV)/python tests/benchmarks/bench_kernels.py
