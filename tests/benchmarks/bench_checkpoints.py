@@ -3,8 +3,8 @@
 The state is that of a whole training of the model: weights, AdamW's state, a moving average. Blocks of the same steps run with a checkpoint
 at their beginning and without one, in turns; a block is long enough for the checkpoint to be written while it runs. `writing` is how long
 that takes when nothing else runs; `waits` is what the step waits for the copy; `lost` is how much longer a block with a checkpoint takes,
-so it holds both what waits and what the thread in the background takes away from the steps. The shares are of the time between two checkpoints at the
-default interval, at this batch: a larger one makes them smaller. Below 2 % is the aim.
+so it holds both what waits and what the thread in the background takes away from the steps. The shares are of the time between two
+checkpoints at the default interval, at this batch: a larger one makes them smaller. Below 2 % is the aim.
 """
 
 from __future__ import annotations
