@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from components import launching
 from components.launching import Training
-from trainer import artifacts, stages, storage, tracking
+from trainer import artifacts, limits, stages, storage, tracking
 from trainer.config import DistillSettings, TuneSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
 from trainer.signals import ended_by_sigterm
@@ -60,7 +60,7 @@ def _tell(message: str) -> None:
 def _show_log() -> None:
     """KFP's executor has put its own prefix on every line of the root logger."""
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(limits.PrintableFormatter("%(message)s"))
     for name in ("trainer", "components"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

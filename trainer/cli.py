@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer import __version__, config, launch, stages, tracking
+from trainer import __version__, config, launch, limits, stages, tracking
 from trainer.errors import (
     CRASH_EXIT_CODE,
     CRASHED_NODE_EXIT_CODE,
@@ -95,12 +95,9 @@ def _crash(message: str, *, worker: bool) -> int:
 
 
 def _set_up_logging(*, quiet: bool) -> None:
-    logging.basicConfig(
-        level=logging.WARNING if quiet else logging.INFO,
-        format="%(asctime)s  %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(limits.PrintableFormatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)
     for name in ("httpx", "urllib3", "alembic", "mlflow", "matplotlib", "fsspec", "datasets", "aiobotocore"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -289,7 +286,7 @@ def _run(options: argparse.Namespace) -> None:
     from trainer import runs, summary
 
     result = runs.run(options.recipe, options.overrides, output=options.output, processes=options.processes)
-    print(summary.table(result))
+    print(limits.printable(summary.table(result)))
 
 
 def _stage(options: argparse.Namespace) -> None:
@@ -326,7 +323,7 @@ def _checked_json(options: argparse.Namespace) -> str:
             "--settings gives all settings of the stage, so --set can not change them; use --recipe with --set"
         )
     try:
-        values = json.loads(options.settings)
+        values = limits.parse_json(options.settings)
     except ValueError as error:
         raise SettingsError(f"--settings {options.settings!r} is not JSON: {error}") from error
     if not isinstance(values, dict):
@@ -339,7 +336,7 @@ def _compare(options: argparse.Namespace) -> None:
     from trainer.profiling.report import comparison
 
     compared = compare.compare(sides.read_side(options.before), sides.read_side(options.after))
-    print(compare.text(compared))
+    print(limits.printable(compare.text(compared)))
     if options.output:
         page = Path(options.output)
         if page.is_dir():
@@ -356,7 +353,8 @@ def _forecast(options: argparse.Namespace) -> None:
     from trainer.tuning import outlook
 
     tunings = outlook.read_tunings(options.tunings)
-    print("\n".join(outlook.lines(outlook.outlook(tunings, options.nodes, assumed_efficiency=options.efficiency))))
+    forecast = outlook.outlook(tunings, options.nodes, assumed_efficiency=options.efficiency)
+    print(limits.printable("\n".join(outlook.lines(forecast))))
 
 
 def _bill(options: argparse.Namespace) -> None:
@@ -373,9 +371,9 @@ def _bill(options: argparse.Namespace) -> None:
             os.environ.setdefault(tracking.URI, f"sqlite:///{store}")
         entries += price_performance.read_experiment(options.experiment)
     if len(entries) == 1 and read:
-        print("\n".join(summary.bill_table(read[0][1])))
+        print(limits.printable("\n".join(summary.bill_table(read[0][1]))))
     else:
-        print("\n".join(price_performance.lines(entries)))
+        print(limits.printable("\n".join(price_performance.lines(entries))))
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-import tomllib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from trainer.errors import SettingsError
+from trainer import limits, storage
+from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
 from trainer.sections import Fraction, NonNegative, NonNegativeFloat, Positive, Section
 from trainer.thresholds import RuleSettings
 
@@ -585,13 +585,15 @@ def load_recipe(recipe: str) -> dict[str, Any]:
     """
     path = RECIPES / f"{recipe}.toml" if "/" not in recipe and not recipe.endswith(".toml") else Path(recipe)
     try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError as error:
+        return limits.parse_toml(storage.read_limited(path, limits.TOML_BYTES).decode())
+    except ObjectNotFoundError as error:
         known = sorted(recipes())
         raise SettingsError(
             f"unknown recipe {recipe!r}{_nearest(recipe, known)}; known: {', '.join(known)}, or the path of a TOML file"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError, PermissionError) as error:
+    except StorageError as error:
+        raise SettingsError(f"recipe {error}") from error
+    except ValueError as error:
         raise SettingsError(f"recipe {path}: can not be read: {error}") from error
 
 
@@ -619,9 +621,10 @@ def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
 
 def _parse_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        found = limits.parse_toml(f"value = {text}")
+    except ValueError:
         return text
+    return found["value"] if len(found) == 1 else text  # after a line break there may be more
 
 
 def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
@@ -712,6 +715,10 @@ def _filled(section: AnySection, values: Mapping[str, Any]) -> AnySection:
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *path, last = key.split(".")
+    if len(path) > limits.NESTING:
+        raise SettingsError(
+            f"override {limits.cut(key, 200)}: names more than {limits.NESTING} groups within one another"
+        )
     for part in path:
         values = values.setdefault(part, {})
         if not isinstance(values, dict):
@@ -725,11 +732,28 @@ def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: st
     Raises:
         SettingsError: every wrong value with its full name, itself, and what is allowed.
     """
+    unprintable = [
+        f"{name} has characters that can not be shown: {text!r}" for name, text in _unprintable(values, prefix)
+    ]
+    if unprintable:
+        raise SettingsError("\n".join(unprintable))
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
         messages = [_explain(section, alternatives, prefix) for alternatives in _by_setting(error.errors())]
         raise SettingsError("\n".join(messages)) from error
+
+
+def _unprintable(value: object, name: str) -> Iterator[tuple[str, str]]:
+    """Full name and text of each setting that a terminal or a page would not show as it is."""
+    if isinstance(value, str) and limits.printable_name(value) != value:
+        yield name, value
+    elif isinstance(value, Mapping):
+        for member, one in value.items():
+            yield from _unprintable(one, f"{name}.{member}" if name else str(member))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _unprintable(one, name)
 
 
 _ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")

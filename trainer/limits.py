@@ -7,6 +7,7 @@ limit is a `ValueError` here, and a `TrainerError` that names the file where it 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import tomllib
@@ -65,6 +66,13 @@ def printable_name(text: str) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log lines in which names that others gave can not steer a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def cut(text: str, length: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,8 +16,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from trainer import limits, storage
 from trainer.costs import PLACE_VARIABLE, Place, Price
-from trainer.errors import SettingsError
+from trainer.errors import SettingsError, StorageError
 
 POOLS_VARIABLE = "TRAINER_POOLS"
 """Environment variable that names the file of pools."""
@@ -49,7 +49,7 @@ _SUFFIXES = {
     "Gi": 2**30,
     "Ti": 2**40,
 }
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m|k|[MGT]|[KMGT]i)?")
+_QUANTITY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(m|k|[MGT]|[KMGT]i)?")
 
 
 def quantity(text: str) -> float:
@@ -76,7 +76,7 @@ Quantity = Annotated[str, BeforeValidator(_checked_quantity)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
 Resource = Annotated[str, Field(pattern=r"^([-a-z0-9.]+/)?[-a-zA-Z0-9.]+$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Minutes = Annotated[int, Field(ge=1)]
+Minutes = Annotated[int, Field(ge=1, le=10**7)]
 
 
 class _Group(BaseModel):
@@ -272,12 +272,10 @@ def _path() -> Path:
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        content = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SettingsError(
-            f"pools {path}: can not be read ({error.strerror}); {POOLS_VARIABLE} names the file"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = limits.parse_toml(storage.read_limited(path, limits.TOML_BYTES).decode())
+    except StorageError as error:
+        raise SettingsError(f"pools {error}; {POOLS_VARIABLE} names the file") from error
+    except ValueError as error:
         raise SettingsError(f"pools {path}: is not TOML: {error}") from error
     tables = {"defaults": {}, "spot": {}, "pools": {}} | content
     for name, table in [*tables.items(), *_items(tables["pools"])]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from trainer import artifacts
+from trainer import artifacts, limits
 from trainer.data.decoding import BadImageError, Pixels, decode_square, decoder_of
 from trainer.data.schema import DESCRIPTION, SPLITS, Description, SplitName
 from trainer.errors import ArtifactError, DataError
@@ -39,9 +39,12 @@ class Split:
         self.name = name
         self.image_size = image_size
         self._table = datasets.load_from_disk(str(directory / name))
+        self._table.data.table.validate(full=True)  # the offsets in it lead to memory, wherever they point
         self._files = _Files(self._table)
         self._decoded: Tensor | None = None  # uint8 [N, S, S, 3]
         columns = self._table.data
+        if any(columns.column(column).null_count for column in ("image", "label", "key")):
+            raise ValueError("a row lacks its image, label or key")
         self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
         """Index of each image's class, or -1 where it has none, [N]."""
         keys = (int(key[:16], 16) for key in columns.column("key").to_pylist())
@@ -130,6 +133,8 @@ class _Files:
     def __init__(self, table: Any) -> None:
         chunks = table.data.column("image").chunks
         self._columns = [chunk.field("bytes") for chunk in chunks]
+        if any(column.null_count for column in self._columns):
+            raise ValueError("a row lacks its image")
         self._starts = np.cumsum([0, *map(len, chunks)]).tolist()
 
     def __getitem__(self, index: int) -> memoryview:
@@ -178,14 +183,19 @@ class PreparedDataset:
         """The images of one split.
 
         Raises:
-            ArtifactError: the split can not be opened, or has not as many images as `dataset.json` says.
+            ArtifactError: the split can not be opened, has labels that are no classes, or not as many images as `dataset.json` says.
         """
         try:
             split = Split(self._directory, name, self.image_size)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # the readers of `datasets` and of Arrow raise nearly anything for a damaged file
             raise ArtifactError(
-                f"dataset {self._directory}: split {name} can not be opened ({error}); prepare it again"
+                f"dataset {self._directory}: split {name} can not be opened ({limits.cut(str(error), 500)}); prepare it again"
             ) from error
+        if len(split) and not -1 <= split.labels.min() <= split.labels.max() < len(self.classes):
+            raise ArtifactError(
+                f"dataset {self._directory}: split {name} has the labels {split.labels.min()} to {split.labels.max()}, but {DESCRIPTION} "
+                f"names {len(self.classes)} classes; prepare it again"
+            )
         if len(split) != self._images.get(name):
             raise ArtifactError(
                 f"dataset {self._directory}: split {name} has {len(split)} images, but {DESCRIPTION} says "

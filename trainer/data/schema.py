@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trainer.errors import ArtifactError
+from trainer import limits, storage
+from trainer.errors import ArtifactError, StorageError
 
 SplitName = Literal["train", "val", "test", "unlabeled"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
@@ -22,6 +23,9 @@ DESCRIPTION = "dataset.json"
 QUARANTINE = "quarantine.json"
 DROPPED = "dropped.json"
 CARD = "card.html"
+
+LARGEST_IMAGE = 2048
+"""Longest edge of stored images, in pixels, as `data.image_size` has it."""
 
 UNLABELED = -1
 """The label of an image without one."""
@@ -62,11 +66,23 @@ class Description:
             ArtifactError: it is not the description of a data set.
         """
         try:
-            content = json.loads((directory / DESCRIPTION).read_text(encoding="utf-8"))
-            return cls(
-                classes=tuple(content["classes"]), image_size=int(content["image_size"]), images=dict(content["images"])
+            content = limits.parse_json(storage.read_limited(directory / DESCRIPTION, limits.JSON_BYTES))
+            found = cls(
+                classes=tuple(content["classes"]), image_size=content["image_size"], images=dict(content["images"])
             )
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            if not found.is_sound():
+                raise ValueError("a member is not what it should be")
+        except (StorageError, ValueError, TypeError, KeyError) as error:
             raise ArtifactError(
                 f"dataset {directory}: {DESCRIPTION} does not describe a data set ({error!r}); prepare it again"
             ) from error
+        return found
+
+    def is_sound(self) -> bool:
+        """Whether names are text, and numbers are in their ranges."""
+        counts = [*self.images.values(), self.image_size]
+        return (
+            all(isinstance(name, str) for name in (*self.classes, *self.images))
+            and all(type(count) is int and count >= 0 for count in counts)
+            and 0 < self.image_size <= LARGEST_IMAGE
+        )

@@ -39,8 +39,8 @@ def confusion(matrix: Ints, labels: Sequence[str]) -> bytes:
     axes.set(xlabel="taken for", ylabel="class")
     if classes <= _CLASSES_WITH_NAMES:
         names, size = [_short(label) for label in labels], 9 if classes <= 40 else 6.5
-        axes.set_xticks(range(classes), names, rotation=90, fontsize=size)
-        axes.set_yticks(range(classes), names, fontsize=size)
+        axes.set_xticks(range(classes), names, rotation=90, fontsize=size, parse_math=False)
+        axes.set_yticks(range(classes), names, fontsize=size, parse_math=False)
     if classes <= _CELLS_WITH_NUMBERS:
         for row, column in np.argwhere(matrix > 0):
             color = "white" if shares[row, column] > 0.5 else "black"
@@ -85,7 +85,9 @@ def recalls(by_model: Mapping[str, npt.NDArray[np.float64]], labels: Sequence[st
     axes = figure.add_subplot()
     for (name, recall), color in zip(by_model.items(), _COLORS, strict=False):
         axes.plot(recall[order], rows, "o", color=color, markersize=5, label=name)
-    axes.set_yticks(rows, [_short(labels[index]) for index in order], fontsize=9 if len(order) <= 40 else 7)
+    axes.set_yticks(
+        rows, [_short(labels[index]) for index in order], fontsize=9 if len(order) <= 40 else 7, parse_math=False
+    )
     axes.set(xlabel="recall", xlim=(-0.02, 1.02), ylim=(len(order) - 0.5, -0.5))
     axes.grid(axis="both", color="#d9dee6", linewidth=0.5)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)

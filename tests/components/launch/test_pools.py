@@ -189,7 +189,7 @@ def test_a_file_that_is_none_is_refused(write, text, message):
 
 def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv(pools.POOLS_VARIABLE, str(tmp_path / "none.toml"))
-    assert "none.toml: can not be read (No such file or directory); TRAINER_POOLS names the file" in refusal()
+    assert "none.toml: there is no such file; check the path; TRAINER_POOLS names the file" in refusal()
 
 
 def test_processes_are_the_pools_own_or_as_many_as_asked_for():
