@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+_SECRET = re.compile(
+    r"://[^/?#\s]+@|[?&][^=&#\s]*(token|secret|passw|signature|credential|key|sig)[^=&#\s]*=[^&#\s]", re.IGNORECASE
+)
+
+
+def holds_secret(text: str) -> bool:
+    """Whether there is a URI in a text that has credentials before its host, or a token among its parameters."""
+    return bool(_SECRET.search(text))
+
+
+def _texts(value: object) -> Iterator[str]:
+    """The texts of a setting."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for one in value.values() for text in _texts(one))
+    elif isinstance(value, tuple):
+        yield from (text for one in value for text in _texts(one))
 
 
 class Section(BaseModel):
@@ -18,3 +40,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def _holds_no_secret(cls, value: object) -> object:
+        if any(map(holds_secret, _texts(value))):
+            raise ValueError(
+                "holds a password or a token, and settings are kept in manifests, logs and MLflow; leave it out of the address and give it "
+                "in the environment, such as AWS_SECRET_ACCESS_KEY, MLFLOW_TRACKING_PASSWORD or HF_TOKEN"
+            )
+        return value

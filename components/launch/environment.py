@@ -11,6 +11,7 @@ from components.launch.pools import RESERVED, SECRET, Pool, quantity
 from trainer.config import CHECKPOINTS_VARIABLE, DEVICE_VARIABLE
 from trainer.errors import LaunchError
 from trainer.launch import JobSpec
+from trainer.sections import holds_secret
 from trainer.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def variables(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[str, A
     """The container's `env`: values, and secrets by reference.
 
     Raises:
-        LaunchError: the job's environment holds a secret, or what the launcher or the operator sets.
+        LaunchError: the job's environment holds a secret, also in an address, or what the launcher or the operator sets.
     """
     for name in spec.environment:
         if SECRET.search(name) or RESERVED.fullmatch(name):
@@ -79,6 +80,12 @@ def variables(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[str, A
         # Nodes may come one after the other, as an autoscaler gets them; torch's own limit is a quarter of an hour.
         "PET_RDZV_CONF": f"timeout={60 * pool.queued_minutes},join_timeout={60 * pool.queued_minutes}",
     }
+    for name, value in values.items():
+        if holds_secret(value):
+            raise LaunchError(
+                f"{spec.stage}: {name} holds a password or a token, which everybody could read in the job; leave it out of the address, "
+                "and name a Secret and its key under secrets of the pool, such as for MLFLOW_TRACKING_PASSWORD"
+            )
     references = [
         {
             "name": name,

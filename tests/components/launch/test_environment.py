@@ -54,6 +54,15 @@ def test_a_task_hands_on_where_things_are_and_no_secret():
     }
 
 
+@pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL_S3", "TRAINER_CHECKPOINTS"])
+@pytest.mark.parametrize("address", ["https://me:leaked@host/x", "https://leaked@host", "https://host/x?token=leaked"])
+def test_an_address_with_a_password_does_not_get_into_the_job(name, address):
+    given = environment.handed_on(TASK | {name: address})
+    with pytest.raises(LaunchError, match=f"{name} holds a password or a token") as caught:
+        rendered(spec(environment=given))
+    assert "leaked" not in str(caught.value)
+
+
 def test_places_on_the_tasks_own_machine_are_not_handed_on(caplog):
     local = TASK | {"MLFLOW_TRACKING_URI": "sqlite:////home/me/mlflow.db", "TRAINER_CHECKPOINTS": "/home/me/runs"}
     given = environment.handed_on(local)

@@ -1,0 +1,49 @@
+"""Settings are kept in manifests, logs and MLflow, so none may hold a secret."""
+
+import pytest
+
+from trainer import config
+from trainer.errors import SettingsError
+from trainer.sections import holds_secret
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://me:planted@host:5000/x",
+        "https://planted@host",
+        "postgresql+psycopg2://me:plan%2Fted@host/x",
+        "s3://AKIA:planted@bucket/key",
+        "manifest:https://host/list.csv?X-Amz-Signature=planted",
+        "imagefolder:https://host/x?a=b&access_token=planted",
+        "https://host/x?sig=planted#y",
+    ],
+)
+def test_a_secret_in_an_address_is_found(text):
+    assert holds_secret(text)
+    for setting in ("data.source", "tracking.uri", "pretrain.weights"):
+        with pytest.raises(SettingsError, match=f"{setting}: holds a password or a token") as caught:
+            config.resolve("digits", [f"{setting}={text!r}"])
+        assert "planted" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["distill.student.args.url", "tune.elsewhere"])
+def test_also_within_a_setting(value):
+    text = "'http://me:planted@host'"
+    with pytest.raises(SettingsError, match="holds a password or a token"):
+        config.resolve("digits", [f"{value}={text if 'args' in value else f'[{text}]'}"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sqlite:////tmp/a:b@c/mlflow.db",
+        "http://host:5000/x?page=2",
+        "s3://bucket/me:you@home/keys?",
+        "imagefolder:/photos/a@b",
+        "hub:name/of:config",
+        "databricks",
+    ],
+)
+def test_other_text_is_left_alone(text):
+    assert not holds_secret(text)
