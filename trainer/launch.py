@@ -41,14 +41,15 @@ logger = logging.getLogger(__name__)
 FAILURES_VARIABLE = "TRAINER_FAILURES"
 """Environment variable that names the folder in which a failing process leaves its message."""
 LAUNCHED_VARIABLE = "TRAINER_LAUNCHED"
-"""Environment variable with the time (Unix) at which a launcher, or the pod of a node, began with the job of this process."""
+"""Environment variable with the time (Unix) at which a launcher, or the pod of a node, began with the job of this process, or last started
+it again."""
 TERMINATION_LOG_VARIABLE = "TRAINER_TERMINATION_LOG"
 """Environment variable that names the file for a failing node's message; without it Kubernetes' own, where there is one."""
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_LOG_BYTES = 4096
 """More of it Kubernetes does not keep."""
-SHUTDOWN_TIMEOUT_S = 15
-"""How long the other processes have to end after one has failed."""
+SHUTDOWN_TIMEOUT_S = 30
+"""How long processes have to end after one has failed, or after they were asked to: in that time they write a checkpoint."""
 AT_ONCE_S = 10
 """Processes that fail later after the first one than this were ended by the agent, which gives them longer."""
 
@@ -156,20 +157,44 @@ def join_node(spec: JobSpec) -> None:
 
     with variables(_master()):
         config = _config_of_node(spec)
-        rank = int(os.environ.get("PET_NODE_RANK", "0"))
-        part = replace(spec, nodes=config.max_nodes, processes_per_node=config.nproc_per_node)
-        if part.nodes > 1:
-            logger.info("node %d of %d: meeting the others at %s", rank, part.nodes, config.rdzv_endpoint)
-        if config.rdzv_backend == "static" and rank > 0:
-            _wait_for_first_node(config, part, rank)
+        node = _name_of_node(config)
+        part = replace(
+            spec,
+            nodes=config.max_nodes,
+            processes_per_node=config.nproc_per_node,
+            environment={**_elastic(config), **spec.environment},
+        )
+        if node:
+            logger.info("%s: meeting the others at %s", node, config.rdzv_endpoint)
+        _wait_for_first_node(config, spec, node)
         try:
-            node = f"node {rank} of {part.nodes}" if part.nodes > 1 else ""
             _run_agent(config, part, launched_unix=psutil.Process().create_time(), node=node)
         except (DistError, RendezvousError) as error:
             raise CrashError(
-                f"{spec.stage}: node {rank} of {part.nodes}: lost or never met the other nodes at {config.rdzv_endpoint}: "
+                f"{spec.stage}: {node or 'this node'}: lost or never met the other nodes at {config.rdzv_endpoint}: "
                 f"{str(error).splitlines()[0]}; look whether all of them run, and why the first one that ended did"
             ) from error
+
+
+def _name_of_node(config: LaunchConfig) -> str:
+    """What this node is called in messages, where there may be others; in an elastic job it has no number to keep."""
+    if config.max_nodes == 1:
+        return ""
+    return f"node {_node_rank()} of {config.max_nodes}" if _is_static(config) else f"node {socket.gethostname()}"
+
+
+def _node_rank() -> int:
+    return int(os.environ.get("PET_NODE_RANK", "0"))
+
+
+def _is_static(config: LaunchConfig) -> bool:
+    """Whether all nodes are there from the beginning to the end; else they come and go."""
+    return bool(config.rdzv_backend == "static")
+
+
+def _elastic(config: LaunchConfig) -> dict[str, str]:
+    """The first process makes a store for each start of an elastic job: what torch's agents would share keeps the keys of earlier ones."""
+    return {} if _is_static(config) else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _master() -> dict[str, str]:
@@ -201,7 +226,7 @@ def _config_of_node(spec: JobSpec) -> LaunchConfig:
     return config
 
 
-def _wait_for_first_node(config: LaunchConfig, spec: JobSpec, rank: int) -> None:
+def _wait_for_first_node(config: LaunchConfig, spec: JobSpec, node: str) -> None:
     """Wait until the first node listens. Torch would wait too, but deaf to signals and with pauses of a minute between two tries.
 
     Raises:
@@ -209,27 +234,41 @@ def _wait_for_first_node(config: LaunchConfig, spec: JobSpec, rank: int) -> None
     """
     limit_s = float(config.rdzv_configs["timeout"])
     deadline = time.monotonic() + limit_s
-    while hindrance := _hindrance(config.rdzv_endpoint, rank):
+    while hindrance := _hindrance(config):
         if time.monotonic() >= deadline:
             raise CrashError(
-                f"{spec.stage}: node {rank} of {spec.nodes}: node 0 did not answer at {config.rdzv_endpoint} within {limit_s:.0f} s "
+                f"{spec.stage}: {node}: the first node did not answer at {config.rdzv_endpoint} within {limit_s:.0f} s "
                 f"({hindrance}); look whether it runs, and into its log"
             )
         time.sleep(0.5)
 
 
-def _hindrance(endpoint: str, rank: int) -> str:
-    """What keeps this node from joining the first one; empty if nothing does, and then the first one has noted that it came.
+def _hindrance(config: LaunchConfig) -> str:
+    """What keeps this node from joining the first one; empty if nothing does, or if this is the first one, by torch's own reckoning."""
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+    host, _, port = config.rdzv_endpoint.rpartition(":")
+    if _is_static(config):
+        return _hindrance_of_number(host, int(port), _node_rank()) if _node_rank() else ""
+    try:
+        if not _matches_machine_hostname(host):
+            socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _hindrance_of_number(host: str, port: int, rank: int) -> str:
+    """What keeps node `rank` from joining the first one, which serves there; if nothing does, that one has noted that it came.
 
     Where a node's container was started again, the first node may not have noticed yet and still serve the group that is lost. Who
     joined that one would wait for processes that never come, while the first node, started again too, waits for this one.
     """
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # public, torch documents it
 
-    host, _, port = endpoint.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-        store = TCPStore(host, int(port), timeout=timedelta(seconds=5), wait_for_workers=False)
+        socket.create_connection((host, port), timeout=5).close()
+        store = TCPStore(host, port, timeout=timedelta(seconds=5), wait_for_workers=False)
         came = store.add(f"trainer/node-{rank}", 1)
     except (OSError, DistError) as error:  # not there yet, or its name is not known yet
         return str(error)
@@ -251,14 +290,15 @@ def _run_agent(config: LaunchConfig, spec: JobSpec, *, launched_unix: float, nod
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+
+    from trainer import agent
 
     config.shutdown_timeout = SHUTDOWN_TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="trainer-") as failures, quiet_agent():
         given = {"OMP_NUM_THREADS": _threads(spec.processes_per_node), **spec.environment}
         try:
             with variables({**given, FAILURES_VARIABLE: failures, LAUNCHED_VARIABLE: str(launched_unix)}):
-                elastic_launch(config, sys.executable)(*spec.arguments())
+                agent.run(config, spec.arguments())
         except SignalException as error:
             raise (Terminated if error.sigval == signal.SIGTERM else KeyboardInterrupt) from error
         except ChildFailedError as error:
@@ -266,10 +306,9 @@ def _run_agent(config: LaunchConfig, spec: JobSpec, *, launched_unix: float, nod
 
 
 def seconds_since_launch() -> float:
-    """How long ago this process's job began on this machine; or the process itself, where it was started again or by hand."""
+    """How long ago this process's job began on this machine, or was last started again; or the process itself, where it was by hand."""
     launched = os.environ.get(LAUNCHED_VARIABLE)
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    began_unix = psutil.Process().create_time() if launched is None or again else float(launched)
+    began_unix = psutil.Process().create_time() if launched is None else float(launched)
     return max(0.0, time.time() - began_unix)
 
 

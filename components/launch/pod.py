@@ -9,12 +9,12 @@ from components.launch.environment import CACHE, variables
 from components.launch.identity import Identity
 from components.launch.pools import Pool
 from trainer.errors import LaunchError
-from trainer.launch import JobSpec
+from trainer.launch import SHUTDOWN_TIMEOUT_S, JobSpec
 
 USER = 1000
 """The image's user. It stands in the pod because the operator's own init container has an image whose user is root."""
-GRACE_S = 60
-"""How long a pod has to end: its processes get 15 s, then its last words and its logs have to get out."""
+GRACE_S = SHUTDOWN_TIMEOUT_S + 30
+"""How long a pod has to end: first its processes, then its last words and its logs have to get out."""
 
 SECURITY: dict[str, Any] = {
     "runAsNonRoot": True,

@@ -60,15 +60,12 @@ def test_a_wrong_place_is_refused_before_anything_starts(monkeypatch):
         launch.LocalLauncher().run(spec())
 
 
-def test_a_job_counts_from_its_launch_and_a_process_that_was_started_again_from_its_own_start(monkeypatch):
+def test_a_job_counts_from_its_launch_and_a_process_without_one_from_its_own_start(monkeypatch):
     monkeypatch.setenv(launch.LAUNCHED_VARIABLE, str(time.time() - 1e6))
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     assert launch.seconds_since_launch() == pytest.approx(1e6, abs=10)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    again = launch.seconds_since_launch()
-    assert again == pytest.approx(time.time() - psutil.Process().create_time(), abs=10)
     monkeypatch.delenv(launch.LAUNCHED_VARIABLE)
-    assert launch.seconds_since_launch() == pytest.approx(again, abs=10)
+    by_hand = time.time() - psutil.Process().create_time()
+    assert launch.seconds_since_launch() == pytest.approx(by_hand, abs=10)
 
 
 def leave(folder, rank, message, when, start=0):
@@ -179,7 +176,9 @@ def test_a_first_node_that_never_comes_is_not_waited_for_without_end(node):
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         node(PET_NNODES=2, PET_NODE_RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PET_RDZV_CONF="timeout=1")
-        with pytest.raises(CrashError, match=f"node 1 of 2: node 0 did not answer at 127.0.0.1:{port} within 1 s"):
+        with pytest.raises(
+            CrashError, match=f"node 1 of 2: the first node did not answer at 127.0.0.1:{port} within 1 s"
+        ):
             launch.join_node(spec())
 
 
@@ -187,17 +186,37 @@ def test_a_node_that_was_started_again_waits_until_the_first_node_was_too(monkey
     """The first node serves a lost group until it notices; who joined that would never meet those that start anew."""
     port = free_port()
     start = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=5)}
-    config = SimpleNamespace(rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs={"timeout": 1})
+    config = SimpleNamespace(rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs={"timeout": 1})
+
+    def wait(rank):
+        monkeypatch.setenv("PET_NODE_RANK", str(rank))
+        launch._wait_for_first_node(config, spec(nodes=3), f"node {rank} of 3")
+
     lost = TCPStore("127.0.0.1", port, **start)
-    launch._wait_for_first_node(config, spec(nodes=3), 1)
-    launch._wait_for_first_node(config, spec(nodes=3), 2)
+    wait(0)
+    wait(1)
+    wait(2)
     with pytest.raises(CrashError, match=f"at 127.0.0.1:{port} within 1 s .it still goes on from before this node"):
-        launch._wait_for_first_node(config, spec(nodes=3), 1)
+        wait(1)
     del lost
     anew = []
     monkeypatch.setattr(time, "sleep", lambda _s: anew.append(TCPStore("127.0.0.1", port, **start)))
-    launch._wait_for_first_node(config, spec(nodes=3), 1)
+    wait(1)
     assert len(anew) == 1
+
+
+def test_a_node_of_an_elastic_job_waits_for_the_one_where_all_meet(monkeypatch):
+    port, slept = free_port(), []
+    config = SimpleNamespace(rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs={"timeout": 1})
+    launch._wait_for_first_node(config, spec(), "node worker-0")  # this machine: it serves the others itself
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.utils._matches_machine_hostname", lambda _host: False)
+    with pytest.raises(CrashError, match=f"distill: node worker-1: the first node did not answer at 127.0.0.1:{port}"):
+        launch._wait_for_first_node(config, spec(), "node worker-1")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+        monkeypatch.setattr(time, "sleep", lambda seconds: slept.append(seconds) or listener.listen())
+        launch._wait_for_first_node(config, spec(), "node worker-1")
+    assert len(slept) == 1
 
 
 def test_last_words_have_the_length_that_kubernetes_keeps(node):
@@ -232,7 +251,18 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start_node(rank, port, dataset, folder):
+@pytest.fixture
+def silence():
+    """A data set that keeps whoever reads it waiting, and the environment for that: a store that takes requests and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        store = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        keys = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": "us-east-1"}
+        yield "s3://bucket/silence", {"AWS_ENDPOINT_URL_S3": store, **keys}
+
+
+def start_node(rank, port, dataset, folder, **further):
     """One of two nodes, as a pod starts it."""
     job = spec(
         settings=config.Settings().for_stage("distill"),
@@ -247,6 +277,7 @@ def start_node(rank, port, dataset, folder):
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         launch.TERMINATION_LOG_VARIABLE: str(folder / f"last-words-{rank}"),
+        **further,
     }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TRAINER_"))}
     command = [sys.executable, *job.node_arguments()]
@@ -258,15 +289,13 @@ def workers(process):
 
 
 @pytest.mark.slow
-def test_two_nodes_meet_one_fails_the_other_is_ended(tmp_path):
+def test_two_nodes_meet_one_fails_the_other_is_ended(tmp_path, silence):
     """As on a cluster: the operator sees one pod fail and ends the others."""
-    hanging = tmp_path / "hanging"
-    hanging.mkdir()
-    os.mkfifo(hanging / "manifest.json")  # a disk that does not answer: node 0 gets no further
+    hanging, environment = silence
     port = free_port()
     with (
         start_node(1, port, tmp_path / "missing", tmp_path) as failing,
-        start_node(0, port, hanging, tmp_path) as waiting,
+        start_node(0, port, hanging, tmp_path, **environment) as waiting,
     ):
         errors = failing.communicate(timeout=60)[1].splitlines()
         children = workers(waiting)
@@ -283,10 +312,8 @@ def test_two_nodes_meet_one_fails_the_other_is_ended(tmp_path):
     assert not any(child.is_running() for child in children)
 
 
-def test_a_killed_process_of_a_node_is_named(node, tmp_path):
-    hanging = tmp_path / "hanging"
-    hanging.mkdir()
-    os.mkfifo(hanging / "manifest.json")
+def test_a_killed_process_of_a_node_is_named(node, silence):
+    hanging, environment = silence
     node(PET_NNODES=1, PET_NPROC_PER_NODE=1, PET_NODE_RANK=0, PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT=free_port())
 
     def kill_the_worker():
@@ -300,7 +327,7 @@ def test_a_killed_process_of_a_node_is_named(node, tmp_path):
 
     killer = threading.Thread(target=kill_the_worker)
     killer.start()
-    job = spec(settings={}, inputs={"dataset": str(hanging), "teacher": "/none"})
+    job = spec(settings={}, inputs={"dataset": hanging, "teacher": "/none"}, environment=environment)
     with pytest.raises(CrashError, match="distill: was ended by SIGKILL; the machine may be out of memory"):
         launch.join_node(job)
     killer.join()
