@@ -1,12 +1,20 @@
 """Small states of trainings, for tests of checkpoints."""
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from trainer.training.checkpoints.snapshots import PARTS
 from trainer.training.checkpoints.state import capture
 
-__all__ = ["PARTS", "everything", "learner", "snapshot_of"]
+__all__ = ["PARTS", "everything", "learner", "on_two_processes", "snapshot_of"]
+
+ROOT = Path(__file__).parents[1]
 
 
 def learner(seed=0, *, steps=2, dtype=torch.float32, order=(0, 1)):
@@ -39,3 +47,24 @@ def everything(state):
     }
     groups = {weight: {**group, "params": None} for group in state.groups for weight in group["params"]}
     return state.step, state.pending, groups, tensors
+
+
+def on_two_processes(script, folder):
+    """Run a script on two processes of one group, in a folder."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = str(listener.getsockname()[1])
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=folder,
+            env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    told = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    return told

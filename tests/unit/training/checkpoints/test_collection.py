@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import PARTS, everything, learner, snapshot_of
+from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
 from trainer.errors import OutputError, SettingsError, StorageError, TrainingError
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, newest, root_is_shared
 from trainer.training.checkpoints.collection import Entry
@@ -328,6 +328,43 @@ def test_a_try_is_over_when_another_has_ended_and_a_new_training_has_taken_its_p
     checkpoints(tmp_path).begin()
     with pytest.raises(TrainingError, match="superseded"):
         stale.check_ours()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several processes
+
+AGREE = """
+import json, logging, sys
+from pathlib import Path
+from trainer.errors import TrainingError
+from trainer.training.checkpoints import Checkpoints, newest
+from trainer.training.processes import join_processes
+
+logging.basicConfig(level=logging.INFO)
+with join_processes() as processes:
+    def find(name):
+        root = Path(f"{name}-{processes.rank}")  # as on machines that see the same storage, each in its own way
+        return newest(Checkpoints(root, "distill", settings={"epochs": 3, "workers": 2}, parents={"dataset": "abc"}), processes)
+    assert find("damaged").step == 10
+    assert find("lagging").step == 10
+    try:
+        find("unseen")
+    except TrainingError as error:
+        assert str(error).startswith("process 1 of 2 finds no checkpoints at unseen-"), error
+    else:
+        raise AssertionError("each process goes on from what it sees alone")
+"""
+
+
+def test_all_processes_go_on_from_the_newest_one_that_is_valid_on_all(tmp_path):
+    save(checkpoints(tmp_path / "damaged-0"), 10, 20)
+    for name in ("damaged-1", "lagging-0", "lagging-1", "unseen-0"):
+        shutil.copytree(tmp_path / "damaged-0", tmp_path / name)
+    (folder(tmp_path / "damaged-1") / "step-00000020-g001" / "state.json").write_text("{}")
+    shutil.rmtree(folder(tmp_path / "lagging-1") / "step-00000020-g001")
+    (tmp_path / "unseen-1").mkdir()
+    _, told = on_two_processes(AGREE, tmp_path)
+    assert "passing over a checkpoint: checkpoint damaged-1/" in told
 
 
 # ---------------------------------------------------------------------------------------------------------------------

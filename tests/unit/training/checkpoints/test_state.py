@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoints import everything, learner, snapshot_of
+from tests.checkpoints import everything, learner, on_two_processes, snapshot_of
 from trainer.errors import ArtifactError
+from trainer.training.checkpoints import snapshots
 from trainer.training.checkpoints.state import capture, restore
 
 
@@ -100,3 +101,68 @@ def test_weights_that_two_modules_share_are_kept_once_in_the_optimiser():
     state = capture(1, model, optimizer, None)
     assert set(state.groups[0]["params"]) == {"0.weight", "0.bias", "1.bias"}
     restore(state, model, optimizer, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sharded
+
+SHARDED = """
+import sys
+from pathlib import Path
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from tests.checkpoints import learner
+from trainer.training.checkpoints import snapshots
+from trainer.training.checkpoints.snapshots import Snapshot
+from trainer.training.checkpoints.state import capture, restore
+from trainer.training.processes import join_processes
+
+def sharded(model, whole):
+    groups = [{name: group[name] for name in ("params", "weight_decay", "lr_scale")} for group in whole.param_groups]
+    return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, lr=0.1, fused=True)
+
+def step(model, optimizer):
+    model(torch.arange(15.0).view(5, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+with join_processes() as processes:
+    model, whole, average = learner(seed=9, steps=0)
+    optimizer = sharded(model, whole)
+    restore(snapshots.read(Path("whole"), "whole"), model, optimizer, average)
+    step(model, optimizer)
+    optimizer.consolidate_state_dict(to=0)
+    if processes.is_first:
+        snapshot = Snapshot()
+        snapshot.take(capture(3, model, optimizer, average))
+        Path("sharded").mkdir()
+        snapshot.write(Path("sharded"))
+    processes.barrier("the writing")
+    model, whole, average = learner(seed=8, steps=0)
+    optimizer = sharded(model, whole)
+    restore(snapshots.read(Path("sharded"), "sharded"), model, optimizer, average)
+    step(model, optimizer)
+    optimizer.consolidate_state_dict(to=0)
+    if processes.is_first:
+        snapshot.take(capture(4, model, optimizer, average))
+        Path("sharded again").mkdir()
+        snapshot.write(Path("sharded again"))
+"""
+
+
+def test_a_state_goes_from_one_process_to_two_sharded_ones_and_back(tmp_path):
+    model, optimizer, average = learner(seed=1)
+    (tmp_path / "whole").mkdir()
+    snapshot = snapshots.Snapshot()
+    snapshot.take(snapshot_of(2, (model, optimizer, average)))
+    snapshot.write(tmp_path / "whole")
+    on_two_processes(SHARDED, tmp_path)
+    for name, steps in (("sharded", 3), ("sharded again", 4)):
+        model(torch.arange(15.0).view(5, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        read = snapshots.read(tmp_path / name, name)
+        assert everything(read) == everything(snapshot_of(steps, (model, optimizer, average)))
+    others = learner(seed=7)
+    restore(read, *others)
+    assert everything(snapshot_of(4, others)) == everything(snapshot_of(4, (model, optimizer, average)))
