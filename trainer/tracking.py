@@ -13,6 +13,9 @@ A pipeline run is one parent run, each stage a run nested in it. A server that i
 (`TrackingError`); one that goes away later costs points on a curve and never the training: metrics are sent by a thread
 of their own, which retries, and gives up at exit after a bounded time.
 
+A stage that was interrupted and goes on does so in the same run. What the server has of a curve is not sent again, and what it had not
+got at the last checkpoint stands beside that, so a curve has neither gaps nor doubled steps.
+
 MLflow is imported where it is first needed: it takes more than a second.
 """
 
@@ -27,18 +30,21 @@ import threading
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pydantic import TypeAdapter, ValidationError
+
+from trainer import storage
 from trainer.config import TrackingSettings
 from trainer.environment import variables
-from trainer.errors import TrackingError
+from trainer.errors import PreemptedError, TrackingError, TrainerError
 
 if TYPE_CHECKING:
-    from mlflow.entities import Metric, RunTag
+    from mlflow.entities import Metric, Run, RunTag
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
 
@@ -52,6 +58,8 @@ RUN = "TRAINER_RUN"
 
 RUN_TAG = "trainer.run"
 STAGE_TAG = "trainer.stage"
+TRAINING_TAG = "trainer.training"
+"""Which training a stage's run is of, so that a later try of it finds the run."""
 ERROR_TAG = "trainer.error"
 BILL = "bill.json"
 """Name under which register leaves a run's bill with its parent run."""
@@ -62,9 +70,15 @@ _CHECK_LIMITS = {_TIMEOUT: "4", _RETRIES: "0"}
 _STAGE_LIMITS = {_TIMEOUT: "10", _RETRIES: "0"}
 _UPLOAD_LIMITS = {_TIMEOUT: "60", _RETRIES: "3"}
 
+UNSENT = "unsent-metrics.json"
+"""Name of the file beside a training's checkpoints with the points that the server had not got when the last one was written."""
+_POINTS = TypeAdapter(tuple[tuple[str, float, int, int], ...])
+"""Of that file: name, value, time in ms, step."""
+
 _SEND_INTERVAL_S = 1.0
 _LONGEST_BACKOFF_S = 30.0
 _EXIT_S = 10.0
+_SYSTEM = "system/"
 _SYSTEM_INTERVAL_S = 5.0
 _POINTS_KEPT = 100_000
 _POINTS_A_BATCH = 1000  # MLflow's limit, as the next three
@@ -413,9 +427,21 @@ class Tracker(Protocol):
     def files(self, path: Path) -> None:
         """Record a file or a directory; waits for the upload, and only warns if it fails."""
 
+    def go_on(self, place: str) -> None:
+        """Send the points that an earlier try of the same training has kept at `place`, a URI; `keep` keeps there from now on."""
+
+    def keep(self) -> None:
+        """Before a checkpoint: write down the points that the server has not got; only warns if that fails."""
+
 
 class _NoTracker:
     run_id = None
+
+    def go_on(self, place: str) -> None:
+        pass
+
+    def keep(self) -> None:
+        pass
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         pass
@@ -428,13 +454,32 @@ class _NoTracker:
 
 
 class _RunTracker:
-    def __init__(self, mlflow: MlflowClient, run_id: str) -> None:
+    def __init__(self, mlflow: MlflowClient, run_id: str, last_steps: Mapping[str, int]) -> None:
+        """`last_steps`: name of each metric that the run has already -> its last step."""
         self._mlflow = mlflow
-        self._sender = _Sender(mlflow, run_id)
+        self._sender = _Sender(mlflow, run_id, samples=_samples(last_steps))
+        self._last_steps = dict(last_steps)
+        self._kept_at = ""
         self.run_id = run_id
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._sender.add(step, values)
+        # A training that goes on comes past its last steps once more, with the same numbers.
+        self._sender.add(step, {name: value for name, value in values.items() if step > self._last_steps.get(name, -1)})
+
+    def go_on(self, place: str) -> None:
+        self._kept_at = storage.join(place, UNSENT)
+        for name, value, time_ms, step in _read_points(self._kept_at):
+            if step > self._last_steps.get(name, -1):
+                self._sender.add(step, {name: value}, time_ms)
+                self._last_steps[name] = step
+
+    def keep(self) -> None:
+        points = self._sender.unsent()
+        if points and self._kept_at:
+            try:
+                storage.write_bytes(self._kept_at, json.dumps(points).encode())
+            except TrainerError as error:
+                logger.warning("points for MLflow are not kept, so an interruption now may cost some: %s", error)
 
     def tag(self, name: str, text: str) -> None:
         self._sender.add_tag(name, text)
@@ -467,14 +512,28 @@ def _warned(consequence: str) -> Iterator[None]:
         logger.warning("%s: %s", consequence, _reason(error))
 
 
+def _samples(last_steps: Mapping[str, int]) -> int:
+    """Samples of the machine that a run has already."""
+    return 1 + max((step for name, step in last_steps.items() if name.startswith(_SYSTEM)), default=-1)
+
+
+def _read_points(place: str) -> Iterable[tuple[str, float, int, int]]:
+    try:
+        return _POINTS.validate_json(storage.read_bytes(place)) if storage.exists(place) else ()
+    except (TrainerError, ValidationError) as error:
+        logger.warning("points for MLflow of an earlier try are not known: %s can not be read (%s)", place, error)
+        return ()
+
+
 @contextmanager
-def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True) -> Iterator[Tracker]:
+def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True, training: str = "") -> Iterator[Tracker]:
     """A stage's run, nested in the parent run; it ends FINISHED, or FAILED by an exception, or KILLED by an interruption.
 
     Args:
         stage: name of the stage, and of its run.
         settings: its settings, recorded as parameters.
         active: False on every process but the first of a group; these get a tracker that does nothing.
+        training: identity of what the stage does; an unfinished run with the same one is gone on with. Empty: a new run.
 
     Raises:
         TrackingError: MLflow does not answer or refuses when the stage starts. Later failures are warnings.
@@ -483,20 +542,23 @@ def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True) -
         yield _NoTracker()
         return
     with _http_limits(_STAGE_LIMITS):
-        tracker = _start_stage(stage, settings)
+        tracker = _start_stage(stage, settings, training)
         tracker.start()
         try:
             yield tracker
+        except PreemptedError:
+            tracker.finish("KILLED")
+            raise
         except Exception as error:
             tracker.finish("FAILED", f"{type(error).__name__}: {error}")
             raise
-        except BaseException:  # Ctrl-C, SIGTERM's SystemExit
+        except BaseException:  # Ctrl-C, SIGTERM
             tracker.finish("KILLED")
             raise
         tracker.finish("FINISHED")
 
 
-def _start_stage(stage: str, settings: Mapping[str, Any]) -> _RunTracker:
+def _start_stage(stage: str, settings: Mapping[str, Any], training: str) -> _RunTracker:
     from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
     with explained():
@@ -504,15 +566,33 @@ def _start_stage(stage: str, settings: Mapping[str, Any]) -> _RunTracker:
         parent = _parent(mlflow)
         tags = {STAGE_TAG: stage} | ({MLFLOW_PARENT_RUN_ID: parent} if parent else {})
         experiment = mlflow.get_run(parent).info.experiment_id if parent else _experiment(mlflow)
-        run_id = str(mlflow.create_run(experiment, run_name=stage, tags=tags).info.run_id)
+        run = _unfinished(mlflow, experiment, tags | {TRAINING_TAG: training}) if training else None
+        if run is None:
+            tags |= {TRAINING_TAG: training} if training else {}
+            run = mlflow.create_run(experiment, run_name=stage, tags=tags)
+        else:
+            mlflow.update_run(run.info.run_id, status="RUNNING")
+            if ERROR_TAG in run.data.tags:  # of the try before
+                mlflow.delete_tag(run.info.run_id, ERROR_TAG)
+            logger.info("%s  goes on in the MLflow run %s", stage, run.info.run_id)
+        run_id = str(run.info.run_id)
         _record_params(mlflow, run_id, settings)
-        return _RunTracker(mlflow, run_id)
+        last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        return _RunTracker(mlflow, run_id, last_steps)
+
+
+def _unfinished(mlflow: MlflowClient, experiment: str, tags: Mapping[str, str]) -> Run | None:
+    """The newest run with these tags, unless it came to its end."""
+    wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+    found = mlflow.search_runs([experiment], filter_string=wanted, order_by=["start_time DESC"], max_results=1)
+    return found[0] if found and found[0].info.status != "FINISHED" else None
 
 
 class _Sender(threading.Thread):
     """Sends points in batches, and samples of the machine every few seconds; retries while the server is away."""
 
-    def __init__(self, mlflow: MlflowClient, run_id: str) -> None:
+    def __init__(self, mlflow: MlflowClient, run_id: str, *, samples: int) -> None:
+        """`samples`: of the machine that the run has already."""
         super().__init__(name="tracking", daemon=True)  # a hanging request must not keep the process alive
         self._mlflow = mlflow
         self._run_id = run_id
@@ -524,13 +604,22 @@ class _Sender(threading.Thread):
         self._failures = 0
         self._system: SystemMetricsMonitor | None = None
         self._next_sample = 0.0
-        self._samples = 0
+        self._samples = samples
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
+    def add(self, step: int, values: Mapping[str, float], time_ms: int | None = None) -> None:
         from mlflow.entities import Metric
 
-        now_ms = int(time.time() * 1000)
-        self._waiting.extend(Metric(name, value, now_ms, step) for name, value in values.items())
+        time_ms = int(time.time() * 1000) if time_ms is None else time_ms
+        self._waiting.extend(Metric(name, value, time_ms, step) for name, value in values.items())
+
+    def unsent(self) -> list[tuple[str, float, int, int]]:
+        """Name, value, time in ms and step of the points that the server may not have, but for samples of the machine."""
+        points = [*list(self._waiting), *list(self._batch)]  # in this order none that moves meanwhile is missed
+        return [
+            (point.key, point.value, point.timestamp, point.step)
+            for point in sorted(points, key=lambda point: (point.timestamp, point.step))
+            if not point.key.startswith(_SYSTEM)
+        ]
 
     def add_tag(self, name: str, text: str) -> None:
         from mlflow.entities import RunTag
@@ -603,7 +692,7 @@ class _Sender(threading.Thread):
         system, self._system = self._system, None  # one that fails is not asked again
         with _warned("no further system metrics are recorded in MLflow"):
             system.collect_metrics()
-            self.add(self._samples, {f"system/{name}": value for name, value in system.aggregate_metrics().items()})
+            self.add(self._samples, {f"{_SYSTEM}{name}": value for name, value in system.aggregate_metrics().items()})
             for part in system.monitors:
                 part.clear_metrics()
             self._system = system

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from trainer import tracking
 from trainer.config import TrackingSettings
-from trainer.errors import TrackingError
+from trainer.errors import PreemptedError, TrackingError
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -215,6 +216,86 @@ def test_the_end_of_a_stage_tells_how_it_ended(store):
     assert store.get_run(failed.run_id).info.status == "FAILED"
     assert store.get_run(failed.run_id).data.tags[tracking.ERROR_TAG] == "ValueError: loss is not finite"
     assert store.get_run(killed.run_id).info.status == "KILLED"
+
+
+def descend(tracker, place, steps, error=None):
+    """What a training records that goes over these steps, and ends in an error if one is given."""
+    tracker.go_on(str(place))
+    for step in steps:
+        tracker.metrics(step, {"loss": 10.0 - step})
+    if error is not None:
+        raise error
+
+
+def test_a_training_that_goes_on_continues_its_run_without_gaps_or_doubled_steps(store, tmp_path):
+    with pytest.raises(PreemptedError), tracking.stage_run("distill", {}, training="t1") as first:
+        descend(first, tmp_path, range(4), PreemptedError("asked to end"))
+    assert store.get_run(first.run_id).info.status == "KILLED"
+    with pytest.raises(ValueError, match="bug"), tracking.stage_run("distill", {}, training="t1") as second:
+        descend(second, tmp_path, range(2, 6), ValueError("bug"))  # from a checkpoint after two steps
+    with tracking.stage_run("distill", {}, training="t1") as third:
+        descend(third, tmp_path, range(5, 8))
+    assert first.run_id == second.run_id == third.run_id
+    points = store.get_metric_history(first.run_id, "loss")
+    assert [(point.step, point.value) for point in points] == [(step, 10.0 - step) for step in range(8)]
+    run = store.get_run(first.run_id)
+    assert run.info.status == "FINISHED"
+    assert tracking.ERROR_TAG not in run.data.tags, "of a try that did not last"
+    system = [point.step for point in store.get_metric_history(first.run_id, "system/cpu_utilization_percentage")]
+    assert system == list(range(len(system))), "samples of the machine are counted on"
+
+
+def test_points_that_were_not_sent_when_the_checkpoint_was_written_are_sent_by_the_next_try(store, tmp_path):
+    place = str(tmp_path)
+    with tracking.stage_run("distill", {}, training="killed") as known:
+        known.metrics(0, {"loss": 3.0})
+    client = tracking.client()
+    client.update_run(known.run_id, status="RUNNING")  # as SIGKILL leaves it
+    (tmp_path / tracking.UNSENT).write_text(json.dumps([["loss", 3.0, 5, 0], ["loss", 2.0, 6, 1], ["rate", 0.5, 6, 1]]))
+    with tracking.stage_run("distill", {}, training="killed") as tracker:
+        tracker.go_on(place)
+        tracker.metrics(1, {"loss": 2.0, "rate": 0.5})
+        tracker.metrics(2, {"loss": 1.0, "rate": 0.25})
+    assert tracker.run_id == known.run_id
+    losses = sorted(store.get_metric_history(tracker.run_id, "loss"), key=lambda point: point.step)
+    assert [(point.step, point.value) for point in losses] == [(0, 3.0), (1, 2.0), (2, 1.0)]
+    assert [point.timestamp for point in losses][1] == 6, "when it was measured"
+    assert [point.step for point in store.get_metric_history(tracker.run_id, "rate")] == [1, 2]
+
+
+def test_what_the_server_has_not_got_is_kept_beside_the_checkpoint(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking._Sender, "start", lambda self: None)  # a server that takes nothing
+    monkeypatch.setattr(tracking._Sender, "join", lambda self, timeout: None)
+    with tracking.stage_run("distill", {}, training="kept") as tracker:
+        tracker.keep()
+        assert not (tmp_path / tracking.UNSENT).exists()
+        tracker.go_on(str(tmp_path))
+        tracker.metrics(7, {"loss": 0.5})
+        tracker.keep()
+        ((name, value, time_ms, step),) = json.loads((tmp_path / tracking.UNSENT).read_text())
+    assert (name, value, step) == ("loss", 0.5, 7)
+    assert abs(time_ms / 1000 - time.time()) < 60
+
+
+@pytest.mark.parametrize("content", ["[", '[["loss", "x", 1, 2]]', '{"a": 1}'])
+def test_kept_points_that_can_not_be_read_are_named_and_left_out(store, tmp_path, caplog, content):
+    (tmp_path / tracking.UNSENT).write_text(content)
+    with tracking.stage_run("distill", {}, training=content[:1]) as tracker:
+        tracker.go_on(str(tmp_path))
+        tracker.metrics(0, {"loss": 1.0})
+    assert str(tmp_path / tracking.UNSENT) in caplog.text
+    assert [point.step for point in store.get_metric_history(tracker.run_id, "loss")] == [0]
+
+
+def test_another_training_or_one_that_was_finished_gets_a_new_run(store):
+    with tracking.stage_run("distill", {}, training="one") as first:
+        pass
+    with (
+        tracking.stage_run("distill", {}, training="one") as again,
+        tracking.stage_run("distill", {}, training="two") as other,
+    ):
+        pass
+    assert len({first.run_id, again.run_id, other.run_id}) == 3
 
 
 def test_other_ranks_record_nothing(store):

@@ -1,25 +1,46 @@
-"""The tries that a training has needed: each goes on from the checkpoint that the one before has left."""
+"""The tries that a training has needed: each goes on from the checkpoint that the one before has left.
+
+A try that fails notes at which step and with what message. If a later one fails at the same step in the same way, to try again would not
+help, and the training ends for good, whatever else would have started it again.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from types import TracebackType
 from typing import Self
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from trainer import storage
-from trainer.errors import TrainerError
+from trainer.errors import LostProcessError, PreemptedError, TrainerError, TrainingError
 from trainer.profiling.schema import AttemptRecord
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = "attempts.json"
+FAILURE = "failure-"
+"""Begins the name of the note of a process that failed; its rank follows."""
 _LOCAL_INTERVAL_S, _REMOTE_INTERVAL_S = 5.0, 60.0
 """Least time between two signs of life; in a store each takes a request, for which the training waits."""
 _RECORDS = TypeAdapter(tuple[AttemptRecord, ...])
+_VARIES = re.compile(r"0x[0-9a-f]+|\d+")
+"""What differs between two messages of the same kind: addresses, process ids, sizes."""
+
+
+class Failure(BaseModel):
+    """How a process has failed."""
+
+    step: int
+    """Of the training, counted from 0: that which failed, or the one before what failed after it."""
+    message: str
+
+    def is_like(self, other: Failure) -> bool:
+        """Whether it is the same failure once more."""
+        return self.step == other.step and _VARIES.sub("#", self.message) == _VARIES.sub("#", other.message)
 
 
 class Attempts:
@@ -30,9 +51,17 @@ class Attempts:
             attempts.seen(steps completed)
     """
 
-    def __init__(self, checkpoints: str, first_step: int, *, active: bool) -> None:
-        """Of the training with these checkpoints, a URI; where not `active` nothing is read or written."""
+    def __init__(self, checkpoints: str, first_step: int, *, active: bool, rank: int = 0) -> None:
+        """Of the training with these checkpoints, a URI; where not `active` only a failure is noted.
+
+        Args:
+            checkpoints: where the notes stand too.
+            first_step: of this try.
+            active: whether this is the process that notes the tries.
+            rank: of this process.
+        """
         self._uri, self._active = storage.join(checkpoints, ATTEMPTS), active
+        self._checkpoints, self._rank = checkpoints, rank
         self._interval_s = _REMOTE_INTERVAL_S if storage.is_remote(checkpoints) else _LOCAL_INTERVAL_S
         self._first_step, self._steps = first_step, 0
         self._before: tuple[AttemptRecord, ...] = ()
@@ -48,8 +77,15 @@ class Attempts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Note how the try has ended.
+
+        Raises:
+            TrainerError: it failed as an earlier one did; of that one's kind, if that has a message for users.
+        """
         if kind is not None and self._active:
             self._write()
+        if isinstance(error, Exception) and not isinstance(error, PreemptedError | LostProcessError):
+            self._note_failure(error)
 
     def seen(self, steps: int) -> None:
         """So many steps are completed; written down every now and then."""
@@ -65,6 +101,36 @@ class Attempts:
             began_unix=self._began_unix, seen_unix=time.time(), first_step=self._first_step, steps_seen=self._steps
         )
         return (*self._before, this)
+
+    def _note_failure(self, error: Exception) -> None:
+        known = isinstance(error, TrainerError)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        failure = Failure(step=self._first_step + self._steps, message=message)
+        try:
+            before = self._failures()
+            note = storage.join(self._checkpoints, f"{FAILURE}{self._rank}.json")
+            storage.write_bytes(note, failure.model_dump_json().encode())
+        except TrainerError as hindrance:
+            logger.warning("the failure is not noted: %s", hindrance)
+            return
+        if any(failure.is_like(one) for one in before):
+            if not known:
+                logger.error("failed again", exc_info=error)
+            raise (type(error) if known else TrainingError)(
+                f"failed twice at step {failure.step + 1} in the same way: {message}"
+            ) from error
+
+    def _failures(self) -> list[Failure]:
+        """How processes of earlier tries have failed; a note that can not be read is none."""
+        found = []
+        for name in storage.children(self._checkpoints):
+            if name.startswith(FAILURE) and name.endswith(".json"):
+                try:
+                    note = storage.read_bytes(storage.join(self._checkpoints, name))
+                    found.append(Failure.model_validate_json(note))
+                except ValidationError as error:
+                    logger.warning("an earlier failure is not known: %s can not be read (%s)", name, error)
+        return found
 
     def _read(self) -> tuple[AttemptRecord, ...]:
         if not storage.exists(self._uri):

@@ -175,8 +175,9 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     report = _report(training, recorder, tracker, first_step)
     say, active = report.progress.say, processes.is_first
     watch = Watch(recorder, training.watch, tracker=tracker, say=say, active=active)
-    attempts = Attempts(training.checkpoints.uri, first_step, active=processes.is_first)
+    attempts = Attempts(training.checkpoints.uri, first_step, active=processes.is_first, rank=processes.rank)
     recorder.attempts = attempts.records
+    tracker.go_on(training.checkpoints.uri)
     with attempts, recorder, report.progress, watch, training.checkpoints, Preemption(processes) as preemption:
         boundary = _boundary(training, loop, report, timeline, preemption)
         boundary.catch_up(first_step - 1, loop.pending)

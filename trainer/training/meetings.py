@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import torch.distributed as dist
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # public, torch documents them
 
 from trainer.config import WAIT_VARIABLE
 from trainer.errors import LostProcessError, SettingsError
@@ -63,7 +63,7 @@ class Roll(NamedTuple):
 class Meetings:
     """The meetings of one process with all others, in their order."""
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, limit_s: float) -> None:
+    def __init__(self, store: Store, *, rank: int, world_size: int, limit_s: float) -> None:
         """Noted in a store.
 
         Args:
@@ -114,7 +114,7 @@ class Meetings:
             LostProcessError: it is one.
         """
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if not isinstance(error, dist.DistError) and not _FROM_TORCH.search(reason):
+        if not isinstance(error, DistError) and not _FROM_TORCH.search(reason):
             return
         reason = _PLACE.sub("", reason).partition(". ")[0]
         told = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))

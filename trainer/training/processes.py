@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public, torch documents them
 
 from trainer.errors import LostProcessError, TrainingError
 from trainer.training.devices import Device, choose_device
@@ -138,7 +139,7 @@ def _join(device: Device, local_rank: int) -> Processes:
     limit_s = wait_limit_s()
     limit = timedelta(seconds=limit_s)
     store, rank, world_size = _meeting_place(limit)
-    meetings = Meetings(dist.PrefixStore(_KEYS, store), rank=rank, world_size=world_size, limit_s=limit_s)
+    meetings = Meetings(PrefixStore(_KEYS, store), rank=rank, world_size=world_size, limit_s=limit_s)
     with meetings.meet("the start of all processes"):
         dist.init_process_group(
             device.backend,
@@ -149,6 +150,7 @@ def _join(device: Device, local_rank: int) -> Processes:
             device_id=device.torch_device if device.kind == "cuda" else None,
         )
         host = dist.new_group(backend="gloo", timeout=limit)
+    assert isinstance(host, dist.ProcessGroup), "every process is a member"
     return Processes(
         rank=rank,
         world_size=world_size,
@@ -160,14 +162,14 @@ def _join(device: Device, local_rank: int) -> Processes:
     )
 
 
-def _meeting_place(limit: timedelta) -> tuple[dist.Store, int, int]:
+def _meeting_place(limit: timedelta) -> tuple[Store, int, int]:
     """The store of the launcher, or of the first process, with this process's rank and the number of processes.
 
     Raises:
         LostProcessError: it does not answer.
     """
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        store, rank, world_size = next(rendezvous("env://", timeout=limit))
     except dist.DistError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LostProcessError(

@@ -33,6 +33,7 @@ from trainer.profiling.schema import ContextRecord
 from trainer.profiling.startup import Startup
 from trainer.tracking import Tracker
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared
+from trainer.training.checkpoints.compatibility import compatible
 from trainer.training.loop import Objective, Training, train
 from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
@@ -219,7 +220,7 @@ class Session:
         """Make sure, before the outputs are written, that no later try of this stage writes them too.
 
         Raises:
-            TrainingError: one does.
+            SupersededError: one does.
         """
         for checkpoints in self._trainings:
             checkpoints.check_ours()
@@ -261,7 +262,11 @@ def open_session(
     with ExitStack() as stack:
         with startup.part("join"):
             processes = stack.enter_context(join_processes())
-        tracker = stack.enter_context(tracking.stage_run(stage, values, active=processes.is_first))
+        root = checkpoint_root(model)
+        identity = artifacts.digest({"settings": compatible(values), "parents": parents, "checkpoints": root})
+        tracker = stack.enter_context(
+            tracking.stage_run(stage, values, active=processes.is_first, training=identity[:16])
+        )
         with (
             shared_artifact(processes, evidence, "evidence", settings=values, parents=parents) as evidence_draft,
             shared_artifact(processes, model, "model", settings=values, parents=parents) as model_draft,
@@ -277,7 +282,7 @@ def open_session(
                 loading=settings,
                 model=model_draft,
                 evidence=evidence_draft,
-                checkpoint_root=checkpoint_root(model),
+                checkpoint_root=root,
                 startup=startup,
                 watch=settings.watch or WatchSettings(),
             )

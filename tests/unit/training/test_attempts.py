@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.errors import LostProcessError, OutputError, PreemptedError, TrainingError
 from trainer.training import attempts as module
 from trainer.training.attempts import ATTEMPTS, Attempts
 
@@ -58,3 +59,61 @@ def test_a_place_that_can_not_be_written_does_not_end_the_training(tmp_path, cap
     with Attempts(str(tmp_path / "file"), 0, active=True) as attempts:
         attempts.seen(1)
     assert "the attempt is not noted" in caplog.text
+
+
+def fail(folder, error, *, step=7, rank=0):
+    """A try that begins at step 5 and fails."""
+    with Attempts(str(folder), 5, active=rank == 0, rank=rank) as attempts:
+        attempts.seen(step - 5)
+        raise error
+
+
+def test_a_failure_may_be_tried_again_and_the_same_one_at_the_same_step_ends_the_training(tmp_path, caplog):
+    with pytest.raises(ZeroDivisionError):
+        fail(tmp_path, ZeroDivisionError("at 0x7f00 in process 17"))
+    with pytest.raises(TrainingError) as ended:
+        fail(tmp_path, ZeroDivisionError("at 0x7a11 in process 9"), rank=1)  # on another rank than before
+    expected = "failed twice at step 8 in the same way: ZeroDivisionError: at 0x7a11 in process 9"
+    assert str(ended.value) == expected
+    assert "Traceback" in caplog.text, "whoever looks for the bug needs it"
+
+
+@pytest.mark.parametrize(
+    "second",
+    [(ZeroDivisionError("planted"), 8), (ValueError("planted"), 7), (ZeroDivisionError("another"), 7)],
+    ids=["another step", "another kind", "another message"],
+)
+def test_another_failure_or_another_step_is_a_first_one(tmp_path, second):
+    with pytest.raises(ZeroDivisionError):
+        fail(tmp_path, ZeroDivisionError("planted"))
+    error, step = second
+    with pytest.raises(type(error), match=r"^(planted|another)$"):
+        fail(tmp_path, error, step=step)
+
+
+def test_an_error_with_a_message_keeps_its_kind(tmp_path):
+    for message in ("disk full", "failed twice at step 8 in the same way: disk full"):
+        with pytest.raises(OutputError, match=f"^{message}$"):
+            fail(tmp_path, OutputError("disk full"))
+
+
+@pytest.mark.parametrize("error", [PreemptedError("asked"), LostProcessError("rank 1"), KeyboardInterrupt()])
+def test_who_was_asked_to_end_or_misses_another_process_may_always_try_again(tmp_path, error):
+    for _ in range(3):
+        with pytest.raises(type(error)) as ended:
+            fail(tmp_path, error)
+        assert ended.value is error
+
+
+def test_a_damaged_note_of_a_failure_is_named_and_passed_over(tmp_path, caplog):
+    (tmp_path / "failure-0.json").write_text("{")
+    with pytest.raises(ZeroDivisionError):
+        fail(tmp_path, ZeroDivisionError("planted"))
+    assert "failure-0.json can not be read" in caplog.text
+
+
+def test_a_failure_that_can_not_be_noted_is_told_as_it_is(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ZeroDivisionError):
+        fail(tmp_path / "file" / "below", ZeroDivisionError("planted"))
+    assert "the failure is not noted" in caplog.text

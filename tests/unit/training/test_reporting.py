@@ -13,6 +13,9 @@ class Sink:
     def __init__(self):
         self.metrics_seen, self.shown, self.said = [], [], []
 
+    def keep(self):
+        pass
+
     def metrics(self, step, values):
         self.metrics_seen.append((step, dict(values)))
 
