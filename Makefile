@@ -7,8 +7,12 @@ TEST_WORKERS ?= 2
 VENV := .venv/bin
 UV := .uv/bin/uv
 READY := .venv/.ready
+AUDIT := .audit/.ready
 COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade)
+
+AUDITED := development runtime neuron uv audit
+SBOMS := runtime neuron
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run ui test test-gpu bench bench-gpu check lint compile deploy-pipeline undeploy-pipeline docs lock clean
@@ -83,6 +87,18 @@ lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1
 	$(COMPILE_REQUIREMENTS) pyproject.toml --constraint requirements/development.txt --output-file requirements/runtime.txt
 	$(COMPILE_REQUIREMENTS) pyproject.toml --override requirements/neuron-overrides.txt --output-file requirements/neuron.txt
 	echo uv | $(COMPILE_REQUIREMENTS) - --output-file requirements/uv.txt
+	$(COMPILE_REQUIREMENTS) --group audit --output-file requirements/audit.txt
+
+.PHONY: audit sbom
+audit: $(AUDIT)  ## look for known vulnerabilities in all locked packages [IGNORE="ID ID"]; asks PyPI
+	@failed=0; for lock in $(AUDITED); do echo "requirements/$$lock.txt"; \
+		.audit/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off \
+		$(addprefix --ignore-vuln ,$(IGNORE)) --requirement "requirements/$$lock.txt" || failed=1; done; exit $$failed
+
+sbom: $(AUDIT)  ## write sbom/*.json: the Python packages of the images with their hashes (CycloneDX)
+	@mkdir -p sbom; for lock in $(SBOMS); do \
+		.audit/bin/cyclonedx-py requirements "requirements/$$lock.txt" --pyproject pyproject.toml --mc-type application \
+		--output-reproducible --output-format JSON --output-file "sbom/$$lock.json" || exit 1; echo "sbom/$$lock.json"; done
 
 .PHONY: image manifests kind-up kind-load test-kind kind-down
 IMAGE_NAME = $(or $(IMAGE),$(shell $(VENV)/python -c \
@@ -109,13 +125,18 @@ kind-down:  ## remove that cluster
 	@manifests/kind/down.sh
 
 clean:  ## remove what was made here, except for runs
-	rm -rf .venv .uv .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .uv .audit sbom .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(UV): requirements/uv.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "$(PYTHON) is Python %d.%d, but 3.11 or later is needed; name one: make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv --clear .uv
 	.uv/bin/pip install --quiet --disable-pip-version-check --require-hashes --only-binary :all: -r requirements/uv.txt
+	@touch $@
+
+$(AUDIT): requirements/audit.txt $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .audit
+	$(UV) pip sync --quiet --require-hashes --python .audit/bin/python requirements/audit.txt
 	@touch $@
 
 # Bytecode is compiled here because an environment may forbid to write it later, and imports then take seconds each time.
