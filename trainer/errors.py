@@ -6,7 +6,8 @@
     ├── ArtifactError           a directory handed from one stage to another is missing, damaged or of another kind
     ├── ModelError              a model can not be built, or does not fit the data set
     ├── TrainingError           a training stopped: loss not finite, processes that do not form one group
-    │   └── LostProcessError    a process of the group did not come to a meeting, or is gone
+    │   ├── LostProcessError    a process of the group did not come to a meeting, or is gone
+    │   └── SupersededError     a later try of the same training has begun
     ├── PreemptedError          a training was asked to end; its checkpoint is written, and the same command goes on
     ├── LaunchError             a launched process or job failed
     │   └── CrashError          a launched process crashed or was killed, and had no message of its own
@@ -73,6 +74,10 @@ class TrainingError(TrainerError):
 
 class LostProcessError(TrainingError):
     """A process of the group did not come to a meeting, or is gone: nobody's mistake, so it may be tried again."""
+
+
+class SupersededError(TrainingError):
+    """A later try of the same training has begun: this one is not to write anything more, not even how it ended."""
 
 
 class PreemptedError(TrainerError):

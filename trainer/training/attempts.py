@@ -16,7 +16,7 @@ from typing import Self
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from trainer import storage
-from trainer.errors import LostProcessError, PreemptedError, TrainerError, TrainingError
+from trainer.errors import LostProcessError, PreemptedError, SupersededError, TrainerError, TrainingError
 from trainer.profiling.schema import AttemptRecord
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ class Attempts:
         Raises:
             TrainerError: it failed as an earlier one did; of that one's kind, if that has a message for users.
         """
+        if isinstance(error, SupersededError):
+            return  # the notes are the later try's
         if kind is not None and self._active:
             self._write()
         if isinstance(error, Exception) and not isinstance(error, PreemptedError | LostProcessError):

@@ -26,7 +26,7 @@ from trainer.config import (
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import Samples, micro_batch_size
 from trainer.distillation.recording import Recording
-from trainer.errors import PreemptedError, TrainerError
+from trainer.errors import PreemptedError, SupersededError, TrainerError
 from trainer.models import Classifier
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.schema import ContextRecord
@@ -148,7 +148,10 @@ class Session:
         """Keep at `uri` what was recorded of a training that fails, and name that place."""
         try:
             yield
-        except PreemptedError:  # its attempt is noted, and it goes on
+        except (
+            PreemptedError,
+            SupersededError,
+        ):  # it goes on, here or in the later try, whose evidence would stand there
             raise
         except BaseException as error:
             if not self.processes.is_first or not recorder.has_begun or not self._keep_evidence(recorder, uri):

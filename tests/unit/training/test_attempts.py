@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import LostProcessError, OutputError, PreemptedError, TrainingError
+from trainer.errors import LostProcessError, OutputError, PreemptedError, SupersededError, TrainingError
 from trainer.training import attempts as module
 from trainer.training.attempts import ATTEMPTS, Attempts
 
@@ -103,6 +103,14 @@ def test_who_was_asked_to_end_or_misses_another_process_may_always_try_again(tmp
         with pytest.raises(type(error)) as ended:
             fail(tmp_path, error)
         assert ended.value is error
+
+
+def test_a_try_that_is_superseded_leaves_the_notes_to_the_later_one(tmp_path):
+    with pytest.raises(SupersededError), Attempts(str(tmp_path), 0, active=True):
+        (tmp_path / ATTEMPTS).write_text("the later one's")
+        raise SupersededError("superseded")
+    assert (tmp_path / ATTEMPTS).read_text() == "the later one's"
+    assert [path.name for path in tmp_path.iterdir()] == [ATTEMPTS]
 
 
 def test_a_damaged_note_of_a_failure_is_named_and_passed_over(tmp_path, caplog):

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainer.errors import (
     OutputError,
     SettingsError,
     StorageError,
+    SupersededError,
     TrainerError,
     TrainingError,
     writing_to,
@@ -34,6 +36,8 @@ from trainer.training.processes import Processes
 
 logger = logging.getLogger(__name__)
 
+LOOK_INTERVAL_S = 60.0
+"""Between two looks whether a later try has begun."""
 LAST_WAIT_S = 10.0
 """How long a training that fails waits for the checkpoint that is being written."""
 TOP1 = "val_top1"
@@ -105,6 +109,7 @@ class Checkpoints:
         self._whole: dict[Entry, float | None] = {}
         """Complete ones, not known to be damaged -> top-1 accuracy of those that were measured."""
         self._snapshot, self._writer = Snapshot(), Writer(name)
+        self._look_s = time.monotonic() + LOOK_INTERVAL_S
 
     def __enter__(self) -> Self:
         return self
@@ -213,7 +218,7 @@ class Checkpoints:
             top1: its accuracy on the validation split, where it was measured.
 
         Raises:
-            TrainingError: a later try of this training has begun.
+            SupersededError: a later try of this training has begun.
             OutputError, StorageError: the third write in a row has failed.
         """
         self._writer.wait()
@@ -223,17 +228,20 @@ class Checkpoints:
         if self._generation is not None and Entry(self._generation.number, state.step) in self._whole:
             return
         self._snapshot.take(state)
-        self._writer.start(partial(self._write, state.step, top1))
+        self._writer.start(partial(self._write, state.step, top1), "a checkpoint could not be written", counts=True)
 
     def look(self) -> None:
-        """End the training where the writing has found a reason to; takes no time.
+        """End the training where the thread in the background has found a reason to; takes no time.
 
         Raises:
-            TrainingError: a later try of this training has begun.
+            SupersededError: a later try of this training has begun.
             OutputError, StorageError: the third write in a row has failed.
         """
         if self._writer.gives_up:
             self._raise(f"{MOST_FAILURES} checkpoints in a row could not be written")
+        if self._generation is not None and time.monotonic() >= self._look_s and self._writer.wait(0):
+            self._look_s = time.monotonic() + LOOK_INTERVAL_S
+            self._writer.start(self.check_ours, "whether a later try has begun is not known")
 
     def finish(self, *, needed: bool = False) -> None:
         """Wait until the last checkpoint is written.
@@ -242,7 +250,7 @@ class Checkpoints:
             needed: whether the training ends with it, without a result.
 
         Raises:
-            TrainingError: a later try of this training has begun.
+            SupersededError: a later try of this training has begun.
             OutputError, StorageError: it is needed and could not be written, or was the third in a row.
         """
         self._writer.wait()
@@ -254,11 +262,11 @@ class Checkpoints:
         """Make sure that no later try of this training has begun, before something is written that it writes too.
 
         Raises:
-            TrainingError: one has.
+            SupersededError: one has.
             StorageError: the store does not answer or refuses.
         """
         if self._generation is not None and not self._generation.is_newest():
-            raise TrainingError(
+            raise SupersededError(
                 f"{self._name}: superseded: this is try {self._generation.number} of this training, and a later one has begun, or has "
                 f"ended, at {self.uri}; this one writes nothing more; see to the later one"
             )

@@ -18,7 +18,7 @@ PASSING = (OutputError, StorageError, OSError)
 
 
 class Writer:
-    """Runs a write in the background; at most one is under way."""
+    """Runs one thing in the background; at most one is under way."""
 
     def __init__(self, name: str) -> None:
         """For the training `name`."""
@@ -27,10 +27,16 @@ class Writer:
         self._failures: list[Exception] = []
         """Of the last writes in a row."""
 
-    def start(self, write: Callable[[], None]) -> None:
-        """Begin a write; the one before must have been waited for."""
+    def start(self, work: Callable[[], None], failed: str, *, counts: bool = False) -> None:
+        """Begin something; what was begun before must have been waited for.
+
+        Args:
+            work: what is done.
+            failed: what the log says where it fails.
+            counts: whether it is a write, which counts where it fails in a way that may pass.
+        """
         # A daemon: a process that has to end at once leaves an unfinished checkpoint, which nobody believes.
-        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(work, failed, counts), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -54,11 +60,13 @@ class Writer:
             len(self._failures) >= MOST_FAILURES or not isinstance(self.failure, PASSING)
         )
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], None], failed: str, counts: bool) -> None:
         try:
-            write()
+            work()
         except Exception as error:  # noqa: BLE001  # whatever it is, the thread that trains has to hear of it
-            self._failures.append(error)
-            logger.warning("%s  a checkpoint could not be written: %s", self._name, error)
+            if counts or not isinstance(error, PASSING):
+                self._failures.append(error)
+            logger.warning("%s  %s: %s", self._name, failed, error)
         else:
-            self._failures.clear()
+            if counts:
+                self._failures.clear()

@@ -5,14 +5,15 @@ import logging
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
-from trainer.errors import OutputError, SettingsError, StorageError, TrainingError
-from trainer.training.checkpoints import Checkpoints, checkpoint_root, newest, root_is_shared
+from trainer.errors import OutputError, SettingsError, StorageError, SupersededError
+from trainer.training.checkpoints import Checkpoints, checkpoint_root, collection, newest, root_is_shared
 from trainer.training.checkpoints.collection import Entry
 from trainer.training.checkpoints.snapshots import Snapshot
 from trainer.training.checkpoints.state import restore
@@ -286,11 +287,11 @@ def test_a_try_that_comes_back_writes_nothing_more(tmp_path):
     save(stale, 10)
     assert newest(fresh, ALONE).step == 10
     stale.save(snapshot_of(20, learner()))
-    with pytest.raises(TrainingError, match="superseded: this is try 1 of this training"):
+    with pytest.raises(SupersededError, match="superseded: this is try 1 of this training"):
         stale.finish()
-    with pytest.raises(TrainingError, match="superseded"):
+    with pytest.raises(SupersededError, match="superseded"):
         stale.check_ours()
-    with pytest.raises(TrainingError, match="superseded"):
+    with pytest.raises(SupersededError, match="superseded"):
         stale.look()
     fresh.check_ours()
     save(fresh, 20)
@@ -303,7 +304,7 @@ def test_one_that_was_stopped_in_the_middle_of_a_write_does_not_complete_it(tmp_
     fresh = checkpoints(tmp_path)
     fresh.begin()
     slow.set()
-    with pytest.raises(TrainingError, match="superseded"):
+    with pytest.raises(SupersededError, match="superseded"):
         stale.finish()
     assert names(tmp_path) == []
     assert not list(folder(tmp_path).glob(".step-*"))
@@ -318,15 +319,46 @@ def test_the_later_try_counts_even_where_the_earlier_one_came_further(tmp_path):
     assert latest(tmp_path).step == 20
 
 
+def look_until_known(held):
+    """As the loop does after each step; the answer is known a little later."""
+    for _ in range(6000):
+        held.look()
+        time.sleep(0.01)
+
+
+def test_a_try_that_comes_back_learns_of_it_before_its_next_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(collection, "LOOK_INTERVAL_S", 0.0)
+    stale = checkpoints(tmp_path)
+    newest(stale, ALONE)
+    for _ in range(20):
+        stale.look()
+    checkpoints(tmp_path).begin()
+    with pytest.raises(SupersededError, match="superseded"):
+        look_until_known(stale)
+
+
+def test_a_store_that_does_not_answer_is_no_reason_to_end(object_store, monkeypatch, caplog):
+    monkeypatch.setattr(collection, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    held = checkpoints(object_store.uri("c"))
+    held.begin()
+    object_store.answer(503)
+    while caplog.text.count("distill  whether a later try has begun is not known: ") < 4:
+        held.look()
+    object_store.clear()
+    held.finish()
+    save(held, 10)
+
+
 def test_a_try_is_over_when_another_has_ended_and_a_new_training_has_taken_its_place(tmp_path):
     stale, fresh = checkpoints(tmp_path), checkpoints(tmp_path)
     save(stale, 10)
     newest(fresh, ALONE)
     fresh.remove()
-    with pytest.raises(TrainingError, match="superseded"):
+    with pytest.raises(SupersededError, match="superseded"):
         stale.check_ours()
     checkpoints(tmp_path).begin()
-    with pytest.raises(TrainingError, match="superseded"):
+    with pytest.raises(SupersededError, match="superseded"):
         stale.check_ours()
 
 
@@ -425,7 +457,7 @@ def test_a_try_that_comes_back_writes_nothing_more_into_a_store(object_store):
     newest(fresh, ALONE)
     before = object_store.keys()
     stale.save(snapshot_of(20, learner()))
-    with pytest.raises(TrainingError, match="superseded"):
+    with pytest.raises(SupersededError, match="superseded"):
         stale.finish()
     assert object_store.keys() == before
 

@@ -48,7 +48,11 @@ def test_every_type_and_shape_is_kept(tmp_path):
 
 def test_its_memory_is_used_again_and_made_anew_where_it_no_longer_fits(tmp_path):
     snapshot = Snapshot()
-    states = [snapshot_of(1, learner(seed=1, steps=0)), snapshot_of(3, learner(seed=2)), snapshot_of(4, learner(seed=3))]
+    states = [
+        snapshot_of(1, learner(seed=1, steps=0)),
+        snapshot_of(3, learner(seed=2)),
+        snapshot_of(4, learner(seed=3)),
+    ]
     for number, state in enumerate(states):
         read = snapshots.read(written(state, tmp_path / str(number), snapshot), "one")
         assert everything(read) == everything(state)
