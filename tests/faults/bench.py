@@ -24,7 +24,7 @@ RECORDING = {
     "batch_size": 400,
     "seed": 2,
     "workers": 0,
-    "augmentation": {"min_scale": 0.5, "mixup": 0.2},
+    "augmentation": QUICK["views"],
 }
 """Four shards."""
 PHOTOS = {"image_size": 16, "encoding": "png", "test_fraction": 0.2, "workers": 0}

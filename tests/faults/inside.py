@@ -1,7 +1,7 @@
 """Faults inside the processes of a job: what is done, and when.
 
-A fault comes in the environment variable INJECTED_FAULT and is put in place before anything else runs: by `injection/sitecustomize.py`, which
-Python imports at its start, or by `install` in a process that is there already. It strikes once, in one process, before
+A fault comes in the environment variable INJECTED_FAULT and is put in place before anything else runs: by `injection/sitecustomize.py`,
+which Python imports at its start, or by `install` in a process that is there already. It strikes once, in one process, before
 
     step S                the training's step S (`Loop.step`), on one rank
     write N, below F      the N-th thing done to the file system below a folder: a file opened for writing, fsync, rename, removal, ...
@@ -14,6 +14,7 @@ Nothing here imports more than the standard library, because most processes are 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import errno
 import functools
@@ -56,7 +57,7 @@ class Fault:
     folder: str = ""
     """For `write`: below which folder."""
     to: int = 0
-    """Who gets the signal: 0 the process itself, -1 its parent, or another's number."""
+    """Who gets the signal: 0 the process itself, -1 its parent, or the number of another one; minus that of a group."""
     seconds: float = 0.0
     """How long it sleeps, or by how much it moves the clock."""
 
@@ -184,9 +185,8 @@ def _at_writes(fault: Fault, notes: Notes) -> None:
             with lock:
                 number = next(count)
                 notes.write(number, f"{what} {os.path.relpath(path, folder)}")
-            if fault.write is not None and number >= fault.write:
-                if notes.fire() or fault.does in _PERSISTENT:
-                    act(fault, path)
+            if fault.write is not None and number >= fault.write and (notes.fire() or fault.does in _PERSISTENT):
+                act(fault, path)
         finally:
             inside.busy = False
 
@@ -194,7 +194,7 @@ def _at_writes(fault: Fault, notes: Notes) -> None:
     plain = os.fsync
 
     def fsync(descriptor: int) -> None:
-        written("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        written("fsync", str(_opened(descriptor)))
         plain(descriptor)
 
     os.fsync = fsync
@@ -212,12 +212,17 @@ def _tell(event: str, arguments: tuple[Any, ...], written: Callable[[str, str], 
         written("truncate", os.fsdecode(arguments[0]))
     elif event in _NAME_AND_FOLDER:
         name, folder = (arguments[index] for index in _NAME_AND_FOLDER[event])
-        start = os.readlink(f"/proc/self/fd/{folder}") if isinstance(folder, int) and folder >= 0 else ""
-        written(event.partition(".")[2], os.path.join(start, os.fsdecode(name)))
+        start = _opened(folder) if isinstance(folder, int) and folder >= 0 else Path()
+        written(event.partition(".")[2], str(start / os.fsdecode(name)))
+
+
+def _opened(descriptor: int) -> Path:
+    """The path behind a descriptor."""
+    return Path(f"/proc/self/fd/{descriptor}").readlink()
 
 
 def _send_to_full_disk(fault: Fault, notes: Notes, folder: str) -> None:
-    """Let files that are opened for writing be /dev/full from the moment on at which the fault strikes: the kernel then refuses the bytes."""
+    """From the fault on, let files that are opened for writing be /dev/full: the kernel refuses what is written into them."""
     plain = io.open
 
     def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
@@ -269,12 +274,29 @@ def after_import(name: str, change: Callable[[Any], None]) -> None:
 
 def act(fault: Fault, subject: Any = None) -> None:
     """Do what a fault does; `subject` is the loop, or the path that is about to be written."""
-    if fault.does.startswith("SIG"):
+    if fault.does in signal.Signals.__members__:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        target = {0: os.getpid(), -1: os.getppid()}.get(fault.to, fault.to)
-        os.kill(target, signal.Signals[fault.does])
+        os.kill(_target(fault), signal.Signals[fault.does])
     else:
         _ACTIONS[fault.does](fault, subject)
+
+
+def _target(fault: Fault) -> int:
+    return {0: os.getpid(), -1: os.getppid()}.get(fault.to, fault.to)
+
+
+def _ask_twice(fault: Fault, _subject: Any) -> None:
+    """SIGTERM, and again when it can not be the same request by another way any more."""
+    target = _target(fault)
+    os.kill(target, signal.SIGTERM)
+    later = threading.Timer(1.2, lambda: _ask_again(target))
+    later.daemon = True
+    later.start()
+
+
+def _ask_again(target: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(target, signal.SIGTERM)
 
 
 def _tear(_fault: Fault, _path: str) -> None:
@@ -300,6 +322,7 @@ def _move_clock(fault: Fault, _subject: Any) -> None:
 
 
 _ACTIONS: dict[str, Callable[[Fault, Any], None]] = {
+    "SIGTERM twice": _ask_twice,
     "tear": _tear,
     "ENOSPC": _refuse,
     "EROFS": _refuse,

@@ -48,7 +48,8 @@ def stops_and_goes_on(
     start: Start = Job.run,
     mend: Callable[[], None] = lambda: None,
 ) -> Kept:
-    """The fault ends the job with this exit code and message; nothing half-written is believed; the same command goes on to the same result.
+    """The fault ends the job with this exit code and message, nothing half-written is believed, and the same command goes on to the same
+    result.
 
     Args:
         job: is started twice.
@@ -57,7 +58,7 @@ def stops_and_goes_on(
         code: the exit code, or minus the number of a signal.
         message: regular expression of what the first command says.
         start: how it is started.
-        mend: called before it is started again.
+        mend: puts an end to what strikes from outside.
 
     Raises:
         AssertionError: one of that is not so.
@@ -65,8 +66,8 @@ def stops_and_goes_on(
     broken = start(job, fault)
     assert broken.fired is not None, f"{fault} did not strike; the job ended with {broken.code}: {broken.said[-1500:]}"
     _check_stop(broken, code, message)
-    believed = job.believed()
     mend()
+    believed = job.believed()
     again = start(job)
     goes_through(job, whole, again)
     complete = f", {len(believed)} outputs complete" if believed else ""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +21,13 @@ from tests.faults.jobs import Job
 from tests.faults.promises import Kept, goes_on, goes_through, stops, stops_and_goes_on
 from tests.faults.stores import WatchedStore
 from tests.faults.tracking_server import TrackingServer
-from trainer import artifacts, storage
-from trainer.errors import EXIT_CODE
+from trainer import artifacts
+from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE
+
+WAIT_S = 30
+"""How long processes wait for one another where one of them hangs."""
+GRACE_S = 30
+"""How long Kubernetes waits after SIGTERM."""
 
 
 class Surroundings:
@@ -42,6 +50,57 @@ def one_process_is_ended(signal_name: str, at: Surroundings, chance: random.Rand
     fault = Fault(does=signal_name, rank=rank, step=chance.randrange(whole.steps))
     message = f"process {rank} of 2: was ended by {signal_name}"
     return stops_and_goes_on(at.bench.pair(), whole.result, fault, code=EXIT_CODE, message=message)
+
+
+def one_process_hangs(at: Surroundings, chance: random.Random) -> Kept:
+    """One of two processes is stopped: the other one waits no longer than the limit, and names it."""
+    whole, rank, job = at.bench.whole_pair, chance.randrange(2), at.bench.pair()
+    job.environment = {"TRAINER_WAIT_S": str(WAIT_S)}
+    fault = Fault(does="SIGSTOP", rank=rank, step=chance.randrange(1, whole.steps))
+    message = rf"process {1 - rank} of 2: rank {rank} did not come to .* within {WAIT_S} s"
+    return stops_and_goes_on(job, whole.result, fault, code=EXIT_CODE, message=message)
+
+
+def loader_hangs(at: Surroundings, chance: random.Random) -> Kept:
+    """A loader process hangs: the training process waits no longer than the limit."""
+    whole, job = at.bench.whole_pair, at.bench.pair(workers=1)
+    job.environment = {"TRAINER_WAIT_S": str(WAIT_S)}
+    load = chance.randrange(whole.steps * job.settings["batch_size"] // 2)
+    fault = Fault(does="sleep", seconds=3600, rank=chance.randrange(2), load=load)
+    message = rf"process {fault.rank} of 2: none of 1 loader processes had a batch within {WAIT_S / 2:g} s"
+    return stops_and_goes_on(job, whole.result, fault, code=EXIT_CODE, message=message)
+
+
+def asked_to_end(who: str, does: str, at: Surroundings, chance: random.Random) -> Kept:
+    """SIGTERM, once or twice, to all processes or to one of two: they agree on a step, write a checkpoint, and end."""
+    whole, job = at.bench.whole_pair, at.bench.pair()
+    to = {"all": -1, "one": 0}[who]
+    fault = Fault(does=does, to=to, rank=chance.randrange(2), step=chance.randrange(whole.steps))
+    message = "and the same command goes on from there"
+    kept = stops_and_goes_on(job, whole.result, fault, code=PREEMPTED_EXIT_CODE, message=message)
+    assert kept.seconds < GRACE_S, f"took {kept.seconds:.0f} s to end"
+    return kept
+
+
+def comes_back(at: Surroundings, chance: random.Random) -> Kept:
+    """A training that everybody thinks dead, and that another try has replaced, comes back: it changes nothing any more."""
+    whole, job = at.bench.whole_distillation, at.bench.distillation()
+    other = dataclasses.replace(job, scratch=job.scratch / "other")
+    notes, step = job.upcoming, chance.randrange(1, whole.steps - 5)
+    with ThreadPoolExecutor(1) as pool:
+        stale = pool.submit(job.fork, Fault(does="SIGSTOP", step=step), limit_s=180)
+        while notes.fired is None and not stale.done():
+            time.sleep(0.05)
+        try:
+            ending = other.fork()
+        finally:
+            os.kill(job.process, signal.SIGCONT)
+        goes_through(other, whole.result, ending)
+        first = stale.result()
+    assert first.code == EXIT_CODE, f"the old one ended with {first.code}: {first.said[-2000:]}"
+    assert "superseded" in first.said, first.said[-2000:]
+    assert job.result() == whole.result, "the old one changed the result"
+    return Kept(outcome="the old one ended with its message, the same result", seconds=first.seconds)
 
 
 def not_a_number(at: Surroundings, chance: random.Random) -> Kept:
@@ -220,7 +279,12 @@ def tracking_goes_away(at: Surroundings, chance: random.Random) -> Kept:
 
 SCENARIOS: Mapping[str, Scenario] = {
     **{f"{name} of one process": partial(one_process_is_ended, name) for name in ("SIGKILL", "SIGSEGV", "SIGABRT")},
+    "SIGSTOP of one process": one_process_hangs,
+    "loader process hangs": loader_hangs,
+    **{f"SIGTERM of {who}": partial(asked_to_end, who, "SIGTERM") for who in ("all", "one")},
+    "SIGTERM of all, twice": partial(asked_to_end, "all", "SIGTERM twice"),
     "launcher killed": launcher_is_killed,
+    "old try comes back": comes_back,
     "NaN in one process": not_a_number,
     "slow process": slow_process,
     "clock set": clock_jumps,

@@ -30,6 +30,7 @@ from tests.faults.stores import WatchedStore
 from tests.faults.tracking_server import TrackingServer
 from tests.pathologies import train_teacher
 from trainer import config
+from trainer.errors import TrainerError
 from trainer.stages import prepare
 
 
@@ -122,7 +123,7 @@ def _strike(at: Surroundings, name: str, draw: str, row: Row) -> None:
     at.store.watch(lambda _number: None)
     try:
         kept = SCENARIOS[name](at, random.Random(draw))
-    except AssertionError as error:
+    except (AssertionError, TrainerError) as error:
         row.broken.append(f"{name} ({draw}): {error}")
         print(f"BROKEN  {row.broken[-1]}", flush=True)
         return
