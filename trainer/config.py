@@ -8,6 +8,7 @@ distillation setting leaves a cached teacher valid. This module imports no torch
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import shlex
 import warnings
@@ -740,8 +741,14 @@ def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: st
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        messages = [_explain(section, alternatives, prefix) for alternatives in _by_setting(error.errors())]
-        raise SettingsError("\n".join(messages)) from error
+        wrong = _by_setting(error.errors())
+        messages = [_explain(section, alternatives, prefix) for alternatives in wrong[:_MOST_EXPLAINED]]
+        more = [f"and {len(wrong) - _MOST_EXPLAINED} more"] if len(wrong) > _MOST_EXPLAINED else []
+        raise SettingsError("\n".join(messages + more)) from error
+
+
+_MOST_EXPLAINED = 30
+"""Wrong settings that a message explains."""
 
 
 def _unprintable(value: object, name: str) -> Iterator[tuple[str, str]]:
@@ -793,7 +800,7 @@ def _explain(section: type[Section], alternatives: Sequence[ErrorDetails], prefi
     name = ".".join(([prefix] if prefix else []) + [str(part) for part in details["loc"]])
     kind, value = details["type"], details.get("input")
     if kind == "extra_forbidden":
-        known = [f"{prefix}.{setting}" if prefix else setting for setting, *_ in walk(section)]
+        known = _names(section, prefix)
         return f"unknown setting {name}{_nearest(name, known)}; `python -m trainer config RECIPE` lists all"
     allowed = [text for one in alternatives if (text := _allowed(one))]
     if allowed:
@@ -827,6 +834,12 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
+@functools.cache
+def _names(section: type[Section], prefix: str) -> tuple[str, ...]:
+    """Full name of every setting below a section."""
+    return tuple(f"{prefix}.{name}" if prefix else name for name, *_ in walk(section))
+
+
 def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[str, Any, str, str]]:
     """Every setting below a section: (full name, value or default, type and limits as text, meaning)."""
     model = section if isinstance(section, type) else type(section)
@@ -843,7 +856,14 @@ def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[s
 
 
 def _type_text(model: type[Section], name: str) -> str:
-    return _schema_text(model.model_json_schema()["properties"][name])
+    return _schema_text(_properties(model)[name])
+
+
+@functools.cache
+def _properties(model: type[Section]) -> Mapping[str, Any]:
+    """JSON schema of each setting of a group."""
+    properties: Mapping[str, Any] = model.model_json_schema()["properties"]
+    return properties
 
 
 def _schema_text(schema: Mapping[str, Any]) -> str:

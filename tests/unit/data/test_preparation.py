@@ -124,7 +124,7 @@ def test_every_way_to_be_bad_is_quarantined_with_its_reason(tmp_path: Path) -> N
     (bad / "half.jpg").write_bytes((bad / "whole.jpg").read_bytes()[:900])
     save(picture(2, 5), bad / "tiny.png")
     save(picture(3, 70), bad / "huge.png")
-    (bad / "gone.png").symlink_to(tmp_path / "nowhere")
+    (bad / "gone.png").symlink_to(source / "nowhere")
     save(picture(4, 20), bad / "said cat.png")
     save(picture(4, 20), source / "class 1" / "said dog.png")
     figures = prepare(settings(source, max_pixels=60 * 60), made(tmp_path / "out"))

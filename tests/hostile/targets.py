@@ -1,0 +1,355 @@
+"""What the fuzzers aim at: everything that reads what others have made.
+
+A target has seeds, valid inputs of its kind, and reads any bytes. It may only accept them or refuse them with a message: another
+exception, a signal, more memory than the limit, or more time, is a finding.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import safetensors.torch
+from PIL import Image
+
+from components.launch import pools
+from trainer import artifacts, config, limits, models, storage
+from trainer.config import ModelSettings
+from trainer.data.dataset import open_dataset
+from trainer.data.decoding import BadImageError, decode, decode_square, encode
+from trainer.data.schema import SPLITS, Description, features
+from trainer.data.sources import list_source
+from trainer.distillation import recording, shards
+from trainer.distillation.recording import open_recording
+from trainer.environment import variables
+from trainer.errors import TrainerError
+
+MAX_PIXELS = 1_000_000
+SIZE = 16
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that reads what others have made."""
+
+    seeds: Callable[[], Sequence[bytes]]
+    read: Callable[[bytes, Path], object]
+    """Reads bytes; may write into a folder, where an earlier call has written."""
+    refusals: tuple[type[Exception], ...] = (TrainerError,)
+
+
+def try_out(target: Target, content: bytes, folder: Path) -> str:
+    """How an input ends: empty where it was read, else the message.
+
+    Raises:
+        Exception: a finding.
+    """
+    try:
+        target.read(content, folder)
+    except target.refusals as error:
+        return _checked(str(error))
+    return ""
+
+
+def _checked(message: str) -> str:
+    assert message, "a refusal without a message"
+    assert message == limits.printable(message), f"a message that steers a terminal: {message!r}"
+    assert len(message) <= limits.MESSAGE_CHARACTERS + 100, f"a message of {len(message)} characters"
+    return message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images
+
+
+@functools.cache
+def _images() -> tuple[bytes, ...]:
+    pixels = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE + 3, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return (
+        _file(image, "JPEG", exif=exif),
+        _file(image, "JPEG", progressive=True),
+        _file(image.convert("CMYK"), "JPEG"),
+        _file(image, "PNG"),
+        _file(image.convert("P"), "PNG", transparency=1),
+        _file(image.convert("RGBA"), "PNG"),
+        _file(Image.fromarray(pixels[..., 0].astype(np.uint16) << 8), "PNG"),
+        _file(image, "GIF", save_all=True, append_images=[image.transpose(Image.Transpose.ROTATE_180)]),
+        _file(image, "BMP"),
+        _file(image, "WEBP"),
+        _file(image.convert("RGBA"), "WEBP", lossless=True),
+        _file(image, "TIFF"),
+        _file(image, "TIFF", compression="tiff_lzw"),
+        _file(image, "TIFF", compression="jpeg"),
+        _file(image, "PPM"),
+        _file(image, "JPEG2000"),
+        _file(image, "ICO", sizes=[(16, 16)]),
+        _file(image, "AVIF"),
+        _file(image, "MPO", save_all=True, append_images=[image]),
+    )
+
+
+def _file(image: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def _read_image(content: bytes, folder: Path) -> None:
+    decode(content, max_pixels=MAX_PIXELS, min_edge=4)
+
+
+@functools.cache
+def _squares() -> tuple[bytes, ...]:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8))
+    return encode(image, "jpeg", 90), encode(image, "png", 90)
+
+
+def _read_square(content: bytes, folder: Path) -> None:
+    if content:
+        decode_square(content, SIZE)
+        decode_square(content, SIZE, out=np.empty((SIZE, SIZE, 3), dtype=np.uint8))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def _lists() -> tuple[bytes, ...]:
+    return (
+        b'path,label,split\na.jpg,Tea,train\nb/c.jpg,"Tea, green",val\nd.jpg,Tea,test\ne.jpg,,\n',
+        b"\xef\xbb\xbflabel,path\r\nx,1.jpg\r\ny,2.jpg\r\n",
+        b"path,label\n../out.jpg,x\n/etc/passwd,y\ns3://elsewhere/a.jpg,x\n",
+    )
+
+
+def _read_list(content: bytes, folder: Path) -> None:
+    (folder / "list.csv").write_bytes(content)
+    listing = list_source(f"manifest:{folder / 'list.csv'}")
+    inside = folder.resolve()
+    assert all(Path(item.location).resolve().is_relative_to(inside) for item in listing.items)
+    shown = [*listing.classes, *(item.name for item in listing.items)]
+    assert all(limits.printable_name(name) == name for name in shown)
+
+
+def _recipes() -> tuple[bytes, ...]:
+    return tuple(path.read_bytes() for path in sorted(config.RECIPES.glob("*.toml")))
+
+
+def _read_recipe(content: bytes, folder: Path) -> None:
+    (folder / "own.toml").write_bytes(content)
+    config.resolve(str(folder / "own.toml"))
+
+
+def _overrides() -> tuple[bytes, ...]:
+    return (
+        b"distill.temperature=2 data.source=imagefolder:/photos",
+        b"distill.student.args='{img_size = 32, depth = 2}' evaluate.gate.min_top1=0.5 profile.stop_on=gpu_memory",
+        b'reinforce.top_k=all evidence.operators_at=[1,2] data.source="digits" tune.pools=[]',
+    )
+
+
+def _read_overrides(content: bytes, folder: Path) -> None:
+    config.resolve("", content.decode("utf-8", "surrogateescape"))
+
+
+def _pools() -> tuple[bytes, ...]:
+    return (
+        pools.BUNDLED.read_bytes(),
+        b'[pools.a]\ndevice = "cpu"\nprocesses_per_node = 1\nresources = {cpu = 2, memory = "2Gi"}\n',
+    )
+
+
+def _read_pools(content: bytes, folder: Path) -> None:
+    (folder / "pools.toml").write_bytes(content)
+    with variables({pools.POOLS_VARIABLE: str(folder / "pools.toml")}):
+        for pool in pools.load().values():
+            pool.place(2)
+
+
+def _uris() -> tuple[bytes, ...]:
+    return (
+        *(
+            b"/tmp/a/b",
+            b"file:///tmp/a",
+            b"s3://bucket/key/name.bin",
+            b"minio://mlpipeline/v2/a",
+            b"s3://user:password@host:9000/b/c",
+        ),
+        *(b"s3://bucket/../other/x", b"zip://a.zip::s3://b/c", b"file://host/share", b"memory://a/b", b"gs://bucket/x"),
+    )
+
+
+def _read_uri(content: bytes, folder: Path) -> None:
+    uri = content.decode("utf-8", "surrogateescape")
+    if not storage.is_remote(uri):
+        storage.exists(uri)
+        storage.read_bytes(uri, 0, 10)
+    elif uri.partition("://")[0] not in ("hdfs", "webhdfs", "http", "https"):  # these ask other machines at once
+        from trainer.storage.objects import locate
+
+        locate(uri)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Artifacts
+
+
+def sign(folder: Path, kind: artifacts.Kind) -> None:
+    """Write the manifest that fits what is in a folder, as one could who wants it to be believed."""
+    with artifacts.create(folder, kind, settings={}):
+        pass
+
+
+def _manifests() -> tuple[bytes, ...]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "sub").mkdir()
+        (folder / "sub" / "weights.bin").write_bytes(b"weights")
+        sign(folder, "model")
+        return ((folder / artifacts.MANIFEST).read_bytes(),)
+
+
+def _read_manifest(content: bytes, folder: Path) -> None:
+    (folder / "sub").mkdir(exist_ok=True)
+    (folder / "sub" / "weights.bin").write_bytes(b"weights")
+    (folder / artifacts.MANIFEST).write_bytes(content)
+    artifact = artifacts.read(folder, "model")
+    assert all((folder / name).resolve().is_relative_to(folder.resolve()) for name in artifact.files)
+
+
+def _read_signed_manifest(content: bytes, folder: Path) -> None:
+    """With the fingerprint that fits, where it can have one."""
+    try:
+        told = json.loads(content)
+        told["fingerprint"] = artifacts.digest({key: told[key] for key in artifacts._COVERED})
+        content = json.dumps(told).encode()
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    _read_manifest(content, folder)
+
+
+def _one_file(
+    kind: artifacts.Kind, file: str, make: Callable[[Path], object], open_: Callable[[Path], object]
+) -> Target:
+    """A target that is one file of an artifact, whose other files are right and whose manifest fits."""
+
+    def seeds() -> Sequence[bytes]:
+        with tempfile.TemporaryDirectory() as name:
+            make(Path(name))
+            return (_find(Path(name), file).read_bytes(),)
+
+    def read(content: bytes, folder: Path) -> None:
+        if not (folder / artifacts.MANIFEST).exists():
+            make(folder)
+        _find(folder, file).write_bytes(content)
+        sign(folder, kind)
+        open_(folder)
+
+    return Target(seeds, read)
+
+
+def _find(folder: Path, pattern: str) -> Path:
+    return min(folder.glob(pattern))
+
+
+def _make_recording(folder: Path) -> None:
+    description = recording.Description(
+        samples=5,
+        views=2,
+        block=3,
+        classes=12,
+        top_k=4,
+        features=0,
+        seed=0,
+        view_size=SIZE,
+        augmentation={"flip": True},
+        decoder="pillow",
+        teacher="vit",
+        precision="fp32",
+        dataset={},
+    )
+    (folder / shards.FOLDER).mkdir()
+    for unit in shards.units(2, samples=5, size=3):
+        records = np.zeros(unit.count, dtype=description.record)
+        (folder / unit.name).write_bytes(shards.encode(unit, records, artifacts.digest("plan")))
+    recording.write_description(folder, description, np.arange(5, dtype=np.uint64))
+    sign(folder, "teacher_outputs")
+
+
+def _open_recording(folder: Path) -> None:
+    opened = open_recording(folder)
+    last = np.array([opened.description.samples - 1]), np.array([opened.description.views - 1])
+    opened.read(*last)
+
+
+def _make_model(folder: Path) -> None:
+    args = {"img_size": SIZE, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1}
+    models.save(models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"]), folder)
+    sign(folder, "model")
+
+
+def _make_dataset(folder: Path) -> None:
+    rows = [
+        {"image": {"bytes": _squares()[0], "path": None}, "label": label, "key": f"{label + 1:064x}", "source": "a"}
+        for label in (0, 1)
+    ]
+    for split in SPLITS:
+        chosen = rows if split == "train" else []
+        table = pa.Table.from_pylist(chosen, schema=features().arrow_schema)
+        datasets.disable_progress_bars()
+        datasets.Dataset(table).cast(features()).save_to_disk(str(folder / split))
+    images = {split: 2 if split == "train" else 0 for split in SPLITS}
+    Description(classes=("a", "b"), image_size=SIZE, images=images).write(folder)
+    sign(folder, "dataset")
+
+
+def _open_dataset(folder: Path) -> None:
+    split = open_dataset(folder).split("train")
+    split.read(range(len(split)))
+    assert len(split.sources) == len(split.names) == len(split)
+
+
+def _tensors() -> tuple[bytes, ...]:
+    with tempfile.TemporaryDirectory() as name:
+        _make_model(Path(name))
+        return ((Path(name) / models.WEIGHTS).read_bytes(),)
+
+
+def _read_tensors(content: bytes, folder: Path) -> None:
+    """A safetensors file by itself, which is faster than a whole model."""
+    (folder / models.WEIGHTS).write_bytes(content)
+    models._shapes(folder / models.WEIGHTS)
+    safetensors.torch.load_file(folder / models.WEIGHTS)
+
+
+TARGETS = {
+    "image": Target(_images, _read_image, (BadImageError,)),
+    "stored square": Target(_squares, _read_square, (BadImageError,)),
+    "list of images": Target(_lists, _read_list),
+    "recipe": Target(_recipes, _read_recipe),
+    "overrides": Target(_overrides, _read_overrides),
+    "pools": Target(_pools, _read_pools),
+    "URI": Target(_uris, _read_uri),
+    "manifest": Target(_manifests, _read_manifest),
+    "signed manifest": Target(_manifests, _read_signed_manifest),
+    "recording": _one_file("teacher_outputs", recording.DESCRIPTION, _make_recording, _open_recording),
+    "records": _one_file("teacher_outputs", "records/*.bin", _make_recording, _open_recording),
+    "model's config": _one_file("model", models.CONFIG, _make_model, models.load),
+    "weights": _one_file("model", models.WEIGHTS, _make_model, models.load),
+    "safetensors": Target(_tensors, _read_tensors, (TrainerError, ValueError, OSError, safetensors.SafetensorError)),
+    "data set": _one_file("dataset", "dataset.json", _make_dataset, _open_dataset),
+    "data set's state": _one_file("dataset", "train/state.json", _make_dataset, _open_dataset),
+    "data set's columns": _one_file("dataset", "train/dataset_info.json", _make_dataset, _open_dataset),
+    "data set's rows": _one_file("dataset", "train/*.arrow", _make_dataset, _open_dataset),
+}
