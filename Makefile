@@ -97,7 +97,7 @@ audit: $(AUDIT)  ## look for known vulnerabilities in all locked packages [IGNOR
 
 sbom: $(AUDIT)  ## write sbom/*.json: the Python packages of the images with their hashes (CycloneDX)
 	@mkdir -p sbom; for lock in $(SBOMS); do \
-		.audit/bin/cyclonedx-py requirements "requirements/$$lock.txt" --pyproject pyproject.toml --mc-type application \
+		PYTHONWARNINGS=ignore .audit/bin/cyclonedx-py requirements "requirements/$$lock.txt" --pyproject pyproject.toml --mc-type application \
 		--output-reproducible --output-format JSON --output-file "sbom/$$lock.json" || exit 1; echo "sbom/$$lock.json"; done
 
 .PHONY: image manifests kind-up kind-load test-kind kind-down

@@ -83,6 +83,7 @@ def deploy(options: argparse.Namespace) -> None:
     text = specification(options.image or IMAGE)
     with connection.connect(options) as api:
         version = versions.upload(api, text)
+        _tell_of_tag(options.image)
         if not (options.run or cron):
             return
         job = runs.Job(
@@ -97,6 +98,15 @@ def deploy(options: argparse.Namespace) -> None:
             run = runs.start(api, runs.name_of(options.recipe), job)
             if options.wait:
                 runs.follow(api, run.run_id, compilation.task_names(text), hours=options.hours)
+
+
+def _tell_of_tag(image: str) -> None:
+    """Say how to name an image of a registry for good."""
+    if "/" in image and "@" not in image:
+        print(
+            f"{image} is named by a tag, behind which another image may stand tomorrow; its digest names it for good: "
+            f"IMAGE=$(docker image inspect --format '{{{{index .RepoDigests 0}}}}' {image})"
+        )
 
 
 def specification(image: str) -> str:

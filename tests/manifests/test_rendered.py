@@ -88,6 +88,7 @@ def test_images_are_pinned(render, folder):
     assert len(images) == 3
     for image in images:
         assert_pinned(image)
+    assert [image for image in images if image.startswith("postgres:") and "@sha256:" not in image] == []
 
 
 @pytest.mark.parametrize("folder", ["components/gpu", "components/neuron"])

@@ -67,6 +67,21 @@ def test_other_content_is_another_version_and_every_task_is_on_its_image(api, co
     assert {executor["container"]["image"] for executor in executors} == {"registry.example.com/vit:2"}
 
 
+@pytest.mark.parametrize(
+    ("image", "told"),
+    [("registry.example.com/vit:1", True), (f"registry.example.com/vit@sha256:{'0' * 64}", False), ("vit:1", False)],
+)
+def test_an_image_that_its_tag_alone_names_is_told(api, command, image, told):
+    code, output, _ = command(deploy.main, "--image", image)
+    assert code == 0
+    assert (f"{image} is named by a tag, behind which another image may stand tomorrow" in output) is told
+    (version,) = api.store.versions.values()
+    executors = next(yaml.safe_load_all(version.pipeline_spec["text"]))["deploymentSpec"]["executors"].values()
+    for executor in executors:
+        assert executor["container"]["image"] == image
+        assert executor["container"]["env"] == [{"name": "TRAINER_IMAGE", "value": image}]
+
+
 def test_somebody_else_deploys_at_the_same_time(api, command):
     api.fail("POST", "/pipelines", twice=True)
     api.fail("POST", "/pipelines/upload_version", twice=True)
