@@ -46,6 +46,19 @@ def test_a_file_is_written_read_listed_and_removed(object_store, tmp_path, base)
         storage.read_bytes(uri)
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_is_made_anew_takes_no_others_place(object_store, tmp_path, remote):
+    uri = storage.join(object_store.uri() if remote else tmp_path, "a", "claim")
+    assert storage.create_bytes(uri, b"mine")
+    assert not storage.create_bytes(uri, b"another's")
+    assert storage.read_bytes(uri) == b"mine"
+
+
+def test_making_anew_waits_for_one_that_is_under_way(object_store):
+    object_store.answer(503, times=2, method="PUT")
+    assert storage.create_bytes(object_store.uri("claim"), b"mine")
+
+
 def test_a_name_that_starts_alike_is_another(object_store):
     storage.write_bytes(object_store.uri("model-2", "weights"), b"2")
     assert storage.files(object_store.uri("model")) == {}

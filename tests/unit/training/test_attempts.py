@@ -106,9 +106,12 @@ def test_who_was_asked_to_end_or_misses_another_process_may_always_try_again(tmp
 
 
 def test_a_try_that_is_superseded_leaves_the_notes_to_the_later_one(tmp_path):
-    with pytest.raises(SupersededError), Attempts(str(tmp_path), 0, active=True):
+    def be_superseded():
         (tmp_path / ATTEMPTS).write_text("the later one's")
         raise SupersededError("superseded")
+
+    with pytest.raises(SupersededError), Attempts(str(tmp_path), 0, active=True):
+        be_superseded()
     assert (tmp_path / ATTEMPTS).read_text() == "the later one's"
     assert [path.name for path in tmp_path.iterdir()] == [ATTEMPTS]
 
