@@ -38,6 +38,15 @@ test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]; all of them with
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu
 
+.PHONY: test-faults soak
+FAULTS = @OMP_NUM_THREADS=1 $(VENV)/python -m tests.faults.soak $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only "$(ONLY)")
+
+test-faults: $(READY)  ## strike jobs with every fault once and check what becomes of them, about 15 minutes [SEED=7 ONLY=regex]
+	$(FAULTS)
+
+soak: $(READY)  ## strike jobs with faults drawn by chance for so long, and print a table [MINUTES=60 SEED=7 ONLY=regex]
+	$(FAULTS) --minutes $(or $(MINUTES),60)
+
 bench: $(READY)  ## print the tables of tests/benchmarks, about 40 minutes on an idle machine [PHOTOS=folder instead of made-up photos]
 	@$(VENV)/python tests/benchmarks/bench_recorder.py
 	@$(VENV)/python tests/benchmarks/bench_checkpoints.py
