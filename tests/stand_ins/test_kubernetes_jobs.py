@@ -191,6 +191,36 @@ def test_another_exit_code_fails_the_job(cluster, jobs):
     assert failed["message"] == 'job "job" is failing because "Master" replica(s) failed.'
 
 
+@pytest.mark.parametrize("exit_code", [137, 143, 200])
+def test_with_exit_codes_nothing_limits_how_often_a_pod_is_tried_again(cluster, jobs, exit_code):
+    again = Script(output=[], exit_code=exit_code)
+    cluster.script("job-master-0", again, again, again, DONE)
+    jobs.create(pytorch_job(workers=0, restart_policy="ExitCode", run_policy={"backoffLimit": 1}))
+    wait_for_condition(cluster, "Succeeded")
+    assert cluster.get(PODS, "job-master-0")["status"]["containerStatuses"][0]["restartCount"] == 0
+
+
+def test_an_exit_code_that_ends_a_job_does_so_whatever_the_other_replicas_do(cluster, jobs):
+    cluster.script("job-master-0", Script(output=[], exit_code=143))
+    cluster.script("job-worker-0", Script(output=[0.5], exit_code=2))
+    jobs.create(pytorch_job(restart_policy="ExitCode", run_policy={"ttlSecondsAfterFinished": 0}))
+    failed = wait_for_condition(cluster, "Failed")
+    assert failed["message"] == 'job "job" is failing because "Worker" replica(s) failed.'
+    time.sleep(0.5)
+    assert cluster.list(PYTORCHJOBS)  # it has no completion time, and so stays
+
+
+def test_an_elastic_job_has_succeeded_when_one_of_its_workers_has(cluster, jobs):
+    cluster.script("job-worker-0", DONE)
+    cluster.script("job-worker-1", FOREVER)
+    manifest = pytorch_job(workers=2, restart_policy="ExitCode")
+    del manifest["spec"]["pytorchReplicaSpecs"]["Master"]
+    manifest["spec"]["elasticPolicy"] = {"minReplicas": 1, "maxReplicas": 2}
+    jobs.create(manifest)
+    succeeded = wait_for_condition(cluster, "Succeeded")
+    assert succeeded["message"] == "PyTorchJob kubeflow/job successfully completed."
+
+
 def test_a_job_is_ended_at_its_deadline(cluster, jobs):
     cluster.script("job-*", FOREVER)
     jobs.create(pytorch_job(run_policy={"activeDeadlineSeconds": 1, "cleanPodPolicy": "Running"}))

@@ -4,6 +4,11 @@ Where the real one surprises, this one does the same: with the restart policy Ex
 limit unless `backoffLimit` is 0; a job that failed by an exit code which is not retryable has no completion time, so its TTL never
 runs out; the pods of a finished job run on unless `cleanPodPolicy` says otherwise; restarts count against `backoffLimit`
 only while a pod that restarts in its place is running. There are no services; the kubelet makes names of hosts good by itself.
+
+What it follows stands in github.com/kubeflow/training-operator, branch release-1.9: the look at a job, its limits and its clean-up in
+pkg/controller.v1/common/job.go (`ReconcileJobs`, `CleanupJob`), exit codes in pkg/controller.v1/common/pod.go (`ReconcilePods`) and
+pkg/util/train/train_util.go (`IsRetryableExitCode`: 128 and above), `backoffLimit` in pkg/core/job.go (`PastBackoffLimit`), conditions
+in pkg/util/status.go and pkg/controller.v1/pytorch/pytorchjob_controller.go (`UpdateJobStatus`).
 """
 
 from __future__ import annotations
