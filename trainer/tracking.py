@@ -42,6 +42,7 @@ from trainer import storage
 from trainer.config import TrackingSettings
 from trainer.environment import variables
 from trainer.errors import PreemptedError, TrackingError, TrainerError
+from trainer.sections import holds_secret
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run, RunTag
@@ -142,6 +143,8 @@ def client() -> MlflowClient:
     # MLflow and alembic tell of every table that they create in a new SQLite file; warnings and errors still show.
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    if holds_secret(tracking_uri):  # MLflow prints links to its runs, with the password that it was given
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     with explained():
         if sqlite_file := _sqlite_file(tracking_uri):  # MLflow would retry for 100 s before it tells
             sqlite_file.parent.mkdir(parents=True, exist_ok=True)
