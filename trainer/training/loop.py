@@ -14,7 +14,6 @@ from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import DecodeOn, TrainingSettings, ViewsOn, WatchSettings, Workers
@@ -348,12 +347,9 @@ class Loop:
         """
         if self.is_best(top1):
             self._best = top1
-        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            with self._processes.waiting(f"the checkpoint of step {step}"):
-                self._optimizer.consolidate_state_dict(to=0)
+        average = self._average.model if self._average else None
+        state = capture(step, self._model, self._optimizer, average, processes=self._processes, pending=pending)
         if self._processes.is_first:
-            average = self._average.model if self._average else None
-            state = capture(step, self._model, self._optimizer, average, pending=pending)
             self._training.checkpoints.save(state, top1=top1)
 
     def resume(self) -> int:

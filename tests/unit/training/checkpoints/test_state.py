@@ -131,10 +131,10 @@ with join_processes() as processes:
     optimizer = sharded(model, whole)
     restore(snapshots.read(Path("whole"), "whole"), model, optimizer, average)
     step(model, optimizer)
-    optimizer.consolidate_state_dict(to=0)
+    state = capture(3, model, optimizer, average, processes=processes)
     if processes.is_first:
         snapshot = Snapshot()
-        snapshot.take(capture(3, model, optimizer, average))
+        snapshot.take(state)
         Path("sharded").mkdir()
         snapshot.write(Path("sharded"))
     processes.barrier("the writing")
@@ -142,9 +142,9 @@ with join_processes() as processes:
     optimizer = sharded(model, whole)
     restore(snapshots.read(Path("sharded"), "sharded"), model, optimizer, average)
     step(model, optimizer)
-    optimizer.consolidate_state_dict(to=0)
+    state = capture(4, model, optimizer, average, processes=processes)
     if processes.is_first:
-        snapshot.take(capture(4, model, optimizer, average))
+        snapshot.take(state)
         Path("sharded again").mkdir()
         snapshot.write(Path("sharded again"))
 """
