@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 JSON_BYTES = 32 * 2**20
@@ -87,13 +87,18 @@ def parse_json(content: bytes | str) -> Any:
         ValueError: it is not JSON, or nested too deep, or has a number that is not finite or needs more than 64 bits.
     """
     try:
-        value = json.loads(content, parse_constant=_refuse_constant)
+        value = json.loads(content, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
     _check(value)
-    if any(isinstance(one, float) and not math.isfinite(one) for one in _values(value)):
-        raise ValueError("a number is not finite")
     return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {cut(text, 40)} is not finite")
+    return number
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -120,26 +125,24 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check(value: object) -> None:
-    for one in _values(value):
-        if isinstance(one, int) and not -(2**63) <= one < 2**64:
-            raise ValueError("a whole number needs more than 64 bits")
-        if isinstance(one, str):
-            one.encode()  # half of a character is a ValueError
-
-
-def _values(value: object) -> Iterable[object]:
-    """A value and all that is in it, with the names of members.
-
-    Raises:
-        ValueError: it is nested too deep.
-    """
+    """Look at all that is in a value, level by level, since there may be millions of members."""
     level = [value]
     for _ in range(NESTING + 1):
-        yield from level
         groups = [one for one in level if isinstance(one, dict)]
-        lists = [one for one in level if isinstance(one, list)]
-        yield from (name for group in groups for name in group)
-        level = [member for one in (*(group.values() for group in groups), *lists) for member in one]
+        _check_texts([one for one in level if isinstance(one, str)])
+        _check_numbers([one for one in level if isinstance(one, int)])
+        level = [member for one in level if isinstance(one, list) for member in one]
+        for group in groups:
+            level += [*group.keys(), *group.values()]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
+
+
+def _check_texts(texts: Sequence[str]) -> None:
+    "\n".join(texts).encode()  # half of a character is a ValueError
+
+
+def _check_numbers(numbers: Sequence[int]) -> None:
+    if numbers and not -(2**63) <= min(numbers) <= max(numbers) < 2**64:
+        raise ValueError("a whole number needs more than 64 bits")

@@ -159,8 +159,7 @@ def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:
         StorageError: the store does not answer or refuses, which says nothing about the image.
     """
     if not storage.is_remote(location):
-        content = storage.read_file(storage.local_path(location), 0, limit + 1)
-        return storage.check_size(content, limit, location)
+        return storage.read_file(storage.local_path(location), limit=limit)
     try:
         return storage.read_limited(location, limit)
     except ObjectNotFoundError as error:
@@ -502,7 +501,7 @@ class _HubReader:
 
 def _hub_folders(reference: str, outside: Outside) -> tuple[str, ...]:
     """The data set's own folder, or the caches for what comes from the Hub."""
-    import datasets
+    import datasets  # type: ignore[import-untyped]  # here, because it takes a second to import
 
     if outside == "read":
         return ()
@@ -514,7 +513,7 @@ def _hub_folders(reference: str, outside: Outside) -> tuple[str, ...]:
 def _list_hub(reference: str, outside: Outside) -> Listing:
     splits = _load_hub(reference)
     image_column, label_column, classes = _hub_columns(reference, next(iter(splits.values())).features)
-    import datasets  # type: ignore[import-untyped]  # here, because it takes a second to import
+    import datasets
 
     items: list[Item] = []
     notes: list[str] = []

@@ -15,7 +15,6 @@ Whatever goes wrong in the store ends in a `StorageError`.
 from __future__ import annotations
 
 from trainer.storage.objects import (
-    check_size,
     children,
     create_bytes,
     exists,
@@ -35,7 +34,6 @@ from trainer.storage.transfers import FileRecord, download_directory, file_diges
 
 __all__ = [
     "FileRecord",
-    "check_size",
     "children",
     "create_bytes",
     "download_directory",

@@ -9,8 +9,8 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -118,14 +118,8 @@ def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None
         StorageError: it can not be read, or the store does not answer or refuses.
     """
     if not is_remote(uri):
-        try:
+        with _told(uri):
             return read_file(local_path(uri), start, end)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise ObjectNotFoundError(f"{uri}: there is no such file; check the path") from error
-        except OSError as error:
-            raise StorageError(
-                f"{uri}: can not be read ({error.strerror or error}); check the path and the right to read it"
-            ) from error
     system, path = locate(uri)
     content: bytes = call(str(uri), lambda: system.cat_file(path, start=start, end=end))
     return content
@@ -139,35 +133,51 @@ def read_limited(uri: str | Path, limit: int) -> bytes:
         ObjectTooLargeError: it has more bytes.
         StorageError: it can not be read, or the store does not answer or refuses.
     """
+    if not is_remote(uri):
+        with _told(uri):
+            return read_file(local_path(uri), limit=limit)
     try:
         content = read_bytes(uri, 0, limit + 1)
     except ObjectDamagedError:  # the store's answer to a range of an empty object
         return b""
-    return check_size(content, limit, uri)
-
-
-def check_size(content: bytes, limit: int, uri: str | Path) -> bytes:
-    """The content, if it is within a limit.
-
-    Raises:
-        ObjectTooLargeError: it has more bytes.
-    """
-    if len(content) > limit:
-        raise ObjectTooLargeError(
-            f"{uri}: has more than {limit:,} bytes, the most that are read of such a file; check that it is what its name says"
-        )
+    _check_size(len(content), limit, uri)
     return content
 
 
-def read_file(path: Path, start: int | None = None, end: int | None = None) -> bytes:
+def _check_size(size: int, limit: int, uri: str | Path) -> None:
+    if size > limit:
+        raise ObjectTooLargeError(
+            f"{uri}: has more than {limit:,} bytes, the most that are read of such a file; check that it is what its name says"
+        )
+
+
+@contextmanager
+def _told(uri: str | Path) -> Iterator[None]:
+    """Turn the operating system's refusal to read a file into a `StorageError`."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ObjectNotFoundError(f"{uri}: there is no such file; check the path") from error
+    except OSError as error:
+        raise StorageError(
+            f"{uri}: can not be read ({error.strerror or error}); check the path and the right to read it"
+        ) from error
+
+
+def read_file(path: Path, start: int | None = None, end: int | None = None, *, limit: int | None = None) -> bytes:
     """The bytes from `start` up to `end` of a file here; what is no regular file, such as a pipe or a device, is not waited for.
 
     Raises:
         OSError: it can not be read.
+        ObjectTooLargeError: the file has more bytes than the limit, where there is one.
     """
     with _open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size  # Python makes room for all that is asked for, whether it is there or not
+        size = os.fstat(file.fileno()).st_size
+        if limit is not None:
+            _check_size(size, limit, path)
+            end = limit
         file.seek(start or 0)
+        # Python makes room for all that is asked for, whether it is there or not.
         return file.read(-1 if end is None else max(0, min(end, size + 1) - (start or 0)))
 
 

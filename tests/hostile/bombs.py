@@ -1,0 +1,234 @@
+"""Small inputs that ask for much: each is refused within a limit of memory that the system enforces. Prints name -> outcome as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import struct
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow  # noqa: F401  # what is loaded before the limit is set does not count
+import torch
+from PIL import Image
+
+from components.launch import pools
+from tests.hostile.targets import SIZE, TARGETS, _make_dataset, _make_model, _make_recording, sign
+from trainer import artifacts, config, limits, models, storage
+from trainer.data.decoding import decode, decode_square
+from trainer.data.sources import list_source, read_file
+from trainer.distillation import recording
+from trainer.distillation.recording import describe
+from trainer.environment import variables
+
+MAX_PIXELS = 10_000_000
+MEMORY_BYTES = 400 * 2**20
+"""More than this process has at its start: 16 bytes for each of `MAX_PIXELS`, 30 times a JSON file of 4 MiB, and the libraries' own."""
+HUGE = 100 * 2**30
+"""Bytes of a file that takes no room on the disk."""
+
+Bomb = Callable[[], object]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        bombs = dict([*_images(), *_files(Path(name)), *_artifacts(Path(name))])
+        warm_up(Path(name))
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        print(json.dumps({bomb: _outcome(work) for bomb, work in bombs.items()}))
+
+
+def warm_up(folder: Path) -> None:
+    """Load what is loaded on demand."""
+    Image.init()
+    for name in ("image", "stored square", "recipe"):
+        for seed in TARGETS[name].seeds():
+            TARGETS[name].read(seed, folder)
+
+
+def _outcome(work: Bomb) -> tuple[str, float]:
+    """How it ended, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        work()
+        told = "read"
+    except Exception as error:  # noqa: BLE001  # the test looks at what it is
+        told = f"{type(error).__name__}: {error}"
+    return told[:600], time.monotonic() - start
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images
+
+
+def _images() -> Iterator[tuple[str, Bomb]]:
+    zeros = squeezed(2 * MEMORY_BYTES)
+    contents = {
+        "PNG of many pixels": png(100_000, 100_000, zlib.compress(bytes(10**6))),
+        "PNG with a huge colour profile": png(SIZE, SIZE, b"", (b"iCCP", b"a\0\0" + zeros)),
+        "PNG with a huge text": png(SIZE, SIZE, b"", (b"zTXt", b"a\0\0" + zeros)),
+        "PNG with too many rows": png(SIZE, SIZE, zeros),
+        "GIF of many pixels": b"GIF89a" + struct.pack("<HH", 65535, 65535) + bytes(3) + b"," + bytes(20),
+        "WebP of many pixels": b"RIFF"
+        + struct.pack("<I", 30)
+        + b"WEBPVP8X"
+        + struct.pack("<II", 10, 0)
+        + b"\xff\x3f\0" * 2
+        + bytes(20),
+        "PPM of many pixels": b"P6 100000 100000 255\n" + bytes(100),
+        "TIFF with a tile of many pixels": tile(30_000),
+        "JPEG of many pixels": jpeg(65_500),
+        "JPEG of many scans": jpeg(SIZE) + b"\xff\xda" * 10_000,
+        "icon of many pixels": icon(png(30_000, 30_000, zlib.compress(bytes(10**6)))),
+    }
+    for name, content in contents.items():
+        yield name, lambda content=content: decode(content, max_pixels=MAX_PIXELS, min_edge=4)
+    yield "as large as allowed", lambda: decode(_largest(), max_pixels=MAX_PIXELS, min_edge=4).close()
+    yield "stored PNG of many pixels", lambda: decode_square(contents["PNG of many pixels"], SIZE)
+    yield "stored JPEG of many pixels", lambda: decode_square(contents["JPEG of many pixels"], SIZE)
+    yield (
+        "stored PostScript",
+        lambda: decode_square(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", SIZE),
+    )
+
+
+def png(width: int, height: int, rows: bytes, *parts: tuple[bytes, bytes]) -> bytes:
+    """An RGBA PNG file; `parts` stand before the rows."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    whole = [(b"IHDR", header), *parts, (b"IDAT", rows), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        for name, content in whole
+    )
+
+
+def squeezed(size: int) -> bytes:
+    """So many zeros, compressed to a thousandth."""
+    packer = zlib.compressobj(1)
+    block = bytes(2**20)
+    return b"".join(packer.compress(block) for _ in range(size // len(block))) + packer.flush()
+
+
+def _largest() -> bytes:
+    edge = int(MAX_PIXELS**0.5)
+    return png(edge, edge, squeezed(2**20 * (edge * (4 * edge + 1) // 2**20 + 1)))
+
+
+def tile(edge: int) -> bytes:
+    """A TIFF file of a few pixels in a tile of many."""
+    entries = [(256, 4, 1, SIZE), (257, 4, 1, SIZE), (258, 3, 1, 8), (259, 3, 1, 5), (262, 3, 1, 1), (277, 3, 1, 1)]
+    entries += [(322, 4, 1, edge), (323, 4, 1, edge), (324, 4, 1, 200), (325, 4, 1, 100)]
+    packed = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return (b"II*\0" + struct.pack("<IH", 8, len(entries)) + packed + bytes(4)).ljust(200, b"\0") + b"\x80\0\x01" * 40
+
+
+def jpeg(edge: int) -> bytes:
+    """A JPEG file whose header has this edge."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (SIZE, SIZE)).save(buffer, "JPEG")
+    content = bytearray(buffer.getvalue())
+    place = content.index(b"\xff\xc0") + 5
+    content[place : place + 4] = struct.pack(">HH", edge, edge)
+    return bytes(content)
+
+
+def icon(content: bytes) -> bytes:
+    """An ICO file around a PNG file."""
+    return struct.pack("<HHH", 0, 1, 1) + struct.pack("<BBBBHHII", 32, 32, 0, 0, 1, 32, len(content), 22) + content
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Bomb]]:
+    huge, pipe = folder / "huge.toml", folder / "pipe.toml"
+    huge.touch()
+    os.truncate(huge, HUGE)
+    os.mkfifo(pipe)
+    for kind, path in (("huge", huge), ("pipe", pipe), ("endless", Path("/dev/zero"))):
+        yield f"{kind} image", lambda path=path: read_file(str(path))
+        yield f"{kind} list", lambda path=path: list_source(f"manifest:{path}")
+        yield f"{kind} pools", lambda path=path: _load_pools(path)
+    yield "huge recipe", lambda: config.resolve(str(huge))
+    yield "pipe recipe", lambda: config.resolve(str(pipe))
+    nothings = b"[" + b"[]," * (4 * 2**20 // 3) + b"[]]"
+    yield "many empty lists", lambda: limits.parse_json(nothings)
+    yield "deep lists", lambda: limits.parse_json(b"[" * (4 * 2**20))
+    yield "deep names", lambda: limits.parse_toml("a." * (limits.TOML_BYTES // 2) + "a=1")
+    yield "many names", lambda: limits.parse_toml(f"{'a.' * limits.DOTS_IN_A_LINE}a=1\n" * 100)
+    yield (
+        "many unknown settings",
+        lambda: config.resolve("", [f"distil.temperatur{number}=1" for number in range(20_000)]),
+    )
+
+
+def _load_pools(path: Path) -> None:
+    with variables({pools.POOLS_VARIABLE: str(path)}):
+        pools.load()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Artifacts
+
+
+def _artifacts(folder: Path) -> Iterator[tuple[str, Bomb]]:
+    huge = made(folder / "huge manifest", _make_model)
+    os.truncate(huge / artifacts.MANIFEST, HUGE)
+    yield "huge manifest", lambda: artifacts.read(huge, "model")
+    yield "manifest of many files", lambda: artifacts.read(_many_files(folder / "many files"), "model")
+    wide = made(folder / "wide model", _make_model)
+    change(
+        wide / models.CONFIG, args={"img_size": 16, "patch_size": 8, "embed_dim": 16_000, "depth": 64, "num_heads": 1}
+    )
+    sign(wide, "model")
+    yield "wide model", lambda: models.load(wide)
+    promise = made(folder / "header", _make_model)
+    (promise / models.WEIGHTS).write_bytes(struct.pack("<Q", 2**40) + b"{}")
+    sign(promise, "model")
+    yield "long header of weights", lambda: models.load(promise)
+    long = made(folder / "recording", _make_recording)
+    change(long / recording.DESCRIPTION, samples=10**12, views=10**12)
+    sign(long, "teacher_outputs")
+    yield "recording of many views", lambda: describe(long)
+    tall = made(folder / "data set", _make_dataset)
+    change(tall / "dataset.json", image_size=10**9)
+    sign(tall, "dataset")
+    yield "data set of large images", lambda: TARGETS["data set"].read((tall / "dataset.json").read_bytes(), tall)
+
+
+def made(folder: Path, make: Callable[[Path], object]) -> Path:
+    folder.mkdir()
+    make(folder)
+    return folder
+
+
+def change(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def _many_files(folder: Path) -> Path:
+    """A manifest of as many bytes as it may have, of files with short names."""
+    folder.mkdir()
+    record: storage.FileRecord = {"size": 0, "sha256": "0" * 64}
+    content = {"kind": "model", "schema_version": 1, "settings": {}, "parents": {}}
+    files = {f"{number:x}": record for number in range(limits.ARTIFACT_FILES + 1)}
+    whole = content | {"files": files, "fingerprint": artifacts.digest(content | {"files": files})}
+    text = json.dumps(
+        whole | {"created": "2026-11-21T00:00:00+00:00", "seconds": 1.0, "figures": {}}, separators=(",", ":")
+    )
+    assert len(text) <= limits.JSON_BYTES
+    (folder / artifacts.MANIFEST).write_text(text)
+    return folder
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Folders and lists of images that someone has made who wants to read, or to show, what is not theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer import limits
+from trainer.data.sources import list_source
+from trainer.errors import DataError
+
+
+def touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x")
+    return path
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder of photos beside a secret one."""
+    touch(tmp_path / "secret" / "1.jpg")
+    touch(tmp_path / "photos" / "cat" / "1.jpg")
+    return tmp_path / "photos"
+
+
+def test_links_within_the_folder_are_followed(photos: Path) -> None:
+    (photos / "dog").symlink_to(photos / "cat")
+    (photos / "cat" / "2.jpg").symlink_to("1.jpg")
+    names = [item.name for item in list_source(f"imagefolder:{photos}").items]
+    assert names == ["cat/1.jpg", "cat/2.jpg", "dog/1.jpg", "dog/2.jpg"]
+    (photos.parent / "linked").symlink_to(photos)
+    assert len(list_source(f"imagefolder:{photos.parent}/linked").items) == 4
+
+
+@pytest.mark.parametrize("target", ["../secret", "/", "..", "dog/../../secret"])
+def test_a_folder_that_links_out_is_refused(photos: Path, target: str) -> None:
+    (photos / "dog").symlink_to(target)
+    with pytest.raises(
+        DataError, match=r"dog is a link to /.*, which lies outside of it; remove it, or set data.outside=read"
+    ):
+        list_source(f"imagefolder:{photos}")
+
+
+def test_a_file_that_links_out_is_refused_and_a_hidden_one_is_passed_by(photos: Path) -> None:
+    (photos / ".git").symlink_to(photos.parent / "secret")
+    assert len(list_source(f"imagefolder:{photos}").items) == 1
+    (photos / "cat" / "2.jpg").symlink_to(photos.parent / "secret" / "1.jpg")
+    with pytest.raises(DataError, match=r"cat/2.jpg is a link to .*secret/1.jpg, which lies outside"):
+        list_source(f"imagefolder:{photos}")
+
+
+def test_names_that_steer_a_terminal_are_shown_as_escapes(photos: Path) -> None:
+    touch(photos / "cat\x1b[2J" / "1\n error: gone.jpg")
+    listing = list_source(f"imagefolder:{photos}")
+    assert listing.classes == ("cat", "cat\\x1b[2J")
+    assert listing.items[-1].name == "cat\\x1b[2J/1\\n error: gone.jpg"
+    assert listing.read(listing.items[-1].location) == b"x"
+
+
+def test_a_folder_deeper_than_the_limit_is_refused(photos: Path) -> None:
+    touch(photos.joinpath(*["a"] * (limits.FOLDER_DEPTH + 1)) / "1.jpg")
+    with pytest.raises(DataError, match=r"a/a/a.* lies deeper than 32 folders; move its images up"):
+        list_source(f"imagefolder:{photos}")
+
+
+def test_links_that_multiply_folders_have_a_limit(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FOLDERS", 500)
+    for one in range(8):
+        touch(photos / str(one) / "1.jpg")
+        for other in range(8):
+            (photos / str(one) / f"to {other}").symlink_to(photos / str(other))
+    with pytest.raises(DataError, match="holds more than 500 folders, counted as often as links lead to them"):
+        list_source(f"imagefolder:{photos}")
+
+
+def test_more_images_than_the_limit_are_refused(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SOURCE_IMAGES", 3)
+    for number in range(4):
+        touch(photos / "dog" / f"{number}.jpg")
+    with pytest.raises(DataError, match="holds more than 3 files; give a part of it"):
+        list_source(f"imagefolder:{photos}")
+    with pytest.raises(DataError, match="lists more than 3 images; give a part of it"):
+        list_source(f"manifest:{written(photos, *['cat/1.jpg'] * 4)}")
+
+
+def written(folder: Path, *paths: str, label: str = "cat") -> Path:
+    """A list of these images."""
+    (folder / "list.csv").write_text("path,label\n" + "".join(f'"{path}",{label}\n' for path in paths))
+    return folder / "list.csv"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "../secret/1.jpg",
+            "/etc/passwd",
+            "cat/../../secret/1.jpg",
+            "s3://elsewhere/1.jpg",
+            "http://169.254.169.254/latest",
+        ),
+        *("linked/1.jpg", "cat/linked.jpg", ".."),
+    ],
+)
+def test_a_line_that_leads_out_is_refused_with_its_number(photos: Path, path: str) -> None:
+    (photos / "linked").symlink_to(photos.parent / "secret")
+    (photos / "cat" / "linked.jpg").symlink_to(photos.parent / "secret" / "1.jpg")
+    with pytest.raises(
+        DataError, match=r"list.csv, line 3: '.*' lies outside of .*photos; move it there, or set data.outside=read"
+    ):
+        list_source(f"manifest:{written(photos, 'cat/1.jpg', path)}")
+
+
+def test_lines_within_the_folder_are_read_however_they_are_written(photos: Path) -> None:
+    listing = list_source(f"manifest:{written(photos, 'cat/1.jpg', 'cat/../cat/1.jpg', f'{photos}/cat/1.jpg')}")
+    assert [listing.read(item.location) for item in listing.items] == [b"x"] * 3
+
+
+def test_a_path_that_can_be_none_and_a_name_without_end_are_refused(photos: Path) -> None:
+    with pytest.raises(DataError, match=r"line 2: .* can not be a path: it has a NUL character, or more bytes"):
+        list_source(f"manifest:{written(photos, 'x' * 5000)}")
+    with pytest.raises(DataError, match=r"the name of a class has 5,000 characters, more than 200: 'yyyy"):
+        list_source(f"manifest:{written(photos, 'cat/1.jpg', label='y' * 5000)}")
+    with pytest.raises(DataError, match="field larger than field limit"):
+        list_source(f"manifest:{written(photos, 'x' * 200_000)}")
+    (photos / "list.csv").write_text("x" * 200_000)
+    with pytest.raises(DataError, match="field larger than field limit"):
+        list_source(f"manifest:{photos}/list.csv")
