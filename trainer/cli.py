@@ -22,6 +22,7 @@ from trainer.errors import (
     LostProcessError,
     PreemptedError,
     SettingsError,
+    StorageAwayError,
     TrainerError,
     make_directory,
     writing_to,
@@ -77,10 +78,10 @@ def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool, nod
 
 
 def _exit_code(error: TrainerError) -> int:
-    """Tells whoever started this process whether to start it again: not after the user's own mistake."""
+    """Tells whoever started this process whether to start it again: not after what would come again, such as the user's own mistake."""
     if isinstance(error, PreemptedError):
         return PREEMPTED_EXIT_CODE
-    return CRASH_EXIT_CODE if isinstance(error, LostProcessError) else EXIT_CODE
+    return CRASH_EXIT_CODE if isinstance(error, LostProcessError | StorageAwayError) else EXIT_CODE
 
 
 def _crash(message: str, *, worker: bool) -> int:

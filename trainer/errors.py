@@ -15,6 +15,7 @@
     ├── DeployError             Kubeflow Pipelines is not found or refuses, or a run there did not succeed
     ├── TrackingError           MLflow does not answer or refuses
     ├── StorageError            the object store does not answer, refuses, or has lost something
+    │   ├── StorageAwayError    it did not answer, or not in time, and may again
     │   ├── ObjectNotFoundError there is no object, or file, of that name
     │   ├── ObjectExistsError   there is one already where a new one was to be made
     │   ├── ObjectDamagedError  an object is not what its checksum says
@@ -106,6 +107,10 @@ class TrackingError(TrainerError):
 
 class StorageError(TrainerError):
     """The object store does not answer, refuses, or has lost something."""
+
+
+class StorageAwayError(StorageError):
+    """The object store did not answer, or not in time: nobody's mistake, so it may be tried again."""
 
 
 class ObjectNotFoundError(StorageError):

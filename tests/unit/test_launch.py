@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -15,7 +16,20 @@ from torch.distributed import TCPStore
 
 from trainer import cli, config, launch, stages
 from trainer.costs import PLACE_VARIABLE
-from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, SettingsError
+from trainer.errors import (
+    CRASH_EXIT_CODE,
+    CRASHED_NODE_EXIT_CODE,
+    EXIT_CODE,
+    PREEMPTED_EXIT_CODE,
+    CrashError,
+    LaunchError,
+    LostProcessError,
+    PreemptedError,
+    SettingsError,
+    StorageAwayError,
+)
+
+DIRECTORIES = ["--dataset", "/d", "--teacher", "/t", "--student", "/s", "--evidence", "/e"]
 
 
 def spec(**changes):
@@ -154,8 +168,7 @@ def node(monkeypatch, tmp_path):
 
 def test_a_node_outside_of_a_job_is_refused_and_leaves_its_last_words(node, capsys):
     last_words = node()
-    directories = ["--dataset", "/d", "--teacher", "/t", "--student", "/s", "--evidence", "/e"]
-    assert cli.main(["stage", "distill", "--node", *directories]) == EXIT_CODE
+    assert cli.main(["stage", "distill", "--node", *DIRECTORIES]) == EXIT_CODE
     printed = capsys.readouterr().err
     assert printed == f"error: {last_words.read_text()}\n"
     assert "distill: --node is for the pods of a cluster's job, but PET_NNODES is not set" in printed
@@ -234,8 +247,7 @@ def test_last_words_that_can_not_be_written_are_told(node, caplog):
 def test_an_unexpected_error_of_a_node_is_its_last_words(node, monkeypatch, capsys):
     last_words = node()
     monkeypatch.setattr(launch, "join_node", lambda _spec: 1 / 0)
-    directories = ["--dataset", "/d", "--teacher", "/t", "--student", "/s", "--evidence", "/e"]
-    assert cli.main(["stage", "distill", "--node", *directories]) == CRASH_EXIT_CODE
+    assert cli.main(["stage", "distill", "--node", *DIRECTORIES]) == CRASH_EXIT_CODE
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback")
     assert (
@@ -243,6 +255,38 @@ def test_an_unexpected_error_of_a_node_is_its_last_words(node, monkeypatch, caps
         == f"error: {last_words.read_text()}"
         == "error: ZeroDivisionError: division by zero (its traceback stands above)"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SettingsError("a setting"), EXIT_CODE),
+        (LostProcessError("rank 1 did not come"), CRASH_EXIT_CODE),
+        (StorageAwayError("the store did not answer"), CRASH_EXIT_CODE),
+        (PreemptedError("was asked to end"), PREEMPTED_EXIT_CODE),
+        (ValueError("a bug"), CRASH_EXIT_CODE),
+    ],
+)
+def test_the_exit_code_of_a_process_tells_what_may_pass(monkeypatch, tmp_path, error, code):
+    monkeypatch.setenv(launch.FAILURES_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(stages, "call", lambda *_, **__: (_ for _ in ()).throw(error))
+    assert cli.main(["stage", "distill", "--worker", "--settings", "{}", *DIRECTORIES]) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (LaunchError("distill: node 1 of 2: a setting"), EXIT_CODE),
+        (CrashError("distill: node 1 of 2: was ended by SIGSEGV"), CRASHED_NODE_EXIT_CODE),
+        (PreemptedError("distill: was asked to end"), PREEMPTED_EXIT_CODE),
+    ],
+)
+def test_the_exit_code_of_a_node_asks_an_operator_to_start_it_again_or_not_to(node, monkeypatch, error, code):
+    last_words = node()
+    monkeypatch.setattr(launch, "join_node", lambda _spec: (_ for _ in ()).throw(error))
+    assert cli.main(["stage", "distill", "--node", *DIRECTORIES]) == code
+    assert (code >= 128) == isinstance(error, CrashError | PreemptedError)
+    assert last_words.read_text() == str(error)
 
 
 def free_port():
@@ -262,6 +306,7 @@ def silence():
         yield "s3://bucket/silence", {"AWS_ENDPOINT_URL_S3": store, **keys}
 
 
+@contextmanager
 def start_node(rank, port, dataset, folder, **further):
     """One of two nodes, as a pod starts it."""
     job = spec(
@@ -281,7 +326,12 @@ def start_node(rank, port, dataset, folder, **further):
     }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TRAINER_"))}
     command = [sys.executable, *job.node_arguments()]
-    return subprocess.Popen(command, env={**inherited, **environment}, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env={**inherited, **environment}, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            for left in [*workers(process), process] if process.poll() is None else []:
+                left.kill()
 
 
 def workers(process):
@@ -297,10 +347,10 @@ def test_two_nodes_meet_one_fails_the_other_is_ended(tmp_path, silence):
         start_node(1, port, tmp_path / "missing", tmp_path) as failing,
         start_node(0, port, hanging, tmp_path, **environment) as waiting,
     ):
-        errors = failing.communicate(timeout=60)[1].splitlines()
+        errors = failing.communicate(timeout=120)[1].splitlines()
         children = workers(waiting)
         waiting.send_signal(signal.SIGTERM)
-        ended = waiting.communicate(timeout=30)[1]
+        ended = waiting.communicate(timeout=launch.SHUTDOWN_TIMEOUT_S + 30)[1]
     expected = f"distill: node 1 of 2: dataset {tmp_path / 'missing'}: no such directory"
     assert failing.returncode == EXIT_CODE
     assert errors[-1].startswith(f"error: {expected}")

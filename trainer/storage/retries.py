@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainer.errors import ObjectDamagedError, ObjectExistsError, ObjectNotFoundError, StorageError
+from trainer.errors import ObjectDamagedError, ObjectExistsError, ObjectNotFoundError, StorageAwayError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ def call(uri: str, request: Callable[[], T]) -> T:
         ObjectNotFoundError: there is no such object.
         ObjectExistsError: there is one, and it was to be made.
         ObjectDamagedError: it has not the bytes that were asked for.
-        StorageError: the store refuses, or went on failing.
+        StorageAwayError: the store went on failing.
+        StorageError: the store refuses.
     """
     attempts = _attempts()
     start = time.monotonic()
@@ -142,8 +143,8 @@ def _refusal(uri: str, error: Exception) -> StorageError:
     return StorageError(f"{uri}: {_store()} can not do that ({_told(error)}); check the URI and AWS_ENDPOINT_URL_S3")
 
 
-def _exhaustion(uri: str, error: Exception, attempts: int, seconds: float) -> StorageError:
-    return StorageError(
+def _exhaustion(uri: str, error: Exception, attempts: int, seconds: float) -> StorageAwayError:
+    return StorageAwayError(
         f"{uri}: gave up after {attempts} attempts in {seconds:.0f} s; the last time: {_told(error)}. See to {_store()} and the way "
         f"there, then start again: what arrived whole is kept (more attempts: {ATTEMPTS_VARIABLE})"
     )

@@ -16,7 +16,14 @@ from typing import Self
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from trainer import storage
-from trainer.errors import LostProcessError, PreemptedError, SupersededError, TrainerError, TrainingError
+from trainer.errors import (
+    LostProcessError,
+    PreemptedError,
+    StorageAwayError,
+    SupersededError,
+    TrainerError,
+    TrainingError,
+)
 from trainer.profiling.schema import AttemptRecord
 
 logger = logging.getLogger(__name__)
@@ -86,7 +93,7 @@ class Attempts:
             return  # the notes are the later try's
         if kind is not None and self._active:
             self._write()
-        if isinstance(error, Exception) and not isinstance(error, PreemptedError | LostProcessError):
+        if isinstance(error, Exception) and not isinstance(error, PreemptedError | LostProcessError | StorageAwayError):
             self._note_failure(error)
 
     def seen(self, steps: int) -> None:
