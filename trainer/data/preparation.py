@@ -31,7 +31,7 @@ import PIL
 import pyarrow as pa
 from tqdm import tqdm
 
-from trainer import __version__, storage
+from trainer import __version__, limits, storage
 from trainer.artifacts import digest
 from trainer.config import LOADING, DataSettings
 from trainer.cores import usable_cores
@@ -42,7 +42,7 @@ from trainer.data.schema import CARD, DROPPED, QUARANTINE, SPLITS, Description, 
 from trainer.data.selection import Candidate, Dropped, Quarantined
 from trainer.data.sources import Item, Listing, list_source
 from trainer.data.spool import Decoded, Outcome, Spool
-from trainer.errors import DataError, make_directory, writing_to
+from trainer.errors import DataError, ObjectTooLargeError, writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ def prepare(
     Args:
         settings: which images, and how to store them.
         directory: exists; what an earlier preparation left in it is replaced.
-        spool_at: URI of a folder for decoded images, which one that is started again finds there; whoever calls removes it when the
-            result is complete. Where not given they are decoded again.
+        spool_at: `spool_uri`, where decoded images are kept for one that is started again; whoever calls removes it when the result is
+            complete. Where not given they are decoded again.
         processes: how many decode and write; the cores that this process may use where not given. The result does not depend on it.
 
     Returns:
@@ -92,7 +92,7 @@ def prepare(
         SettingsError: `settings.source` is no source.
         DataError: the source can not be read, or its images, labels or splits are not usable.
     """
-    listing = _with_test(list_source(settings.source), settings)
+    listing = _with_test(list_source(settings.source, outside=settings.outside), settings)
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
     with _spool(settings, directory, spool_at) as spool:
         outcomes = _decode_all(listing, settings, spool, processes)
@@ -140,21 +140,23 @@ def _with_test(listing: Listing, settings: DataSettings) -> Listing:
     return replace(listing, items=items, notes=(*listing.notes, note))
 
 
+def spool_uri(settings: DataSettings, root: str) -> str:
+    """Where decoded images are kept below `root`, a URI: named by where they come from, and how they are decoded."""
+    return storage.join(root, f"prepare-{digest([settings.source, _way(settings)])[:16]}")
+
+
 @contextmanager
 def _spool(settings: DataSettings, directory: Path, spool_at: str | None) -> Iterator[Spool]:
     """The spool; what of it is in `directory` goes when the preparation ends. Also removes what an earlier one left there."""
-    temporary = directory / _SPOOL
-    for old in (temporary, *(directory / split for split in SPLITS)):
+    folder = directory / _SPOOL
+    for old in (folder, *(directory / split for split in SPLITS)):
         if old.exists():
             shutil.rmtree(old)
-    uri = spool_at or str(temporary)
-    folder = temporary if storage.is_remote(uri) else storage.local_path(uri)
-    make_directory(folder)
+    folder.mkdir()
     try:
-        yield Spool(uri=uri, folder=folder, way=_way(settings))
+        yield Spool(uri=spool_at or str(folder / "kept"), folder=folder, way=_way(settings))
     finally:
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        shutil.rmtree(folder)
 
 
 def _way(settings: DataSettings) -> str:
@@ -271,6 +273,8 @@ def _read(item: Item, read: Read) -> bytes:
         return read(item.location)
     except FileNotFoundError as error:
         raise BadImageError("no such file") from error
+    except ObjectTooLargeError as error:
+        raise BadImageError(f"too large: more than {limits.IMAGE_BYTES:,} bytes") from error
     except (PermissionError, IsADirectoryError) as error:
         raise BadImageError(f"can not be read: {error.strerror}") from error
     except OSError as error:  # a network or a disk that fails says nothing about the image

@@ -7,13 +7,17 @@ chunks, each of two files:
     000012.jsonl    written after it, sealed: what became of each image, and SHA-256 of every image file and of the squares
 
 A chunk that is found is believed only where all of it fits: it was decoded in the same way from images of the same names and labels,
-their files still hold the same bytes, and its squares are whole. Imports nothing heavy, because every process that decodes loads it.
+their files still hold the same bytes, and its squares are whole. A preparation maps squares into memory from a folder of its own, into
+which they are linked or copied, so that another one that finishes first takes nothing away from it.
+
+Imports nothing heavy, because every process that decodes loads it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from trainer import storage
 from trainer.data.selection import Quarantined
 from trainer.data.sources import Item
-from trainer.errors import ObjectDamagedError, ObjectNotFoundError, writing_to
+from trainer.errors import ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 from trainer.storage import sealed
 
 logger = logging.getLogger(__name__)
@@ -82,7 +86,7 @@ class Spool:
     uri: str
     """Where they are kept."""
     folder: Path
-    """Where their squares are on this machine; the same place unless that is remote."""
+    """Where this preparation has their squares."""
     way: str
     """SHA-256 of all that decides what becomes of an image file, as hexadecimal text."""
 
@@ -130,6 +134,8 @@ class Spool:
         squares = self.squares(number)
         if storage.is_remote(self.uri):
             storage.write_bytes(self._uri(number, "arrow"), squares.read_bytes())
+        else:
+            _link(squares, storage.local_path(self._uri(number, "arrow")))
         images = tuple(map(_image, items, outcomes, contents))
         chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=images)
         sealed.write(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
@@ -149,17 +155,31 @@ class Spool:
             return None
 
     def _has_squares(self, number: int, digest: str) -> bool:
-        """Whether the squares are whole; those in a store are fetched."""
-        file = self.squares(number)
-        if not storage.is_remote(self.uri):
-            return file.is_file() and storage.file_digest(file) == digest
+        """Bring the squares into the folder; gives whether they are whole."""
+        file, uri = self.squares(number), self._uri(number, "arrow")
         try:
-            content = storage.read_bytes(self._uri(number, "arrow"))
-        except ObjectNotFoundError:
+            if storage.is_remote(uri):
+                with writing_to(file):
+                    file.write_bytes(storage.read_bytes(uri))
+            else:
+                _link(storage.local_path(uri), file)
+        except (FileNotFoundError, ObjectNotFoundError):
             return False
-        with writing_to(file):
-            file.write_bytes(content)
-        return hashlib.sha256(content).hexdigest() == digest
+        return storage.file_digest(file) == digest
+
+
+def _link(source: Path, target: Path) -> None:
+    """Let a file be found at another place too; it takes no room there unless that is on another disk."""
+    make_directory(target.parent)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    with writing_to(target):
+        try:
+            os.link(source, temporary)
+        except FileNotFoundError:
+            raise
+        except OSError:  # another disk, or a file system without links
+            shutil.copyfile(source, temporary)
+        os.replace(temporary, target)
 
 
 def _image(item: Item, outcome: Outcome, content: str) -> _Image:

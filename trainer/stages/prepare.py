@@ -7,13 +7,13 @@ from pathlib import Path
 from trainer import artifacts, storage, tracking
 from trainer.artifacts import Artifact
 from trainer.config import LOADING, DataSettings
-from trainer.data.preparation import prepare
+from trainer.data.preparation import prepare, spool_uri
 
 
 def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
     """Prepare the images of `settings.source` into the directory `dataset`.
 
-    What an interrupted preparation into the same directory has decoded is kept beside the checkpoints and not decoded again.
+    What an interrupted preparation of the same images has decoded is kept beside the checkpoints and not decoded again.
 
     Raises:
         SettingsError: `settings.source` is no source.
@@ -22,8 +22,7 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
         TrackingError: MLflow does not answer or refuses.
     """
     values = settings.model_dump(mode="json", exclude=set(LOADING))
-    place = dataset if storage.is_remote(dataset) else storage.local_path(dataset).resolve()
-    spool = storage.join(artifacts.unfinished(dataset), f"prepare-{artifacts.digest(str(place))[:16]}")
+    spool = spool_uri(settings, artifacts.unfinished(dataset))
     with (
         tracking.stage_run("prepare", values) as tracker,
         artifacts.create(dataset, "dataset", settings=values) as draft,

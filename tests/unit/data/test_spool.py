@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from PIL import Image
 from trainer import artifacts, storage
 from trainer.config import DataSettings
 from trainer.data import preparation
+from trainer.data.sources import list_source
+from trainer.data.spool import Decoded
 from trainer.errors import DataError
 from trainer.stages.prepare import run
 
@@ -154,10 +157,36 @@ def test_only_what_is_decoded_in_the_same_way_is_taken(
     assert resumed.fingerprint == run(settings(photos, **changed), dataset=tmp_path / "a" / "data").fingerprint
 
 
-def test_another_output_has_a_spool_of_its_own(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_output_beside_it_takes_it_too(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     failed(photos, tmp_path / "one")
-    run(settings(photos), dataset=tmp_path / "two")
-    assert len(spooled(tmp_path / "one")) == 14
+    assert prepared(photos, tmp_path / "two", caplog)[1] == 25
+
+
+def test_one_that_finishes_first_takes_nothing_away(photos: Path, tmp_path: Path) -> None:
+    undisturbed = run(settings(photos), dataset=tmp_path / "a" / "data")
+    listing = list_source(settings(photos).source)
+    place, out = preparation.spool_uri(settings(photos), str(tmp_path / "b" / "checkpoints")), tmp_path / "b" / "slow"
+    out.mkdir(parents=True)
+    with preparation._spool(settings(photos), out, place) as spool:
+        outcomes = preparation._decode_all(listing, settings(photos), spool, 1)
+        assert run(settings(photos), dataset=tmp_path / "b" / "data").fingerprint == undisturbed.fingerprint
+        assert storage.files(place) == {}
+        good = [outcome for outcome in outcomes if isinstance(outcome, Decoded)]
+        assert len(preparation._open_squares(spool, 7)) == len(good) == 24
+
+
+def test_a_spool_on_another_disk_is_copied(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is a disk of its own."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        monkeypatch.setenv("TRAINER_CHECKPOINTS", f"{other}/checkpoints")
+        failed(photos, tmp_path / "data")
+        assert len(storage.files(f"{other}/checkpoints")) == 14
+        caplog.set_level(logging.INFO)
+        run(settings(photos), dataset=tmp_path / "data")
+        assert storage.files(f"{other}/checkpoints") == {}
+    assert "prepare: 25 of 25 images had been decoded by an earlier try" in caplog.messages
 
 
 PREPARE = """
