@@ -47,6 +47,11 @@ test-faults: $(READY)  ## strike jobs with every fault once and check what becom
 soak: $(READY)  ## strike jobs with faults drawn by chance for so long, and print a table [MINUTES=60 SEED=7 ONLY=regex]
 	$(FAULTS) --minutes $(or $(MINUTES),60)
 
+.PHONY: fuzz
+fuzz: $(READY)  ## throw changed inputs at all that reads what others have made; findings go to runs/.fuzz [MINUTES=5 SEED=0 TARGET="image"]
+	@OMP_NUM_THREADS=1 $(VENV)/python -m tests.hostile.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),0) \
+		$(if $(TARGET),--target "$(TARGET)")
+
 bench: $(READY)  ## print the tables of tests/benchmarks, about 40 minutes on an idle machine [PHOTOS=folder instead of made-up photos]
 	@$(VENV)/python tests/benchmarks/bench_recorder.py
 	@$(VENV)/python tests/benchmarks/bench_checkpoints.py

@@ -6,12 +6,11 @@ processes: start-up and compilation are in. Rates are of the training alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import storage, tracking
+from trainer import limits, storage, tracking
 from trainer.billing import Bill
 from trainer.costs import Place, dollars_text, duration_text
 from trainer.errors import ArtifactError, ObjectNotFoundError
@@ -70,7 +69,7 @@ def read_run(run: str | Path) -> tuple[Entry, Bill]:
     """
     path = str(run) if str(run).endswith(".json") else storage.join(run, SUMMARY)
     try:
-        content = json.loads(storage.read_bytes(path))
+        content = limits.parse_json(storage.read_limited(path, limits.JSON_BYTES))
         if isinstance(content, dict) and "bill" not in content:
             raise ArtifactError(
                 f"{path}: has no bill, as those of an earlier version; register the run again, or leave it out"

@@ -154,8 +154,8 @@ def _read_recipe(content: bytes, folder: Path) -> None:
 def _overrides() -> tuple[bytes, ...]:
     return (
         b"distill.temperature=2 data.source=imagefolder:/photos",
-        b"distill.student.args='{img_size = 32, depth = 2}' evaluate.gate.min_top1=0.5 profile.stop_on=gpu_memory",
-        b'reinforce.top_k=all evidence.operators_at=[1,2] data.source="digits" tune.pools=[]',
+        b"distill.student.args='{img_size = 32, depth = 2}' evaluate.batch_size=64 distill.views.flip=false",
+        b'reinforce.top_k=all distill.evidence.operators_at=[1,2] data.source="digits" run.seed=1',
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from trainer import artifacts, storage
+from trainer import artifacts, limits, storage
 from trainer.errors import ArtifactError, writing_to
 from trainer.profiling.schema import (
     METRIC_COLUMNS,
@@ -214,7 +213,7 @@ def _read_training(directory: Path) -> TrainingEvidence:
 
 def _read_record(path: Path) -> RankRecord:
     try:
-        content = json.loads(path.read_bytes())
+        content = limits.parse_json(storage.read_limited(path, limits.JSON_BYTES))
         version = content.get("schema_version") if isinstance(content, dict) else None
         if isinstance(content, dict) and version != SCHEMA_VERSION:
             raise ArtifactError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import artifacts, storage
+from trainer import artifacts, limits, storage
 from trainer.errors import ArtifactError
 from trainer.profiling import findings
 from trainer.profiling.evidence import TrainingEvidence, read_evidence
@@ -124,7 +123,7 @@ def _evidence_of(uri: str, report: str) -> list[str]:
 
 def _json(path: str) -> dict[str, Any]:
     try:
-        content = json.loads(storage.read_bytes(path))
+        content = limits.parse_json(storage.read_limited(path, limits.JSON_BYTES))
     except ValueError as error:
         raise ArtifactError(f"{path}: is not JSON ({error}); {_CHOICE}") from error
     if not isinstance(content, dict):

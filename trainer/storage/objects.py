@@ -360,7 +360,7 @@ def _locate_elsewhere(uri: str, scheme: str) -> tuple[Any, str]:
         if scheme not in _OTHER_SCHEMES or "::" in uri:
             raise ValueError(f"Protocol not known: {scheme}")
         system, located = fsspec.core.url_to_fs(uri)
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # every kind of store raises its own, where it is asked at once
         raise StorageError(f"{uri}: {error}; give a local path, or a URI of s3:// or minio://") from error
     return system, str(located)
 

@@ -375,7 +375,9 @@ def test_a_store_is_read_like_a_folder(object_store) -> None:
     object_store.cut(4, times=1)
     assert [listing.read(item.location) for item in listing.items] == sorted(name.encode() for name in names[:4])
 
-    object_store.put("list.csv", b"path,label\nphotos/train/cat/1.jpg,cat\ns3://artifacts/gone.jpg,dog\nempty.jpg,dog\n")
+    object_store.put(
+        "list.csv", b"path,label\nphotos/train/cat/1.jpg,cat\ns3://artifacts/gone.jpg,dog\nempty.jpg,dog\n"
+    )
     object_store.put("empty.jpg", b"")
     listing = list_source("manifest:s3://artifacts/list.csv")
     here, gone, empty = (item.location for item in listing.items)

@@ -1,0 +1,130 @@
+"""Model directories that someone has made who wants to be loaded: manifest and checksums fit."""
+
+import json
+import pickle
+import struct
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.hostile.targets import SIZE, sign
+from trainer import limits, models
+from trainer.config import ModelSettings
+from trainer.errors import ModelError
+
+ARGS = {"img_size": SIZE, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1}
+
+
+class Opened:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return open, (str(self.trace), "w")
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A model directory."""
+    models.save(models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=ARGS), ["a", "b"]), tmp_path)
+    return tmp_path
+
+
+def describe(directory, **changes):
+    """Change the description, and sign it."""
+    file = directory / models.CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    sign(directory, "model")
+    return directory
+
+
+def test_a_checkpoint_that_the_description_names_is_not_unpickled(directory, tmp_path):
+    (tmp_path / "evil.pth").write_bytes(pickle.dumps(Opened(tmp_path / "trace")))
+    for name in ("checkpoint_path", "pretrained_cfg", "cache_dir"):
+        describe(directory, args=ARGS | {name: str(tmp_path / "evil.pth")})
+        with pytest.raises(ModelError, match=f"the argument {name} is not for models; leave it out"):
+            models.load(directory)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_weights_that_are_a_pickle_are_not_unpickled(directory, tmp_path):
+    (directory / models.WEIGHTS).write_bytes(pickle.dumps(Opened(tmp_path / "trace")))
+    sign(directory, "model")
+    with pytest.raises(ModelError, match=r"model.safetensors does not fit vit_tiny_patch16_224"):
+        models.load(directory)
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("embed_dim", 10**9), ("depth", 2**62), ("mlp_ratio", 1e300), ("depth", -(10**9))]
+)
+def test_an_absurd_argument_is_refused_before_anything_is_built(directory, name, value):
+    with pytest.raises(
+        ModelError, match=f"the argument {name} must be at most 16,384, got {value}".replace("+", r"\+")
+    ):
+        models.load(describe(directory, args=ARGS | {name: value}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"labels": "ab"}, {"labels": [1, 2]}, {"labels": None}, {"mean": [0.5]}, {"mean": ["x"] * 3}, {"std": []}),
+        *(
+            {"args": []},
+            {"args": {"depth": [1]}},
+            {"args": {"depth": None}},
+            {"image_size": "large"},
+            {"architecture": 3},
+        ),
+    ],
+)
+def test_a_description_of_another_form_is_refused(directory, changes):
+    with pytest.raises(ModelError, match=r"config.json is not the description of a model"):
+        models.load(describe(directory, **changes))
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (b"{}", "header"),
+        (b'{"a": {"dtype": "F32", "shape": [18446744073709551615, 4], "data_offsets": [0, 4]}}', "header"),
+        (b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}', "header"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 99999999]}}', "header"),
+        (b"[" * 10_000, "header"),
+        (b"\xff\xfe", "header"),
+    ],
+)
+def test_a_header_of_weights_that_does_not_fit_is_refused(directory, header, reason):
+    (directory / models.WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    sign(directory, "model")
+    with pytest.raises(ModelError, match=rf"model.safetensors does not fit .*{reason}"):
+        models.load(directory)
+
+
+def test_another_shape_is_named(directory):
+    weights = safetensors.torch.load_file(directory / models.WEIGHTS)
+    weights["head.bias"] = torch.zeros(3)
+    safetensors.torch.save_file(weights, directory / models.WEIGHTS)
+    sign(directory, "model")
+    with pytest.raises(ModelError, match=r"head.bias: its shape is \(3,\) instead of \(2,\)"):
+        models.load(directory)
+
+
+def test_loading_leaves_the_random_numbers_as_building_does(directory):
+    sign(directory, "model")
+    torch.manual_seed(0)
+    models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=ARGS), ["a", "b"])
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    models.load(directory)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_the_largest_argument_is_that_of_the_limits():
+    with pytest.raises(ModelError, match=f"at most {limits.MODEL_ARGUMENT:,}"):
+        models.create(
+            ModelSettings(architecture="vit_tiny_patch16_224", args={"depth": limits.MODEL_ARGUMENT + 1}), ["a"]
+        )
