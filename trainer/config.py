@@ -181,7 +181,8 @@ class TrainingSettings(Section):
     epochs: NonNegative = 100
     """Passes over the training images; 0 switches this part off."""
     batch_size: Annotated[int, Field(ge=2)] = 1024
-    """Images an optimiser step, over all processes and accumulated micro-batches."""
+    """Images an optimiser step, over all processes and accumulated micro-batches; where these can not share it evenly they differ by one
+    image, and the gradient is still the mean over all."""
     accumulation: Positive = 1
     """Micro-batches an optimiser step on each process; more of them need less memory."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 5e-4
