@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 
 def checkpoint_root(output: str | Path) -> str:
     """Where the checkpoints of a training stand, a URI: `TRAINER_CHECKPOINTS`, or else beside its output."""
-    return os.environ.get(CHECKPOINTS_VARIABLE) or storage.join(storage.parent(output), "checkpoints")
+    return artifacts.unfinished(output)
 
 
 def root_is_shared() -> bool:
