@@ -32,6 +32,7 @@ from trainer.training.checkpoints.generations import Generation
 from trainer.training.checkpoints.snapshots import Snapshot
 from trainer.training.checkpoints.state import State
 from trainer.training.checkpoints.writer import MOST_FAILURES, PASSING, Writer
+from trainer.training.meetings import wait_limit_s
 from trainer.training.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -219,9 +220,9 @@ class Checkpoints:
 
         Raises:
             SupersededError: a later try of this training has begun.
-            OutputError, StorageError: the third write in a row has failed.
+            OutputError, StorageError: the third write in a row has failed, or one does not end.
         """
-        self._writer.wait()
+        self._wait()
         self.look()
         if self._generation is None:
             self.begin()
@@ -251,9 +252,9 @@ class Checkpoints:
 
         Raises:
             SupersededError: a later try of this training has begun.
-            OutputError, StorageError: it is needed and could not be written, or was the third in a row.
+            OutputError, StorageError: it is needed and could not be written, was the third in a row, or does not end.
         """
-        self._writer.wait()
+        self._wait()
         self.look()
         if needed and self._writer.failure is not None:
             self._raise("the last checkpoint could not be written")
@@ -273,8 +274,17 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Drop all checkpoints: the training has ended and its result is kept."""
-        self._writer.wait()
+        self._wait()
         storage.remove(self.uri)
+
+    def _wait(self) -> None:
+        """Wait for what is under way, as long as processes wait for one another."""
+        limit_s = wait_limit_s()
+        if not self._writer.wait(limit_s):
+            raise OutputError(
+                f"{self._name}: a checkpoint is still being written to {self.uri} after {limit_s:g} s of waiting for it; see to that disk "
+                "or store, then run the same command again"
+            )
 
     def _raise(self, what: str) -> None:
         """Raise what the last write has failed with, with what is left; what is no matter of storage as it is."""
@@ -292,7 +302,11 @@ class Checkpoints:
         assert self._generation is not None, "a try begins before something is saved"
         self.check_ours()
         entry, figures = Entry(self._generation.number, step), {"step": step}
-        self._write_snapshot(self._uri(entry), figures if top1 is None else {**figures, TOP1: top1})
+        try:
+            self._write_snapshot(self._uri(entry), figures if top1 is None else {**figures, TOP1: top1})
+        except PASSING:
+            self.check_ours()  # a later try removes what this one has half-written
+            raise
         self._whole[entry] = top1
         try:
             self._drop_old(self._generation.number)

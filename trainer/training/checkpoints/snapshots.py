@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from trainer.errors import ArtifactError
+from trainer.sections import NonNegative
 from trainer.training.checkpoints.state import State
 
 DESCRIPTION = "state.json"
@@ -44,14 +45,22 @@ _ALIGNMENT = 8
 """Of the first tensor in its file, in bytes."""
 
 
+class _Group(BaseModel):
+    """One of the optimiser's groups, with its options."""
+
+    model_config = ConfigDict(extra="allow")
+
+    params: tuple[str, ...]
+
+
 class _Description(BaseModel):
     """`state.json`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    step: int
+    step: NonNegative
     pending: tuple[str, ...]
-    groups: tuple[dict[str, Any], ...]
+    groups: tuple[_Group, ...]
 
 
 class Snapshot:
@@ -74,7 +83,9 @@ class Snapshot:
             self._parts[name].copy(tensors)
         if any(part.pinned for part in self._parts.values()):
             torch.cuda.current_stream().synchronize()
-        self._description = _Description(step=state.step, pending=state.pending, groups=tuple(map(dict, state.groups)))
+        self._description = _Description(
+            step=state.step, pending=state.pending, groups=tuple(map(_Group.model_validate, state.groups))
+        )
 
     def write(self, folder: Path) -> None:
         """Write the copy into a folder, and wait until the disk has it.
@@ -105,7 +116,7 @@ def read(folder: Path, uri: str) -> State:
         model=parts["model"],
         optimizer=parts["optimizer"],
         average=parts.get("average"),
-        groups=told.groups,
+        groups=[group.model_dump() for group in told.groups],
         pending=told.pending,
         uri=uri,
     )

@@ -163,7 +163,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 def _refuse(state: State, part: str, misfits: Sequence[str]) -> None:
     if misfits:
         raise ArtifactError(
-            f"checkpoint {state.uri or f'of step {state.step}'}: its {part} does not fit this training: {_listed(misfits)}; "
+            f"checkpoint {state.uri or f'of step {state.step}'} does not fit this training in its {part}: {_listed(misfits)}; "
             "go on with the version of the project that wrote it, or remove it to begin anew"
         )
 
@@ -191,14 +191,14 @@ def _described(tensor: Tensor) -> str:
 
 def _strangers(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> list[str]:
     """What of an optimiser's state belongs to no weight, or to one of another shape; single numbers, such as its steps, fit all."""
-    shapes = {name: parameter.shape for parameter, name in names.items()}
+    weights = {name: parameter for parameter, name in names.items()}
     told = []
     for name, tensor in tensors.items():
-        shape = shapes.get(name.partition("/")[2])
-        if shape is None:
+        weight = weights.get(name.partition("/")[2])
+        if weight is None:
             told.append(f"it has {name}, which the model has not")
-        elif tensor.dim() and tensor.shape != shape:
-            told.append(f"{name} is {list(tensor.shape)} instead of {list(shape)}")
+        elif tensor.dim() and _described(tensor) != _described(weight):
+            told.append(f"{name} is {_described(tensor)} instead of {_described(weight)}")
     return told
 
 

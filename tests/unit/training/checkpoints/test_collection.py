@@ -205,6 +205,16 @@ def test_saving_returns_before_it_is_written_and_what_is_written_is_of_its_time(
     assert everything(latest(tmp_path)) == before
 
 
+def test_a_write_that_does_not_end_ends_the_training(tmp_path, slow, monkeypatch):
+    monkeypatch.setenv("TRAINER_WAIT_S", "0.1")
+    held = checkpoints(tmp_path)
+    held.save(snapshot_of(10, learner()))
+    with pytest.raises(
+        OutputError, match=r"distill: a checkpoint is still being written to .* after 0\.1 s of waiting"
+    ):
+        held.save(snapshot_of(20, learner()))
+
+
 def test_a_training_that_fails_leaves_the_checkpoint_that_is_under_way(tmp_path, slow):
     held = checkpoints(tmp_path)
     threading.Timer(0.3, slow.set).start()

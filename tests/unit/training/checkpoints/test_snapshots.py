@@ -66,6 +66,8 @@ def test_its_memory_is_used_again_and_made_anew_where_it_no_longer_fits(tmp_path
         (DESCRIPTION, b"{"),
         (DESCRIPTION, json.dumps({"step": "many", "pending": [], "groups": []}).encode()),
         (DESCRIPTION, json.dumps({"step": 1, "pending": [], "groups": [], "code": "import os"}).encode()),
+        (DESCRIPTION, json.dumps({"step": -1, "pending": [], "groups": []}).encode()),
+        (DESCRIPTION, json.dumps({"step": 1, "pending": [], "groups": [{"params": 3}]}).encode()),
         (DESCRIPTION, None),
         ("model.safetensors", b""),
         ("model.safetensors", (2**60).to_bytes(8, "little") + b"{}"),

@@ -64,15 +64,18 @@ def misfit(seed=1, **changes):
 
 def test_what_does_not_fit_is_named():
     told = misfit(model=lambda tensors: tensors.pop("0.bias"))
-    assert told.startswith("checkpoint s3://b/c: its weights does not fit this training: it lacks 0.bias; go on with")
+    assert told.startswith("checkpoint s3://b/c does not fit this training in its weights: it lacks 0.bias; go on with")
     told = misfit(average=lambda tensors: tensors.update({"3.bias": torch.zeros(2)}))
-    assert "its average does not fit this training: it has 3.bias, which the model has not;" in told
+    assert "does not fit this training in its average: it has 3.bias, which the model has not;" in told
     told = misfit(model=lambda tensors: tensors.update({"0.weight": torch.zeros(4, 4)}))
     assert "0.weight is [4, 4] float32 instead of [4, 3] float32;" in told
     told = misfit(model=lambda tensors: tensors.update({"0.weight": tensors["0.weight"].bfloat16()}))
     assert "0.weight is [4, 3] bfloat16 instead of [4, 3] float32;" in told
     told = misfit(optimizer=lambda tensors: tensors.update({"exp_avg/0.weight": torch.zeros(3, 4)}))
-    assert "its optimiser does not fit this training: exp_avg/0.weight is [3, 4] instead of [4, 3];" in told
+    assert (
+        "does not fit this training in its optimiser: exp_avg/0.weight is [3, 4] float32 instead of [4, 3] float32;"
+        in told
+    )
     told = misfit(optimizer=lambda tensors: tensors.update({"exp_avg/9.weight": torch.zeros(3, 4)}))
     assert "it has exp_avg/9.weight, which the model has not;" in told
     told = misfit(model=lambda tensors: [tensors.pop(name) for name in list(tensors)])
@@ -88,7 +91,7 @@ def test_other_options_of_a_weight_are_named():
 
 def test_a_state_without_an_average_does_not_fit_a_training_with_one():
     model, optimizer, average = learner()
-    with pytest.raises(ArtifactError, match=r"its average does not fit this training: it lacks 0\.weight"):
+    with pytest.raises(ArtifactError, match=r"does not fit this training in its average: it lacks 0\.weight"):
         restore(capture(2, model, optimizer, None), model, optimizer, average)
 
 
