@@ -334,16 +334,21 @@ def make_loader(
         generator=torch.Generator(),  # torch draws a seed here, which must not move what a step draws after a resume
     )
     outcomes: Any = iter(loader)
+    started = list(outcomes._workers) if workers else []
     observed = observer if workers else None
     if observed is not None:
-        observed.loader_processes([worker.pid for worker in outcomes._workers])
+        observed.loader_processes([process.pid for process in started])
     try:
         while (outcome := _next(outcomes, workers, observed, timeout_s)) is not None:
             if isinstance(outcome, TrainerError):
                 raise outcome
             yield outcome
     finally:
-        del outcomes  # ends the processes now, where an error's traceback would keep them
+        if started:
+            outcomes._shutdown_workers()  # now, where an error's traceback would keep them
+        for process in started:
+            process.kill()  # one that hangs, for which the interpreter would wait at its end
+        del outcomes
 
 
 def _ready(outcomes: Any) -> float:

@@ -1,0 +1,180 @@
+"""Training processes without a launcher, forked from one that has imported torch already, so that each starts within a moment."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.groups", "trainer.stages.distill", "trainer.stages.pretrain"])
+SEEN = "seen"
+"""Begins the names of files with the keys of the samples of each step, one line a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A signal that a training process sends to itself, once."""
+
+    step: int
+    """Before which step; counted from 0."""
+    sends: int = signal.SIGKILL
+    rank: int = 0
+    validating: bool = False
+    """Rather in the validation after that step."""
+    loading: bool = False
+    """Rather a loader process hangs before it makes a batch of that step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the processes of a group have ended, by rank."""
+
+    codes: list[int]
+    messages: list[str]
+
+
+def run(distillation, *, processes=1, fault=None, limit_s=60, **environment):
+    """Distil, as `processes` processes that a launcher has started; those that the fault stops are killed when the others have ended."""
+    folder = notes(distillation)
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("[0-9]*.json"):
+        left.unlink()
+    places = {**distillation.inputs, **distillation.outputs}
+    arguments = [
+        *("stage", "distill", "--worker", "--settings", json.dumps(distillation.settings)),
+        *(text for name, place in places.items() for text in (f"--{name.replace('_', '-')}", place)),
+    ]
+    group = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "TRAINER_FAILURES": str(folder),
+        "TRAINER_DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TRAINER_", "MLFLOW_"))}
+    attempt = 1 + _attempts(folder)
+    started = [
+        _CONTEXT.Process(
+            target=_train, args=(rank, arguments, inherited | group, fault, folder / f"{SEEN}-{attempt}-{rank}")
+        )
+        for rank in range(processes)
+    ]
+    for process in started:
+        process.start()
+    try:
+        for process in started:
+            _join(process, limit_s)
+    finally:
+        for process in started:
+            process.kill()  # one that has not ended
+            process.join()
+    return Ended(
+        codes=[process.exitcode for process in started],
+        messages=[_message(folder / f"{rank}.json") for rank in range(processes)],
+    )
+
+
+def seen(distillation):
+    """Keys of the samples of each step, of all ranks, as the last try that came to the step saw them."""
+    steps = {}
+    for attempt in range(1, 1 + _attempts(notes(distillation))):
+        told = {}
+        for file in notes(distillation).glob(f"{SEEN}-{attempt}-*"):
+            for line in file.read_text().splitlines():
+                step, keys = json.loads(line)
+                told.setdefault(step, []).extend(keys)
+        steps |= told
+    return [steps[step] for step in sorted(steps)]
+
+
+def notes(distillation):
+    """The folder with the notes of all tries."""
+    return Path(distillation.outputs["student"]).parent / "notes"
+
+
+def _attempts(folder):
+    return len({file.name.split("-")[1] for file in folder.glob(f"{SEEN}-*")})
+
+
+def _message(file):
+    return json.loads(file.read_text())["message"] if file.exists() else ""
+
+
+def _join(process, limit_s):
+    """Wait until a process has ended, or is stopped."""
+    deadline = time.monotonic() + limit_s
+    while process.exitcode is None and time.monotonic() < deadline:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                return
+        process.join(0.05)
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _train(rank, arguments, environment, fault, seen_by):
+    """A training process."""
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    import torch
+
+    from trainer import cli
+
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # for loader processes, as in a process that was started plainly
+    torch.set_num_threads(1)
+    _watch_steps(fault if fault is not None and fault.rank == rank else None, seen_by)
+    sys.exit(cli.main(arguments))
+
+
+def _watch_steps(fault, seen_by):
+    """Note the samples of each step, and let the fault strike."""
+    from trainer.data.loader import MicroBatches
+    from trainer.distillation.objective import DistillObjective
+    from trainer.training import validation
+    from trainer.training.loop import Loop
+
+    plain_step, plain_objective, plain_measure = Loop.step, DistillObjective.__call__, validation._measure
+    plain_load = MicroBatches.__getitem__
+    now = [-1]
+
+    def step(self, number, *arguments):
+        now[0] = number
+        if fault is not None and not fault.validating and not fault.loading and number == fault.step:
+            signal.raise_signal(fault.sends)
+        return plain_step(self, number, *arguments)
+
+    def objective(self, model, batch, timeline):
+        with seen_by.open("a") as lines:
+            lines.write(json.dumps([now[0], batch.keys.tolist()]) + "\n")
+        return plain_objective(self, model, batch, timeline)
+
+    def measure(*arguments):
+        if fault is not None and fault.validating and now[0] == fault.step:
+            now[0] = -1  # once
+            signal.raise_signal(fault.sends)
+        return plain_measure(*arguments)
+
+    def load(self, position):
+        if fault is not None and fault.loading and position // self.count == fault.step:
+            time.sleep(600)
+        return plain_load(self, position)
+
+    Loop.step, DistillObjective.__call__, validation._measure = step, objective, measure
+    MicroBatches.__getitem__ = load

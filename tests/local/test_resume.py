@@ -1,0 +1,133 @@
+"""A training that is interrupted and goes on ends as one that was never interrupted."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from tests import groups
+from tests.distillations import QUICK
+from tests.groups import Fault
+from tests.local.conftest import Distillation
+from trainer import config, tracking
+from trainer.data.dataset import open_dataset
+from trainer.errors import PREEMPTED_EXIT_CODE
+from trainer.profiling.evidence import read_evidence
+from trainer.stages import reinforce
+
+# MLflow on SQLAlchemy 2.1
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+
+VIEWS = {"min_scale": 0.5, "flip": False, "mixup": 0.4, "cutmix": 0.6}
+BASE = {"epochs": 2, "batch_size": 128, "ema_decay": 0.9, "validate_every_epochs": 1, "views": VIEWS}
+STEPS = 20
+WAYS = {
+    "accumulation, mixed views, online teacher": (1, {"accumulation": 3, "drop_path": 0.1}),
+    "recorded teacher, loader processes": (1, {"teacher": "recorded", "workers": 2}),
+    "two processes, sharded optimizer state": (2, {"zero": True, "accumulation": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(digits, teacher, tmp_path_factory):
+    """What the teacher said of both epochs' views."""
+    output = str(tmp_path_factory.mktemp("recorded") / "outputs")
+    settings = config.ReinforceSettings(
+        views=2, top_k=10, batch_size=500, seed=3, workers=0, augmentation=config.ViewSettings(**VIEWS)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*(name for name in os.environ if name.startswith("TRAINER_")), tracking.URI):
+            patch.delenv(name, raising=False)
+        reinforce.run(settings, dataset=digits, teacher=teacher, teacher_outputs=output)
+    return output
+
+
+@pytest.fixture
+def distil(digits, teacher, recorded, tmp_path):
+    """Makes distillations with mixed views."""
+
+    def make(name, **settings):
+        made = Distillation(digits, teacher, tmp_path / name)
+        section = config.validate(config.DistillSettings, {**QUICK, **BASE, **settings})
+        made.settings = section.model_dump(mode="json")
+        if settings.get("teacher") == "recorded":
+            made.inputs["teacher_outputs"] = recorded
+        return made
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_it_ends_with_the_same_bits_and_the_same_losses(distil, way):
+    processes, settings = WAYS[way]
+    whole, broken = distil("whole", **settings), distil("broken", **settings)
+    assert groups.run(whole, processes=processes).codes == [0] * processes
+    asked = Fault(sends=signal.SIGTERM, step=13, rank=processes - 1)  # in the middle of the second epoch
+    assert groups.run(broken, processes=processes, fault=asked).codes == [PREEMPTED_EXIT_CODE] * processes
+    assert groups.run(broken, processes=processes).codes == [0] * processes
+    weights = broken.weights()
+    for name, value in whole.weights().items():
+        assert torch.equal(weights[name], value), name
+    after = broken.losses()
+    assert 3 <= len(after) <= STEPS - 13
+    assert torch.equal(after, whole.losses()[-len(after) :])
+    assert groups.seen(broken) == groups.seen(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)], ids=["from two to one", "from one to two"])
+def test_on_another_number_of_processes_each_epoch_has_each_sample_once_and_losses_agree(distil, digits, before, after):
+    epoch = len(open_dataset(digits).split("train"))
+    whole, broken = distil("whole", accumulation=2), distil("broken", accumulation=2)
+    assert groups.run(whole).codes == [0]
+    asked = Fault(sends=signal.SIGTERM, step=7)
+    assert groups.run(broken, processes=before, fault=asked).codes == [PREEMPTED_EXIT_CODE] * before
+    assert groups.run(broken, processes=after).codes == [0] * after
+    keys = [sorted(step) for step in groups.seen(broken)]
+    assert keys == [sorted(step) for step in groups.seen(whole)]
+    stream = [key for step in groups.seen(whole) for key in step]
+    assert len(set(stream[:epoch])) == len(set(stream[epoch : 2 * epoch])) == epoch
+    losses = broken.losses()
+    assert torch.allclose(losses, whole.losses()[-len(losses) :], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_validation_that_is_broken_off_is_done_when_the_training_goes_on(distil):
+    whole, broken = distil("whole"), distil("broken")
+    assert groups.run(whole).codes == [0]
+    (measured,) = read_evidence(whole.outputs["evidence"]).trainings
+    asked = Fault(sends=signal.SIGTERM, step=int(measured.metrics["val_top1"].steps[0]), validating=True)
+    assert groups.run(broken, fault=asked).codes == [PREEMPTED_EXIT_CODE]
+    assert groups.run(broken).codes == [0]
+    (after,) = read_evidence(broken.outputs["evidence"]).trainings
+    for name in ("val_top1", "val_loss"):
+        assert after.metrics[name].steps.tolist() == measured.metrics[name].steps.tolist()
+        assert after.metrics[name].values.tolist() == measured.metrics[name].values.tolist()
+
+
+@pytest.mark.slow
+def test_a_killed_training_goes_on_in_its_mlflow_run_without_gaps_or_doubled_steps(distil, tmp_path, monkeypatch):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv(tracking.URI, uri)
+    store = tracking.client()
+    experiment = store.create_experiment("resume")
+    tracked = {tracking.URI: uri, tracking.EXPERIMENT_ID: experiment}
+    whole, broken = distil("whole", checkpoint_every=4), distil("broken", checkpoint_every=4)
+    assert groups.run(whole, **tracked).codes == [0]
+    killed = Fault(sends=signal.SIGKILL, step=14)
+    assert groups.run(broken, fault=killed, **tracked).codes == [-signal.SIGKILL]
+    assert groups.run(broken, **tracked).codes == [0]
+    second, first = store.search_runs([experiment], order_by=["start_time DESC"])
+    assert first.info.status == second.info.status == "FINISHED"
+    names = [name for name in first.data.metrics if not name.startswith("system/")]
+    assert {"distill/loss", "distill/val_top1", "distill/learning_rate"} <= {*names}
+    for name in names:
+        wanted, got = (_points(store, run.info.run_id, name) for run in (first, second))
+        assert got == wanted, name
+    assert len(_points(store, second.info.run_id, "distill/loss")) == STEPS
+
+
+def _points(store, run, name):
+    return sorted((point.step, point.value) for point in store.get_metric_history(run, name))
