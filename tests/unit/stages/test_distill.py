@@ -124,10 +124,8 @@ def test_recorded_outputs_stand_in_for_the_teachers_weights(trained_digits, spar
     assert parents["teacher"] == artifacts.manifest(trained_digits.teacher, "model").fingerprint
 
 
-def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_weights(distilled, sparse, monkeypatch):
-    """Stochastic depth draws from torch's generator, which nothing but the step may move."""
-    student = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"depth": 2}}
-    settings = {"teacher": "recorded", "student": student, "drop_path": 0.5, "checkpoint_every": 6}
+def interrupt(distilled, monkeypatch, *inputs, **settings):
+    """Begin the distillation "interrupted", which ends after its first checkpoint."""
     save = Checkpoints.save
 
     def save_and_stop(checkpoints, state, **told):
@@ -137,7 +135,29 @@ def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_w
     with monkeypatch.context() as interruption:
         interruption.setattr(Checkpoints, "save", save_and_stop)
         with pytest.raises(KeyboardInterrupt):
-            distilled("interrupted", sparse, **settings)
+            distilled("interrupted", *inputs, **settings)
+
+
+def test_an_interrupted_distillation_goes_on_with_other_workers_but_not_with_another_temperature(
+    distilled, monkeypatch, tmp_path
+):
+    monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
+    interrupt(distilled, monkeypatch, checkpoint_every=6)
+    with pytest.raises(SettingsError) as caught:
+        distilled("interrupted", checkpoint_every=6, temperature=3.0)
+    (folder,) = (tmp_path / "interrupted" / "checkpoints").glob("distill-*")
+    assert str(caught.value) == (
+        f"distill: {folder} holds an unfinished training of other settings or inputs: distill.temperature was 2.0, is 3.0; "
+        "give the old ones to go on with it, remove that folder to begin anew, or choose another output"
+    )
+    assert len(distilled("interrupted", checkpoint_every=5, log_every=1, workers=1).curves()["loss"]) == 4
+
+
+def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_weights(distilled, sparse, monkeypatch):
+    """Stochastic depth draws from torch's generator, which nothing but the step may move."""
+    student = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"depth": 2}}
+    settings = {"teacher": "recorded", "student": student, "drop_path": 0.5, "checkpoint_every": 6}
+    interrupt(distilled, monkeypatch, sparse, **settings)
     interrupted, whole = distilled("interrupted", sparse, **settings), distilled("whole", sparse, **settings)
     assert len(interrupted.curves()["loss"]) == 4
     assert torch.equal(interrupted.curves()["loss"], whole.curves()["loss"][6:])
