@@ -408,7 +408,8 @@ def _culprit(failures: Path, exit_codes: Mapping[int, int]) -> tuple[int, str, s
         missed = [entry for entry in told if _LOST_CONNECTION.search(entry[1]["message"])]
         rank, failure = next((entry for entry in told if entry not in missed), told[0])
         return rank, failure["message"], failure["trace"]
-    rank, code = next(iter(exit_codes.items()))
+    others = [entry for entry in exit_codes.items() if entry[1] != PREEMPTED_EXIT_CODE]  # they were not asked to end
+    rank, code = others[0]
     return rank, f"ended with exit code {code}; its last lines of output stand above", ""
 
 

@@ -88,6 +88,45 @@ def leave(folder, rank, message, when, start=0):
     os.utime(folder / f"{rank}.json", (when, when))
 
 
+LOST = "rank 1 went away during step 4 (Connection closed by peer [10.0.0.7]:4711)"
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "told", "expected"),
+    [
+        ({0: 143, 1: 143}, {}, "distill: was asked to end; what was written is kept"),
+        ({0: 143, 1: 1}, {1: LOST}, "distill: was asked to end; what was written is kept"),
+        ({0: 143, 1: 1}, {1: "ZeroDivisionError: planted"}, "distill: process 1 of 2: ZeroDivisionError: planted"),
+        ({0: 143, 1: 1}, {}, "distill: process 1 of 2: ended with exit code 1;"),
+        ({0: 143, 1: -9}, {0: LOST}, "distill: process 1 of 2: was ended by SIGKILL"),
+        ({0: 1, 1: 1}, {0: LOST, 1: "bug"}, "distill: process 1 of 2: bug"),
+    ],
+    ids=[
+        "all",
+        "one missed another",
+        "a bug",
+        "an end without a message",
+        "killed",
+        "who missed another is not to blame",
+    ],
+)
+def test_a_request_to_end_can_be_told_from_a_failure(tmp_path, exit_codes, told, expected):
+    for rank, message in told.items():
+        leave(tmp_path, rank, message, when=1000 + rank)
+    error = launch._explain(spec(), tmp_path, exit_codes)
+    assert str(error).startswith(expected)
+    assert isinstance(error, PreemptedError) == ("asked to end" in expected)
+
+
+def test_processes_that_the_agent_had_to_end_are_not_to_blame():
+    """Such as one that was stopped, for which the others waited in vain: it is killed half a minute after they have failed."""
+    failures = {
+        0: SimpleNamespace(local_rank=0, exitcode=1, timestamp=1000),
+        1: SimpleNamespace(local_rank=1, exitcode=-9, timestamp=1030),
+    }
+    assert launch._first_exit_codes(SimpleNamespace(failures=failures)) == {0: 1}
+
+
 def test_the_earliest_message_is_told_with_its_traceback(tmp_path, capsys):
     leave(tmp_path, 0, "Connection closed by peer", when=200)
     leave(tmp_path, 1, "ValueError: planted", when=100)
