@@ -354,8 +354,8 @@ def newest(checkpoints: Checkpoints, processes: Processes) -> State | None:
     """
     if processes.is_first:
         checkpoints.begin()
-    processes.barrier()
-    found = processes.gather(checkpoints.entries())
+    processes.barrier("the beginning of a try at its checkpoints")
+    found = processes.gather(checkpoints.entries(), "the checkpoints that each process finds")
     if any(found) and not all(found):
         lacking = ", ".join(str(rank) for rank, entries in enumerate(found) if not entries)
         raise TrainingError(
@@ -364,7 +364,7 @@ def newest(checkpoints: Checkpoints, processes: Processes) -> State | None:
         )
     for entry in sorted(set.intersection(*map(set, found)), reverse=True):
         state = checkpoints.read(entry)
-        if all(processes.gather(state is not None)):
+        if all(processes.gather(state is not None, f"the reading of {entry.name}")):
             return state
     return None
 
