@@ -11,13 +11,16 @@ from pathlib import PurePosixPath
 import numpy as np
 from PIL import Image
 
-from trainer import html
+from trainer import html, limits
 from trainer.config import DataSettings
 from trainer.data.schema import DROPPED, QUARANTINE, UNLABELED, SplitName
 from trainer.data.selection import Candidate, Dropped, Quarantined
 
 ROWS = 200
 """Longest list of files on the page."""
+
+CHARACTERS = 500
+"""Longest name or reason on the page; the whole one stands in the file that lists them."""
 
 CLASSES = 1000
 """Most classes that the page counts one by one."""
@@ -216,10 +219,10 @@ def _strip(members: Sequence[Candidate], read: Callable[[int], bytes]) -> bytes:
 
 
 def _left_out(content: CardContent) -> str:
-    quarantined = [(one.name, one.reason) for one in content.quarantined]
+    quarantined = [(_cut(one.name), _cut(one.reason)) for one in content.quarantined]
     kinds = Counter(one.reason.split(":")[0] for one in content.quarantined).most_common()
     dropped = [
-        (drop.name, drop.split, drop.kept_name, drop.kept_split, "leakage" if drop.is_leakage else "copy")
+        (_cut(drop.name), drop.split, _cut(drop.kept_name), drop.kept_split, "leakage" if drop.is_leakage else "copy")
         for drop in sorted(content.dropped, key=lambda drop: not drop.is_leakage)
     ]
     parts = []
@@ -230,6 +233,10 @@ def _left_out(content: CardContent) -> str:
         parts += ["<h3>Equal to one that is kept</h3>"]
         parts += _listed(["left out", "of", "kept", "of", ""], dropped, DROPPED)
     return html.section("Left out", *(parts or [html.paragraph("Nothing.")]))
+
+
+def _cut(text: str) -> str:
+    return limits.cut(text, CHARACTERS)
 
 
 def _listed(headers: Sequence[str], rows: Sequence[Sequence[object]], file: str) -> list[str]:
