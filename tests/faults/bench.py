@@ -16,8 +16,10 @@ from tests.faults.inside import Fault
 from tests.faults.jobs import Job
 from trainer import config, storage
 
-SMALL = QUICK | {"epochs": 3, "checkpoint_every": 4, "ema_decay": 0.9}
-"""A distillation of some thirty steps, with a checkpoint after every fourth."""
+SMALL = QUICK | {"epochs": 2, "checkpoint_every": 4, "ema_decay": 0.9}
+"""A distillation of some twenty steps, with a checkpoint after every fourth."""
+LONGER = {"epochs": 6, "checkpoint_every": 8}
+"""What takes long enough to be asked to end."""
 RECORDING = {
     "views": 4,
     "top_k": 3,
@@ -57,8 +59,8 @@ class Bench:
         return self._job("distill", section, inputs, ("student", "evidence"), place, processes)
 
     def pair(self, **settings: Any) -> Job:
-        """A distillation on two processes."""
-        return self.distillation(processes=2, **settings)
+        """A distillation of some sixty steps on two processes."""
+        return self.distillation(processes=2, **(LONGER | settings))
 
     def recording(self, *, place: str = "") -> Job:
         """A recording of the teacher's outputs."""

@@ -60,6 +60,11 @@ class Ending:
         reached = [at for _, step, at in self.steps if step >= before.last_step >= 0]
         return max(0.0, before.ended - before.fired) + (min(reached) if reached else self.ended) - self.began
 
+    def repeats(self, before: Ending) -> int:
+        """How many steps this command did again that the one before had completed."""
+        first = min((step for _, step, _ in self.steps), default=before.last_step + 1)
+        return max(0, before.last_step + 1 - first)
+
 
 @dataclass(kw_only=True)
 class Job:
@@ -100,7 +105,7 @@ class Job:
         flags = [text for name, place in places.items() for text in (f"--{launch.flag(name)}", place)]
         return ["stage", self.stage, "--settings", json.dumps(self.settings), *flags]
 
-    def run(self, fault: Fault = NONE, *, limit_s: float = 180.0) -> Ending:
+    def run(self, fault: Fault = NONE, *, limit_s: float = 300.0) -> Ending:
         """Give the command, as a user does, and wait for its end.
 
         Raises:
@@ -125,7 +130,7 @@ class Job:
                 code = None
         return self._ending(notes, code, began, limit_s)
 
-    def fork(self, fault: Fault = NONE, *, limit_s: float = 60.0) -> Ending:
+    def fork(self, fault: Fault = NONE, *, limit_s: float = 200.0) -> Ending:
         """Let one process that has loaded torch already do what the command's training process does; quick, for many tries.
 
         Raises:

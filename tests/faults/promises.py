@@ -24,18 +24,22 @@ class Kept:
     """From the fault to the end of the command that it struck."""
     recovered_s: float | None = None
     """From the fault until the same command, given again at once, had done all that was done before; none where it need not be given."""
+    repeated: int | None = None
+    """Steps of the training that were done twice."""
 
 
-def stops(job: Job, *, code: int, message: str, start: Start = Job.run) -> Kept:
+def stops(job: Job, fault: Fault = NONE, *, code: int, message: str, start: Start = Job.run) -> Kept:
     """The job ends with this exit code and message, and nothing half-written is believed.
 
     Raises:
         AssertionError: one of that is not so.
     """
-    ending = start(job)
+    ending = start(job, fault)
     _check_stop(ending, code, message)
     assert not job.believed(), "an output says that it is complete"
-    return Kept(outcome=f"stopped ({_ended(code)}) with its message", seconds=ending.seconds)
+    return Kept(
+        outcome=f"stopped ({_ended(code)}) with its message", seconds=ending.ended - (ending.fired or ending.began)
+    )
 
 
 def stops_and_goes_on(
@@ -75,6 +79,7 @@ def stops_and_goes_on(
         outcome=f"stopped ({_ended(broken.code)}){complete}, then the same result",
         seconds=broken.ended - broken.fired,
         recovered_s=again.recovered(broken),
+        repeated=again.repeats(broken),
     )
 
 

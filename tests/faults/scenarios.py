@@ -75,10 +75,11 @@ def asked_to_end(who: str, does: str, at: Surroundings, chance: random.Random) -
     """SIGTERM, once or twice, to all processes or to one of two: they agree on a step, write a checkpoint, and end."""
     whole, job = at.bench.whole_pair, at.bench.pair()
     to = {"all": -1, "one": 0}[who]
-    fault = Fault(does=does, to=to, rank=chance.randrange(2), step=chance.randrange(whole.steps))
+    fault = Fault(does=does, to=to, rank=chance.randrange(2), step=chance.randrange(whole.steps // 2))
     message = "and the same command goes on from there"
     kept = stops_and_goes_on(job, whole.result, fault, code=PREEMPTED_EXIT_CODE, message=message)
     assert kept.seconds < GRACE_S, f"took {kept.seconds:.0f} s to end"
+    assert does != "SIGTERM" or fault.step == 0 or not kept.repeated, f"{kept.repeated} steps were lost after {fault}"
     return kept
 
 
@@ -88,7 +89,7 @@ def comes_back(at: Surroundings, chance: random.Random) -> Kept:
     other = dataclasses.replace(job, scratch=job.scratch / "other")
     notes, step = job.upcoming, chance.randrange(1, whole.steps - 5)
     with ThreadPoolExecutor(1) as pool:
-        stale = pool.submit(job.fork, Fault(does="SIGSTOP", step=step), limit_s=180)
+        stale = pool.submit(job.fork, Fault(does="SIGSTOP", step=step), limit_s=300)
         while notes.fired is None and not stale.done():
             time.sleep(0.05)
         try:
@@ -167,7 +168,7 @@ def disk_refuses(kind: str, error: str, at: Surroundings, chance: random.Random)
 def checkpoint_is_damaged(way: str, at: Surroundings, chance: random.Random) -> Kept:
     """After a crash a file of the newest checkpoint is damaged: an older one serves."""
     whole, job = at.bench.whole_distillation, at.bench.distillation()
-    fault = Fault(does="SIGKILL", step=chance.randrange(9, whole.steps))
+    fault = Fault(does="SIGKILL", step=chance.randrange(12, whole.steps))  # two checkpoints are complete by then
     broken = job.fork(fault)
     assert broken.code == -signal.SIGKILL, broken.said
     newest = max(Path(job.checkpoints).glob("*/step-*/manifest.json")).parent
@@ -183,6 +184,7 @@ def checkpoint_is_damaged(way: str, at: Surroundings, chance: random.Random) -> 
         outcome="an older one served, the same result",
         seconds=broken.ended - broken.fired,
         recovered_s=again.recovered(broken),
+        repeated=again.repeats(broken),
     )
 
 

@@ -47,10 +47,12 @@ class Row:
         outcomes = " / ".join(dict.fromkeys(one.outcome for one in self.kept)) or "-"
         ends = _range([one.seconds for one in self.kept])
         recoveries = _range([one.recovered_s for one in self.kept if one.recovered_s is not None])
-        return name, str(len(self.kept) + len(self.broken)), str(len(self.broken)), ends, recoveries, outcomes
+        repeated = max((one.repeated for one in self.kept if one.repeated is not None), default="-")
+        times = len(self.kept) + len(self.broken)
+        return name, str(times), str(len(self.broken)), ends, recoveries, str(repeated), outcomes
 
 
-HEAD = ("fault", "times", "broken", "ended within (s)", "recovered within (s)", "outcome")
+HEAD = ("fault", "times", "broken", "ended within (s)", "recovered within (s)", "most steps done again", "outcome")
 
 
 def _range(seconds: list[float]) -> str:
