@@ -116,14 +116,16 @@ def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_stu
     here = distillation("here", checkpoint_every=3).run(processes=2)
     store.delay(60, times=1, method="PUT", path="run-2/checkpoints/.*step-00000006-g001/manifest")
 
-    def came_back(pod):
-        (status,) = cluster.get(PODS, pod)["status"]["containerStatuses"]
-        return status["restartCount"] and "running" in status["state"] and "meeting" in "".join(cluster.log(pod))
+    def came_back(lost):
+        """Whether another pod has taken the place of one, and its node is on its way to the others."""
+        name = lost["metadata"]["name"]
+        there = [pod for pod in cluster.list(PODS, name) if pod["metadata"]["uid"] != lost["metadata"]["uid"]]
+        return there and there[0]["status"]["phase"] == "Running" and "meeting" in "".join(cluster.log(name))
 
     def lose_a_machine():
         cluster.wait_for(lambda: store.held == 1, timeout_s=120)
-        (worker,) = (pod["metadata"]["name"] for pod in cluster.list(PODS, "*-worker-0"))
-        cluster.oom_kill(worker)
+        (worker,) = cluster.list(PODS, "*-worker-0")
+        cluster.oom_kill(worker["metadata"]["name"])
         cluster.wait_for(lambda: came_back(worker), timeout_s=60)
         store.clear()
 
