@@ -173,6 +173,7 @@ def _link(source: Path, target: Path) -> None:
     make_directory(target.parent)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     with writing_to(target):
+        temporary.unlink(missing_ok=True)  # of a process with the same number that was killed
         try:
             os.link(source, temporary)
         except FileNotFoundError:

@@ -19,6 +19,7 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
         SettingsError: `settings.source` is no source.
         DataError: the images, labels or splits are not usable.
         OutputError: the directory can not be written.
+        StorageError: a store does not answer or refuses.
         TrackingError: MLflow does not answer or refuses.
     """
     values = settings.model_dump(mode="json", exclude=set(LOADING))
