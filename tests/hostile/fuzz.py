@@ -47,20 +47,27 @@ def main() -> int:
         print(json.dumps(fuzz(TARGETS[options.target], options.target, options.minutes * 60, options.seed, out)))
         return 0
     names = [options.target] if options.target else list(TARGETS)
-    rows = [run(name, options.minutes * 60 / len(names), options.seed, out) for name in names]
     print(f"seed {options.seed}")
     print(f"{'target':<20}{'inputs':>9}{'read':>8}{'refused':>9}{'lines':>7}{'slowest':>9}  findings")
-    for name, row in zip(names, rows, strict=True):
+    findings = 0
+    for name in names:
+        row = run(name, options.minutes * 60 / len(names), options.seed, out)
+        findings += len(row["findings"])
         numbers = (
             f"{row['inputs']:>9,}{row['read']:>8,}{row['refused']:>9,}{row['lines']:>7,}{row['slowest_s']:>7.2f} s"
         )
-        print(f"{name:<20}{numbers}  {', '.join(row['findings']) or 'none'}")
-    return int(any(row["findings"] for row in rows))
+        print(f"{name:<20}{numbers}  {', '.join(row['findings']) or 'none'}", flush=True)
+    return int(findings > 0)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=5.0, help="for all targets together (default: %(default)s)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=5.0,
+        help="for all targets together, besides the start of their processes (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", choices=TARGETS)
     parser.add_argument(
