@@ -201,10 +201,10 @@ class Reinforcement:
 
     def _found(self) -> set[Unit]:
         """The units that an earlier job has finished; each process checks its share."""
-        names = self.processes.gather(self.shelf.names() if self.processes.is_first else set())[0]
+        names = self.processes.gather(self.shelf.names() if self.processes.is_first else set(), "the shards so far")[0]
         there = [unit for unit in self.units if Path(unit.name).name in names]
         whole = [unit for unit in self._share(there) if self._is_whole(unit)]
-        return {unit for units in self.processes.gather(whole) for unit in units}
+        return {unit for units in self.processes.gather(whole, "the whole shards") for unit in units}
 
     def _share(self, units: Sequence[Unit]) -> Sequence[Unit]:
         return units[self.processes.rank :: self.processes.world_size]
@@ -298,8 +298,8 @@ class Reinforcement:
                 self._check(unit, start, part)
                 records[start : start + len(part)] = part
             if (number + 1) % together == 0:
-                self.processes.barrier()
-        self.processes.barrier()
+                self.processes.barrier("the recording of a shard")
+        self.processes.barrier("the end of a shard")
         return records
 
     def _check(self, unit: Unit, start: int, records: Records) -> None:
@@ -324,7 +324,7 @@ class Reinforcement:
         """
         if self.processes.is_first:
             storage.remove(directory / shards.FOLDER)
-        self.processes.barrier()
+        self.processes.barrier("the collection of the shards")
         make_directory(directory / shards.FOLDER)
         labels, classes, counted = self.views.samples.labels, self.description.classes, []
         for unit in self._share(self.units):
@@ -332,7 +332,7 @@ class Reinforcement:
             with writing_to(directory):
                 (directory / unit.name).write_bytes(content)
             counted.append(coverage.count(records, labels[unit.first : unit.first + unit.count], classes))
-        parts = self.processes.gather(coverage.total(counted) if counted else None)
+        parts = self.processes.gather(coverage.total(counted) if counted else None, "the count of the records")
         return coverage.total(part for part in parts if part is not None)
 
     def _get(self, unit: Unit) -> tuple[bytes, Records]:

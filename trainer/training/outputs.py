@@ -42,7 +42,7 @@ def shared_artifact(
             own.startup_seconds = round(launch.seconds_since_launch(), 3)
         elif processes.rank == leader:
             own = Draft(path=stack.enter_context(artifacts.folder_for(uri)))
-        paths = processes.gather(own.path if own else Path())
+        paths = processes.gather(own.path if own else Path(), f"the beginning of {kind} {uri}")
         draft = own or Draft(path=paths[leader])
         if not draft.path.is_dir():
             raise OutputError(
@@ -50,7 +50,7 @@ def shared_artifact(
                 "reach, such as s3://BUCKET/NAME"
             )
         yield draft
-        processes.barrier()
+        processes.barrier(f"the end of {kind} {uri}")
         sent = artifacts.contribute(uri, draft.path) if own and not processes.is_first else {}
-        for records in processes.gather(sent):
+        for records in processes.gather(sent, f"the files of {kind} {uri}"):
             draft.contributed.update(records)

@@ -204,6 +204,14 @@ def test_recorded_outputs_are_read_for_what_is_shown():
     assert torch.equal(batch.recorded.logits, batch.numbers)
 
 
+def test_a_request_to_end_for_the_group_of_the_training_process_does_not_reach_loader_processes():
+    class Groups:
+        def __getitem__(self, index):
+            return os.getpid() == os.getpgrp()
+
+    assert list(make_loader(Groups(), iter(range(2)), workers=1, pin_memory=False)) == [True, True]
+
+
 def test_each_loader_process_has_one_thread_and_fills_shared_memory():
     class Facts:
         def __getitem__(self, position):

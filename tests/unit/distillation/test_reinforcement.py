@@ -105,7 +105,7 @@ class Meetings:
     def __init__(self, rank):
         self.rank, self.is_first, self.recorded, self.notes = rank, rank == 0, 0, []
 
-    def barrier(self):
+    def barrier(self, what):
         self.notes.append(self.recorded)
 
 
