@@ -16,7 +16,7 @@ from components import launching
 from components.launching import Training
 from trainer import artifacts, limits, stages, storage, tracking
 from trainer.config import DistillSettings, TuneSettings
-from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
+from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
 from trainer.signals import ended_by_sigterm
 from trainer.tuning.schema import read_tuning
 
@@ -44,7 +44,7 @@ def reporting(name: str) -> Iterator[None]:
         _tell(str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}")
         if os.environ.get(DEBUG):
             traceback.print_exc()
-        raise SystemExit(EXIT_CODE) from error
+        raise SystemExit(PREEMPTED_EXIT_CODE if isinstance(error, PreemptedError) else EXIT_CODE) from error
     except KeyboardInterrupt as interruption:
         raise SystemExit(INTERRUPTED_EXIT_CODE) from interruption
 
