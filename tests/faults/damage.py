@@ -6,6 +6,8 @@ import os
 import random
 from pathlib import Path
 
+from trainer import artifacts
+
 
 def flip_bit(path: Path, chance: random.Random) -> str:
     """Turn one bit round; gives what was done."""
@@ -32,6 +34,10 @@ def drop(path: Path, _chance: random.Random) -> str:
 WAYS = {"bit flip": flip_bit, "truncation": truncate, "removal": drop}
 
 
-def files_of(folder: Path) -> list[Path]:
-    """The files of an artifact on this machine, its manifest among them."""
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+def files_of(folder: Path, way: str) -> list[Path]:
+    """The files of an artifact on this machine that can be damaged so.
+
+    A bit of its manifest is left: the time and the figures in it, which nothing is made from, have no checksum.
+    """
+    spared = artifacts.MANIFEST if way == "bit flip" else ""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != spared)

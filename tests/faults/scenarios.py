@@ -172,7 +172,7 @@ def checkpoint_is_damaged(way: str, at: Surroundings, chance: random.Random) -> 
     broken = job.fork(fault)
     assert broken.code == -signal.SIGKILL, broken.said
     newest = max(Path(job.checkpoints).glob("*/step-*/manifest.json")).parent
-    file = chance.choice(damage.files_of(newest))
+    file = chance.choice(damage.files_of(newest, way))
     what = damage.WAYS[way](file, chance)
     again = job.fork()
     goes_through(job, whole.result, again)
@@ -191,10 +191,10 @@ def checkpoint_is_damaged(way: str, at: Surroundings, chance: random.Random) -> 
 def input_is_damaged(way: str, at: Surroundings, chance: random.Random) -> Kept:
     """A file of an input is damaged: the job stops before it learns from it, and names the file."""
     job = at.bench.distillation(teacher="recorded") if chance.random() < 0.4 else at.bench.distillation()
-    keyword = chance.choice(sorted(job.inputs))
+    read = job.inputs.keys() - ({"teacher"} if "teacher_outputs" in job.inputs else set())  # of that only the manifest
+    keyword = chance.choice(sorted(read))
     copy = Path(shutil.copytree(job.inputs[keyword], job.scratch / keyword))
-    read = [file for file in damage.files_of(copy) if keyword != "teacher" or "teacher_outputs" not in job.inputs]
-    file = chance.choice(read or [copy / artifacts.MANIFEST])
+    file = chance.choice(damage.files_of(copy, way))
     damage.WAYS[way](file, chance)
     job.inputs = {**job.inputs, keyword: str(copy)}
     return stops(job, code=EXIT_CODE, message=rf"{re.escape(str(copy))}.*{re.escape(file.name)}", start=Job.fork)
