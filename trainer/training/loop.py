@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +32,7 @@ from trainer.data.loader import (
 from trainer.data.order import SampleOrder
 from trainer.data.randomness import random_bits
 from trainer.data.views.mixing import mixes
+from trainer.errors import TrainingError
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.timeline import Timeline
 from trainer.profiling.watch import Watch
@@ -60,6 +62,9 @@ _NOISE = 0x6E6F697365
 
 _SHOWN = 4
 """Images on which attention is looked at."""
+
+_NAMED = 3
+"""Weights that a message names."""
 
 
 class Objective(Protocol):
@@ -343,14 +348,29 @@ class Loop:
             pending: what belongs to the last of them and is still to be done.
 
         Raises:
+            TrainingError: weights are not finite; they are not kept.
             TrainerError: as `Checkpoints.save`.
         """
+        self._check_finite(step)
         if self.is_best(top1):
             self._best = top1
         average = self._average.model if self._average else None
         state = capture(step, self._model, self._optimizer, average, processes=self._processes, pending=pending)
         if self._processes.is_first:
             self._training.checkpoints.save(state, top1=top1)
+
+    def _check_finite(self, step: int) -> None:
+        """The loss was finite, but the update that followed may have spoilt the weights, which would never heal."""
+        weights = dict(self._model.named_parameters())
+        finite = torch.stack([torch.isfinite(weight).all() for weight in weights.values()]).tolist()
+        bad = [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
+        if bad:
+            shown = ", ".join(bad[:_NAMED]) + (f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else "")
+            name = self._training.name
+            raise TrainingError(
+                f"{name}: weights are not finite after step {step} ({shown}), so no checkpoint of them is kept; lower {name} "
+                "base_learning_rate or clip_norm, or use precision=fp32"
+            )
 
     def resume(self) -> int:
         """Take over the newest checkpoint that is valid on all processes; gives the number of steps that it has done.

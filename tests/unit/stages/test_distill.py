@@ -9,10 +9,11 @@ import torch
 from tests.distillations import QUICK, TINY
 from trainer import artifacts, config, models
 from trainer.config import DistillSettings, ReinforceSettings
-from trainer.errors import ArtifactError, SettingsError
+from trainer.errors import ArtifactError, SettingsError, TrainingError
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import distill, reinforce
 from trainer.training.checkpoints import Checkpoints
+from trainer.training.loop import Loop
 
 VIEWS = QUICK["views"]
 TEN_STEPS = QUICK | {"epochs": 2, "batch_size": 200}
@@ -151,6 +152,25 @@ def test_an_interrupted_distillation_goes_on_with_other_workers_but_not_with_ano
         "give the old ones to go on with it, remove that folder to begin anew, or choose another output"
     )
     assert len(distilled("interrupted", checkpoint_every=5, log_every=1, workers=1).curves()["loss"]) == 4
+
+
+def test_weights_that_an_update_has_spoilt_are_not_kept(distilled, monkeypatch, tmp_path):
+    monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
+    update = Loop._update
+
+    def spoil(loop, step):
+        update(loop, step)
+        if step == 7:
+            with torch.no_grad():
+                loop._parameters[0].view(-1)[0] = float("nan")
+
+    monkeypatch.setattr(Loop, "_update", spoil)
+    with pytest.raises(
+        TrainingError, match=r"distill: weights are not finite after step 8 \(\S+\), so no checkpoint of them"
+    ):
+        distilled("spoilt", checkpoint_every=4)
+    kept = [path.name for path in (tmp_path / "spoilt" / "checkpoints").glob("distill-*/step-*")]
+    assert kept == ["step-00000004-g001"]
 
 
 def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_weights(distilled, sparse, monkeypatch):
