@@ -15,7 +15,7 @@ AUDITED := development runtime neuron uv audit
 SBOMS := runtime neuron
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run ui test test-gpu bench bench-gpu check lint compile deploy-pipeline undeploy-pipeline docs lock clean
+.PHONY: help setup run ui test test-long test-gpu bench bench-gpu check lint compile deploy-pipeline undeploy-pipeline docs lock clean
 export SET OUT RECIPE POOL
 
 help:  ## list the targets
@@ -33,7 +33,10 @@ ui: $(READY)  ## open MLflow on what was tracked [OUT=dir of a run that had one]
 		"$${MLFLOW_TRACKING_URI:-sqlite:///$(abspath $(if $(OUT),$(OUT)/..,runs))/mlflow.db}"
 
 test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]; all of them with the coverage floor
-	OMP_NUM_THREADS=1 $(VENV)/python -m pytest $(or $(ARGS),--numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term)
+	OMP_NUM_THREADS=1 $(VENV)/python -m pytest $(or $(ARGS),--numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" --cov --cov-report=term)
+
+test-long: $(READY)  ## run the tests that take a minute or more each and `make test` leaves out
+	OMP_NUM_THREADS=1 $(VENV)/python -m pytest -m long
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu

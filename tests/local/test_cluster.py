@@ -108,7 +108,7 @@ def test_a_task_on_a_cluster_trains_on_two_machines_what_one_machine_trains(
     assert "stand-in-secret" not in json.dumps(sent)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_student(
     distillation, cluster, environment, store, monkeypatch, capsys
 ):

@@ -11,7 +11,7 @@ from tests.faults.promises import stops
 from trainer.errors import EXIT_CODE
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_hangs_is_named(digits, teacher, tmp_path):
     job = Bench(tmp_path, dataset=digits, teacher=teacher).pair()
     job.environment = {"TRAINER_WAIT_S": "30"}

@@ -104,7 +104,7 @@ def planted(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_leaves_no_secret_behind(object_store, planted, teacher, tmp_path):
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_TRACKING_URI", "TRAINER_"))

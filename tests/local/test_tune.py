@@ -73,7 +73,7 @@ def test_a_process_that_runs_out_of_memory_leaves_no_other_waiting(digits, teach
     assert made.chosen["accumulation"] >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_cures_a_bad_setting_by_itself(digits, teacher, tmp_path, monkeypatch):
     """A batch of two images is so slow that any machine finds a larger one better."""
     for name in [name for name in os.environ if name.startswith(("MLFLOW_", "TRAINER_"))]:
