@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,8 +49,21 @@ def run(config: api.LaunchConfig, arguments: Sequence[str]) -> None:
         SignalException: this process was asked to end; all of them have ended.
         RendezvousError: the other nodes were not met.
     """
-    with _in_place_of_torchs():
+    with _in_place_of_torchs(), _handlers_put_back():
         api.elastic_launch(config, sys.executable)(*arguments)
+
+
+@contextmanager
+def _handlers_put_back() -> Iterator[None]:
+    """The agent takes these signals and does not give them back; only the main thread can have taken them."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 @contextmanager

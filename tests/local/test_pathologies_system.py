@@ -124,7 +124,7 @@ PATHOLOGIES = {
     ),
     "a busy loader beside a training that waits": (
         "cpu_bottleneck",
-        {"fault": partial(before_batch, partial(compute, 0.06)), "workers": 1, "epochs": 5},
+        {"fault": partial(before_batch, partial(compute, 0.15)), "workers": 1, "epochs": 5},
     ),
     "more loaders than cores": ("loader_workers", {"workers": 4, "epochs": 5}),
     "a leak": ("gpu_memory_growth", {"fault": leak}),

@@ -88,6 +88,7 @@ class ObjectStore:
         self.requests: list[Request] = []
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
+        self.conditional = threading.Lock()
         self.released = threading.Event()
         self.held = 0
         """Requests that a delay holds up at the moment."""
@@ -301,6 +302,12 @@ class Handler(BaseHTTPRequestHandler):
         return Answer(status=status, headers=[("Content-Type", "application/xml")], body=body)
 
     def _pass_on(self, body: bytes) -> Answer:
+        # Of two writers that must not replace anything S3 lets one through; the server behind looks first and writes then.
+        alone = self.server.store.conditional if self.headers.get("If-None-Match") else contextlib.nullcontext()
+        with alone:
+            return self._forward(body)
+
+    def _forward(self, body: bytes) -> Answer:
         return self.server.store.forward(self.command, self.path, body, dict(self.headers.items()))
 
     def _answer(self, received: bytes, answer: Answer, fault: Fault | None) -> None:
