@@ -127,7 +127,7 @@ PATHOLOGIES = {
         {"fault": partial(before_batch, partial(compute, 0.15)), "workers": 1, "epochs": 5},
     ),
     "more loaders than cores": ("loader_workers", {"workers": 4, "epochs": 5}),
-    "a leak": ("gpu_memory_growth", {"fault": leak}),
+    "a leak": ("gpu_memory_growth", {"fault": leak, "epochs": 14}),
     "values read in the objective": ("host_syncs", {"fault": partial(before_forward, read_values)}),
     "steps that hang now and then": ("step_outliers", {"fault": hiccups}),
     "graphs compiled again": ("recompilation", {"fault": changing_strides, "compile": "on"}),
