@@ -1,5 +1,6 @@
 import logging
 import os
+import signal
 
 import pytest
 import torch
@@ -30,6 +31,15 @@ def put_logging_back():
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
         logger.handlers[:], logger.propagate = handlers, propagate
         logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def put_signals_back():
+    """Torch's agent, where a test runs it in this process, keeps the handlers of signals that it took."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
