@@ -69,8 +69,8 @@ def _handlers_put_back() -> Iterator[None]:
 @contextmanager
 def _in_place_of_torchs() -> Iterator[None]:
     """`elastic_launch` has no parameter for the agent."""
-    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
+    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # imported there, not exported
     try:
         yield
     finally:
-        api.LocalElasticAgent = LocalElasticAgent  # type: ignore[attr-defined]
+        api.LocalElasticAgent = LocalElasticAgent  # type: ignore[attr-defined]  # likewise

@@ -251,7 +251,7 @@ class _Patching(importlib.abc.MetaPathFinder):
             plain(module)
             change(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module
         return spec
 
 

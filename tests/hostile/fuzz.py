@@ -114,7 +114,7 @@ def fuzz(target: Target, name: str, seconds: float, seed: int, out: Path) -> dic
             _current(out).write_bytes(content)
             start, lines = time.monotonic(), set[Line]()
             try:
-                refused = _followed(lambda content=content: try_out(target, content, Path(folder)), lines)  # type: ignore[misc]
+                refused = _followed(lambda content=content: try_out(target, content, Path(folder)), lines)
                 total["refused" if refused else "read"] += 1
             except Exception as error:  # noqa: BLE001  # each is a finding, and kept
                 _note(error, content, name, out, kinds, total)

@@ -430,7 +430,7 @@ class _Folder:
             return location.startswith(f"{self.uri}/") and ".." not in location.split("/")
         file = storage.local_path(location)
         real = os.path.join(self._real_path(str(file.parent)), file.name)  # noqa: PTH118  # a Path takes ten times as long
-        if file.name == ".." or os.path.islink(real):  # noqa: PTH114
+        if file.name == ".." or os.path.islink(real):  # noqa: PTH114  # likewise
             real = os.path.realpath(real)
         return real.startswith(f"{self._real.rstrip('/')}/")
 
