@@ -394,18 +394,19 @@ def _culprit(failures: Path, exit_codes: Mapping[int, int]) -> tuple[int, str, s
     """The process that is to blame: its rank on this node, its message, its traceback.
 
     A process that was killed is to blame first, because the others then fail when they miss it; else the earliest that left a message
-    since the processes were last started.
+    since the processes were last started. NCCL's watchdog aborts a process that misses another one, so a message is the better reason.
     """
-    killed = [rank for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM]
+    told = _told(failures)
+    missed = [entry for entry in told if _LOST_CONNECTION.search(entry[1]["message"])]
+    harmless = {signal.SIGTERM, signal.SIGABRT} if len(told) > len(missed) else {signal.SIGTERM}
+    killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in harmless]
     if killed:
         name = signal.Signals(-exit_codes[killed[0]]).name
         advice = (
             "; the machine may be out of memory: lower batch_size or raise accumulation" if name == "SIGKILL" else ""
         )
         return killed[0], f"was ended by {name}{advice}", ""
-    told = _told(failures)
     if told:
-        missed = [entry for entry in told if _LOST_CONNECTION.search(entry[1]["message"])]
         rank, failure = next((entry for entry in told if entry not in missed), told[0])
         return rank, failure["message"], failure["trace"]
     others = [entry for entry in exit_codes.items() if entry[1] != PREEMPTED_EXIT_CODE]  # they were not asked to end

@@ -100,6 +100,8 @@ LOST = "rank 1 went away during step 4 (Connection closed by peer [10.0.0.7]:471
         ({0: 143, 1: 1}, {}, "distill: process 1 of 2: ended with exit code 1;"),
         ({0: 143, 1: -9}, {0: LOST}, "distill: process 1 of 2: was ended by SIGKILL"),
         ({0: 1, 1: 1}, {0: LOST, 1: "bug"}, "distill: process 1 of 2: bug"),
+        ({0: -6, 1: 1}, {0: LOST, 1: "bug"}, "distill: process 1 of 2: bug"),
+        ({0: 1, 1: -6}, {0: LOST}, "distill: process 1 of 2: was ended by SIGABRT"),
     ],
     ids=[
         "all",
@@ -108,6 +110,8 @@ LOST = "rank 1 went away during step 4 (Connection closed by peer [10.0.0.7]:471
         "an end without a message",
         "killed",
         "who missed another is not to blame",
+        "nor where it was aborted for that",
+        "an abort without a message",
     ],
 )
 def test_a_request_to_end_can_be_told_from_a_failure(tmp_path, exit_codes, told, expected):

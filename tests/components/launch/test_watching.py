@@ -66,6 +66,12 @@ def kubernetes(tmp_path, monkeypatch):
         yield stand_in
 
 
+def wait_for(told):
+    deadline = time.monotonic() + 5
+    while not told() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def follow_one(kubernetes, inbox):
     """Make, change and delete a pod, and see that this is seen."""
     add(kubernetes, "p")
@@ -110,9 +116,7 @@ def test_where_watching_is_denied_we_poll_and_say_so(kubernetes, watch, readers,
 def test_where_watches_break_at_once_we_poll_and_say_so(kubernetes, watch, readers, inbox, told):
     kubernetes.faults.fail(500, times=1000, verb="watch")
     watch(readers)
-    deadline = time.monotonic() + 5
-    while not told() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(told)
     follow_one(kubernetes, inbox)
     assert told()[-1] == "pods: watches break at once, so they are asked for every 0.1 s"
 
@@ -121,8 +125,10 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(kubernetes, watch, read
     add(kubernetes, "p")
     watch(readers)
     assert seen(inbox) == ("p", "new")
-    kubernetes.faults.away(1.0)
+    kubernetes.faults.away(30)
     touch(kubernetes, "p", "1")
+    wait_for(told)
+    kubernetes.faults.away(0)
     assert seen(inbox) == ("p", "1")
     loss, back = told()
     assert "does not answer" in loss

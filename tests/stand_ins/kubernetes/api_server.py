@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         split = urlsplit(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
-            answer, target = self._answer(split.path, dict(parse_qsl(split.query)), _parsed(body))
+            answer, target, cuts = self._answer(split.path, dict(parse_qsl(split.query)), _parsed(body))
         except ApiError as refusal:
             self._send(refusal.code, json.dumps(refusal.body()), refusal.headers)
         except AwayError:
@@ -85,25 +85,27 @@ class _Handler(BaseHTTPRequestHandler):
                 text = answer.body if isinstance(answer.body, str) else json.dumps(answer.body)
                 self._send(answer.code, text, {}, plain=isinstance(answer.body, str))
             else:
-                self._stream(answer, target)
+                self._stream(answer, target, cuts)
 
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815  # the names that the base class calls
 
     def _answer(
         self, path: str, query: Mapping[str, str], body: Mapping[str, Any] | None
-    ) -> tuple[Answer | Stream, str]:
+    ) -> tuple[Answer | Stream, str, int]:
+        """The answer, of which target, and how often streams of that had been cut when it was asked for."""
         if path == "/version":
-            return Answer(body=dict(_VERSION)), ""
+            return Answer(body=dict(_VERSION)), "", 0
         if path == _REVIEWS and body:
-            return Answer(body=self._review(body), code=201), ""
+            return Answer(body=self._review(body), code=201), "", 0
         content_type = self.headers.get("Content-Type") or ""
         request = requests.parse(self.command, path, query, content_type, body)
         if request is None or request.resource.plural not in self.server.installed:
-            return Answer(body="404 page not found\n", code=404), ""
+            return Answer(body="404 page not found\n", code=404), "", 0
+        cuts = self.server.api.faults.cuts(request.target)
         self.server.api.faults.check(request)
         answer = self.server.api.answer(request)
         self.server.api.faults.check_answer(request)
-        return answer, request.target
+        return answer, request.target, cuts
 
     def _review(self, body: Mapping[str, Any]) -> dict[str, Any]:
         wanted = body["spec"]["resourceAttributes"]
@@ -121,10 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _stream(self, pieces: Stream, target: str) -> None:
+    def _stream(self, pieces: Stream, target: str, cuts: int) -> None:
         """Send pieces as chunks until they end, the client goes, or a fault cuts the stream, which then lacks its last chunk."""
         faults = self.server.api.faults
-        cuts = faults.cuts(target)
         self.send_response(200)
         self.send_header("Content-Type", "text/plain" if target == "pods/log" else "application/json")
         self.send_header("Transfer-Encoding", "chunked")

@@ -65,7 +65,7 @@ class Faults:
             self._failures.append(_Failure(code, times, verb, resource, retry_after_s))
 
     def away(self, seconds: float) -> None:
-        """Break off all streams, and close every connection without an answer, for a while."""
+        """Break off all streams, and close every connection without an answer, for a while or until `away(0)`."""
         self._away_until = time.monotonic() + seconds
         self.cut()
 
