@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from tests import groups
 from tests.distillations import QUICK, TINY
 from tests.pathologies import Patient, train_teacher
 from trainer import artifacts, config, launch, models
@@ -47,6 +48,12 @@ class Distillation:
             outputs=self.outputs,
             processes_per_node=processes,
         )
+        return self
+
+    def train(self, processes=1):
+        """Train to the end without a launcher, which takes a moment only."""
+        ended = groups.run(self, processes=processes)
+        assert ended.codes == [0] * processes, ended.messages
         return self
 
     def arguments(self, processes):

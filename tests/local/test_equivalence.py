@@ -23,7 +23,7 @@ ROUNDED = {"two processes, gradients sent in bf16": {"rtol": 5e-3, "atol": 2e-2}
 def reference(digits, teacher, tmp_path_factory):
     from tests.local.conftest import Distillation
 
-    return Distillation(digits, teacher, tmp_path_factory.mktemp("reference")).run()
+    return Distillation(digits, teacher, tmp_path_factory.mktemp("reference")).train()
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_losses_and_weights_are_those_of_one_process(distillation, reference, wa
     processes, settings = WAYS[way]
     if "compile" in settings and not shutil.which("g++"):
         pytest.skip("torch.compile needs a C++ compiler on a CPU, and this machine has no g++")
-    other = distillation("other", **settings).run(processes)
+    other = distillation("other", **settings).train(processes)
     assert len(reference.losses()) == 10
     tolerance = ROUNDED.get(way, {"rtol": 1e-4, "atol": 2e-4})
     assert torch.allclose(other.losses(), reference.losses(), rtol=tolerance["rtol"])
@@ -42,6 +42,6 @@ def test_losses_and_weights_are_those_of_one_process(distillation, reference, wa
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not(distillation, reference):
-    again, other = distillation("again").run().weights(), distillation("other", seed=4).run().weights()
+    again, other = distillation("again").train().weights(), distillation("other", seed=4).train().weights()
     assert all(torch.equal(again[name], value) for name, value in reference.weights().items())
     assert any(not torch.equal(other[name], value) for name, value in reference.weights().items())

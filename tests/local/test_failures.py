@@ -104,7 +104,7 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_weig
     code, errors = finish(start(interrupted), seconds=120)
     assert code == 0, errors
     assert "going on after step" in errors
-    whole = distillation("whole", **settings).run(processes=2)
+    whole = distillation("whole", **settings).train(processes=2)
     for name, value in whole.weights().items():
         assert torch.equal(interrupted.weights()[name], value), name
     assert not list(Path(interrupted.outputs["student"]).parent.glob("checkpoints/*"))

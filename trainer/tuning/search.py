@@ -45,7 +45,7 @@ class _State:
     best: Trial
     tried: list[Tried] = field(default_factory=list)
     rejected: dict[str, Trial] = field(default_factory=dict)
-    """A change in words -> the best trial when it brought nothing."""
+    """A change in words -> the best trial when it brought nothing, or when its opposite brought something."""
     batch_gain: float | None = None
     """What the last larger batch brought."""
 
@@ -53,9 +53,9 @@ class _State:
     def seconds(self) -> float:
         return sum(tried.trial.seconds for tried in self.tried)
 
-    def name(self, idea: Idea) -> str:
-        """What an idea changes in the best candidate: `precision=bf16`, `batch_size=64 accumulation=2`."""
-        changes = idea.candidate.changes(self.best.candidate)
+    def name(self, candidate: Candidate) -> str:
+        """How a candidate differs from the best one: `precision=bf16`, `batch_size=64 accumulation=2`."""
+        changes = candidate.changes(self.best.candidate)
         return " ".join(f"{name}={str(value).lower()}" for name, (_, value) in changes.items())
 
     def ideas(self) -> tuple[dict[str, Idea], dict[str, str]]:
@@ -65,14 +65,14 @@ class _State:
         waited = [idea for trial in slower for idea in held_up(trial, self.best, self.job)]
         past = Past(failed=failed, batch_gain=self.batch_gain)
         found = [*ideas(self.best, self.job, past), *waited]
-        new = {self.name(one): one for one in found if isinstance(one, Idea) and self._is_new(one)}
+        new = {self.name(one.candidate): one for one in found if isinstance(one, Idea) and self._is_new(one)}
         return new, {one.field: one.why for one in found if isinstance(one, LeftOut)}
 
     def _is_new(self, idea: Idea) -> bool:
         """Whether an idea was not tried, or should get another chance."""
         if any(tried.trial.candidate == idea.candidate for tried in self.tried):
             return False
-        before = self.rejected.get(self.name(idea))
+        before = self.rejected.get(self.name(idea.candidate))
         if before is None:
             return True
         rates = self.best.images_per_second / before.images_per_second
@@ -150,6 +150,7 @@ def _try(state: _State, name: str, idea: Idea, measure: Measure) -> None:
         taken, verdict = _judge(job, trial, before, gain)
     if taken:
         state.best = trial
+        state.rejected[state.name(best.candidate)] = trial  # the way back was measured with it
         state.batch_gain = gain if idea.field == "batch_size" else state.batch_gain
     else:
         state.rejected[name] = best

@@ -154,6 +154,20 @@ def test_what_brings_too_little_is_not_taken():
     assert bf16.verdict == "1.020 times the speed of the best, which is less than the 1.03 that a change must bring"
 
 
+@pytest.mark.parametrize(("batch_gain", "again"), [(1.1, False), (1.4, True)])
+def test_the_way_back_is_tried_only_when_much_has_changed_since(batch_gain, again):
+    """bf16 is measured to be 1.2 times as fast; batches grow then."""
+
+    def rate(candidate):
+        return (1.2 if candidate.precision == "bf16" else 1.0) * batch_gain ** np.log2(candidate.batch_size / 64)
+
+    job = dataclasses.replace(JOB, largest_batch=128)
+    found = search(START, job, machine(rate), limit_s=ENDLESS)
+    assert (found.best.candidate.precision, found.best.candidate.batch_size) == ("bf16", 128)
+    back = [tried for tried in found.tried[1:] if tried.trial.candidate.precision == "fp32" and not tried.taken]
+    assert bool(back) == again
+
+
 def test_a_gain_that_only_shows_with_more_loaders_is_found():
     """bf16 makes the computing three times faster, but one process then can not load fast enough."""
 
