@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -161,6 +161,8 @@ def create(
         yield draft
         seconds = time.monotonic() - start
         files = contribute(uri, path) | draft.contributed
+        if not storage.is_remote(uri):
+            _keep_written(path, files)
         content: dict[str, Any] = {
             "kind": kind,
             "schema_version": SCHEMA_VERSIONS[kind],
@@ -255,11 +257,21 @@ def _fingerprint(uri: str | Path, kind: Kind) -> str:
         return ""
 
 
-def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+def _keep_written(folder: Path, names: Collection[str]) -> None:
+    """Bring the files of a folder down to the disk, and remove what writers that were killed have left of others."""
+    for left in [*folder.rglob(".*.partial")]:
+        left.unlink(missing_ok=True)
+    paths = [folder / name for name in names]
+    for path in [*paths, *{path.parent for path in paths}]:
+        storage.flush(path)
+
+
+def _copy_files(source: Path, target: Path, names: Collection[str]) -> None:
     with writing_to(target):
         for name in names:
             make_directory((target / name).parent)
             shutil.copyfile(source / name, target / name)
+        _keep_written(target, names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import artifacts, config, launch, stages, storage, tracking
-from trainer.errors import OutputError, TrackingError, make_directory, writing_to
+from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.summary import SUMMARY
 from trainer.tuning.schema import read_tuning
 
@@ -171,7 +171,11 @@ def _run_stage(
 
 
 def _is_complete(stage: stages.Stage, section: Mapping[str, Any], directories: Mapping[str, str]) -> bool:
-    """Whether all outputs are there, whole, made with these settings from these inputs."""
+    """Whether all outputs are there, whole, made with these settings from these inputs.
+
+    Raises:
+        ArtifactError: an input is damaged.
+    """
     if stage.name == "prepare" or not all(artifacts.exists(directories[keyword]) for keyword in stage.outputs):
         return False  # the images may have changed, and only preparing them again can tell
     inputs = {
@@ -179,5 +183,9 @@ def _is_complete(stage: stages.Stage, section: Mapping[str, Any], directories: M
         for keyword, kind in stage.all_inputs.items()
         if keyword in directories
     }
-    outputs = [artifacts.read(directories[keyword], kind) for keyword, kind in stage.outputs.items()]
+    try:
+        outputs = [artifacts.read(directories[keyword], kind) for keyword, kind in stage.outputs.items()]
+    except ArtifactError as error:
+        logger.warning("%s  is done again: %s", stage.name, error)
+        return False
     return all(output.settings == section and inputs <= set(output.parents.values()) for output in outputs)

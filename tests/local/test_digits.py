@@ -118,3 +118,5 @@ def test_a_run_with_recorded_outputs_keeps_them_for_another_distillation(tmp_pat
     assert not is_kept("reinforce", ["distill.views.min_scale=0.7"])
     assert not is_kept("distill", ["distill.temperature=3"])
     assert not is_kept("distill", ["distill.teacher=online"])
+    (tmp_path / "here" / "student" / "model.safetensors").write_bytes(b"")
+    assert not is_kept("distill", [])

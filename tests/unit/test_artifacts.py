@@ -341,3 +341,22 @@ def test_an_upload_that_was_killed_left_no_artifact_and_is_gone_on_with(object_s
     assert start(MAKER, uri).wait(60) == 0
     assert artifacts.exists(uri)
     assert data_requests(object_store, "PUT") == ["/artifacts/b/c"]
+
+
+def test_what_killed_writers_have_left_is_removed_when_it_is_made_again(tmp_path):
+    left = tmp_path / "a" / "sub" / ".weights.bin.4711.partial"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    make(tmp_path / "a")
+    assert not left.exists()
+    assert set(artifacts.read(tmp_path / "a", "model").files) == {"sub/weights.bin"}
+
+
+def test_all_files_are_on_the_disk_before_the_manifest_is(tmp_path, monkeypatch):
+    done = []
+    flush, write = storage.flush, storage.write_bytes
+    monkeypatch.setattr(storage, "flush", lambda path: (done.append(path), flush(path)))
+    monkeypatch.setattr(storage, "write_bytes", lambda uri, content: (done.append(Path(uri)), write(uri, content)))
+    path = make(tmp_path / "a")
+    assert set(done[:-1]) == {path / "sub" / "weights.bin", path / "sub"}
+    assert done[-1] == path / artifacts.MANIFEST

@@ -208,13 +208,28 @@ def _write_file(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with writing_to(path):
         try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_through(temporary, "wb", content)
             os.replace(temporary, path)
+            flush(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _write_through(path: Path, mode: str, content: bytes) -> None:
+    """Write a file, down to the disk."""
+    with path.open(mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush(path: Path) -> None:
+    """Bring a file's content, or a folder's names, down to the disk: what is there survives a loss of power from then on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def create_bytes(uri: str | Path, content: bytes) -> bool:
@@ -240,10 +255,7 @@ def _create_file(path: Path, content: bytes) -> bool:
     make_directory(path.parent)
     with writing_to(path):
         try:
-            with path.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_through(path, "xb", content)
         except FileExistsError:
             return False
     return True
