@@ -12,6 +12,11 @@ LONGEST_FILES = ("tests/local/", "tests/pipelines/")
 """Where the tests are that take longest."""
 
 
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and so whatever they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items):
     """Begin with the longest files, so that no process is alone with one at the end; what needs a GPU is reported as not run."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FILES))

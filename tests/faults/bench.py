@@ -20,6 +20,14 @@ SMALL = QUICK | {"epochs": 2, "checkpoint_every": 4, "ema_decay": 0.9}
 """A distillation of some twenty steps, with a checkpoint after every fourth."""
 LONGER = {"epochs": 6, "checkpoint_every": 8}
 """What takes long enough to be asked to end."""
+TRAINED = {name: value for name, value in SMALL.items() if name in config.TrainingSettings.model_fields}
+PRETRAINING = {
+    "teacher": SMALL["student"],
+    "mae": TRAINED | {"epochs": 1, "decoder_dim": 8, "decoder_depth": 1, "decoder_heads": 1},
+    "finetune": TRAINED | {"epochs": 1},
+    "workers": 0,
+}
+"""A masked autoencoder and then a classifier, of some ten steps each."""
 RECORDING = {
     "views": 4,
     "top_k": 3,
@@ -41,6 +49,8 @@ class Whole:
     steps: int
     writes: list[str]
     """What it does to the file system below its folder; of jobs on one process only."""
+    seconds: float
+    """How long it takes."""
 
 
 class Bench:
@@ -61,6 +71,28 @@ class Bench:
     def pair(self, **settings: Any) -> Job:
         """A distillation of some sixty steps on two processes."""
         return self.distillation(processes=2, **(LONGER | settings))
+
+    def pretraining(self, *, place: str = "") -> Job:
+        """The pretraining of a teacher."""
+        section = config.validate(config.PretrainSettings, PRETRAINING).model_dump(mode="json")
+        return self._job("pretrain", section, {"dataset": self.dataset}, ("teacher", "evidence"), place, 1)
+
+    def profiling(self) -> Job:
+        """The report on two trainings."""
+        section = config.ProfileSettings().model_dump(mode="json")
+        inputs = {f"{stage}_evidence": made["evidence"] for stage, made in self.trained.items()}
+        return self._job("profile", section, inputs, ("report",), "", 1)
+
+    def evaluation(self) -> Job:
+        """The comparison of a student with its teacher."""
+        section = config.EvaluateSettings().model_dump(mode="json")
+        made = self.trained
+        inputs = {
+            "dataset": self.dataset,
+            "teacher": made["pretrain"]["teacher"],
+            "student": made["distill"]["student"],
+        }
+        return self._job("evaluate", section, inputs, ("evaluation",), "", 1)
 
     def recording(self, *, place: str = "") -> Job:
         """A recording of the teacher's outputs."""
@@ -103,6 +135,15 @@ class Bench:
         return job.outputs["teacher_outputs"]
 
     @functools.cached_property
+    def trained(self) -> dict[str, dict[str, str]]:
+        """Stage -> its outputs, of a pretraining and a distillation."""
+        jobs = [self.pretraining(), self.distillation()]
+        for job in jobs:
+            ending = job.fork()
+            assert ending.code == 0, ending.said
+        return {job.stage: dict(job.outputs) for job in jobs}
+
+    @functools.cached_property
     def photos(self) -> Path:
         """A hundred and twenty photos of two kinds."""
         generator, folder = torch.Generator().manual_seed(0), self.folder / "photos"
@@ -119,12 +160,17 @@ class Bench:
         job = self.pair()
         ending = job.run()
         assert ending.code == 0, ending.said
-        return Whole(result=job.result(), steps=ending.last_step + 1, writes=[])
+        return Whole(result=job.result(), steps=ending.last_step + 1, writes=[], seconds=ending.seconds)
 
     @functools.cached_property
     def whole_distillation(self) -> Whole:
         """What `distillation` comes to."""
         return undisturbed(self.distillation())
+
+    @functools.cached_property
+    def whole_pretraining(self) -> Whole:
+        """What `pretraining` comes to."""
+        return undisturbed(self.pretraining())
 
     @functools.cached_property
     def whole_recording(self) -> Whole:
@@ -141,4 +187,4 @@ def undisturbed(job: Job) -> Whole:
     """What a job on one process comes to, and what it writes."""
     ending = job.fork(Fault(does="nothing", folder=job.folder))
     assert ending.code == 0, ending.said
-    return Whole(result=job.result(), steps=ending.last_step + 1, writes=ending.writes)
+    return Whole(result=job.result(), steps=ending.last_step + 1, writes=ending.writes, seconds=ending.seconds)

@@ -23,7 +23,7 @@ from trainer.stages import STAGES
 ROOT = Path(__file__).parents[2]
 COMPARED = {"dataset": "", "model": "model.safetensors", "teacher_outputs": "records/"}
 """Kind of artifact -> how the names of the files start that are the same in every run; the others hold times, too."""
-PRELOADED = ["trainer.cli", "trainer.stages.distill", "trainer.stages.reinforce", "trainer.stages.prepare", "datasets"]
+PRELOADED = ["trainer.__main__", *(f"trainer.stages.{name}" for name in STAGES if name != "register"), "datasets"]
 """What takes seconds to import, for `Job.fork`."""
 
 
@@ -203,6 +203,7 @@ def _work(arguments: list[str], fault: Fault, notes: Path, environment: Mapping[
     import torch
 
     from trainer import cli
+    from trainer.__main__ import leave
 
     kept = _inherited()
     os.environ.clear()
@@ -216,7 +217,7 @@ def _work(arguments: list[str], fault: Fault, notes: Path, environment: Mapping[
     failure = notes / "0.json"  # where a training process leaves its message for its launcher
     if failure.exists():
         os.write(2, f"error: {json.loads(failure.read_text())['message']}\n".encode())
-    sys.exit(code)
+    leave(code)
 
 
 def _end_all(notes: Path) -> list[str]:

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +135,47 @@ def launcher_is_killed(at: Surroundings, chance: random.Random) -> Kept:
     return stops_and_goes_on(at.bench.pair(), whole.result, fault, code=-signal.SIGKILL)
 
 
+def ended_at_any_moment(does: str, at: Surroundings, chance: random.Random) -> Kept:
+    """The launcher is asked to end, or killed with all others, at a moment by the clock: while they start, train, validate or write."""
+    whole, job = at.bench.whole_pair, at.bench.pair()
+    delay_s, over = chance.uniform(0.0, whole.seconds), threading.Event()
+    notes = job.upcoming
+
+    def strike() -> None:
+        while not job.process and not over.wait(0.01):
+            pass
+        if not over.wait(delay_s) and notes.fire():
+            (os.kill if does == "SIGTERM" else os.killpg)(job.process, signal.Signals[does])
+
+    with ThreadPoolExecutor(1) as pool:
+        striking = pool.submit(strike)
+        try:
+            broken = job.run()
+        finally:
+            over.set()
+        striking.result()
+    struck = f"{does} after {delay_s:.1f} of {whole.seconds:.1f} s"
+    if broken.code == 0:
+        goes_through(job, whole.result, broken)
+        return Kept(outcome="done before, the same result", seconds=0.0)
+    # Before Python has come to ask for it, SIGTERM ends a process by itself.
+    ends = {"SIGTERM": (PREEMPTED_EXIT_CODE, -signal.SIGTERM), "SIGKILL": (-signal.SIGKILL,)}
+    assert broken.code in ends[does], f"{struck}: ended with {broken.code}: {broken.said[-2000:]}"
+    assert "Traceback" not in broken.said, f"{struck}: {broken.said[-3000:]}"
+    assert broken.fired is not None
+    seconds = broken.ended - broken.fired
+    assert seconds < GRACE_S, f"{struck}: took {seconds:.0f} s to end"
+    job.believed()
+    again = job.run()
+    goes_through(job, whole.result, again)
+    return Kept(
+        outcome="stopped, then the same result",
+        seconds=seconds,
+        recovered_s=again.recovered(broken),
+        repeated=again.repeats(broken),
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
 
@@ -190,7 +232,14 @@ def checkpoint_is_damaged(way: str, at: Surroundings, chance: random.Random) -> 
 
 def input_is_damaged(way: str, at: Surroundings, chance: random.Random) -> Kept:
     """A file of an input is damaged: the job stops before it learns from it, and names the file."""
-    job = at.bench.distillation(teacher="recorded") if chance.random() < 0.4 else at.bench.distillation()
+    bench = at.bench
+    readers = {
+        "distillation": bench.distillation,
+        "distillation from recorded outputs": partial(bench.distillation, teacher="recorded"),
+        "profile": bench.profiling,
+        "evaluate": bench.evaluation,
+    }
+    job = readers[chance.choice(sorted(readers))]()
     read = job.inputs.keys() - ({"teacher"} if "teacher_outputs" in job.inputs else set())  # of that only the manifest
     keyword = chance.choice(sorted(read))
     copy = Path(shutil.copytree(job.inputs[keyword], job.scratch / keyword))
@@ -270,12 +319,13 @@ def tracking_is_away_at_the_start(at: Surroundings, chance: random.Random) -> Ke
     return stops(job, code=EXIT_CODE, message="MLflow at http://127.0.0.1:9: does not answer", start=Job.fork)
 
 
-def tracking_goes_away(at: Surroundings, chance: random.Random) -> Kept:
-    """The MLflow server hangs from some step on, to the end and after it."""
+def tracking_goes_away(when: str, at: Surroundings, chance: random.Random) -> Kept:
+    """The MLflow server hangs from some step on, or from the last one, to the end and after it."""
     whole, job = at.bench.whole_distillation, at.bench.distillation()
     with at.tracking.answering() as server:
         job.environment = {"MLFLOW_TRACKING_URI": server.uri}
-        fault = Fault(does="SIGSTOP", to=-server.group, step=chance.randrange(whole.steps))
+        step = whole.steps - 1 if when == "the last step" else chance.randrange(whole.steps - 1)
+        fault = Fault(does="SIGSTOP", to=-server.group, step=step)
         return goes_on(job, whole.result, fault, message="MLflow run", start=Job.fork)
 
 
@@ -286,13 +336,14 @@ SCENARIOS: Mapping[str, Scenario] = {
     **{f"SIGTERM of {who}": partial(asked_to_end, who, "SIGTERM") for who in ("all", "one")},
     "SIGTERM of all, twice": partial(asked_to_end, "all", "SIGTERM twice"),
     "launcher killed": launcher_is_killed,
+    **{f"{does} at any moment": partial(ended_at_any_moment, does) for does in ("SIGTERM", "SIGKILL")},
     "old try comes back": comes_back,
     "NaN in one process": not_a_number,
     "slow process": slow_process,
     "clock set": clock_jumps,
     **{
         f"{kind}: {what}": partial(killed_before_a_write, kind, does)
-        for kind in ("distillation", "recording", "preparation")
+        for kind in ("distillation", "pretraining", "recording", "preparation")
         for what, does in {"killed before a write": "SIGKILL", "killed in a write": "tear"}.items()
     },
     **{
@@ -309,6 +360,6 @@ SCENARIOS: Mapping[str, Scenario] = {
     **{f"store: {how}": partial(store_hesitates, how) for how in ("503", "slow", "cut", "answer lost")},
     "store: 403": store_refuses,
     "MLflow away at the start": tracking_is_away_at_the_start,
-    "MLflow goes away": tracking_goes_away,
+    **{f"MLflow goes away in {when}": partial(tracking_goes_away, when) for when in ("some step", "the last step")},
 }
 """Name -> what is done and checked."""

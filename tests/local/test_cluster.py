@@ -141,7 +141,7 @@ def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_stu
     assert store.keys("v2/artifacts/run-2/checkpoints") == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_pipeline_on_a_pool_gives_the_student_that_this_machine_gives(cluster, environment, tmp_path):
     overrides = f"{SMALL} tracking.enabled=false distill.teacher=recorded reinforce.views=2"
     students = {}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -378,7 +378,13 @@ def start_node(rank, port, dataset, folder, **further):
 
 
 def workers(process):
-    return [child for child in psutil.Process(process.pid).children(recursive=True) if "--worker" in child.cmdline()]
+    return [child for child in psutil.Process(process.pid).children(recursive=True) if is_worker(child)]
+
+
+def is_worker(process):
+    with suppress(psutil.NoSuchProcess):  # it has just ended
+        return "--worker" in process.cmdline()
+    return False
 
 
 @pytest.mark.slow
@@ -410,13 +416,11 @@ def test_a_killed_process_of_a_node_is_named(node, silence):
     node(PET_NNODES=1, PET_NPROC_PER_NODE=1, PET_NODE_RANK=0, PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT=free_port())
 
     def kill_the_worker():
-        me, deadline = psutil.Process(), time.monotonic() + 30
-        while time.monotonic() < deadline:
-            for child in me.children(recursive=True):
-                if "--worker" in child.cmdline():
-                    child.kill()
-                    return
+        deadline = time.monotonic() + 120
+        while not (found := workers(psutil.Process())) and time.monotonic() < deadline:
             time.sleep(0.05)
+        for child in found:
+            child.kill()
 
     killer = threading.Thread(target=kill_the_worker)
     killer.start()

@@ -63,10 +63,10 @@ def meanwhile(told):
 
     def start(when, action):
         def wait():
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60  # then it is done all the same, so that whoever waits for it does not hang
             while not (any(when in line for line in told()) if isinstance(when, str) else when()):
                 if time.monotonic() > deadline:
-                    return
+                    break
                 time.sleep(0.02)
             action()
 
