@@ -180,7 +180,9 @@ def create(
         }
         text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)
         storage.write_bytes(storage.join(uri, MANIFEST), text.encode())
-        if storage.is_remote(uri) and kind != "checkpoint" and not draft.contributed:
+        if not storage.is_remote(uri):
+            storage.flush(path)
+        elif kind != "checkpoint" and not draft.contributed:
             cache.adopt(path, manifest["fingerprint"])  # so that who goes on with it here need not fetch it
 
 

@@ -210,7 +210,6 @@ def _write_file(path: Path, content: bytes) -> None:
         try:
             _write_through(temporary, "wb", content)
             os.replace(temporary, path)
-            flush(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 

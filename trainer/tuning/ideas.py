@@ -138,13 +138,16 @@ def _workers(best: Trial, job: Job, _past: Past) -> Ideas:
         yield _changed(
             "workers", best, advised, _FEWER, "so many keep up with the step by what loading was measured to take"
         )
-    for fewer in {job.most_workers, has // 2} - {advised}:
-        if fewer < has:
-            crowded = has > job.most_workers
-            why = (
-                f"there are cores for {job.most_workers}" if crowded else "each takes part of a core and of the memory"
-            )
-            yield _changed("workers", best, fewer, _CROWDED if crowded else _FEWER, why)
+    crowded = has > job.most_workers
+    fewer = {has // 2: "each takes part of a core and of the memory"}
+    if job.device == "cpu":
+        fewer = {} if crowded else fewer
+        fewer[0] = "where a CPU trains, a loader process takes from the training what it gives to it"
+    if crowded:
+        fewer[job.most_workers] = f"there are cores for {job.most_workers}"
+    for number, why in fewer.items():
+        if number < has and number != advised:
+            yield _changed("workers", best, number, _CROWDED if crowded else _FEWER, why)
     if waits < _LEAST_WAIT:
         yield LeftOut(field="more loader processes", why=f"{waits:.1%} of a step waits for data")
         return

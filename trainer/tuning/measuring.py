@@ -19,7 +19,7 @@ from trainer.tuning.laps import Laps
 from trainer.tuning.schema import Trial
 from trainer.tuning.trials import MakeTraining, endless, new_recorder, ride, warm_steps
 
-THOROUGHNESS = 3.0
+THOROUGHNESS = 6.0
 """How many times longer than in a trial the steps are measured, since hours and dollars are told from them."""
 
 

@@ -15,7 +15,7 @@ from trainer.tuning.schema import Candidate, Trial, Tried
 
 LEAST_GAIN = 1.03
 """A change that brings less is not taken: it may be noise, and most changes have a price."""
-ANOTHER_CHANCE = 1.3
+ANOTHER_CHANCE = 1.2
 """What brought nothing is tried again when the best has since become so many times faster or shorter: what held it up may be gone."""
 
 Measure = Callable[[Candidate, float], Trial]

@@ -324,6 +324,7 @@ class Checkpoints:
             self.check_ours()
             with writing_to(path):
                 draft.rename(path)
+                storage.flush(path.parent)
         finally:
             shutil.rmtree(draft, ignore_errors=True)  # of one that failed; its bytes may be what fills the disk
 
