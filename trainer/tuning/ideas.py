@@ -134,20 +134,7 @@ def _changed(field: str, best: Trial, value: object, gain: float, why: str) -> I
 
 def _workers(best: Trial, job: Job, _past: Past) -> Ideas:
     has, advised, waits = best.workers, best.advised_workers, best.shares.get("data", 0.0)
-    if advised < has:
-        yield _changed(
-            "workers", best, advised, _FEWER, "so many keep up with the step by what loading was measured to take"
-        )
-    crowded = has > job.most_workers
-    fewer = {has // 2: "each takes part of a core and of the memory"}
-    if job.device == "cpu":
-        fewer = {} if crowded else fewer
-        fewer[0] = "where a CPU trains, a loader process takes from the training what it gives to it"
-    if crowded:
-        fewer[job.most_workers] = f"there are cores for {job.most_workers}"
-    for number, why in fewer.items():
-        if number < has and number != advised:
-            yield _changed("workers", best, number, _CROWDED if crowded else _FEWER, why)
+    yield from _fewer_workers(best, job)
     if waits < _LEAST_WAIT:
         yield LeftOut(field="more loader processes", why=f"{waits:.1%} of a step waits for data")
         return
@@ -161,6 +148,20 @@ def _workers(best: Trial, job: Job, _past: Past) -> Ideas:
         # Where a CPU trains, a core that loads is one that does not train, and the wait is mostly loading itself.
         gain = bound if job.device == "cuda" else 1 + (bound - 1) / 2
         yield _changed("workers", best, more, gain, f"{waits:.0%} of a step waits for data")
+
+
+def _fewer_workers(best: Trial, job: Job) -> Ideas:
+    has, crowded = best.workers, best.workers > job.most_workers
+    fewer = {best.advised_workers: "so many keep up with the step by what loading was measured to take"}
+    if crowded:
+        fewer.setdefault(job.most_workers, f"there are cores for {job.most_workers}")
+    if job.device == "cpu":
+        fewer.setdefault(0, "where a CPU trains, a loader process takes from the training what it gives to it")
+    if job.device == "cuda" or not crowded:
+        fewer.setdefault(has // 2, "each takes part of a core and of the memory")
+    for number, why in fewer.items():
+        if number < has:
+            yield _changed("workers", best, number, _CROWDED if crowded else _FEWER, why)
 
 
 def more_workers(trial: Trial, job: Job) -> int:

@@ -167,7 +167,9 @@ def _judge(job: Job, trial: Trial, before: float, gain: float) -> tuple[bool, st
             False,
             f"{gain:.3f} times the speed of the best, which is less than the {LEAST_GAIN} that a change must bring",
         )
-    if job.run_s(trial, trial.low) > before:
+    if (
+        job.run_s(trial, (trial.images_per_second + trial.low) / 2) > before
+    ):  # half-way to the bound of a 95 % interval: one standard error
         return False, f"{gain:.3f} times the speed of the best, but its steps vary too much to be sure"
     return True, f"{gain:.2f} times the speed of the best before"
 
