@@ -57,7 +57,8 @@ def run(config: api.LaunchConfig, arguments: Sequence[str]) -> None:
 def _handlers_put_back() -> Iterator[None]:
     """The agent takes these signals and does not give them back; only the main thread can have taken them."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
+    # None is a handler that is not Python's, which Python can not put back.
+    before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
     try:
         yield
     finally:
