@@ -146,8 +146,8 @@ class Follower:
             self._take_job(item)
 
     def _take_line(self, line: Line) -> None:
+        self._record.line(line)  # first: Ctrl-C may come at once after a line that a user has seen
         logger.info("%s | %s", line.replica, line.text)
-        self._record.line(line)
         self._progress.see_line(line.replica, line.text, time.monotonic())
 
     def _take_job(self, change: Change) -> None:
