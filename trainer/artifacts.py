@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal[
     "dataset",
+    "warm_up",
     "model",
     "teacher_outputs",
     "tuning",
@@ -47,6 +48,7 @@ Kind = Literal[
 
 SCHEMA_VERSIONS: Mapping[Kind, int] = {
     "dataset": 1,
+    "warm_up": 1,
     "model": 1,
     "teacher_outputs": 1,
     "tuning": 1,

@@ -32,7 +32,7 @@ WAIT_VARIABLE = "TRAINER_WAIT_S"
 """Environment variable with the seconds for which a training process waits for the others, or for a loader process; 600 without it."""
 
 DEVICE_VARIABLE = "TRAINER_DEVICE"
-"""Environment variable that says where to train: auto, cpu or cuda."""
+"""Environment variable that says where to train: auto, cpu, cuda or xla."""
 
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]
@@ -439,6 +439,19 @@ class TuneSettings(Section):
     """Most hours that the distillation may take; as `run.budget_hours` where not given."""
 
 
+class WarmUpSettings(Section):
+    """The first steps of each training, done beforehand and thrown away: what they compile is in the compile cache when it counts."""
+
+    enabled: bool = False
+    """Whether to do them; of use where compiling takes long and its cache outlives the machine, as on pools of Neuron devices."""
+    pretrain: PretrainSettings | None = None
+    """The trainings of the teacher; as `pretrain` where not given."""
+    reinforce: ReinforceSettings | None = None
+    """How the outputs are recorded that the student learns from; as `reinforce` where not given."""
+    distill: DistillSettings | None = None
+    """The training of the student; as `distill` where not given."""
+
+
 class ProfileSettings(Section):
     """The report on a training, and what the rules look for."""
 
@@ -505,7 +518,7 @@ class RunSettings(Section):
 
     seed: NonNegative = 0
     """Seed of every stage that has none of its own."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "xla"] = "auto"
     """Where models are trained and evaluated; auto takes a GPU if there is one."""
     budget_usd: NonNegativeFloat = 0.0
     """Most dollars that the distillation may cost; a forecast above it ends the run before the money is spent. 0 sets no limit."""
@@ -526,6 +539,8 @@ class Settings(Section):
     """Where metrics and models are recorded."""
     data: DataSettings = DataSettings()
     """Which images, and how `prepare` stores them."""
+    warm_up: WarmUpSettings = WarmUpSettings()
+    """The compilation beforehand."""
     pretrain: PretrainSettings = PretrainSettings()
     """The teacher."""
     reinforce: ReinforceSettings = ReinforceSettings()
@@ -555,6 +570,7 @@ class Settings(Section):
 
 SECTION_OF_STAGE: Mapping[str, str] = {
     "prepare": "data",
+    "warm_up": "warm_up",
     "pretrain": "pretrain",
     "reinforce": "reinforce",
     "tune": "tune",
@@ -706,6 +722,8 @@ def _inherit(settings: Settings) -> Settings:
     tune = _filled(settings.tune, {"distill": sections["distill"], "reinforce": sections["reinforce"], **budgets})
     is_limited = bool(tune.budget_usd or tune.budget_hours)
     sections["tune"] = tune.model_copy(update={"enabled": tune.enabled or is_limited})
+    if settings.warm_up.enabled:  # else every change of a training would make a cached task's settings others
+        sections["warm_up"] = _filled(settings.warm_up, sections)
     return settings.model_copy(update=sections)
 
 

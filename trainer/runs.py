@@ -25,6 +25,7 @@ LATEST = "latest"
 
 PLAN: Mapping[str, Mapping[str, str]] = {
     "prepare": {"dataset": "dataset"},
+    "warm_up": {"dataset": "dataset", "warm_up": "warm-up"},
     "pretrain": {"dataset": "dataset", "teacher": "teacher", "evidence": "pretrain-evidence"},
     "tune": {"dataset": "dataset", "teacher": "teacher", "tuning": "tuning"},
     "reinforce": {"dataset": "dataset", "teacher": "teacher", "teacher_outputs": "teacher-outputs"},
@@ -113,7 +114,11 @@ def _places(stage: str, settings: config.Settings) -> Mapping[str, str] | None:
 
     Nothing is recorded where the teacher runs in every step of the distillation, and nothing is tuned where nobody asks for it.
     """
-    needed = {"reinforce": settings.distill.reads_recording, "tune": settings.tune.enabled}
+    needed = {
+        "warm_up": settings.warm_up.enabled,
+        "reinforce": settings.distill.reads_recording,
+        "tune": settings.tune.enabled,
+    }
     if not needed.get(stage, True):
         return None
     left_out = {"teacher_outputs": not needed["reinforce"], "tuning": not needed["tune"]}

@@ -8,6 +8,7 @@ Shapes: N images in a split, B images in a batch, S pixels along an edge.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,14 @@ class Split:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
         self._files = _Files(self._table)
+
+    def first(self, count: int) -> Split:
+        """The first `count` images, or all where there are no more."""
+        part = copy.copy(self)
+        part._table = self._table.select(range(min(count, len(self))))
+        part._files, part._decoded = _Files(part._table), None
+        part.labels, part.keys = self.labels[:count], self.keys[:count]
+        return part
 
     @property
     def names(self) -> Sequence[str]:
@@ -169,6 +178,13 @@ class PreparedDataset:
         self.image_size = description.image_size
         self._directory = directory
         self._images = description.images
+        self._most: int | None = None
+
+    def first(self, count: int) -> PreparedDataset:
+        """The same with the first `count` images of each split only."""
+        part = copy.copy(self)
+        part._most = count
+        return part
 
     def decoder_name(self) -> str:
         """What decodes the stored images, such as `simplejpeg 1.9.0`: another one may give slightly different pixels.
@@ -201,7 +217,7 @@ class PreparedDataset:
                 f"dataset {self._directory}: split {name} has {len(split)} images, but {DESCRIPTION} says "
                 f"{self._images.get(name)}; prepare it again"
             )
-        return split
+        return split if self._most is None else split.first(self._most)
 
 
 def open_dataset(uri: str | Path) -> PreparedDataset:

@@ -50,6 +50,14 @@ STAGES: Mapping[str, Stage] = {
             summary="validate, deduplicate, resize, split and describe the images",
         ),
         Stage(
+            name="warm_up",
+            settings=config.WarmUpSettings,
+            inputs={"dataset": "dataset"},
+            outputs={"warm_up": "warm_up"},
+            launched=True,
+            summary="compile beforehand: the first steps of each training, thrown away",
+        ),
+        Stage(
             name="pretrain",
             settings=config.PretrainSettings,
             inputs={"dataset": "dataset"},

@@ -40,19 +40,23 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
     startup = Startup()
     with startup.part("fetch"):
         data = open_dataset(dataset)
-        model, parents = _start(settings, data)
+        model, parents = start(settings, data)
     with open_session(
         "pretrain", settings, data, parents=parents, model=teacher, evidence=evidence, startup=startup
     ) as session:
         if settings.mae.epochs:
-            _pretrain(model, settings, session)
+            pretrain(model, settings, session)
         if settings.finetune.epochs:
-            model = _finetune(model, settings, session)
+            model = finetune(model, settings, session)
         session.keep(model, settings.finetune)
 
 
-def _start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier, dict[str, str]]:
-    """The model before training, and the fingerprints of what it comes from."""
+def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier, dict[str, str]]:
+    """The model before training, and the fingerprints of what it comes from.
+
+    Raises:
+        SettingsError: there are neither weights nor labels to learn from.
+    """
     torch.manual_seed(settings.seed or 0)
     parents = {"dataset": data.fingerprint}
     if not settings.weights:
@@ -72,7 +76,7 @@ def _start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifie
     return model, parents
 
 
-def _pretrain(model: Classifier, settings: PretrainSettings, session: Session) -> None:
+def pretrain(model: Classifier, settings: PretrainSettings, session: Session) -> None:
     """Train the network of `model` in place as a masked autoencoder, on labelled and unlabelled images."""
     torch.manual_seed(session.seed + 1)
     autoencoder = MaskedAutoencoder(model, settings.mae)
@@ -95,18 +99,18 @@ def _pretrain(model: Classifier, settings: PretrainSettings, session: Session) -
         (session.evidence.path / RECONSTRUCTIONS).write_bytes(picture)
 
 
-def _finetune(model: Classifier, settings: PretrainSettings, session: Session) -> Classifier:
+def finetune(model: Classifier, settings: PretrainSettings, session: Session) -> Classifier:
     """Train on the labels, from the weights of `model`."""
     torch.manual_seed(session.seed + 2)
-    finetune = settings.finetune
-    model = models.with_labels(model, session.data.classes, drop_path=finetune.drop_path)
+    own = settings.finetune
+    model = models.with_labels(model, session.data.classes, drop_path=own.drop_path)
     trained = session.train(
         "finetune",
-        FinetuneObjective(model, label_smoothing=finetune.label_smoothing),
+        FinetuneObjective(model, label_smoothing=own.label_smoothing),
         Samples([session.data.split("train")]),
-        finetune,
+        own,
         view_size=model.card.image_size,
-        layer_decay=finetune.layer_decay,
+        layer_decay=own.layer_decay,
     )
     assert isinstance(trained, Classifier), "the objective's model is a Classifier"
     return trained

@@ -1,0 +1,224 @@
+"""warm_up: compile beforehand, by the first steps of each training; what they learn is thrown away.
+
+The steps are real ones: the same code, models, shapes, precision and processes, on the first images of the data set. They take in
+what a training does now and then too (a look at its weights, a line of the log, a checkpoint, a validation), so that afterwards the
+compile cache has all graphs that a training asks for. Where a compiler keeps them is its own affair (`NEURON_COMPILE_CACHE_URL`,
+`TORCHINDUCTOR_CACHE_DIR`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trainer import artifacts, models, storage, tracking
+from trainer.artifacts import Draft
+from trainer.config import (
+    DistillSettings,
+    PretrainSettings,
+    ReinforceSettings,
+    TrainingSettings,
+    WarmUpSettings,
+    WatchSettings,
+)
+from trainer.data.dataset import PreparedDataset, open_dataset
+from trainer.data.loader import Samples
+from trainer.errors import SettingsError
+from trainer.models import Classifier
+from trainer.profiling.schema import RankRecord
+from trainer.profiling.startup import Startup
+from trainer.stages import distill, pretrain, reinforce
+from trainer.training.checkpoints import checkpoint_root
+from trainer.training.outputs import shared_artifact
+from trainer.training.processes import Processes, join_processes
+from trainer.training.session import Session
+from trainer.tuning.blank import blank_recording
+from trainer.tuning.measuring import place_of
+
+logger = logging.getLogger(__name__)
+
+FILE = "warm-up.json"
+"""The report, in the artifact."""
+
+Part = TypeVar("Part", bound=TrainingSettings)
+
+
+class Warmed(BaseModel):
+    """What the first steps of one training compiled; of several processes, the most."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    training: str
+    """`mae`, `finetune` or `distill`."""
+    steps: Annotated[int, Field(ge=1)]
+    graphs: Annotated[int, Field(ge=0)]
+    """Asked for within the steps, also those that the cache had; none where nothing is compiled."""
+    compile_s: Annotated[float, Field(ge=0)]
+    """Seconds until they were there."""
+    seconds: Annotated[float, Field(ge=0)]
+    """Of all of it, with a checkpoint and a validation."""
+
+
+def run(settings: WarmUpSettings, *, dataset: str | Path, warm_up: str | Path) -> None:
+    """Compile what the trainings will ask for; runs in every training process.
+
+    Args:
+        settings: section `warm_up`.
+        dataset: input, a prepared data set.
+        warm_up: output, a report.
+
+    Raises:
+        SettingsError: nobody said what to compile for.
+        TrainerError: as the trainings.
+    """
+    data = open_dataset(dataset)
+    values, parents = settings.model_dump(mode="json"), {"dataset": data.fingerprint}
+    with ExitStack() as stack:
+        processes = stack.enter_context(join_processes())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-up-")))
+        draft = stack.enter_context(shared_artifact(processes, warm_up, "warm_up", settings=values, parents=parents))
+        distinct = artifacts.digest([values, parents, place_of(processes).model_dump(mode="json")])[:16]
+        root = storage.join(checkpoint_root(warm_up), f"warm-up-{distinct}")
+        _clear(root, processes)  # what an earlier try left: from its checkpoint there would be no step left to do
+        rehearsal = Rehearsal(data=data, dataset=dataset, processes=processes, folder=folder, root=root)
+        warmed = list(rehearsal.trainings(*_subject(settings)))
+        _clear(root, processes)
+        if processes.is_first:
+            _report(warmed, draft)
+
+
+def _subject(settings: WarmUpSettings) -> tuple[PretrainSettings, ReinforceSettings, DistillSettings]:
+    if settings.pretrain is None or settings.reinforce is None or settings.distill is None:
+        raise SettingsError(
+            "warm_up has no trainings to compile for; set warm_up.enabled=true, and it takes those of pretrain and distill"
+        )
+    return settings.pretrain, settings.reinforce, settings.distill
+
+
+def _clear(root: str, processes: Processes) -> None:
+    if processes.is_first:
+        storage.remove(root)
+    processes.barrier("the removal of what a warm-up leaves")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """The first steps of a recipe's trainings, on one of its processes."""
+
+    data: PreparedDataset
+    dataset: str | Path
+    """Where it lies."""
+    processes: Processes
+    folder: Path
+    """For what this process writes and nobody keeps."""
+    root: str
+    """For checkpoints, of all processes."""
+
+    def trainings(
+        self, teacher: PretrainSettings, recorder: ReinforceSettings, student: DistillSettings
+    ) -> Iterator[Warmed]:
+        """One training after the other, each from the model that the one before leaves; the same on every process."""
+        model, _ = pretrain.start(teacher, self.data)
+        if teacher.mae.epochs:
+            began, session = time.perf_counter(), self._session("pretrain", teacher, teacher.mae)
+            pretrain.pretrain(model, teacher.model_copy(update={"mae": _few(teacher.mae, session.data)}), session)
+            yield self._warmed("mae", began)
+        if teacher.finetune.epochs:
+            began, session = time.perf_counter(), self._session("pretrain", teacher, teacher.finetune)
+            few = teacher.model_copy(update={"finetune": _few(teacher.finetune, session.data)})
+            model = pretrain.finetune(model, few, session)
+            yield self._warmed("finetune", began)
+        if student.epochs:
+            began = time.perf_counter()
+            self._distill(model, recorder, student)
+            yield self._warmed("distill", began)
+
+    def _distill(self, teacher: Classifier, recorder: ReinforceSettings, settings: DistillSettings) -> None:
+        """A student of `teacher`, online, or of blank outputs of its shape where they are to be recorded."""
+        session, device = self._session("distill", settings, settings), self.processes.device
+        samples = Samples([session.data.split("train")])
+        student = models.create(settings.student, self.data.classes, drop_path=settings.drop_path)
+        recording, online = None, teacher if settings.needs_teacher else None
+        if settings.reads_recording:
+            described = reinforce.describe(recorder, self.data, self.dataset, teacher, len(samples), device)
+            recording, online = blank_recording(self.folder / "teacher-outputs", described), None
+        session.train(
+            "distill",
+            distill.make_objective(settings, student, online, recording, device),
+            samples,
+            _few(settings, session.data),
+            view_size=distill.view_size(student, online, recording),
+            teacher_outputs=recording,
+        )
+
+    def _session(self, stage: str, settings: PretrainSettings | DistillSettings, part: TrainingSettings) -> Session:
+        """The surroundings of one training: images for its first steps, and nothing of it tracked or kept."""
+        with tracking.stage_run(stage, {}, active=False) as untracked:
+            return Session(
+                stage=stage,
+                processes=self.processes,
+                tracker=untracked,
+                data=self.data.first(_steps(part) * part.batch_size),
+                values=settings.model_dump(mode="json"),
+                parents={"dataset": self.data.fingerprint},
+                seed=settings.seed or 0,
+                loading=settings,
+                model=Draft(path=self.folder),
+                evidence=Draft(path=self.folder),
+                checkpoint_root=self.root,
+                startup=Startup(),
+                watch=WatchSettings(),
+            )
+
+    def _warmed(self, training: str, began: float) -> Warmed:
+        """What this process, or another one, compiled, by the evidence of it."""
+        evidence = self.folder / training / f"rank{self.processes.rank}.json"
+        record = RankRecord.model_validate_json(evidence.read_bytes())
+        compiled = record.compilations
+        everyone = self.processes.gather(
+            Warmed(
+                training=training,
+                steps=record.steps.count,
+                graphs=sum(one.graphs for one in compiled),
+                compile_s=round(sum(one.seconds for one in compiled), 3),
+                seconds=round(time.perf_counter() - began, 3),
+            ),
+            "what was compiled",
+        )
+        return max(everyone, key=lambda one: one.graphs)
+
+
+def _steps(settings: TrainingSettings) -> int:
+    """Steps after which losses have been read back twice, which is done once in `log_every` steps and an interval late."""
+    return 2 * settings.log_every + 1
+
+
+def _few(settings: Part, data: PreparedDataset) -> Part:
+    """The training with few steps, the last of which is followed by a validation, and by a checkpoint where it writes any."""
+    epochs = math.ceil(_steps(settings) * settings.batch_size / len(data.split("train")))
+    quiet = settings.evidence.model_copy(update={"operators_steps": 0})
+    return settings.model_copy(update={"epochs": min(epochs, settings.epochs), "evidence": quiet})
+
+
+def _report(warmed: Sequence[Warmed], draft: Draft) -> None:
+    lines = ",\n".join(f"  {one.model_dump_json()}" for one in warmed)
+    (draft.path / FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    draft.figures.update({one.training: one.model_dump(exclude={"training"}) for one in warmed})
+    for one in warmed:
+        logger.info(
+            "warm_up  %s: %d graphs in %.1f s, within %d steps (%.1f s in all)",
+            one.training,
+            one.graphs,
+            one.compile_s,
+            one.steps,
+            one.seconds,
+        )
