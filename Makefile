@@ -7,11 +7,12 @@ TEST_WORKERS ?= 2
 VENV := .venv/bin
 UV := .uv/bin/uv
 READY := .venv/.ready
+READY_XLA := .xla/.ready
 AUDIT := .audit/.ready
 COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade)
 
-AUDITED := development runtime neuron uv audit
+AUDITED := development runtime neuron xla uv audit
 SBOMS := runtime neuron
 
 .DEFAULT_GOAL := help
@@ -40,6 +41,10 @@ test-long: $(READY)  ## run the tests that take a minute or more each and `make 
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu
+
+.PHONY: test-xla
+test-xla: $(READY_XLA)  ## run the tests of PyTorch/XLA, on its CPU device and in an environment of its own, .xla [ARGS="tests/xla -k resume"]
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 .xla/bin/python -m pytest $(or $(ARGS),tests/xla --numprocesses $(TEST_WORKERS) --dist loadfile)
 
 .PHONY: test-faults soak
 FAULTS = @OMP_NUM_THREADS=1 $(VENV)/python -m tests.faults.soak $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only "$(ONLY)")
@@ -103,6 +108,8 @@ lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1
 	$(COMPILE_REQUIREMENTS) pyproject.toml --group dev --output-file requirements/development.txt
 	$(COMPILE_REQUIREMENTS) pyproject.toml --constraint requirements/development.txt --output-file requirements/runtime.txt
 	$(COMPILE_REQUIREMENTS) pyproject.toml --override requirements/neuron-overrides.txt --output-file requirements/neuron.txt
+	cp requirements/development.txt requirements/xla.txt  # its versions are kept wherever the overrides let them
+	$(COMPILE_REQUIREMENTS) pyproject.toml --group xla --override requirements/xla-overrides.txt --output-file requirements/xla.txt
 	echo uv | $(COMPILE_REQUIREMENTS) - --output-file requirements/uv.txt
 	$(COMPILE_REQUIREMENTS) --group audit --output-file requirements/audit.txt
 
@@ -142,7 +149,7 @@ kind-down:  ## remove that cluster
 	@manifests/kind/down.sh
 
 clean:  ## remove what was made here, except for runs
-	rm -rf .venv .uv .audit sbom .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .xla .uv .audit sbom .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(UV): requirements/uv.txt
@@ -156,9 +163,12 @@ $(AUDIT): requirements/audit.txt $(UV)
 	$(UV) pip sync --quiet --require-hashes --python .audit/bin/python requirements/audit.txt
 	@touch $@
 
+$(READY): requirements/development.txt
+$(READY_XLA): requirements/xla.txt
+
 # Bytecode is compiled here because an environment may forbid to write it later, and imports then take seconds each time.
-$(READY): requirements/development.txt $(UV)
-	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
-	$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(VENV)/python requirements/development.txt
-	@$(VENV)/python -c 'import pathlib, site; pathlib.Path(site.getsitepackages()[0], "project.pth").write_text("$(CURDIR)\n")'
+$(READY) $(READY_XLA): $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) $(@D)
+	$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(@D)/bin/python $(filter requirements/%,$^)
+	@$(@D)/bin/python -c 'import pathlib, site; pathlib.Path(site.getsitepackages()[0], "project.pth").write_text("$(CURDIR)\n")'
 	@touch $@

@@ -7,8 +7,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LOCKS = sorted(path.name for path in (ROOT / "requirements").glob("*.txt") if path.name != "neuron-overrides.txt")
+LOCKS = sorted(path.name for path in (ROOT / "requirements").glob("*.txt") if not path.stem.endswith("-overrides"))
 MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def locked(lock):
+    """Name -> versions: more than one where they differ between Pythons."""
+    versions = {}
+    text = (ROOT / "requirements" / lock).read_text()
+    for name, version in re.findall(r"^([a-z0-9][\w.-]*)==(\S+)", text, re.MULTILINE):
+        versions.setdefault(name, set()).add(version)
+    return versions
 
 
 def recipe(target):
@@ -43,6 +52,28 @@ def test_every_lock_is_made_by_make_and_audited(lock):
     assert "--strict" in recipe("audit")
 
 
+@pytest.mark.parametrize(
+    ("lock", "others"),
+    [
+        ("runtime.txt", set()),
+        ("neuron.txt", {"torchvision"}),
+        ("xla.txt", {"torch", "torch-xla", "torchvision", "absl-py"}),  # absl-py: only torch-xla needs it
+    ],
+)
+def test_versions_are_those_that_are_tested(lock, others):
+    """But for an older torch, and what comes with it: its CUDA, which is another."""
+    tested = locked("development.txt")
+    differing = {name for name, versions in locked(lock).items() if not versions <= tested.get(name, set())}
+    assert {name for name in differing if not re.fullmatch(r"nvidia-[a-z]+(-[a-z]+)?-cu12", name)} == others
+
+
+def test_xla_is_tested_with_the_torch_of_the_neuron_image():
+    [image] = re.findall(r"neuronx:(\d+\.\d+)", (ROOT / "manifests" / "images" / "Dockerfile.neuron").read_text())
+    xla = locked("xla.txt")
+    assert {version.rpartition(".")[0] for version in xla["torch"] | xla["torch-xla"]} == {image}
+    assert xla["torchvision"] == locked("neuron.txt")["torchvision"]
+
+
 def test_the_images_have_a_bill_of_materials():
     images = {
         re.search(r"source=requirements/([\w-]+)\.txt", path.read_text())[1]
@@ -55,9 +86,5 @@ def test_the_images_have_a_bill_of_materials():
 def test_the_tools_of_the_audit_are_no_part_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     tools = {re.match(r"[\w-]+", text)[0] for text in project["dependency-groups"]["audit"]}
-    locked = {
-        name: set(re.findall(r"^([a-z0-9][\w.-]*)==", (ROOT / "requirements" / name).read_text(), re.M))
-        for name in LOCKS
-    }
-    assert tools <= locked["audit.txt"]
-    assert not tools & (locked["development.txt"] | locked["runtime.txt"])
+    assert tools <= locked("audit.txt").keys()
+    assert not tools & (locked("development.txt").keys() | locked("runtime.txt").keys())
