@@ -52,7 +52,7 @@ SCHEMA_VERSIONS: Mapping[Kind, int] = {
     "model": 1,
     "teacher_outputs": 1,
     "tuning": 1,
-    "evidence": 2,
+    "evidence": 3,
     "report": 2,
     "evaluation": 1,
     "registration": 1,

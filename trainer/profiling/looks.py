@@ -45,9 +45,15 @@ class Looks:
     They are multiples, so that processes, each of which decides on its own, mostly look at the same steps.
     """
 
-    def __init__(self, settings: EvidenceSettings, timeline: Timeline, metrics: Metrics) -> None:
-        """While `timeline` records; `metrics` takes the curves."""
-        self._settings, self._timeline, self._metrics = settings, timeline, metrics
+    def __init__(
+        self,
+        settings: EvidenceSettings,
+        timeline: Timeline,
+        metrics: Metrics,
+        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """While `timeline` records; `metrics` takes the curves; around what looking itself does stands `apart`."""
+        self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
         self._tensors: TensorStatistics | None = None
         self._attention: AttentionEntropy | None = None
         self._first: list[Series] = []
@@ -93,13 +99,19 @@ class Looks:
 
     def around_update(self, step: int, forward: Callable[[], object]) -> AbstractContextManager[None]:
         """The optimiser's part of a step, as a context; `forward` sends some images through the model, to look at its attention."""
-        self.take_in()
+        if self._has_arrived:
+            with self._timed():
+                self.take_in()
         return self._look(step, forward) if self._is_due(step) else nullcontext()
 
     def take_in(self) -> None:
         """Take in what has arrived."""
-        while self._sent and self._sent[0].measured.arrived:
+        while self._has_arrived:
             self._keep(self._sent.popleft())
+
+    @property
+    def _has_arrived(self) -> bool:
+        return bool(self._sent) and self._sent[0].measured.arrived
 
     def finish(self) -> None:
         """Wait for what is on its way."""
@@ -135,7 +147,7 @@ class Looks:
     @contextmanager
     def _timed(self) -> Iterator[None]:
         start = time.perf_counter()
-        with self._timeline.range(RECORDER):
+        with self._timeline.range(RECORDER), self._apart():
             yield
         self._host_s += time.perf_counter() - start
 

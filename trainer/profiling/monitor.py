@@ -182,6 +182,12 @@ def _need_gpu(device: torch.device) -> None:
         raise LookupError(f"the training runs on {device.type}")
 
 
+def _xla_memory(device: torch.device) -> Signal:
+    from trainer.profiling.xla import XlaMemorySignal
+
+    return XlaMemorySignal(device)
+
+
 def _disk_counters() -> tuple[float, float]:
     counters = psutil.disk_io_counters()
     if counters is None:
@@ -212,6 +218,8 @@ def signals(
         "gpu_utilization": lambda: GpuSignal(device),
         "gpu_memory": lambda: GpuMemorySignal(device),
     }
+    if device.type == "xla":
+        of_process["device_memory"] = lambda: _xla_memory(device)
     of_machine: dict[str, Callable[[], Signal]] = {
         "cpu": CpuSignal,
         "memory": MemorySignal,

@@ -6,9 +6,10 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import psutil
@@ -37,6 +38,9 @@ from trainer.profiling.series import ThinnedTable
 from trainer.profiling.startup import IMPORTED_UNIX, Startup
 from trainer.profiling.timeline import PROFILER, Clock, HostClock, Timeline, seconds_of_a_mark
 from trainer.profiling.windows import OperatorWindows
+
+if TYPE_CHECKING:
+    from trainer.profiling.xla import XlaCounters
 
 METRIC_POINTS_KEPT = 4096
 """Points of each metric; a longer curve is thinned evenly."""
@@ -80,12 +84,19 @@ class Recorder:
         self._device = device
         self._rank = rank
         self._world_size = world_size
-        self._windows = OperatorWindows(settings.operators_at if rank == 0 else (), settings.operators_steps, device)
+        on_xla = device.type == "xla"
+        watched = () if rank or on_xla else settings.operators_at
+        self._windows = OperatorWindows(watched, settings.operators_steps, device)
         if rank:
             self._windows.missing = "recorded by rank 0 only"
+        elif on_xla:
+            self._windows.missing = "torch.profiler sees how operators are noted for XLA, not what the device computes"
         clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
-        self.timeline = Timeline(clock, window=self._windows)
-        self.looks = Looks(settings, self.timeline, self.metrics)
+        self._counters = _xla_counters() if on_xla else None
+        self.timeline = Timeline(clock, window=self._windows, counter=self._counters)
+        self.looks = Looks(
+            settings, self.timeline, self.metrics, apart=self._counters.apart if self._counters else nullcontext
+        )
         """Looks at weights and attention; `looks.at(model)` says at which."""
         self._context = context or ContextRecord()
         self._startup = startup
@@ -96,7 +107,7 @@ class Recorder:
         """Tells how long gradients travel."""
         self.attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple
         """Tells the tries of the training."""
-        self._compilations = Compilations(self.timeline)
+        self._compilations = self._counters or Compilations(self.timeline)
         self._loaders: Sequence[int] = ()
         self._metrics: dict[str, ThinnedTable] = {}
         self._costs: dict[str, float] = {}
@@ -243,6 +254,7 @@ class Recorder:
             attempts=self.attempts(),
             failed=self._failed,
             compilations=self._compilations.records,
+            transfers=self._counters.transfers if self._counters else None,
             communication=self.communication(),
             overhead=self._overhead(monitor),
             began_unix=self._began_unix,
@@ -306,4 +318,14 @@ class Recorder:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
+    if device.type == "xla":
+        from trainer.profiling.xla import device_name
+
+        return device_name(device)
     return str(device)
+
+
+def _xla_counters() -> XlaCounters:
+    from trainer.profiling.xla import XlaCounters
+
+    return XlaCounters()

@@ -45,10 +45,12 @@ STEP_COLUMNS = (
     "host_backward_cpu_seconds",
     "host_backward_delayed_seconds",
     "queued",
+    "transfers",
 )
 """Columns of the step table before its ranges. `host_`: of the training's thread in the step, in `data`, and in `backward`; `cpu`:
 while it computed; `delayed`: while it was ready and no core was free, NaN where the kernel does not tell. `queued`: batches that the
-loader processes had ready when the step asked for one, NaN where there are none."""
+loader processes had ready when the step asked for one, NaN where there are none. `transfers`: how often values came from the device to
+the host, on XLA, where that breaks up the step; NaN where it was not counted, as in most steps of a long training."""
 SPAN_COLUMNS = ("range", "start_s", "seconds")
 SYSTEM_COLUMNS = ("end_s",)
 """Columns of the system table before its signals."""
@@ -118,6 +120,18 @@ class CompilationRecord(Record):
     """Steps that this process had completed."""
     graphs: Count
     seconds: Seconds
+
+
+class TransferRecord(Record):
+    """What an XLA device and the host exchanged, between the steps too: losses that are read, validations, checkpoints."""
+
+    from_device: Count
+    from_device_s: Seconds
+    """That the host waited for it."""
+    from_device_bytes: Count
+    to_device_bytes: Count
+    fallbacks: Mapping[str, Count]
+    """Operator that ran on the host within steps -> calls: XLA has it not, or, `aten::_local_scalar_dense`, its result was read."""
 
 
 class CommunicationRecord(Record):
@@ -192,6 +206,8 @@ class RankRecord(Record):
     this process), `imports`, `fetch`, `join`, `preparation`, `compile`, `first_step`. Parts that did not happen are left out, and a later
     training of the same process begins with its `preparation`."""
     compilations: tuple[CompilationRecord, ...] = ()
+    transfers: TransferRecord | None = None
+    """None where the device is not one of XLA."""
     communication: CommunicationRecord | None = None
     overhead: Mapping[str, Seconds] = {}
     """Part of the recorder's own work -> seconds that it cost: `marks` (calibrated), `tensors`, `monitor` (CPU time of its thread),

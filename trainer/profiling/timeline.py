@@ -105,6 +105,18 @@ class HostClock:
         """Nothing to give back."""
 
 
+class StepCounter(Protocol):
+    """Counts what the host can ask the device about, within steps."""
+
+    def begin(self, ordinal: int) -> None:
+        """A step begins, the so-manyth of the recording."""
+        ...
+
+    def end(self, ordinal: int) -> float:
+        """It ends; gives its column `transfers`."""
+        ...
+
+
 class Window(Protocol):
     """Watches some of the steps more closely; what opening and closing it costs counts outside of the steps."""
 
@@ -144,6 +156,7 @@ class _Segment:
     backward_cpu_ns: int = 0
     backward_delayed_ns: float = 0.0
     queued: float = math.nan
+    transfers: float = math.nan
 
     @property
     def inside_step(self) -> bool:
@@ -224,6 +237,7 @@ class Timeline:
         clock: Clock[Any],
         *,
         window: Window | None = None,
+        counter: StepCounter | None = None,
         nanoseconds: Callable[[], int] = time.perf_counter_ns,
         steps_kept: int = STEPS_KEPT,
         spans_kept: int = SPANS_KEPT,
@@ -244,6 +258,7 @@ class Timeline:
         self.clock = clock
         self._nanoseconds = nanoseconds
         self._window = window
+        self._counter = counter
         self._ordinal = 0
         self._range_objects: dict[str, _Range] = {}
         self._columns: dict[tuple[int, str], int] = {}
@@ -345,9 +360,13 @@ class Timeline:
             delayed_ns=-self._thread.delayed_ns(),
             profiled=self._window is not None and self._window.active,
         )
+        if self._counter is not None:
+            self._counter.begin(self._ordinal)
 
     def _end_step(self, *, completed: bool) -> None:
         segment = self._current()
+        if self._counter is not None:
+            segment.transfers = self._counter.end(self._ordinal)
         mark = self.clock.mark()
         now = self._nanoseconds()
         segment.marks.append(mark)
@@ -494,6 +513,7 @@ class Timeline:
                 segment.backward_cpu_ns * 1e-9,
                 segment.backward_delayed_ns * 1e-9,
                 segment.queued,
+                segment.transfers,
                 *seconds,
             )
         )

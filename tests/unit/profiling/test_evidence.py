@@ -119,7 +119,7 @@ def test_an_exception_of_the_training_passes_and_the_monitor_ends() -> None:
 
 def test_another_version_is_refused(evidence: Path, tmp_path: Path) -> None:
     path = altered(evidence, tmp_path / "copy", "mae/rank0.json", lambda record: record.update(schema_version=99))
-    with pytest.raises(ArtifactError, match=r"rank0\.json: schema version 99, but this version .* reads 2"):
+    with pytest.raises(ArtifactError, match=r"rank0\.json: schema version 99, but this version .* reads 3"):
         read_evidence(path)
 
 

@@ -27,7 +27,7 @@ Milliseconds = float | Sequence[float]
 def steps_of(count: int = STEPS, **milliseconds: Milliseconds) -> dict[str, np.ndarray]:
     """A step table: of each phase its milliseconds, `USUAL_MS` where they are not given; other names are columns as they are."""
     ranges = {name: np.full(count, 1e-3) * value for name, value in (USUAL_MS | milliseconds).items()}
-    columns = {name: values * 1e3 for name, values in ranges.items() if name in ("profiled", "queued")}
+    columns = {name: values * 1e3 for name, values in ranges.items() if name in ("profiled", "queued", "transfers")}
     ranges = {name: values for name, values in ranges.items() if name not in columns}
     host = {name: ranges.pop(name) for name in list(ranges) if name.startswith("host_")}
     seconds = np.sum(list(ranges.values()), axis=0)
@@ -46,6 +46,7 @@ def steps_of(count: int = STEPS, **milliseconds: Milliseconds) -> dict[str, np.n
         "host_backward_cpu_seconds": np.minimum(ranges["backward"], 2e-3),
         "host_backward_delayed_seconds": np.zeros(count),
         "queued": np.full(count, np.nan),
+        "transfers": np.full(count, np.nan),
     }
     return usual | host | columns | {"other": np.zeros(count)} | ranges
 

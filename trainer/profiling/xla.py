@@ -1,0 +1,170 @@
+"""What XLA tells of a training: the graphs that it compiled, what came back from the device, its memory.
+
+Imported only where a training runs on such a device. Operations on tensors are only noted; a graph of them is compiled, on the thread that
+asked for it, when they are handed over (`torch_xla.sync`) or read, so a compilation belongs to the step in which that happens and the
+host's clock sees all of it. The device then works while the host goes on; the host waits for it where it reads a tensor, and where it hands
+over a graph before the one before has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch_xla
+from torch_xla.core import xla_model
+from torch_xla.debug import metrics
+
+from trainer.profiling.schema import CompilationRecord, TransferRecord
+
+COUNTED_STEPS = 256
+"""In so many first steps transfers are counted, and then in one of `COUNTED_EVERY`: torch_xla copies the last thousand measurements of a
+metric for whoever reads it, which takes 40 us."""
+COUNTED_EVERY = 17
+"""A prime, not to fall in with what happens every so many steps."""
+
+_COMPILED = "UncachedCompile"
+_COMPILE_TIME = "CompileTime"
+_FROM_DEVICE = "TransferFromDeviceTime"
+_BYTES_FROM_DEVICE = "InboundData"
+_BYTES_TO_DEVICE = "OutboundData"
+
+
+def device_name(device: torch.device) -> str:
+    """`xla:0 (NEURON)`."""
+    return f"{device} ({xla_model.xla_device_hw(device)})"
+
+
+class XlaCounters:
+    """Counts what is compiled, transferred and computed on the host within the steps of a recording."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[int, int] = {}
+        self._seconds: dict[int, float] = {}
+        self._fallbacks: Counter[str] = Counter()
+        self._compiled = _Compiled()
+        self._fallbacks_before: Mapping[str, int] = {}
+        self._transfers_before = math.nan
+        self._began = _Totals()
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._began = _Totals()
+
+    def stop(self) -> None:
+        """What comes later counts for nothing."""
+
+    def begin(self, ordinal: int) -> None:
+        """A step begins, the so-manyth of the recording."""
+        self._compiled.since_last()
+        self._fallbacks_before = _fallbacks()
+        self._transfers_before = _count(_FROM_DEVICE) if _is_counted(ordinal) else math.nan
+
+    def end(self, ordinal: int) -> float:
+        """The step ends; gives the transfers from the device that it waited for, NaN where they were not counted."""
+        graphs, seconds = self._compiled.since_last()
+        if graphs:
+            self._graphs[ordinal], self._seconds[ordinal] = graphs, seconds
+        fallbacks = _fallbacks()
+        if fallbacks != self._fallbacks_before:
+            self._fallbacks.update({name: fallbacks[name] - self._fallbacks_before.get(name, 0) for name in fallbacks})
+        return _count(_FROM_DEVICE) - self._transfers_before if _is_counted(ordinal) else math.nan
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A block within a step whose transfers are not the training's."""
+        if math.isnan(self._transfers_before):
+            yield
+            return
+        before = _count(_FROM_DEVICE)
+        yield
+        self._transfers_before += _count(_FROM_DEVICE) - before
+
+    @property
+    def records(self) -> tuple[CompilationRecord, ...]:
+        """A record for each step that compiled something."""
+        return tuple(
+            CompilationRecord(step=step, graphs=graphs, seconds=self._seconds[step])
+            for step, graphs in self._graphs.items()
+        )
+
+    @property
+    def transfers(self) -> TransferRecord:
+        """What device and host have exchanged since the beginning."""
+        now, began = _Totals(), self._began
+        return TransferRecord(
+            from_device=now.transfers - began.transfers,
+            from_device_s=now.seconds - began.seconds,
+            from_device_bytes=now.bytes_from_device - began.bytes_from_device,
+            to_device_bytes=now.bytes_to_device - began.bytes_to_device,
+            fallbacks={name: count for name, count in sorted(self._fallbacks.items()) if count},
+        )
+
+
+class XlaMemorySignal:
+    """The memory of the device that this process trains on, in bytes: used, and there is."""
+
+    name = "device_memory"
+    columns = ("device_memory_used_bytes", "device_memory_total_bytes")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = str(device)
+
+    def read(self) -> Sequence[float]:
+        """As the device's runtime tells.
+
+        Raises:
+            RuntimeError: it does not; the CPU's has no such figures.
+        """
+        memory = torch_xla._XLAC._xla_memory_info(self._device)
+        return (float(memory["bytes_used"]), float(memory["bytes_limit"]))
+
+
+class _Compiled:
+    """Graphs that were compiled, and seconds in the compiler, between two looks."""
+
+    def __init__(self) -> None:
+        self._graphs, self._seconds = _counter(_COMPILED), _sum(_COMPILE_TIME) * 1e-9
+
+    def since_last(self) -> tuple[int, float]:
+        """Since the last look."""
+        graphs = _counter(_COMPILED)
+        if graphs == self._graphs:
+            return 0, 0.0
+        before = self._graphs, self._seconds
+        self._graphs, self._seconds = graphs, _sum(_COMPILE_TIME) * 1e-9
+        return graphs - before[0], max(0.0, self._seconds - before[1])
+
+
+class _Totals:
+    """What was transferred since the process began."""
+
+    def __init__(self) -> None:
+        self.transfers, self.seconds = _count(_FROM_DEVICE), _sum(_FROM_DEVICE) * 1e-9
+        self.bytes_from_device, self.bytes_to_device = int(_sum(_BYTES_FROM_DEVICE)), int(_sum(_BYTES_TO_DEVICE))
+
+
+def _is_counted(ordinal: int) -> bool:
+    return ordinal < COUNTED_STEPS or ordinal % COUNTED_EVERY == 0
+
+
+def _fallbacks() -> dict[str, int]:
+    """Operator that XLA has not, or whose result the host asked for -> its calls so far."""
+    return {name: _counter(name) for name in metrics.executed_fallback_ops()}
+
+
+def _counter(name: str) -> int:
+    return metrics.counter_value(name) or 0
+
+
+def _count(metric: str) -> int:
+    data = metrics.metric_data(metric)
+    return int(data[0]) if data else 0
+
+
+def _sum(metric: str) -> float:
+    data = metrics.metric_data(metric)
+    return float(data[1]) if data else 0.0
