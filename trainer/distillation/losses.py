@@ -129,8 +129,8 @@ def standardize(logits: Tensor) -> Tensor:
 
 
 def _kl(student_log: Tensor, teacher_log: Tensor) -> Tensor:
-    """KL(teacher || student) of log probabilities, mean over the batch."""
-    return F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)
+    """KL(teacher || student) of log probabilities, mean over the batch; torch's own has no gradient on XLA."""
+    return (teacher_log.exp() * (teacher_log - student_log)).sum() / len(student_log)
 
 
 def agreement(student: Tensor, top_class: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
@@ -42,7 +43,7 @@ from trainer.distillation.shards import Shelf, Unit
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
 from trainer.profiling.timeline import HostClock, Timeline
-from trainer.training.feeding import Feed
+from trainer.training.feeding import feed_for
 from trainer.training.loading import measured_workers
 from trainer.training.processes import Processes
 from trainer.training.progress import Progress
@@ -121,7 +122,7 @@ def record_batches(batches: Iterable[Tensor], teacher: FrozenTeacher, descriptio
         yield pack(waiting.wait(), description)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
     """The `top_k` largest logits of each sample and the sum of the rest."""
     values, indices = outputs.logits.topk(top_k, dim=1)
@@ -256,10 +257,10 @@ class Reinforcement:
         """The images of `count` batches on the device; the next ones are sent when the teacher has been asked about those before."""
         timeline = Timeline(HostClock())
         timeline.start()
-        feed = Feed(batches, self.views, self.processes.device)
-        for _ in range(count):
-            yield feed.take(timeline).images
-            feed.send(timeline)
+        with closing(feed_for(batches, self.views, self.processes.device)) as feed:
+            for _ in range(count):
+                yield feed.take(timeline).images
+                feed.send(timeline)
 
     def _loaders(self, batches: UnitBatches, parts: Sequence[Part]) -> int:
         """Loader processes: as set, or as many as keep up with the teacher, measured on the first batches."""

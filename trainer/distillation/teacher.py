@@ -74,7 +74,7 @@ class FrozenTeacher:
         A batch that is larger than a forward pass is dealt out evenly, the last part filled up: all passes have one shape. A linear head
         computes in float32, so that rounding does not blur the logits once more.
         """
-        with torch.inference_mode():
+        with self._device.inference():
             logits, features = self._ask(images)
         # Copied, because autograd refuses to keep a tensor of the inference mode for its backward pass.
         return TeacherOutputs(logits.clone(), None if features is None else features.clone())

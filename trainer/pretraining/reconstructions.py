@@ -15,7 +15,7 @@ _GAP = 4
 _LEAST_EDGE = 96
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def draw_reconstructions(model: MaskedAutoencoder, images: Tensor, keys: Tensor, *, seed: int) -> bytes:
     """Three rows: images, what is visible of them, and the visible patches with the predicted ones between them.
 

@@ -33,6 +33,10 @@ class TensorStatistics:
             len(range(0, weights.numel(), stride)) for weights, stride in zip(self._weights, self._strides, strict=True)
         ]
         self._lengths = torch.tensor(lengths, device=device)
+        self._owners: Tensor | None = None
+        """The tensor of each sampled element, [E], where the device can not sum neighbours by their numbers."""
+        if device.type == "xla":
+            self._owners = torch.repeat_interleave(torch.tensor(lengths)).to(device)
         self._sizes = torch.tensor([[weights.numel(), weights.dim()] for weights in self._weights], device=device)
         self._sampled = self._measured = torch.empty(0)
 
@@ -72,8 +76,12 @@ class TensorStatistics:
     def _means(self, quantities: Sequence[Tensor]) -> Tensor:
         """Mean over each tensor's sample of every quantity [E]: [Q, T]."""
         values = torch.stack([quantity.float() for quantity in quantities], dim=1)
-        means = torch.segment_reduce(values, "mean", lengths=self._lengths, axis=0, unsafe=True)  # checks would wait
-        return means.T
+        if self._owners is None:
+            return torch.segment_reduce(
+                values, "mean", lengths=self._lengths, axis=0, unsafe=True
+            ).T  # checks would wait
+        sums = values.new_zeros(len(self.names), len(quantities)).index_add(0, self._owners, values)
+        return (sums / self._lengths[:, None]).T
 
     def _norms(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Norm and mean absolute value of each tensor, [T] each."""

@@ -130,15 +130,16 @@ def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logi
     Raises:
         ModelError: a logit is not finite.
     """
-    device = choose_device().torch_device
-    model.to(device)
-    with torch.inference_mode():
+    device = choose_device()
+    model.to(device.torch_device)
+    parts = (range(start, min(start + batch_size, len(split))) for start in range(0, len(split), batch_size))
+    with device.inference():
         batches = [
-            model(split.read(range(start, min(start + batch_size, len(split)))).to(device)).float().cpu()
-            for start in range(0, len(split), batch_size)
+            model(split.read(indices).to(device.torch_device)).float().cpu()
+            for indices in (device.filled(part, batch_size) for part in parts)
         ]
     model.to("cpu")
-    logits: Logits = torch.cat(batches).numpy()
+    logits: Logits = torch.cat(batches)[: len(split)].numpy()
     broken = ~np.isfinite(logits).all(axis=1)
     if broken.any():
         raise ModelError(

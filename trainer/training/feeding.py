@@ -18,7 +18,12 @@ from trainer.data.loader import Views
 from trainer.data.views.mixing import mix
 from trainer.data.views.rendering import make_views
 from trainer.profiling.timeline import Timeline
-from trainer.training.devices import Device
+from trainer.training.devices import HOST, Device
+
+
+def feed_for(batches: Iterator[Batch], views: Views, device: Device) -> Feed:
+    """How these micro-batches come to this device, in their order; `views` tells how it makes what the loader left to it."""
+    return AheadFeed(batches, views, device) if device.traces else Feed(batches, views, device)
 
 
 class Feed:
@@ -50,7 +55,14 @@ class Feed:
             batch = next(self._batches, None)
         if batch is not None:
             with timeline.range("to_device"), self._on_stream():
-                self._sent = _moved(batch, self._device)
+                self._sent = _moved(batch, self._move)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        """From page-locked memory the host does not wait for the copy."""
+        return tensor.to(self._device.torch_device, non_blocking=True)
+
+    def close(self) -> None:
+        """No more is taken."""
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
@@ -64,6 +76,52 @@ class Feed:
         for tensor in _tensors(batch):
             if tensor.is_cuda:
                 tensor.record_stream(computing)
+
+
+class AheadFeed(Feed):
+    """Threads send the micro-batches while the host notes what the device is to do, and that computes.
+
+    All that is made of the loader's batches is made before, on the host: how many partners are mixed in differs from one to the next.
+    """
+
+    def __init__(self, batches: Iterator[Batch], views: Views, device: Device) -> None:
+        """As `Feed`."""
+        super().__init__(batches, views, device)
+        self._ahead = device.send_ahead(_parted(render(batch, views, HOST)) for batch in batches)
+
+    def take(self, timeline: Timeline) -> Batch:
+        """The next micro-batch, on the device."""
+        with timeline.range("data"):
+            tensors, held = next(self._ahead)
+        sent = iter(tensors)
+        return _moved(held.batch, lambda _: next(sent))
+
+    def send(self, timeline: Timeline) -> None:
+        """Threads do that."""
+
+    def close(self) -> None:
+        """End them."""
+        self._ahead.close()
+
+
+class _Held:
+    """A batch that stays on the host."""
+
+    __slots__ = ("batch",)  # what has a dictionary, torch_xla looks through for tensors
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+
+def _parted(batch: Batch) -> tuple[list[Tensor], _Held]:
+    """What is sent of a batch, and the batch."""
+    tensors: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    return tensors, _Held(_moved(batch, note))
 
 
 def render(batch: Batch, views: Views, device: Device) -> Batch:
@@ -84,12 +142,8 @@ def render(batch: Batch, views: Views, device: Device) -> Batch:
     return batch._replace(images=images, views=None, lengths=None)
 
 
-def _moved(batch: Batch, device: Device) -> Batch:
-    """The batch with the parts that the device computes with on it; from page-locked memory the host does not wait for the copies."""
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device.torch_device, non_blocking=True)
-
+def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
+    """The batch with the parts that the device computes with moved."""
     return batch._replace(
         images=move(batch.images)
         if batch.lengths is None

@@ -29,7 +29,8 @@ class Loading:
     """The micro-batches of one training process; which they are does not depend on who loads them.
 
     `auto` loads in the training process until the step's time is known, and then in as many processes as keep up with it. Where the CPU
-    trains, a core that loads is one that does not train: processes there pay only for the time that loading waits for storage.
+    trains, a core that loads is one that does not train: processes there pay only for the time that loading waits for storage. Where the
+    device traces, as many load as there are cores for.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class Loading:
         """Of the micro-batches that begin at `starts`, `accumulation` of them a step."""
         self._batches, self._starts, self._accumulation = batches, starts, accumulation
         self._workers, self._processes, self._recorder = workers, processes, recorder
+        # Where the device traces, threads ask for batches, who must not meet other processes, and a step's time is known late.
+        self._chosen = self._choose(lambda: 0.0) if workers == "auto" and processes.device.traces else workers
 
     def __iter__(self) -> Iterator[Batch]:
-        starts, workers, device = self._starts, self._workers, self._processes.device
+        starts, workers, device = self._starts, self._chosen, self._processes.device
         if workers == "auto":
             self._recorder.workers = 0
             for start in islice(starts, (WARM_STEPS + TIMED_STEPS) * self._accumulation):
@@ -56,7 +59,7 @@ class Loading:
             if following is None:  # all is loaded before it was known who should
                 return
             starts = chain([following], starts)
-            workers = self._choose()
+            workers = self._choose(self._step_seconds)
         self._recorder.workers = workers
         if self._processes.is_first:
             name, reason = self._recorder.name, "measured" if self._workers == "auto" else "as workers says"
@@ -70,10 +73,10 @@ class Loading:
             observer=self._recorder,
         )
 
-    def _choose(self) -> int:
+    def _choose(self, step_seconds: Callable[[], float]) -> int:
         """As many as keep up with the step, by the measurements of the process that needs most."""
         positions = count(0, self._batches.count)
-        chosen = measured_workers(self._recorder.name, self._batches, positions, self._step_seconds, self._processes)
+        chosen = measured_workers(self._recorder.name, self._batches, positions, step_seconds, self._processes)
         return max(self._processes.gather(chosen, "the choice of loader processes"))
 
     def _step_seconds(self) -> float:

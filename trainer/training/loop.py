@@ -7,8 +7,8 @@ optimiser, the average of the weights, evidence, metrics, validation, checkpoint
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Generator, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -32,7 +32,7 @@ from trainer.data.loader import (
 from trainer.data.order import SampleOrder
 from trainer.data.randomness import random_bits
 from trainer.data.views.mixing import mixes
-from trainer.errors import TrainingError
+from trainer.errors import SettingsError, TrainingError
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.timeline import Timeline
 from trainer.profiling.watch import Watch
@@ -41,8 +41,8 @@ from trainer.training.attempts import Attempts
 from trainer.training.averages import AveragedModel
 from trainer.training.boundaries import Boundary, Validate
 from trainer.training.checkpoints import Checkpoints, newest
-from trainer.training.checkpoints.state import capture, restore
-from trainer.training.feeding import Feed
+from trainer.training.checkpoints.state import State, capture, restore
+from trainer.training.feeding import Feed, feed_for
 from trainer.training.loading import Loading
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
 from trainer.training.preemption import Preemption
@@ -185,14 +185,15 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     with attempts, recorder, report.progress, watch, training.checkpoints, Preemption(processes) as preemption:
         boundary = _boundary(training, loop, report, timeline, preemption)
         boundary.catch_up(first_step - 1, loop.pending)
-        for step, feed in loop.steps(first_step, recorder):
-            with timeline.step(step, images=settings.batch_size), processes.waiting(f"step {step + 1}"):
-                losses = loop.step(step, feed, recorder)
-            report.add(step, losses)
-            watch.look(step)
-            loop.look_back(step + 1 - first_step)
-            attempts.seen(step + 1 - first_step)
-            boundary.pass_over(step)
+        with closing(loop.steps(first_step, recorder)) as steps:
+            for step, feed in steps:
+                with timeline.step(step, images=settings.batch_size), processes.waiting(f"step {step + 1}"):
+                    losses = loop.step(step, feed, recorder)
+                report.add(step, losses)
+                watch.look(step)
+                loop.look_back(step + 1 - first_step)
+                attempts.seen(step + 1 - first_step)
+                boundary.pass_over(step)
         boundary.finish(training.total_steps - 1)
     processes.barrier("the end of the training")
     return loop.result
@@ -234,13 +235,27 @@ def _report(training: Training, recorder: Recorder, tracker: Tracker, first_step
     )
 
 
+def check_batch(settings: TrainingSettings, processes: Processes) -> None:
+    """Make sure that a step can be dealt to the processes.
+
+    Raises:
+        SettingsError: there are too few images, or not equally many for all where each size would be a graph of its own.
+    """
+    most, parts = micro_batch_size(settings, processes.world_size), processes.world_size * settings.accumulation
+    if processes.device.traces and most * parts != settings.batch_size:
+        raise SettingsError(
+            f"batch_size = {settings.batch_size} can not be dealt evenly to {processes.world_size} processes x {settings.accumulation} "
+            f"micro-batches, and on XLA each size is compiled by itself; choose {most * parts}"
+        )
+
+
 class Loop:
     """The parts that a step moves."""
 
     def __init__(self, training: Training) -> None:
         settings, processes = training.settings, training.processes
         self._training, self._settings, self._processes = training, settings, processes
-        micro_batch_size(settings, processes.world_size)
+        check_batch(settings, processes)
         self._model = training.objective.model.to(processes.device.torch_device).train()
         with processes.waiting("the comparison of the models"):
             self._wrapped, self._graphs = wrap(self._model, settings, processes)
@@ -258,7 +273,7 @@ class Loop:
         """The model to keep."""
         return self._average.model if self._average else self._model
 
-    def steps(self, first_step: int, recorder: Recorder) -> Iterator[tuple[int, Feed]]:
+    def steps(self, first_step: int, recorder: Recorder) -> Generator[tuple[int, Feed]]:
         """Each step with the feed of micro-batches, of which it takes `accumulation`."""
         training, processes = self._training, self._processes
         if self._exchange is not None:
@@ -281,15 +296,17 @@ class Loop:
             processes=processes,
             recorder=recorder,
         )
-        feed = Feed(iter(loading), views, processes.device)
-        for step in range(first_step, training.total_steps):
-            yield step, feed
+        feed = feed_for(iter(loading), views, processes.device)
+        processes.device.dispatch()  # what was made before is no part of a step
+        with closing(feed):
+            for step in range(first_step, training.total_steps):
+                yield step, feed
 
     def step(self, step: int, feed: Feed, recorder: Recorder) -> Losses:
         """One optimiser step; gives this process's losses, left on the device: their mean over the processes is that over the images."""
         settings, processes, timeline = self._settings, self._processes, recorder.timeline
         processes.device.seed(int(random_bits(_NOISE, self._training.seed, step, processes.rank)) >> 1)
-        set_learning_rate(self._optimizer, self._training.learning_rate(step))
+        set_learning_rate(self._optimizer, self._training.learning_rate(step), processes.device)
         means: Losses = {}
         for micro in range(settings.accumulation):
             batch = feed.take(timeline)
@@ -302,9 +319,13 @@ class Loop:
                     (losses["loss"] / parts).backward()
             for name, loss in losses.items():
                 means[name] = means.get(name, 0) + loss.detach() / parts
+            if micro < settings.accumulation - 1:
+                processes.device.dispatch()
             feed.send(timeline)
         with recorder.looks.around_update(step, partial(self._show, batch)), timeline.range("optimizer"):
             self._update(step)
+        with timeline.range("dispatch") if processes.device.traces else nullcontext():
+            processes.device.dispatch()
         return means
 
     def _show(self, batch: Batch) -> None:
@@ -321,6 +342,9 @@ class Loop:
         self._training.checkpoints.look()
 
     def _update(self, step: int) -> None:
+        if not isinstance(self._wrapped, DistributedDataParallel):
+            bf16 = self._settings.gradient_compression == "bf16"
+            self._processes.device.sum_gradients(self._parameters, world_size=self._processes.world_size, bf16=bf16)
         if self._settings.clip_norm:
             nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
         self._optimizer.step()
@@ -351,17 +375,17 @@ class Loop:
             TrainingError: weights are not finite; they are not kept.
             TrainerError: as `Checkpoints.save`.
         """
-        self._check_finite(step)
-        if self.is_best(top1):
-            self._best = top1
         average = self._average.model if self._average else None
         state = capture(step, self._model, self._optimizer, average, processes=self._processes, pending=pending)
+        self._check_finite(step, state)
+        if self.is_best(top1):
+            self._best = top1
         if self._processes.is_first:
             self._training.checkpoints.save(state, top1=top1)
 
-    def _check_finite(self, step: int) -> None:
+    def _check_finite(self, step: int, state: State) -> None:
         """The loss was finite, but the update that followed may have spoilt the weights, which would never heal."""
-        weights = dict(self._model.named_parameters())
+        weights = {name: state.model[name] for name, _ in self._model.named_parameters()}
         finite = torch.stack([torch.isfinite(weight).all() for weight in weights.values()]).tolist()
         bad = [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
         if bad:

@@ -11,6 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trainer.config import TrainingSettings
 from trainer.models import Classifier
+from trainer.training.devices import Device
 from trainer.training.processes import Processes
 
 
@@ -41,14 +42,28 @@ def make_optimizer(
     options: dict[str, Any] = {
         "lr": settings.peak_learning_rate(),
         "betas": (settings.beta1, settings.beta2),
-        "fused": True,
-    }
+    } | processes.device.adamw_options
     if settings.zero and processes.world_size > 1:
         return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **options)
-    return torch.optim.AdamW(groups, **options)
+    optimizer = torch.optim.AdamW(groups, **options)
+    if processes.device.traces:
+        _make_state(optimizer)
+    return optimizer
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set every group's learning rate to `rate` times the group's scale."""
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """AdamW would make its state in the first step, which would be another graph than those that follow."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_scale"]
+        for weight in group["params"]:
+            optimizer.state[weight] = {
+                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
+            }
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, device: Device) -> None:
+    """Set every group's learning rate to `rate` times the group's scale, as `device` takes it."""
+    rates = device.learning_rates([rate * group["lr_scale"] for group in optimizer.param_groups])
+    for group, own in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = own

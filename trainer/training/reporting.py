@@ -6,6 +6,7 @@ Shapes: W processes, S steps, L losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -134,17 +135,32 @@ class _Losses:
     def __init__(self, waiting: Sequence[tuple[int, Mapping[str, Tensor]]], processes: Processes) -> None:
         self.steps = [step for step, _ in waiting]
         self.names = list(waiting[0][1])
-        own = torch.stack([torch.stack([losses[name].float() for name in self.names]) for _, losses in waiting])
-        everyone = own.new_zeros(processes.world_size, *own.shape)
-        everyone[processes.rank] = own
-        what = f"the losses of step {self.steps[-1] + 1}"
-        self._readback = ReadBack({"losses": processes.total(everyone, what)})
+        self._what, self._processes = f"the losses of step {self.steps[-1] + 1}", processes
+        rows = [[losses[name] for name in self.names] for _, losses in waiting]
+        if processes.device.traces:  # what is computed here would be noted for the next step, and change its graph
+            self._readback = ReadBack({str(number): loss for number, loss in enumerate(chain.from_iterable(rows))})
+        else:
+            self._readback = ReadBack({"losses": self._summed(_table(rows))})
+
+    def _summed(self, own: Tensor) -> Tensor:
+        """Those of all processes, [W, S, L], of one process's, [S, L]."""
+        everyone = own.new_zeros(self._processes.world_size, *own.shape)
+        everyone[self._processes.rank] = own
+        return self._processes.total(everyone, self._what)
 
     @property
     def arrived(self) -> bool:
-        """Whether they can be read without waiting."""
+        """Whether they can be read without waiting; where the device traces, the same on all processes."""
         return self._readback.arrived
 
     def table(self) -> Tensor:
         """The losses [W, S, L] on the host; waits for them."""
-        return self._readback.wait()["losses"]
+        arrived = self._readback.wait()
+        if not self._processes.device.traces:
+            return arrived["losses"]
+        own = torch.stack([*arrived.values()]).float().reshape(len(self.steps), len(self.names))
+        return torch.stack(self._processes.gather(own, self._what))
+
+
+def _table(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    return torch.stack([torch.stack([loss.float() for loss in row]) for row in rows])

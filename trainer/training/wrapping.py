@@ -96,7 +96,9 @@ def wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> 
         return whole, graphs
     else:
         compile_blocks(model, graphs)
-    return (_share(model, settings) if processes.world_size > 1 else model), graphs
+    if processes.world_size == 1 or processes.device.share_weights(model):
+        return model, graphs
+    return _share(model, settings), graphs
 
 
 def compile_blocks(model: nn.Module, graphs: Graphs) -> None:

@@ -4,6 +4,7 @@ import torch
 from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
 from trainer.training.devices import choose_device
+from trainer.training.devices import HOST
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
 from trainer.training.processes import Processes
 
@@ -46,7 +47,7 @@ def test_the_learning_rate_reaches_every_group_with_its_scale(model):
     processes = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
     groups = parameter_groups(model, weight_decay=0.1, layer_decay=0.5)
     optimizer = make_optimizer(groups, TrainingSettings(), processes)
-    set_learning_rate(optimizer, 0.8)
+    set_learning_rate(optimizer, 0.8, HOST)
     assert {group["lr"] for group in optimizer.param_groups} == {0.8, 0.4, 0.2, 0.1, 0.05}
 
 

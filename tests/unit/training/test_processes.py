@@ -75,7 +75,8 @@ def test_sums_and_means_are_over_all_processes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "message"), [("tpu", "must be auto, cpu or cuda, got 'tpu'"), ("cuda", "finds no GPU on this machine")]
+    ("device", "message"),
+    [("tpu", "must be auto, cpu, cuda or xla, got 'tpu'"), ("cuda", "finds no GPU on this machine")],
 )
 def test_a_device_that_is_not_there_is_named(monkeypatch, device, message):
     monkeypatch.setenv("TRAINER_DEVICE", device)

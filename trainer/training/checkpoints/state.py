@@ -6,7 +6,7 @@ So a state fits the same model whatever the order of its weights and the number 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trainer.errors import ArtifactError
+from trainer.training.devices import Device
 from trainer.training.processes import Processes
 
 OPTIONS = ("lr_scale", "weight_decay", "betas", "eps")
@@ -58,7 +59,8 @@ def capture(
         model: whose weights are trained.
         optimizer: theirs.
         average: of the weights.
-        processes: of a sharded optimiser: all of them call this, and the first one has the whole state then, the others none.
+        processes: of the training; where the optimiser is sharded, all of them call this, and the first one has the whole state then,
+            the others none.
         pending: what belongs to the last step and is still to be done.
 
     Raises:
@@ -73,7 +75,7 @@ def capture(
     if local is not optimizer:
         assert processes is not None, "an optimiser is sharded over some"
         tensors = _gather(tensors, processes, f"the checkpoint of step {step}")
-    return State(
+    state = State(
         step=step,
         model=model.state_dict(),
         optimizer=tensors,
@@ -84,6 +86,18 @@ def capture(
         average=average.state_dict() if average is not None else None,
         pending=pending,
     )
+    return state if processes is None else _on_host(state, processes.device)
+
+
+def _on_host(state: State, device: Device) -> State:
+    """The state itself, or copies on the host where tensors of the device are not copied one by one."""
+    held = [part for part in (state.model, state.optimizer, state.average) if part is not None]
+    copies = device.host_copies([tensor for part in held for tensor in part.values()])
+    if copies is None:
+        return state
+    left = iter(copies)
+    model, optimizer, *average = ({name: next(left) for name in part} for part in held)
+    return replace(state, model=model, optimizer=optimizer, average=average[0] if average else None)
 
 
 def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None) -> None:

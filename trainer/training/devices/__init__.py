@@ -1,0 +1,138 @@
+"""Devices: what differs between a CPU, a GPU and an accelerator of XLA, behind one small adapter.
+
+`Device` is the adapter; what it does by itself is right for a CPU. A new kind of device is a module with a class of its own, a name in
+`run.device`, and a line in `choose_device`: torch's name of the device, the backend that its processes exchange by, whether it compiles.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import DEVICE_VARIABLE, Compile, Precision
+from trainer.errors import SettingsError
+
+Kind = Literal["cpu", "cuda", "xla"]
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where a process trains."""
+
+    kind: Kind
+    torch_device: torch.device
+    backend: str
+    """torch.distributed's backend for it."""
+    has_bf16: bool
+    """Whether bf16 is worth taking without being asked."""
+    compiles: bool
+    """Whether torch.compile pays for itself here."""
+    traces: bool = False
+    """Whether operations are only noted until `dispatch`: what is noted has to be the same in each step, and reading a tensor breaks it
+    up. Shapes, and numbers that become a part of it, must not change."""
+
+    def uses_bf16(self, precision: Precision) -> bool:
+        """Whether this precision is bf16 here."""
+        return precision == "bf16" or (precision == "auto" and self.has_bf16)
+
+    def compiles_with(self, setting: Compile) -> bool:
+        """Whether torch.compile is used here."""
+        return setting == "on" or (setting == "auto" and self.compiles)
+
+    def autocast(self, precision: Precision) -> AbstractContextManager[object]:
+        """bf16 autocast, or none."""
+        return torch.autocast(self.kind, dtype=torch.bfloat16, enabled=self.uses_bf16(precision))
+
+    def inference(self) -> AbstractContextManager[object]:
+        """Around forward passes that no backward pass follows."""
+        return torch.inference_mode()
+
+    def seed(self, seed: int) -> None:
+        """Seed what draws here; `torch.manual_seed` asks every kind of device there is, in every step a tenth of a millisecond."""
+        torch.default_generator.manual_seed(seed)
+
+    def synchronize(self) -> None:
+        """Wait for all that was given to the device."""
+
+    def dispatch(self) -> None:
+        """Hand what was noted to the device, where that does not begin by itself."""
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether transfers from page-locked memory overlap with the device's work."""
+        return False
+
+    def send_ahead(self, items: Iterable[Item]) -> Generator[Item]:
+        """The same items; where the device traces, lists of tensors in them have been sent to it, ahead of the training."""
+        yield from items
+
+    def filled(self, indices: Sequence[int], size: int) -> Sequence[int]:
+        """The same; where the device traces, and another number would be another graph, the last one repeated to make `size`."""
+        return [*indices, *[indices[-1]] * (size - len(indices))] if self.traces else indices
+
+    def host_copies(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:  # noqa: ARG002  # XLA's looks at them
+        """The tensors on the host, which waits for them; None where they can be copied one by one without disturbing the device."""
+        return None
+
+    # What several processes exchange, where DistributedDataParallel does not
+
+    def share_weights(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Give all processes the first one's weights; False where DistributedDataParallel does it, and exchanges gradients."""
+        return False
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter], *, world_size: int, bf16: bool) -> None:
+        """Replace each gradient by its mean over all processes, where DistributedDataParallel has not; `bf16`: sent as that."""
+
+    # The optimiser
+
+    @property
+    def adamw_options(self) -> dict[str, Any]:
+        """How AdamW is computed fastest here."""
+        return {"fused": True}
+
+    def learning_rates(self, rates: Sequence[float]) -> Sequence[float | Tensor]:
+        """The learning rates of all groups, as the optimiser takes them here."""
+        return rates
+
+
+HOST = Device(kind="cpu", torch_device=torch.device("cpu"), backend="gloo", has_bf16=False, compiles=False)
+"""On a CPU without bf16 instructions autocast is many times slower, and for small models it is slower on any."""
+
+
+def choose_device(local_rank: int = 0) -> Device:
+    """The device that `TRAINER_DEVICE` names; by default a GPU if there is one.
+
+    Raises:
+        SettingsError: the named device is not there.
+    """
+    wanted = os.environ.get(DEVICE_VARIABLE) or "auto"
+    if wanted not in {"auto", "cpu", "cuda", "xla"}:
+        raise SettingsError(f"{DEVICE_VARIABLE} must be auto, cpu, cuda or xla, got {wanted!r}")
+    if wanted == "xla":
+        return _xla()
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("run.device is cuda, but torch finds no GPU on this machine; set run.device=cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return HOST
+    from trainer.training.devices.cuda import choose_gpu
+
+    return choose_gpu(local_rank)
+
+
+def _xla() -> Device:
+    try:
+        from trainer.training.devices.xla import XlaDevice
+    except ImportError as error:
+        raise SettingsError(
+            f"run.device is xla, but torch_xla can not be loaded here ({error}); take the Neuron image (docs/neuron.md), or set "
+            "run.device=auto"
+        ) from error
+    return XlaDevice.choose()

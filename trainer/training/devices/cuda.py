@@ -1,0 +1,49 @@
+"""GPUs of NVIDIA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trainer.errors import SettingsError
+from trainer.training.devices import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaDevice(Device):
+    """A GPU."""
+
+    def seed(self, seed: int) -> None:
+        """Seed the CPU's generator and the GPU's."""
+        super().seed(seed)
+        torch.cuda.manual_seed(seed)
+
+    def synchronize(self) -> None:
+        """Wait for all that was given to the GPU."""
+        torch.cuda.synchronize(self.torch_device)
+
+    @property
+    def pins_memory(self) -> bool:
+        """Copies from page-locked memory go over a stream of their own."""
+        return True
+
+
+def choose_gpu(local_rank: int) -> CudaDevice:
+    """The GPU of a process.
+
+    Raises:
+        SettingsError: there are more processes than GPUs.
+    """
+    if local_rank >= torch.cuda.device_count():
+        raise SettingsError(
+            f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; start fewer processes a node"
+        )
+    torch.cuda.set_device(local_rank)
+    return CudaDevice(
+        kind="cuda",
+        torch_device=torch.device("cuda", local_rank),
+        backend="nccl",
+        has_bf16=torch.cuda.is_bf16_supported(),
+        compiles=True,
+    )

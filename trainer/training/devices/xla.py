@@ -1,0 +1,180 @@
+"""Accelerators of XLA, through torch_xla: Trainium, and the CPU that stands in for one in tests.
+
+Imported only where such a device is asked for. The native Neuron device, torch's own, would be a module beside this one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import torch
+import torch_xla
+import torch_xla.distributed.xla_backend  # makes the backend "xla" known
+from torch import Tensor, nn
+from torch_xla import runtime
+from torch_xla.core import xla_model
+from torch_xla.distributed import parallel_loader
+
+from trainer.config import Compile, Precision
+from trainer.errors import SettingsError
+from trainer.training.devices import Device
+
+Item = TypeVar("Item")
+
+_AHEAD = 2
+"""Batches that wait on the host, and on the device."""
+_NEVER = 2**62
+"""Batches after which torch_xla's loader would dispatch by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class XlaDevice(Device):
+    """A core of an accelerator, or the CPU through XLA."""
+
+    @classmethod
+    def choose(cls) -> Self:
+        """This process's device.
+
+        Raises:
+            SettingsError: the runtime that `PJRT_DEVICE` names finds none.
+        """
+        try:
+            device, kind = torch_xla.device(), runtime.device_type()
+        except RuntimeError as error:
+            raise SettingsError(
+                f"run.device is xla, but the runtime {os.environ.get('PJRT_DEVICE') or 'that PJRT_DEVICE should name'} finds no device: "
+                f"{str(error).splitlines()[0]}; set PJRT_DEVICE=NEURON on Trainium, or run.device=auto"
+            ) from error
+        return cls(kind="xla", torch_device=device, backend="xla", has_bf16=kind != "CPU", compiles=False, traces=True)
+
+    def compiles_with(self, setting: Compile) -> bool:
+        """Never by torch.compile.
+
+        Raises:
+            SettingsError: it is asked for.
+        """
+        if setting == "on":
+            raise SettingsError("compile=on: XLA compiles whole steps by itself; set compile=auto")
+        return False
+
+    def autocast(self, precision: Precision) -> AbstractContextManager[object]:
+        """bf16 autocast, or none; `XLA_USE_BF16` and `XLA_DOWNCAST_BF16` would change the weights too."""
+        return torch.autocast("xla", dtype=torch.bfloat16, enabled=self.uses_bf16(precision))
+
+    def inference(self) -> AbstractContextManager[object]:
+        """Torch's inference mode can not make views of weights that were made outside of it, on this device."""
+        return torch.no_grad()
+
+    def seed(self, seed: int) -> None:
+        """Seed the CPU's generator and the device's."""
+        super().seed(seed)
+        xla_model.set_rng_state(seed, str(self.torch_device))
+
+    def synchronize(self) -> None:
+        """Hand over what was noted, and wait for all of it."""
+        self.dispatch()
+        xla_model.wait_device_ops()
+
+    def dispatch(self) -> None:
+        """Hand what was noted to the device as one graph, which is compiled if it was never seen; the host does not wait for the result."""
+        torch_xla.sync()
+        _Dispatches.count += 1
+
+    def send_ahead(self, items: Iterable[Item]) -> Generator[Item]:
+        """The same items, in which lists of tensors have been sent to the device by torch_xla's threads.
+
+        Raises:
+            Exception: what the items raise, when its turn comes.
+        """
+        loader = parallel_loader.ParallelLoader(
+            _outcomes(items),
+            [self.torch_device],
+            batches_per_execution=_NEVER,
+            loader_prefetch_size=_AHEAD,
+            device_prefetch_size=_AHEAD,
+        )
+        try:
+            for item, failure in loader.per_device_loader(self.torch_device):
+                if failure.error is not None:
+                    raise failure.error
+                yield item
+        finally:
+            loader.close()
+
+    def host_copies(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors on the host, by one transfer."""
+        copies: list[Tensor] = torch_xla._XLAC._xla_get_cpu_tensors(list(tensors))
+        return copies
+
+    def share_weights(self, model: nn.Module) -> bool:
+        """Give all processes the first one's weights."""
+        xla_model.broadcast_master_param(model)
+        self.dispatch()
+        return True
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter], *, world_size: int, bf16: bool) -> None:
+        """Replace each gradient by its mean over all processes."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if world_size == 1:
+            return
+        if not bf16:
+            xla_model.all_reduce(xla_model.REDUCE_SUM, gradients, scale=1 / world_size)
+            return
+        sent = [gradient.bfloat16() for gradient in gradients]
+        xla_model.all_reduce(xla_model.REDUCE_SUM, sent, scale=1 / world_size)
+        for gradient, mean in zip(gradients, sent, strict=True):
+            gradient.copy_(mean)
+
+    @property
+    def adamw_options(self) -> dict[str, Any]:
+        """The number of steps is on the device, or it would be a constant of the graph; XLA fuses what it is given."""
+        return {"fused": False, "foreach": False, "capturable": True}
+
+    def learning_rates(self, rates: Sequence[float]) -> Sequence[Tensor]:
+        """On the device: as numbers, 0 and 1 would be constants of the graph."""
+        return list(torch.tensor(rates, dtype=torch.float32).to(self.torch_device))
+
+
+class _Dispatches:
+    """How many graphs this process has handed over; a device executes one after the other."""
+
+    count = 0
+
+
+class InFlight:
+    """Tensors that are being computed: read without waiting once the graph after theirs was handed over."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Of tensors that were noted or handed over."""
+        self._tensors, self._due = tensors, _Dispatches.count + 2
+
+    @property
+    def arrived(self) -> bool:
+        """Whether they are known to be computed; the same on all processes that hand over equally often."""
+        return _Dispatches.count >= self._due
+
+    def wait(self) -> Sequence[Tensor]:
+        """The tensors on the host, by one transfer."""
+        copies: list[Tensor] = torch_xla._XLAC._xla_get_cpu_tensors(list(self._tensors))
+        return copies
+
+
+class _Failure:
+    """An error, or none; torch_xla's threads would drop one that they meet."""
+
+    __slots__ = ("error",)  # what has a dictionary, torch_xla looks through for tensors
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+
+def _outcomes(items: Iterable[Item]) -> Iterator[tuple[Item | None, _Failure]]:
+    try:
+        for item in items:
+            yield item, _Failure()
+    except Exception as error:  # noqa: BLE001  # it is raised where the item is taken
+        yield None, _Failure(error)
