@@ -21,6 +21,7 @@ def configure(
     "Sections",
     [
         ("prepare", str),
+        ("warm_up", str),
         ("pretrain", str),
         ("reinforce", str),
         ("tune", str),
@@ -49,5 +50,5 @@ def configure(
     from components.launching import Place
 
     with task.reporting("configure"):
-        Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node).check()
-        return sections.configure(sections.resolve(recipe, overrides, dataset, teacher, experiment))
+        place = Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+        return sections.configure(sections.resolve(recipe, overrides, dataset, teacher, experiment), place)

@@ -35,11 +35,14 @@ class Place:
     processes_per_node: int = 0
     """0: one for each device of a machine."""
 
-    def check(self) -> None:
+    def check(self, *, warms_up: bool = False) -> None:
         """Find what is wrong before anything starts.
 
+        Args:
+            warms_up: whether compiling beforehand is asked for, which has to outlive the pods.
+
         Raises:
-            SettingsError: there is no such pool, or a number makes no sense or not on this pool.
+            SettingsError: there is no such pool, or a number makes no sense or not on this pool, or a warm-up would be lost with its pods.
         """
         if self.nodes < 1:
             raise SettingsError(f"nodes must be >= 1, got {self.nodes}")
@@ -48,9 +51,12 @@ class Place:
                 f"processes_per_node must be >= 0 (0: one for each device), got {self.processes_per_node}"
             )
         if self.pool:
-            from components.launch import pools
+            from components.launch import environment, pools
 
-            pools.get(self.pool).processes(self.processes_per_node)
+            pool = pools.get(self.pool)
+            pool.place(self.nodes, self.processes_per_node)
+            if warms_up:
+                environment.check_compile_cache(pool, os.environ)
         elif os.environ.get("KFP_POD_NAME"):
             raise SettingsError(
                 "pool is empty, but the tasks' own pods on this cluster are too small to train in; name a node pool, such as cpu"

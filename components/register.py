@@ -12,6 +12,7 @@ def register(
     resolved: str,
     teacher_outputs: str,
     tuning: str,
+    warmed: str,
     dataset: dsl.Input[dsl.Dataset],
     teacher: dsl.Input[dsl.Model],
     student: dsl.Input[dsl.Model],
@@ -29,6 +30,7 @@ def register(
         resolved: All settings of the run, as JSON.
         teacher_outputs: Where the teacher's recorded outputs are; empty: the teacher ran in every step.
         tuning: Where the forecast of the distillation is; empty: nobody made one.
+        warmed: Where the report on what was compiled beforehand is; empty: nothing was.
         dataset: The prepared data set.
         teacher: The teacher's model directory.
         student: The student's model directory.
@@ -56,5 +58,6 @@ def register(
         "resolved": json.loads(resolved),
         "teacher_outputs": teacher_outputs or None,
         "tuning": tuning or None,
+        "warmed": warmed or None,
     }
     task.run_stage("register", settings, inputs=inputs, outputs={"registration": registration}, **run)

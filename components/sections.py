@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from components.launching import Place
 from trainer import artifacts, config, tracking
 from trainer.artifacts import canonical_json
 from trainer.data import sources
@@ -19,6 +20,7 @@ class Sections(NamedTuple):
     """Each stage's own section, as JSON; what the images and the teacher's given weights are now."""
 
     prepare: str
+    warm_up: str
     pretrain: str
     reinforce: str
     tune: str
@@ -49,13 +51,15 @@ def _as_overrides(named: Mapping[str, str]) -> list[str]:
     return [shlex.quote(f"{key}={json.dumps(value)}") for key, value in named.items() if value]
 
 
-def configure(settings: config.Settings) -> Sections:
+def configure(settings: config.Settings, place: Place) -> Sections:
     """Check what can be checked before anything expensive, and give each stage its own section.
 
     Raises:
+        SettingsError: there is no such place, or a warm-up there would be lost.
         DataError: the images are not there.
         TrackingError: MLflow does not answer or refuses.
     """
+    place.check(warms_up=settings.warm_up.enabled)
     source_version = sources.source_version(settings.data.source, outside=settings.data.outside)
     resolved = settings.model_dump(mode="json")
     with variables(_experiment(settings.tracking)):

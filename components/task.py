@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from components import launching
 from components.launching import Training
 from trainer import artifacts, limits, stages, storage, tracking
-from trainer.config import DistillSettings, TuneSettings
+from trainer.config import DistillSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
 from trainer.signals import ended_by_sigterm
 from trainer.tuning.schema import read_tuning
@@ -104,6 +104,18 @@ def train(training: Training) -> None:
         launching.launch(training)
         for name, artifact in training.outputs.items():
             _describe(artifact, stages.STAGES[training.stage].outputs[name])
+
+
+def warm_up(training: Training) -> str:
+    """Run the stage warm_up if its section says so; gives the URI of its report, empty where nothing was run.
+
+    Raises:
+        SystemExit: the stage failed with a message, which was told.
+    """
+    if not WarmUpSettings.model_validate_json(training.settings).enabled:
+        return ""
+    train(training)
+    return str(training.outputs["warmed"].uri)
 
 
 class Tuned(NamedTuple):

@@ -1,11 +1,13 @@
-"""The pipeline: configure -> prepare -> pretrain -> tune -> [reinforce] -> distill -> profile -> evaluate -> register; finish in any case.
+"""The pipeline: configure -> prepare -> warm_up -> pretrain -> tune -> [reinforce] -> distill -> profile -> evaluate -> register;
+finish in any case.
 
 One definition for a cluster and for one machine. A task's name is the stage's name; the tasks hand artifacts to one another, and
 each gets its own section of the settings only, so that a changed distillation setting leaves the cached teacher valid.
 
-tune runs always, and measures only with `tune.enabled`; it hands on the settings of the distillation, which it may change. reinforce runs
-only with `distill.teacher=recorded`. What reads its output gets a URI, not an artifact: KFP chooses between parameters of
-two branches, but not between artifacts (`kfp.local` raises, and so did the backend of 2.16). The lineage stands in our manifests.
+warm_up and tune run always, and do something only with `warm_up.enabled` and `tune.enabled`. pretrain waits for warm_up and takes nothing
+from it, so that a cached teacher stays valid; tune hands on the settings of the distillation, which it may change. reinforce runs only with
+`distill.teacher=recorded`. What reads its output gets a URI, not an artifact: KFP chooses between parameters of two branches, but not
+between artifacts (`kfp.local` raises, and so did the backend of 2.16). The lineage stands in our manifests.
 """
 
 from kfp import dsl
@@ -21,6 +23,7 @@ from components.register import register
 from components.reinforce import reinforce
 from components.skip_reinforce import skip_reinforce
 from components.tune import tune
+from components.warm_up import warm_up
 from pipelines.pods import SMALL, WORK, on_cluster
 
 NAME = "distillation"
@@ -74,6 +77,14 @@ def distillation(
         ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
         preparing = prepare(settings=settings.outputs["prepare"], source_version=settings.outputs["source_version"])
         prepared = on_cluster(preparing, WORK, retries=RETRIES).outputs["dataset"]
+        warming = warm_up(
+            settings=settings.outputs["warm_up"],
+            pool=pool,
+            nodes=nodes,
+            processes_per_node=processes_per_node,
+            dataset=prepared,
+        )
+        warmed = on_cluster(warming, SMALL, retries=RETRIES).outputs["Output"]
         pretraining = pretrain(
             settings=settings.outputs["pretrain"],
             weights_version=settings.outputs["weights_version"],
@@ -81,7 +92,7 @@ def distillation(
             nodes=nodes,
             processes_per_node=processes_per_node,
             dataset=prepared,
-        )
+        ).after(warming)
         pretrained = on_cluster(pretraining, SMALL, retries=RETRIES).outputs
         tuning = tune(
             settings=settings.outputs["tune"],
@@ -135,6 +146,7 @@ def distillation(
             resolved=settings.outputs["resolved"],
             teacher_outputs=recorded,
             tuning=tuned["uri"],
+            warmed=warmed,
             dataset=prepared,
             teacher=pretrained["teacher"],
             student=distilled["student"],

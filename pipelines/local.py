@@ -118,7 +118,7 @@ def run(request: Request) -> dict[str, Any]:
         TrainerError: a setting is wrong, before anything starts; or a stage failed, which has printed its own message.
     """
     settings = sections.resolve(**request.parameters)
-    request.place.check()
+    request.place.check(warms_up=settings.warm_up.enabled)
     if request.place.pool:
         storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
     directory = runs.new_directory(request.parameters["recipe"], request.output)
@@ -200,7 +200,8 @@ def _write_summary(directory: Path, tasks: Mapping[str, Any]) -> dict[str, Any]:
     registration = Path(tasks["register"].outputs["registration"].path)
     summary: dict[str, Any] = json.loads((registration / summaries.SUMMARY).read_text())
     for name, stage in summary["stages"].items():
-        if name in tasks and tasks[name].cached:
+        task_name = name.replace("_", "-")  # as KFP has it
+        if task_name in tasks and tasks[task_name].cached:
             stage["cached"] = True
     storage.write_bytes(directory / summaries.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
     return summary

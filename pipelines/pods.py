@@ -17,6 +17,7 @@ ENVIRONMENT = (
     "AWS_DEFAULT_REGION",
     "TRAINER_ARTIFACTS",
     "TRAINER_CHECKPOINTS",
+    "NEURON_COMPILE_CACHE_URL",
 )
 """Keys of `CONFIG_MAP` that every task finds in its environment."""
 POOLS_CONFIG_MAP = "vit-distillation-pools"

@@ -25,7 +25,7 @@ LATEST = "latest"
 
 PLAN: Mapping[str, Mapping[str, str]] = {
     "prepare": {"dataset": "dataset"},
-    "warm_up": {"dataset": "dataset", "warm_up": "warm-up"},
+    "warm_up": {"dataset": "dataset", "warmed": "warm-up"},
     "pretrain": {"dataset": "dataset", "teacher": "teacher", "evidence": "pretrain-evidence"},
     "tune": {"dataset": "dataset", "teacher": "teacher", "tuning": "tuning"},
     "reinforce": {"dataset": "dataset", "teacher": "teacher", "teacher_outputs": "teacher-outputs"},
@@ -48,6 +48,7 @@ PLAN: Mapping[str, Mapping[str, str]] = {
         "evaluation": "evaluation",
         "teacher_outputs": "teacher-outputs",
         "tuning": "tuning",
+        "warmed": "warm-up",
         "registration": "registration",
     },
 }
@@ -121,7 +122,8 @@ def _places(stage: str, settings: config.Settings) -> Mapping[str, str] | None:
     }
     if not needed.get(stage, True):
         return None
-    left_out = {"teacher_outputs": not needed["reinforce"], "tuning": not needed["tune"]}
+    makers = {"teacher_outputs": "reinforce", "tuning": "tune", "warmed": "warm_up"}
+    left_out = {keyword: not needed[maker] for keyword, maker in makers.items()}
     return {keyword: place for keyword, place in PLAN[stage].items() if not left_out.get(keyword)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from components.launch.identity import Identity
 from components.launch.pools import RESERVED, SECRET, Pool, quantity
 from trainer.config import CHECKPOINTS_VARIABLE, DEVICE_VARIABLE
-from trainer.errors import LaunchError
+from trainer.errors import LaunchError, SettingsError
 from trainer.launch import JobSpec
 from trainer.sections import holds_secret
 from trainer.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
@@ -20,6 +20,8 @@ CACHE = "/cache"
 """Where a pod keeps what it read from the object store."""
 _CACHE_FILLED = 0.8
 """A pod whose volume is over its limit is evicted; what is being fetched or written comes on top of what is kept."""
+COMPILE_CACHE = "NEURON_COMPILE_CACHE_URL"
+"""Where Neuron's compiler keeps graphs: a folder of the pod, or of an object store, where the next job finds them."""
 TRACKING_URI = "MLFLOW_TRACKING_URI"
 HANDED_ON = (
     "AWS_ENDPOINT_URL",
@@ -39,9 +41,32 @@ def handed_on(task: Mapping[str, str]) -> dict[str, str]:
         task: the task's environment.
     """
     given = {name: task[name] for name in HANDED_ON if task.get(name)}
-    if "://" in task.get(CHECKPOINTS_VARIABLE, ""):
-        given[CHECKPOINTS_VARIABLE] = task[CHECKPOINTS_VARIABLE]
+    given |= {name: task[name] for name in (CHECKPOINTS_VARIABLE, COMPILE_CACHE) if "://" in task.get(name, "")}
     return given | _tracking(task)
+
+
+def check_compile_cache(pool: Pool, task: Mapping[str, str]) -> None:
+    """Make sure that what is compiled on a pool is there for the next job.
+
+    Args:
+        pool: where the job runs.
+        task: the environment of the task that launches it.
+
+    Raises:
+        SettingsError: it would be lost with the pods.
+    """
+    if pool.device != "xla":
+        raise SettingsError(
+            f"pool {pool.name}: what is compiled on it stays in the pods and is lost with them, so warm_up would warm nothing; it serves "
+            "pools of Neuron devices, and a machine of your own; set warm_up.enabled=false"
+        )
+    cache = handed_on(task).get(COMPILE_CACHE) or pool.environment.get(COMPILE_CACHE, "")
+    if "://" not in cache:
+        raise SettingsError(
+            f"pool {pool.name}: {COMPILE_CACHE}={cache} lies in the pods, so what warm_up compiles would be lost with them; set it to a "
+            "folder of an object store, such as s3://BUCKET/neuron-cache: in the ConfigMap vit-distillation, from a laptop in its "
+            "environment, or in the pool's; or set warm_up.enabled=false"
+        )
 
 
 def _tracking(task: Mapping[str, str]) -> dict[str, str]:

@@ -28,12 +28,15 @@ BUNDLED = Path(__file__).with_name("pools.toml")
 
 ACCELERATORS: Mapping[str, str] = {"cuda": "nvidia.com/gpu", "xla": "aws.amazon.com/neuron"}
 """Device -> the resource by which Kubernetes counts it."""
+EFA = "vpc.amazonaws.com/efa"
+"""Network cards that devices of several nodes talk through."""
 PROCESSES_PER_ACCELERATOR: Mapping[str, int] = {"cuda": 1, "xla": 2}
 """How many processes one of them takes: a Neuron device has two cores."""
 RESERVED = re.compile(
-    r"PET_\w+|MASTER_(ADDR|PORT)|WORLD_SIZE|RANK|TRAINER_(DEVICE|CACHE|CACHE_GIB|FAILURES|LAUNCHED)|" + PLACE_VARIABLE
+    r"PET_\w+|MASTER_(ADDR|PORT)|WORLD_SIZE|RANK|TRAINER_(DEVICE|CACHE|CACHE_GIB|FAILURES|LAUNCHED)|"
+    r"NEURON_PJRT_\w+|NEURON_RT_(NUM_CORES|VISIBLE_CORES|ROOT_COMM_ID)|" + PLACE_VARIABLE
 )
-"""Environment variables that the operator or the launcher sets."""
+"""Environment variables that the operator or the launcher sets; Neuron's own torchrun's processes derive from these."""
 SECRET = re.compile(r"(_|\b)(KEY|KEY_ID|SECRET\w*|TOKEN|PASSWORD|USERNAME)$")
 """Environment variables whose values belong into a Secret."""
 
@@ -211,6 +214,11 @@ class Pool(_Group):
         """How many processes the devices of a node take; 0 where nothing limits them."""
         return self.accelerators * PROCESSES_PER_ACCELERATOR.get(self.device, 0)
 
+    @property
+    def joins_nodes(self) -> bool:
+        """Whether several nodes can train together: Neuron devices meet those of other nodes through EFA only."""
+        return self.device != "xla" or EFA in self.resources
+
     def processes(self, asked: int = 0) -> int:
         """Training processes on a node: what was asked for, or else the pool's own number.
 
@@ -228,8 +236,13 @@ class Pool(_Group):
         """What a training here is told of where it runs.
 
         Raises:
-            SettingsError: the node has not devices enough.
+            SettingsError: the node has not devices enough, or nodes of this kind can not work together.
         """
+        if nodes > 1 and not self.joins_nodes:
+            raise SettingsError(
+                f"nodes = {nodes}, but the nodes of pool {self.name} have no EFA, without which Neuron devices of several nodes can not "
+                f'exchange gradients; set nodes=1, or name a pool with resources."{EFA}"'
+            )
         return Place(
             pool=self.name,
             instance=self.instance,

@@ -19,6 +19,7 @@ FOLDER = Path(components.__file__).parent
 NAMES = ["configure", *STAGES, "skip_reinforce", "finish"]
 TRAININGS = [name for name, stage in STAGES.items() if stage.launched]
 TOLD = {
+    "warm_up": {"Output": "String"},
     "reinforce": {"Output": "String"},
     "tune": {"distill": "String", "distill_teacher": "String", "uri": "String"},
 }

@@ -8,6 +8,7 @@ import pytest
 
 from components import sections
 from components.configure import configure
+from components.launching import Place
 from trainer import artifacts, config, tracking
 from trainer.errors import DataError, SettingsError, TrackingError
 
@@ -17,13 +18,22 @@ def _untracked(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
 
 
+HERE = Place()
+
+
+def configured(*parameters, place=HERE, **named):
+    return sections.configure(sections.resolve(*parameters, **named), place)
+
+
 def test_each_stage_gets_its_own_section_only():
-    made = sections.configure(sections.resolve("digits"))._asdict()
+    made = configured("digits")._asdict()
     for stage, name in config.SECTION_OF_STAGE.items():
         own = json.loads(made[stage])
         whole = config.resolve("digits").model_dump(mode="json")[name]
         assert own.items() <= whole.items()
-        assert not set(own) & (set(config.Settings.model_fields) - {"profile", "evaluate", "distill", "reinforce"})
+        assert not set(own) & (
+            set(config.Settings.model_fields) - {"profile", "evaluate", "pretrain", "distill", "reinforce"}
+        )
 
 
 @pytest.mark.parametrize(
@@ -39,17 +49,36 @@ def test_each_stage_gets_its_own_section_only():
         ("data.image_size=64", {"prepare"}),
         ("evaluate.gate.max_accuracy_drop=0.5", {"evaluate"}),
         ("tracking.experiment=other", set()),
+        ("warm_up.enabled=true", {"warm_up"}),
+        ("warm_up.enabled=true distill.temperature=3.5", {"warm_up", "tune", "distill"}),
     ],
 )
 def test_a_changed_setting_changes_the_sections_that_read_it_and_no_other(overrides, changed):
-    before = sections.configure(sections.resolve("digits"))._asdict()
-    after = sections.configure(sections.resolve("digits", overrides))._asdict()
+    before = configured("digits")._asdict()
+    after = configured("digits", overrides)._asdict()
     assert {name for name in before if before[name] != after[name]} == changed | {"resolved"}
+
+
+def test_a_warm_up_is_of_the_trainings_that_follow():
+    made = configured("digits", "warm_up.enabled=true distill.teacher=recorded run.seed=3")
+    own = json.loads(made.warm_up)
+    assert {name: own[name] for name in ("pretrain", "reinforce", "distill")} == {
+        name: json.loads(getattr(made, name)) for name in ("pretrain", "reinforce", "distill")
+    }
+
+
+def test_a_warm_up_that_would_be_lost_is_refused_before_anything_starts(monkeypatch):
+    neuron = Place(pool="neuron-trn1")
+    configured("digits", place=neuron)
+    with pytest.raises(SettingsError, match=r"NEURON_COMPILE_CACHE_URL=/cache/neuron lies in the pods"):
+        configured("digits", "warm_up.enabled=true", place=neuron)
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "s3://bucket/neuron-cache")
+    configured("digits", "warm_up.enabled=true", place=neuron)
 
 
 def test_a_distillation_reads_the_views_that_were_recorded_unless_they_are_named():
     def augmentation(overrides):
-        return json.loads(sections.configure(sections.resolve("digits", overrides)).reinforce)["augmentation"]
+        return json.loads(configured("digits", overrides).reinforce)["augmentation"]
 
     assert augmentation("")["min_scale"] == config.resolve("digits").distill.views.min_scale
     assert augmentation("distill.views.min_scale=0.9")["min_scale"] == 0.9
@@ -95,16 +124,16 @@ def test_an_unknown_setting_is_named():
 
 def test_missing_images_are_found_before_anything_starts(tmp_path):
     with pytest.raises(DataError, match="missing"):
-        sections.configure(sections.resolve("digits", dataset=f"imagefolder:{tmp_path / 'missing'}"))
+        configured("digits", dataset=f"imagefolder:{tmp_path / 'missing'}")
 
 
 def test_changed_images_change_the_version(tmp_path):
     photo = tmp_path / "a" / "1.png"
     photo.parent.mkdir()
     photo.write_bytes(b"one")
-    first = sections.configure(sections.resolve("digits", dataset=f"imagefolder:{tmp_path}"))
+    first = configured("digits", dataset=f"imagefolder:{tmp_path}")
     photo.write_bytes(b"another")
-    second = sections.configure(sections.resolve("digits", dataset=f"imagefolder:{tmp_path}"))
+    second = configured("digits", dataset=f"imagefolder:{tmp_path}")
     assert first.source_version != second.source_version
     assert first.prepare == second.prepare
 
@@ -114,7 +143,7 @@ def test_given_weights_that_change_change_their_version_alone(tmp_path):
     for content in ("one", "another"):
         with artifacts.create(tmp_path / "teacher", "model", settings={}) as draft:
             (draft.path / "weights").write_text(content)
-        versions.append(sections.configure(sections.resolve("digits", teacher=str(tmp_path / "teacher"))))
+        versions.append(configured("digits", teacher=str(tmp_path / "teacher")))
     changed = {name for name, value in versions[0]._asdict().items() if getattr(versions[1], name) != value}
     assert changed == {"weights_version"}
     assert all(version.weights_version for version in versions)
@@ -131,15 +160,15 @@ def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", here)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
     monkeypatch.setenv("TRAINER_RUN", "run-1")
-    sections.configure(sections.resolve("digits", experiment="fruit"))
+    configured("digits", experiment="fruit")
     with tracking.stage_run("prepare", {}) as tracker:  # a later task, which was not told the experiment
         made = tracking.client().get_run(tracker.run_id)
     assert tracking.client().get_experiment(made.info.experiment_id).name == "fruit"
     for override in ("tracking.enabled=false", "tracking.uri=http://elsewhere:5000"):
         with pytest.raises(TrackingError, match=rf"{override}: this cluster tracks at {here}"):
-            sections.configure(sections.resolve("digits", override))
+            configured("digits", override)
 
 
 def test_the_component_gives_what_the_function_gives():
     assert list(configure.component_spec.outputs) == list(sections.Sections._fields)
-    assert configure.python_func("digits", "", "", "", "", "", 1, 0) == sections.configure(sections.resolve("digits"))
+    assert configure.python_func("digits", "", "", "", "", "", 1, 0) == configured("digits")

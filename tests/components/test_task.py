@@ -129,6 +129,6 @@ def tuned(tmp_path, section):
     ],
 )
 def test_without_tuning_the_distillation_is_handed_on_as_it_is_and_nothing_is_launched(tmp_path, overrides, asked):
-    sections = configure(resolve("digits", overrides))
+    sections = configure(resolve("digits", overrides), Place())
     assert tuned(tmp_path, sections.tune) == (sections.distill, asked, "")
     assert list(tmp_path.iterdir()) == []

@@ -101,7 +101,7 @@ def test_a_run_with_recorded_outputs_keeps_them_for_another_distillation(tmp_pat
     ended = run(tmp_path, "--output", "here", "--set", *settings, processes=1)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
-    assert list(summary["stages"]) == [name for name in STAGES if name != "tune"]
+    assert list(summary["stages"]) == [name for name in STAGES if name not in ("tune", "warm_up")]
     assert "reinforce" in summary["reports"]
     assert re.search(r"^reinforce .* 2 views of 1,\d+ images", ended.stdout, flags=re.MULTILINE)
     fingerprint = artifacts.read(tmp_path / "here" / "teacher-outputs", "teacher_outputs").fingerprint

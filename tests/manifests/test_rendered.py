@@ -199,7 +199,7 @@ def test_tasks_find_their_environment(render, folder):
     environment = named(render(folder), "ConfigMap")[pods.CONFIG_MAP]["data"]
     assert set(environment) == set(pods.ENVIRONMENT)
     assert all(environment.values())
-    for name in ("TRAINER_ARTIFACTS", "TRAINER_CHECKPOINTS"):
+    for name in ("TRAINER_ARTIFACTS", "TRAINER_CHECKPOINTS", "NEURON_COMPILE_CACHE_URL"):
         assert environment[name].startswith("s3://")
     assert ("s3." not in environment["AWS_ENDPOINT_URL_S3"]) or (
         environment["AWS_DEFAULT_REGION"] in environment["AWS_ENDPOINT_URL_S3"]
@@ -235,6 +235,7 @@ def test_jobs_and_kfp_use_one_bucket_of_one_store(render):
         launcher["defaultPipelineRoot"],
         ours["TRAINER_ARTIFACTS"],
         ours["TRAINER_CHECKPOINTS"],
+        ours["NEURON_COMPILE_CACHE_URL"],
         mlflow["ARTIFACTS"],
     ]
     assert len({root.split("/")[2] for root in roots}) == 1

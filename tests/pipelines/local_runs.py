@@ -11,9 +11,11 @@ from pathlib import Path
 from trainer.stages import STAGES
 
 ROOT = Path(__file__).parent.parent.parent
-ONLINE = {"configure", *STAGES, "skip-reinforce", "finish"} - {"reinforce"}
+TASKS = {name.replace("_", "-") for name in STAGES}
+"""As KFP names them."""
+ONLINE = {"configure", *TASKS, "skip-reinforce", "finish"} - {"reinforce"}
 """The tasks of a run in which the teacher runs in every step."""
-RECORDED = {"configure", *STAGES, "finish"}
+RECORDED = {"configure", *TASKS, "finish"}
 """The tasks of a run that records the teacher's outputs."""
 SMALL = "pretrain.mae.epochs=1 pretrain.finetune.epochs=1 distill.epochs=1 evaluate.latency_runs=10"
 

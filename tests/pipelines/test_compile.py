@@ -29,6 +29,8 @@ def pods():
     return platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
 
 
+TASKS = {stage: stage.replace("_", "-") for stage in STAGES}
+"""Stage -> its task: KFP puts hyphens."""
 GROUP, BRANCHES = "exit-handler-1", "condition-branches-2"
 """What `finish` waits for; and in it, the branches of which one is run."""
 
@@ -84,7 +86,7 @@ def test_compiling_imports_nothing_heavy():
 
 
 def test_every_stage_is_a_task_of_its_name(compiled):
-    assert set(stages_of(compiled)) == {"configure", *STAGES, "skip-reinforce"}
+    assert set(stages_of(compiled)) == {"configure", *TASKS.values(), "skip-reinforce"}
     assert compilation.task_names(compilation.compiled_text()) == {*stages_of(compiled), "finish"}
 
 
@@ -124,10 +126,10 @@ def test_the_place_of_the_recorded_outputs_comes_from_the_branch_that_ran(compil
 
 def test_artifacts_come_from_the_stage_that_makes_them(compiled):
     for name, stage in STAGES.items():
-        given = stages_of(compiled)[name]["inputs"].get("artifacts", {})
+        given = stages_of(compiled)[TASKS[name]]["inputs"].get("artifacts", {})
         assert set(given) == set(stage.inputs)
         for keyword in given:
-            producer, output = source_of(compiled, name, "artifact", keyword)
+            producer, output = source_of(compiled, TASKS[name], "artifact", keyword)
             assert STAGES[producer].outputs[output] == stage.inputs[keyword]
             assert keyword in {output, f"{producer}_{output}"}
 
@@ -135,17 +137,18 @@ def test_artifacts_come_from_the_stage_that_makes_them(compiled):
 def test_every_stage_gets_its_own_section_and_distill_what_tune_makes_of_it(compiled):
     for name in SECTION_OF_STAGE:
         maker = "tune" if name == "distill" else "configure"
-        assert source_of(compiled, name, "parameter", "settings") == (maker, name)
+        assert source_of(compiled, TASKS[name], "parameter", "settings") == (maker, name)
     assert source_of(compiled, "register", "parameter", "tuning") == ("tune", "uri")
+    assert source_of(compiled, "register", "parameter", "warmed") == ("warm-up", "Output")
 
 
 @pytest.mark.parametrize(
     ("ran", "missing"),
     [
-        ({*STAGES, "configure", "finish"} - {"reinforce"} | {"skip-reinforce"}, set()),
-        ({*STAGES, "configure", "finish"}, set()),
-        ({*STAGES, "configure", "finish"} - {"reinforce", "register"}, {"register", "reinforce"}),
-        ({"configure", "finish"}, {*STAGES}),
+        ({*TASKS.values(), "configure", "finish"} - {"reinforce"} | {"skip-reinforce"}, set()),
+        ({*TASKS.values(), "configure", "finish"}, set()),
+        ({*TASKS.values(), "configure", "finish"} - {"reinforce", "register"}, {"register", "reinforce"}),
+        ({"configure", "finish"}, {*TASKS.values()}),
     ],
     ids=["online", "recorded", "no branch", "nothing"],
 )
@@ -153,10 +156,19 @@ def test_what_should_have_run_and_did_not(ran, missing):
     assert compilation.left_out(compilation.compiled_text(), ran) == missing
 
 
+def test_trainings_wait_for_the_warm_up_and_take_nothing_from_it(compiled):
+    """So a cached teacher stays valid whether or not something was compiled before."""
+    task = stages_of(compiled)["pretrain"]
+    assert "warm-up" in task["dependentTasks"]
+    given = [source for kind in task["inputs"].values() for source in kind.values()]
+    producers = {told["producerTask"] for source in given for told in source.values() if isinstance(told, dict)}
+    assert producers == {"configure", "prepare"}
+
+
 def test_caching(compiled):
     tasks = {**stages_of(compiled), "finish": compiled["root"]["dag"]["tasks"]["finish"]}
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
-    assert cached == {"prepare", "pretrain", "tune", "reinforce", "skip-reinforce", "distill", "profile"}
+    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "skip-reinforce", "distill", "profile"}
 
 
 def test_every_parameter_has_a_default_and_a_description(compiled):
@@ -201,7 +213,7 @@ def test_a_task_that_only_launches_asks_for_little_and_all_have_limits(compiled)
             resources
         )
         memory[name.removeprefix("exec-")] = float(resources["resourceMemoryLimit"].removesuffix("Gi"))
-    launching = {name for name, stage in STAGES.items() if stage.launched}
+    launching = {TASKS[name] for name, stage in STAGES.items() if stage.launched}
     assert {name for name, limit in memory.items() if limit <= 2} == {
         *launching,
         "configure",
@@ -212,4 +224,4 @@ def test_a_task_that_only_launches_asks_for_little_and_all_have_limits(compiled)
 
 def test_only_what_is_safe_is_repeated(compiled):
     repeated = {name for name, task in stages_of(compiled).items() if "retryPolicy" in task}
-    assert repeated == {*STAGES, "skip-reinforce"} - {"register"}
+    assert repeated == {*TASKS.values(), "skip-reinforce"} - {"register"}

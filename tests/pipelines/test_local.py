@@ -139,11 +139,11 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     assert happened(first.stdout, "done") == ONLINE
     assert "KFP Executor" not in first.stdout
     before = read_summary(tmp_path / "runs" / "latest")
-    assert set(before["stages"]) == set(STAGES) - {"reinforce", "tune"}
+    assert set(before["stages"]) == set(STAGES) - {"reinforce", "tune", "warm_up"}
     assert not any("cached" in stage for stage in before["stages"].values())
     assert all(Path(path).is_file() for path in before["reports"].values())
 
-    second = start(tmp_path, "--set", f"{SMALL} {RECORD} {MEASURE}", "--output", "recorded")
+    second = start(tmp_path, "--set", f"{SMALL} {RECORD} {MEASURE} warm_up.enabled=true", "--output", "recorded")
     assert second.returncode == 0, second.stdout + second.stderr
     assert happened(second.stdout, "cached") == {"prepare", "pretrain"}
     assert happened(second.stdout, "done") == RECORDED - {"prepare", "pretrain"}
@@ -159,7 +159,7 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     assert student_of(tmp_path / "recorded").parents["teacher_outputs"] == fingerprint
 
     third = start(tmp_path, "--set", f"{SMALL} {RECORD} distill.temperature=3 distill.student.args.img_size=64")
-    assert happened(third.stdout, "cached") == {"prepare", "pretrain", "reinforce"}
+    assert happened(third.stdout, "cached") == {"prepare", "warm-up", "pretrain", "reinforce"}
     assert_last_message(third, r"distill: the student .* 64 pixels, .*/recorded/.* reinforce\.view_size=64")
 
 

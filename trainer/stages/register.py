@@ -42,6 +42,7 @@ _PICTURES = "**/*.png"
 
 _MADE = {
     "prepare": "dataset",
+    "warm_up": "warmed",
     "pretrain": "teacher",
     "tune": "tuning",
     "reinforce": "teacher_outputs",
@@ -69,6 +70,7 @@ def run(
     resolved: Mapping[str, Any],
     teacher_outputs: str | Path | None = None,
     tuning: str | Path | None = None,
+    warmed: str | Path | None = None,
 ) -> Artifact:
     """Register the student where MLflow is set up, and write `summary.json` in any case.
 
@@ -88,6 +90,7 @@ def run(
         resolved: all settings of the run, for the summary and MLflow.
         teacher_outputs: input, the teacher's recorded outputs, where the student learned from them.
         tuning: input, what was measured and forecast before the distillation, where somebody did.
+        warmed: input, the report on what was compiled beforehand, where something was; for the bill.
 
     Raises:
         TrackingError: MLflow does not answer or refuses; says where the student is and how to register it later.
@@ -112,6 +115,9 @@ def run(
     if tuning:
         given["tuning"] = tuning
         made["tuning"] = artifacts.manifest(tuning, "tuning")
+    if warmed:
+        given["warmed"] = warmed
+        made["warmed"] = artifacts.manifest(warmed, "warm_up")
     stages = [_stage_bill(stage, made[name], given) for stage, name in _MADE.items() if name in made]
     values = settings.model_dump(mode="json")
     parents = {name: manifest.fingerprint for name, manifest in made.items()}

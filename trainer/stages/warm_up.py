@@ -68,13 +68,13 @@ class Warmed(BaseModel):
     """Of all of it, with a checkpoint and a validation."""
 
 
-def run(settings: WarmUpSettings, *, dataset: str | Path, warm_up: str | Path) -> None:
+def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) -> None:
     """Compile what the trainings will ask for; runs in every training process.
 
     Args:
         settings: section `warm_up`.
         dataset: input, a prepared data set.
-        warm_up: output, a report.
+        warmed: output, a report.
 
     Raises:
         SettingsError: nobody said what to compile for.
@@ -85,15 +85,15 @@ def run(settings: WarmUpSettings, *, dataset: str | Path, warm_up: str | Path) -
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-up-")))
-        draft = stack.enter_context(shared_artifact(processes, warm_up, "warm_up", settings=values, parents=parents))
+        draft = stack.enter_context(shared_artifact(processes, warmed, "warm_up", settings=values, parents=parents))
         distinct = artifacts.digest([values, parents, place_of(processes).model_dump(mode="json")])[:16]
-        root = storage.join(checkpoint_root(warm_up), f"warm-up-{distinct}")
+        root = storage.join(checkpoint_root(warmed), f"warm-up-{distinct}")
         _clear(root, processes)  # what an earlier try left: from its checkpoint there would be no step left to do
         rehearsal = Rehearsal(data=data, dataset=dataset, processes=processes, folder=folder, root=root)
-        warmed = list(rehearsal.trainings(*_subject(settings)))
+        done = list(rehearsal.trainings(*_subject(settings)))
         _clear(root, processes)
         if processes.is_first:
-            _report(warmed, draft)
+            _report(done, draft)
 
 
 def _subject(settings: WarmUpSettings) -> tuple[PretrainSettings, ReinforceSettings, DistillSettings]:
@@ -209,11 +209,11 @@ def _few(settings: Part, data: PreparedDataset) -> Part:
     return settings.model_copy(update={"epochs": min(epochs, settings.epochs), "evidence": quiet})
 
 
-def _report(warmed: Sequence[Warmed], draft: Draft) -> None:
-    lines = ",\n".join(f"  {one.model_dump_json()}" for one in warmed)
+def _report(done: Sequence[Warmed], draft: Draft) -> None:
+    lines = ",\n".join(f"  {one.model_dump_json()}" for one in done)
     (draft.path / FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    draft.figures.update({one.training: one.model_dump(exclude={"training"}) for one in warmed})
-    for one in warmed:
+    draft.figures.update({one.training: one.model_dump(exclude={"training"}) for one in done})
+    for one in done:
         logger.info(
             "warm_up  %s: %d graphs in %.1f s, within %d steps (%.1f s in all)",
             one.training,

@@ -25,8 +25,10 @@ def rendered(nodes=2, pool="cpu", attempt=1, processes=0, **changes):
     return pytorchjob.render(spec(nodes=nodes, processes_per_node=processes), chosen, job)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("pool", list(pools.load()))
+@pytest.mark.parametrize(
+    ("pool", "nodes"),
+    [(name, nodes) for name, pool in pools.load().items() for nodes in (1, 2)[: 1 + pool.joins_nodes]],
+)
 def test_the_api_server_takes_a_job_of_any_pool(pool, nodes):
     schemas.check(rendered(nodes=nodes, pool=pool, queue="team"))
 
