@@ -133,6 +133,8 @@ class HostSyncs(Thresholds):
 
     most_per_step: NonNegativeFloat = 1.0
     """Reads of a value (`.item()`, waiting for the device) in a step."""
+    share_of_steps: Fraction = 0.1
+    """On XLA, where each cuts the step's graph in two: share of the steps in which values come from the device."""
 
 
 class Stragglers(Thresholds):

@@ -13,6 +13,7 @@ from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
 from trainer.profiling.rules.system.steps import Steps, within_steps
+from trainer.profiling.rules.system.tracing import cause_of, is_traced
 from trainer.profiling.series import Rows, Series
 from trainer.profiling.summary import phase_of
 
@@ -21,6 +22,14 @@ _AVOIDABLE: Mapping[str, str] = {
     "fetch": "keep inputs where the training runs (TRAINER_CACHE on a volume that stays), or in a nearer object store",
 }
 """Part of the start-up that need not be -> what makes it short."""
+_ON_XLA: Mapping[str, str] = {
+    **_AVOIDABLE,
+    "compile": "keep compiled graphs between runs (NEURON_COMPILE_CACHE_URL), and compile them beforehand (make neuron-warm-up)",
+}
+_KEEP_GRAPHS = (
+    "Keep shapes and Python values that the model looks at the same from step to step (TORCH_LOGS=recompiles names the one that changed), "
+    "or set compile=off."
+)
 _PARTS = 6
 """Parts of a training in each of which a leak shows."""
 _FEWEST_SAMPLES = 3
@@ -31,14 +40,18 @@ _ONCE = frozenset({"operators"})
 """Work of the recorder that a longer training has no more of: the windows of operators."""
 _MEMORY: Mapping[str, str] = {
     "gpu_memory_allocated_bytes": "the GPU",
+    "device_memory_used_bytes": "the device",
     "process_private_bytes": "the process",
     "process_rss_bytes": "the process",
 }
 """Signal of memory that a training holds -> whose; the first of each owner that was recorded counts."""
+_SIZES: Mapping[str, str] = {"the GPU": "gpu_memory_total_bytes", "the device": "device_memory_total_bytes"}
+"""Owner -> signal of how much it has; the machine's memory where there is none."""
 
 
 def _start_up(case: Case) -> Outcome:
-    record, limit_s = case.training.ranks[0].record, 60 * case.rules.start_up.largest_minutes
+    rank, limit_s = case.training.ranks[0], 60 * case.rules.start_up.largest_minutes
+    record = rank.record
     if record.first_step_s is None:
         return NotJudged(reason="no step has ended")
     parts = dict(record.startup)
@@ -49,7 +62,10 @@ def _start_up(case: Case) -> Outcome:
     if seconds <= limit_s:
         return Healthy(text=f"The first step ended after {duration_text(seconds)}: {told}.")
     avoidable = {name: parts[name] for name in _AVOIDABLE if parts.get(name)}
-    cures = [_AVOIDABLE[name] for name in sorted(avoidable, key=lambda name: -avoidable[name])]
+    cures = [
+        (_ON_XLA if is_traced(rank) else _AVOIDABLE)[name]
+        for name in sorted(avoidable, key=lambda name: -avoidable[name])
+    ]
     advice = "; ".join(cures) or "look at what the longest part waits for"
     return Finding(
         severity="warning",
@@ -151,12 +167,8 @@ def _grows_steadily(levels: Series, limit: float) -> bool:
 def _leak(rank: RankEvidence, owner: str, levels: Series) -> Finding:
     seconds = 0.75 * (rank.record.ended_s - (rank.record.first_step_s or 0.0)) * (_PARTS - 1) / _PARTS
     an_hour = (levels[-1] - levels[0]) / max(seconds, 1e-9) * 3600
-    total = (
-        rank.system["gpu_memory_total_bytes"][-1]
-        if owner == "the GPU" and "gpu_memory_total_bytes" in rank.system
-        else rank.record.memory_bytes
-    )
-    left_h = max(0.0, float(total) - float(levels[-1])) / an_hour
+    sizes = rank.system.get(_SIZES.get(owner, ""), [rank.record.memory_bytes])
+    left_h = max(0.0, float(sizes[-1]) - float(levels[-1])) / an_hour
     return Finding(
         severity="warning",
         confidence=0.8,
@@ -180,7 +192,8 @@ def _mib(value: float) -> str:
 
 
 def _recompilation(case: Case) -> Outcome:
-    record, after = case.training.ranks[0].record, case.rules.recompilation.after_steps
+    rank, after = case.training.ranks[0], case.rules.recompilation.after_steps
+    record = rank.record
     if not record.compilations:
         return NotJudged(reason="nothing was compiled")
     late = [one for one in record.compilations if one.step >= after]
@@ -189,18 +202,15 @@ def _recompilation(case: Case) -> Outcome:
         return Healthy(
             text=f"{sum(one.graphs for one in record.compilations)} graphs were compiled, all in the first {after} steps."
         )
+    cause, advice = cause_of(rank, late) if is_traced(rank) else ("", _KEEP_GRAPHS)
     return Finding(
         severity="warning",
         confidence=0.9,
         text=(
             f"{graphs} graphs were compiled again after {after} steps (first after step {late[0].step}), which took "
-            f"{duration_text(seconds)}."
+            f"{duration_text(seconds)}. {cause}".rstrip()
         ),
-        advice=(
-            "Keep shapes and Python values that the model looks at the same from step to step (TORCH_LOGS=recompiles names the "
-            "one that changed), "
-            "or set compile=off."
-        ),
+        advice=advice,
         saving=Saving(seconds=seconds, reason="the time inside of the compiler after these steps"),
         numbers={"graphs": float(graphs), "seconds": seconds},
         steps=(late[0].step, late[-1].step),
@@ -246,7 +256,7 @@ RECOMPILATION = Rule(
     title="Recompilation",
     needs="when graphs were compiled",
     fires="a graph was compiled after more than `after_steps` steps",
-    advises="shapes and values that stay the same, or no compilation",
+    advises="shapes and values that stay the same, or no compilation; on XLA it names what probably changed",
     judge=_recompilation,
 )
 STEP_OUTLIERS = Rule(
@@ -266,7 +276,7 @@ MEMORY_GROWTH = Rule(
     name="gpu_memory_growth",
     kind="system",
     title="Memory growth",
-    needs="samples of the memory that torch has allocated on the GPU, and of the process's own memory",
+    needs="samples of the memory that torch has allocated on the GPU, or that is used of an XLA device, and of the process's own memory",
     fires="either grows by more than `growth` after the first quarter of the training, and in every part of the rest",
     advises="what keeps graphs or tensors",
     judge=_memory_growth,

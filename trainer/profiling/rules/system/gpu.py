@@ -13,6 +13,7 @@ from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, 
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
 from trainer.profiling.rules.system.processes import COMMUNICATION, LOAD_BALANCE, STRAGGLERS
 from trainer.profiling.rules.system.steps import Steps, usual, within_steps
+from trainer.profiling.rules.system.tracing import is_traced, transfers
 from trainer.profiling.series import Series
 from trainer.profiling.summary import is_core
 
@@ -43,7 +44,7 @@ def _mean(cores: Sequence[Series]) -> Series | None:
 def _samples(case: Case) -> _Samples | NotJudged:
     rank = case.training.ranks[0]
     if not rank.record.device.startswith("cuda"):
-        return NotJudged(reason="the training runs on a CPU")
+        return NotJudged(reason=f"the training runs on {rank.record.device if is_traced(rank) else 'a CPU'}")
     if "gpu_percent" not in rank.system:
         reason = rank.record.missing.get("gpu_utilization", "it was not sampled")
         return NotJudged(reason=f"the use of the GPU is not known: {reason}")
@@ -128,6 +129,8 @@ def _if_used(case: Case, samples: _Samples, percent: float) -> Saving:
 def _host_to_device(case: Case) -> Outcome:
     steps, limit = Steps(case), case.rules.host_to_device.share
     if not steps.on_gpu:
+        if is_traced(steps.ranks[0]):
+            return NotJudged(reason="on XLA batches are sent ahead, while the device computes")
         return NotJudged(reason="the training runs on a CPU, to which nothing is copied")
     if steps.too_few:
         return steps.too_few
@@ -153,6 +156,8 @@ def _host_to_device(case: Case) -> Outcome:
 
 def _host_syncs(case: Case) -> Outcome:
     rank, limit = case.training.ranks[0], case.rules.host_syncs.most_per_step
+    if rank.record.transfers is not None:
+        return transfers(case, rank.record.transfers)
     table = rank.record.operators
     if table is None:
         return NotJudged(
@@ -216,13 +221,13 @@ HOST_SYNCS = Rule(
     name="host_syncs",
     kind="system",
     title="Host syncs",
-    needs="a window of operators; on a CPU a look at the weights, too",
+    needs="a window of operators; on a CPU a look at the weights, too; on XLA its own counters",
     fires=(
         "a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by "
         "one, beside those "
-        "that AdamW reads"
+        "that AdamW reads; on XLA: values come from the device in more than `share_of_steps` of the steps"
     ),
-    advises="keeping values on the device",
+    advises="keeping values on the device; on XLA the operators that it lacks",
     judge=_host_syncs,
 )
 _WHAT_KEEPS_WAITING = (

@@ -10,6 +10,7 @@ import numpy as np
 
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.steps import Steps, usual
+from trainer.profiling.rules.system.tracing import is_traced
 from trainer.profiling.series import Series
 
 _BLOCKS = 5
@@ -29,8 +30,11 @@ def _judgeable(case: Case, steps: Steps) -> NotJudged | None:
 
 
 def own_work(steps: Steps) -> Series:
-    """Seconds of each process's own work in each step, [R, S], as if no other program had taken its core."""
-    waiting = ("backward", "optimizer") if _is_sharded(steps) else ("backward",)
+    """Seconds of each process's own work in each step, [R, S], as if no other program had taken its core.
+
+    On XLA the host waits for the device, and so for the others, where it hands over the step's graph.
+    """
+    waiting = ("backward", "dispatch", "optimizer") if _is_sharded(steps) else ("backward", "dispatch")
     return np.asarray(steps.seconds - steps.phase(*waiting) - steps.delayed + steps.delayed_in("backward"))
 
 
@@ -141,6 +145,8 @@ def _communication(case: Case) -> Outcome:
     unjudgeable = _judgeable(case, steps)
     if unjudgeable:
         return unjudgeable
+    if is_traced(steps.ranks[0]):
+        return NotJudged(reason="XLA exchanges gradients within its graphs, where no clock of the host sees them")
     seconds = _exchange_on_gpus_s(steps) if steps.on_gpu else _exchange_on_cpus_s(steps)
     if seconds is None:
         reason = steps.record.missing.get("communication", "too few steps")
