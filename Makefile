@@ -44,7 +44,9 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device
 
 .PHONY: test-xla
 test-xla: $(READY_XLA)  ## run the tests of PyTorch/XLA, on its CPU device and in an environment of its own, .xla [ARGS="tests/xla -k resume"]
-	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 .xla/bin/python -m pytest $(or $(ARGS),tests/xla --numprocesses $(TEST_WORKERS) --dist loadfile)
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 .xla/bin/python -m pytest \
+		$(or $(ARGS),tests/xla \
+		--numprocesses $(TEST_WORKERS) --dist loadfile --cov --cov-config=tests/xla/coverage.toml --cov-report=term)
 
 .PHONY: test-faults soak
 FAULTS = @OMP_NUM_THREADS=1 $(VENV)/python -m tests.faults.soak $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only "$(ONLY)")
