@@ -153,6 +153,11 @@ class Recorder:
         return self._monitor is not None
 
     @property
+    def is_compiling(self) -> bool:
+        """Whether XLA compiles a graph at this moment; another thread may ask."""
+        return self._counters is not None and self._counters.compiling
+
+    @property
     def _origin_ns(self) -> int:
         assert self.timeline.origin_ns is not None
         return self.timeline.origin_ns

@@ -117,7 +117,7 @@ class Watch:
 
     def _is_excused(self) -> bool:
         timeline = self._recorder.timeline
-        return timeline.first_step_ended_ns is None or timeline.is_beside_steps
+        return timeline.first_step_ended_ns is None or timeline.is_beside_steps or self._recorder.is_compiling
 
     def _hangs(self, seconds: float, place: str) -> str:
         return self._tell(STALLED_TRAINING, hanging(seconds, self._step, place))

@@ -84,6 +84,11 @@ class XlaCounters:
         self._transfers_before += _count(_FROM_DEVICE) - before
 
     @property
+    def compiling(self) -> bool:
+        """Whether a graph is being compiled; another thread may ask."""
+        return _counter(_COMPILED) > _count(_COMPILE_TIME)
+
+    @property
     def records(self) -> tuple[CompilationRecord, ...]:
         """A record for each step that compiled something."""
         return tuple(

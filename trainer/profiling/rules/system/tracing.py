@@ -104,8 +104,8 @@ def transfers(case: Case, record: TransferRecord) -> Outcome:
         severity="warning",
         confidence=0.9,
         text=(
-            f"{told} ({values.mean():.3g} times a step, first in step {at[0]:.0f} of those after the warm-up): the step's graph is cut in "
-            f"two there, and the host waits for the first part.{_on_host(record)}"
+            f"{told} ({values.mean():.3g} times a step, first in step {at[0]:.0f} of those after the warm-up): each time what they "
+            f"depend on becomes a graph of its own, for which the host waits.{_on_host(record)}"
         ),
         advice=_advice(record),
         saving=_without(record, float(values.mean()) * rank.record.steps.count),

@@ -61,10 +61,13 @@ def _judge_stalled(case: Case) -> Outcome:
 
 
 def _pauses(rank: RankEvidence) -> Series:
-    """From the end of each step in the table to that of the next one, less ranges outside of steps and steps that the table left out."""
+    """From the end of each step in the table to that of the next one.
+
+    Less ranges outside of steps, time in the compiler, and steps that the table left out.
+    """
     ends = rank.steps["start_s"] + rank.steps["seconds"]
     left_out = np.maximum(np.diff(rank.steps["step"]) - 1, 0) * np.median(rank.steps["seconds"])
-    return np.asarray(np.diff(ends) - left_out - _spent_between(rank.spans, ends))
+    return np.asarray(np.diff(ends) - left_out - _spent_between(rank.spans, ends) - _spent_compiling(rank))
 
 
 def _spent_between(spans: Spans, ends: Series) -> Series:
@@ -77,13 +80,24 @@ def _spent_between(spans: Spans, ends: Series) -> Series:
     return spent
 
 
+def _spent_compiling(rank: RankEvidence) -> Series:
+    """Seconds in the compiler, in each of the times between two ends."""
+    numbers = rank.steps["step"]
+    spent = np.zeros(len(numbers) - 1)
+    for compilation in rank.record.compilations:
+        place = int(np.searchsorted(numbers, numbers[0] + compilation.step)) - 1
+        if 0 <= place < len(spent):
+            spent[place] += compilation.seconds
+    return spent
+
+
 STALLED_TRAINING = Rule(
     name="stalled_training",
     kind="training",
     title="Stalled training",
     needs="Two steps.",
     fires=(
-        "For longer than `seconds` no step ends, validation, checkpoints and other named ranges taken off. While the training runs, an "
+        "For longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the training runs, an "
         "alarm tells after that time without waiting for the next step."
     ),
     advises="Looking at the storage, the loader processes and the other processes of the job.",

@@ -13,6 +13,7 @@ from tests.unit.profiling.rules.synthetic import steps_of
 from trainer.profiling.evidence import Spans
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged
 from trainer.profiling.rules.training.pauses import STALLED_TRAINING
+from trainer.profiling.schema import CompilationRecord
 
 STEPS = 100
 
@@ -54,6 +55,15 @@ def test_validation_accounts_for_its_time() -> None:
     case = case_of(steps=with_pause(4000.0))
     assert isinstance(STALLED_TRAINING.judge(with_span(case, 3000.0)), Healthy)
     assert isinstance(STALLED_TRAINING.judge(with_span(case, 1000.0)), Finding)
+
+
+def test_compilation_accounts_for_its_time() -> None:
+    def judged(seconds: float) -> object:
+        record = {"compilations": (CompilationRecord(step=50, graphs=1, seconds=seconds),)}
+        return STALLED_TRAINING.judge(case_of(steps=with_pause(4000.0), **record))
+
+    assert isinstance(judged(3000.0), Healthy)
+    assert isinstance(judged(1000.0), Finding)
 
 
 def test_steps_that_the_table_left_out_are_no_pause() -> None:

@@ -1,0 +1,196 @@
+"""What is compiled again on XLA, and what breaks its steps up; evidence is synthetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.profiling.rules.synthetic import STEPS, case_of, rank_of, steps_of, together
+from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.rules import judge
+from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
+from trainer.profiling.rules.system.course import MEMORY_GROWTH, RECOMPILATION, START_UP
+from trainer.profiling.rules.system.gpu import GPU_UTILIZATION, HOST_SYNCS, HOST_TO_DEVICE
+from trainer.profiling.rules.system.processes import COMMUNICATION, STRAGGLERS
+from trainer.profiling.schema import CompilationRecord, TransferRecord
+
+DEVICE = "xla:0 (NEURON)"
+NUMBERS = np.arange(STEPS)
+
+
+def on_xla(
+    steps: Mapping[str, np.ndarray] | None = None,
+    *,
+    transfers: Any = 0.0,
+    fallbacks: Mapping[str, int] | None = None,
+    compiled: Mapping[int, float] | None = None,
+    **record: Any,
+) -> RankEvidence:
+    """A process on XLA.
+
+    Args:
+        steps: its step table.
+        transfers: from the device, in each step.
+        fallbacks: operator that ran on the host -> calls.
+        compiled: step -> seconds in the compiler.
+        record: further fields of its record.
+    """
+    steps = dict(steps or steps_of())
+    steps["transfers"] = np.zeros(len(steps["step"])) + transfers
+    exchanged = TransferRecord(
+        from_device=200,
+        from_device_s=2.0,
+        from_device_bytes=800,
+        to_device_bytes=10**6,
+        fallbacks=fallbacks or {},
+    )
+    compilations = tuple(
+        CompilationRecord(step=step, graphs=1, seconds=spent)
+        for step, spent in ({0: 60.0, 1: 50.0} | dict(compiled or {})).items()
+    )
+    return rank_of(steps, device=DEVICE, transfers=exchanged, compilations=compilations, **record)
+
+
+def finding(rule: Rule, *ranks: RankEvidence) -> Finding:
+    outcome = rule.judge(case_of(*ranks))
+    assert isinstance(outcome, Finding), outcome
+    return outcome
+
+
+def fired(*ranks: RankEvidence) -> list[str]:
+    return [one.rule.name for one in judge(case_of(*ranks)) if isinstance(one.outcome, Finding)]
+
+
+def test_a_healthy_training_fires_nothing() -> None:
+    assert fired(on_xla()) == []
+
+
+# -- transfers
+
+
+def test_a_tenth_of_the_steps_may_read_values() -> None:
+    assert fired(on_xla(transfers=NUMBERS % 10 == 0)) == []
+    assert fired(on_xla(transfers=NUMBERS % 9 == 0)) == ["host_syncs"]
+
+
+def test_the_first_steps_may_read_values() -> None:
+    assert fired(on_xla(transfers=np.where(NUMBERS < 10, 5.0, 0.0))) == []
+
+
+def test_values_that_are_read_are_told_with_steps_and_saving() -> None:
+    found = finding(HOST_SYNCS, on_xla(transfers=np.where(NUMBERS >= 50, 2.0, 0.0)))
+    assert found.text.startswith("In 60% of the steps values come from the device (1.2 times a step, first in step 50")
+    assert ".cpu()" in found.advice
+    assert found.steps == (50, STEPS - 1)
+    assert found.saving is not None
+    assert found.saving.seconds == pytest.approx(2.0 * 1.2 * STEPS / 200)
+
+
+def test_operators_on_the_host_are_named() -> None:
+    found = finding(HOST_SYNCS, on_xla(transfers=1.0, fallbacks={"aten::_local_scalar_dense": 9, "aten::i0": 110}))
+    assert "aten::i0 (110 calls) ran on the host; single values were read 9 times" in found.text
+    assert "XLA has no aten::i0" in found.advice
+    assert found.numbers["aten::i0_calls"] == 110
+
+
+def test_single_values_are_named() -> None:
+    found = finding(HOST_SYNCS, on_xla(transfers=1.0, fallbacks={"aten::_local_scalar_dense": 110}))
+    assert "Single values were read 110 times (aten::_local_scalar_dense)." in found.text
+    assert ".item()" in found.advice
+
+
+def test_steps_whose_transfers_were_not_counted_say_nothing() -> None:
+    counted = np.where(NUMBERS % 17 == 0, 1.0, np.nan)
+    few = HOST_SYNCS.judge(case_of(on_xla(transfers=counted)))
+    assert isinstance(few, NotJudged)
+    assert "10 are needed" in few.reason
+    assert finding(HOST_SYNCS, on_xla(transfers=np.where(NUMBERS % 5 == 0, 1.0, np.nan))).numbers["share_of_steps"] == 1
+
+
+# -- compilations
+
+
+def test_graphs_of_the_first_ten_steps_are_no_finding() -> None:
+    assert fired(on_xla(compiled={9: 1.0})) == []
+    assert fired(on_xla(compiled={10: 1.0})) == ["recompilation"]
+
+
+def test_a_batch_of_another_size_is_named() -> None:
+    steps = steps_of()
+    steps["images"] = np.where(NUMBERS == 40, 77.0, 128.0)
+    found = finding(RECOMPILATION, on_xla(steps, compiled={40: 30.0}))
+    assert found.text.endswith("which took 30.0 s. The number of images had changed: 77 instead of 128.")
+    assert "pad or drop" in found.advice
+    assert found.steps == (40, 40)
+
+
+def test_steps_are_found_in_a_training_that_went_on() -> None:
+    steps = steps_of()
+    steps["step"] = steps["step"] + 1000
+    steps["images"] = np.where(NUMBERS == 40, 77.0, 128.0)
+    assert "77 instead of 128" in finding(RECOMPILATION, on_xla(steps, compiled={40: 30.0})).text
+
+
+def test_a_look_at_the_weights_is_named() -> None:
+    looking = steps_of(recorder=np.where(NUMBERS % 50 == 0, 1.0, 0.0))
+    found = finding(RECOMPILATION, on_xla(looking, compiled={50: 30.0, 100: 30.0}))
+    assert "a look at the weights" in found.text
+    assert "evidence.tensors_every" in found.advice
+    assert "look" not in finding(RECOMPILATION, on_xla(looking, compiled={50: 30.0, 51: 30.0})).text
+
+
+def test_a_number_in_the_graph_is_told_from_a_value_that_changed_once() -> None:
+    always = finding(RECOMPILATION, on_xla(compiled=dict.fromkeys(range(12, STEPS), 0.1)))
+    assert "a number that changes in each step" in always.text
+    once = finding(RECOMPILATION, on_xla(compiled={12: 0.1, 60: 0.1}))
+    assert "A shape changed, or a Python value" in once.text
+    assert all("PT_XLA_DEBUG_LEVEL=2" in found.advice for found in (always, once))
+
+
+def test_a_step_that_the_table_no_longer_holds_is_no_look() -> None:
+    kept = {name: values[::2] for name, values in steps_of(recorder=1.0).items()}
+    assert "look" not in finding(RECOMPILATION, on_xla(kept, compiled={41: 30.0})).text
+
+
+# -- what other rules say of such a device
+
+
+def test_a_long_compilation_has_a_cache_of_its_own() -> None:
+    found = finding(START_UP, on_xla(startup={"compile": 2000.0}))
+    assert "NEURON_COMPILE_CACHE_URL" in found.advice
+    assert "TORCHINDUCTOR" not in found.advice
+
+
+def test_what_only_gpus_have_is_not_judged() -> None:
+    reasons = {rule.name: rule.judge(case_of(on_xla())) for rule in (GPU_UTILIZATION, HOST_TO_DEVICE)}
+    assert reasons["gpu_utilization"] == NotJudged(reason=f"the training runs on {DEVICE}")
+    assert reasons["host_to_device"] == NotJudged(reason="on XLA batches are sent ahead, while the device computes")
+
+
+def test_waiting_for_others_where_the_graph_is_handed_over_is_no_own_work() -> None:
+    def both(**slower: float) -> list[RankEvidence]:
+        return together(steps_of(dispatch=5.0), steps_of(**slower), device=DEVICE)
+
+    assert isinstance(STRAGGLERS.judge(case_of(*both(forward=7.0))), Finding)
+    assert not isinstance(STRAGGLERS.judge(case_of(*both(dispatch=5.0))), Finding)
+    exchanged = COMMUNICATION.judge(case_of(*both(dispatch=5.0)))
+    assert isinstance(exchanged, NotJudged)
+    assert "XLA" in exchanged.reason
+
+
+def test_memory_of_the_device_that_grows() -> None:
+    def grown(share: float) -> RankEvidence:
+        system = {
+            "device_memory_used_bytes": 2**30 * np.linspace(1, 1 + share, 100),
+            "device_memory_total_bytes": 2.0**34,
+        }
+        return on_xla(system=system)
+
+    assert fired(grown(0.05)) == []
+    found = finding(MEMORY_GROWTH, grown(0.2))
+    assert found.text.startswith("Memory of the device grows")
+    left_h = (2**34 - found.numbers["last_bytes"]) / found.numbers["bytes_an_hour"]
+    assert f"full in {left_h:.1f} h" in found.text

@@ -1,0 +1,137 @@
+"""What a recording counts on XLA; the steps are those of a plain loop, and each test has shapes of its own, for graphs are kept."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.profiling.rules.synthetic import case_of
+from trainer.config import EvidenceSettings
+from trainer.profiling.recorder import Recorder
+from trainer.profiling.rules.outcomes import Finding, Healthy
+from trainer.profiling.rules.system.course import RECOMPILATION
+from trainer.profiling.rules.system.gpu import HOST_SYNCS
+
+torch_xla = pytest.importorskip("torch_xla")
+xla = pytest.importorskip("trainer.profiling.xla")
+
+STEPS = 40
+
+
+def nothing(_loss, _step):
+    """A healthy step."""
+
+
+def train(width, *, in_step=nothing, between=nothing, size=lambda _: 8, steps=STEPS):
+    """Evidence of steps on the device."""
+    device = torch_xla.device()
+    model = nn.Linear(width, width).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch_xla.sync()
+    recorder = Recorder(EvidenceSettings(system_interval_s=0.05), name="distill", device=device, rank=0, world_size=1)
+    with recorder:
+        for step in range(steps):
+            with recorder.timeline.step(step, images=size(step)):
+                images = torch.ones(size(step), width).to(device)
+                loss = model(images).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                in_step(loss, step)
+                torch_xla.sync()
+            between(loss, step)
+    return recorder.snapshot().ranks[0]
+
+
+def test_a_healthy_loop_compiles_once_and_transfers_nothing_in_its_steps():
+    rank = train(11, between=lambda loss, step: step % 10 or loss.item())
+    (compilation,) = rank.record.compilations
+    assert (compilation.step, compilation.graphs) == (0, 1)
+    assert rank.record.startup["compile"] == pytest.approx(compilation.seconds)
+    assert 0 < compilation.seconds <= rank.steps["seconds"][0]
+    assert not rank.steps["transfers"].any()
+    assert rank.record.transfers.from_device == STEPS / 10
+    assert rank.record.transfers.fallbacks == {}
+    assert isinstance(HOST_SYNCS.judge(case_of(rank)), Healthy)
+    assert isinstance(RECOMPILATION.judge(case_of(rank)), Healthy)
+
+
+def test_the_device_has_its_name_and_what_it_does_not_tell_is_missing():
+    record = train(11, steps=1).record
+    assert record.device == "xla:0 (CPU)"
+    assert "GetAllocatorStats" in record.missing["device_memory"]
+    assert "noted for XLA" in record.missing["operators"]
+
+
+def test_the_time_in_the_compiler_is_that_of_the_step_that_compiled():
+    rank = train(13, size=lambda step: 9 if step == 20 else 8)
+    assert [(one.step, one.graphs) for one in rank.record.compilations] == [(0, 1), (20, 1)]
+    told = RECOMPILATION.judge(case_of(rank))
+    assert isinstance(told, Finding)
+    assert "The number of images had changed: 9 instead of 8." in told.text
+    assert rank.record.compilations[1].seconds <= rank.steps["seconds"][20]
+
+
+def test_a_number_that_is_a_constant_of_the_graph_is_told_from_a_shape():
+    rank = train(17, in_step=lambda loss, step: loss.expand(step + 1).cumsum(0), steps=20)
+    assert len(rank.record.compilations) == 1, "nobody needs the result: it is not computed"
+    kept = []
+    rank = train(17, in_step=lambda loss, step: kept.append(loss.detach().expand(step + 2).sum()), steps=20)
+    told = RECOMPILATION.judge(case_of(rank))
+    assert isinstance(told, Finding)
+    assert "a number that changes in each step" in told.text
+    assert told.numbers["graphs"] == 10
+
+
+def test_an_operator_on_the_host_and_a_copy_are_counted_in_their_steps():
+    rank = train(19, in_step=lambda loss, step: torch.special.i0(loss.detach()) if step >= 20 else None)
+    assert rank.steps["transfers"].tolist() == [0] * 20 + [1] * 20
+    assert rank.record.transfers.fallbacks == {"aten::i0": 20}
+    told = HOST_SYNCS.judge(case_of(rank))
+    assert isinstance(told, Finding)
+    assert told.text.endswith("aten::i0 (20 calls) ran on the host.")
+    assert told.steps == (20, 39)
+    copied = train(19, in_step=lambda loss, _: loss.detach().cpu())
+    assert copied.record.transfers.fallbacks == {}
+    assert isinstance(HOST_SYNCS.judge(case_of(copied)), Finding)
+
+
+def test_what_looking_itself_transfers_is_not_the_trainings():
+    counters, value = xla.XlaCounters(), torch.ones(2, device=torch_xla.device())
+    torch_xla.sync()
+    counters.begin(0)
+    value.cpu()
+    with counters.apart():
+        value.cpu()
+    assert counters.end(0) == 1
+
+
+def test_in_a_long_training_transfers_are_counted_in_some_steps():
+    counters = xla.XlaCounters()
+    counted = []
+    for ordinal in range(3 * xla.COUNTED_STEPS):
+        counters.begin(ordinal)
+        counted.append(counters.end(ordinal) == 0)
+    assert all(counted[: xla.COUNTED_STEPS])
+    assert sum(counted[xla.COUNTED_STEPS :]) == pytest.approx(2 * xla.COUNTED_STEPS / xla.COUNTED_EVERY, abs=1)
+
+
+def test_another_thread_sees_that_a_graph_is_being_compiled():
+    counters, ended, seen = xla.XlaCounters(), threading.Event(), []
+
+    def look():
+        while not ended.is_set():
+            seen.append(counters.compiling)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    model = nn.Sequential(*[nn.Linear(23, 23) for _ in range(30)]).to(torch_xla.device())
+    model(torch.ones(4, 23).to(torch_xla.device())).sum().backward()
+    torch_xla.sync(wait=True)
+    ended.set()
+    thread.join()
+    assert any(seen)
+    assert not counters.compiling
