@@ -8,6 +8,7 @@ VENV := .venv/bin
 UV := .uv/bin/uv
 READY := .venv/.ready
 READY_XLA := .xla/.ready
+XLA_COMPILES_FAST := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 AUDIT := .audit/.ready
 COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade)
@@ -44,7 +45,7 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device
 
 .PHONY: test-xla
 test-xla: $(READY_XLA)  ## run the tests of PyTorch/XLA, on its CPU device and in an environment of its own, .xla [ARGS="tests/xla -k resume"]
-	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 .xla/bin/python -m pytest \
+	PJRT_DEVICE=CPU XLA_FLAGS="$(XLA_COMPILES_FAST)" OMP_NUM_THREADS=1 .xla/bin/python -m pytest \
 		$(or $(ARGS),tests/xla \
 		--numprocesses $(TEST_WORKERS) --dist loadfile --cov --cov-config=tests/xla/coverage.toml --cov-report=term)
 
@@ -99,6 +100,11 @@ deploy-pipeline: $(READY)  ## upload the pipeline to Kubeflow and run it [KFP_HO
 	@$(VENV)/python -m pipelines.deploy --image "$$IMAGE" --cron "$$CRON" $(if $(RUN),--run) $(if $(WAIT),--wait) \
 		--recipe "$$RECIPE" --set "$$SET" --experiment "$$EXPERIMENT" --pool "$$POOL" \
 		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES))
+
+.PHONY: neuron-warm-up
+neuron-warm-up: $(READY)  ## compile beforehand on a pool what a recipe's trainings need [POOL=neuron-trn1 RECIPE=digits SET= NODES=1 PROCESSES= DATASET=uri of a prepared one]
+	@$(VENV)/python -m pipelines.warm_up --pool "$(or $(POOL),neuron-trn1)" --recipe "$$RECIPE" --set "$$SET" \
+		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(DATASET),--dataset "$(DATASET)")
 
 undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put there [KFP_HOST=url NAMESPACE=name VERSION=name ALL=1]
 	@$(VENV)/python -m pipelines.undeploy --image "$$IMAGE" $(if $(VERSION),--version "$$VERSION") $(if $(ALL),--all)

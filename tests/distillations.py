@@ -1,5 +1,14 @@
 """Distillations that take seconds."""
 
+import json
+
+import torch
+
+from tests import groups
+from trainer import artifacts, config, launch, models
+from trainer.profiling.evidence import read_evidence
+from trainer.stages import prepare
+
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 """A vision transformer for the digits."""
 QUICK = {
@@ -16,3 +25,62 @@ QUICK = {
     "views": {"min_scale": 0.5, "flip": False},
 }
 """A distillation of ten steps."""
+
+
+def prepared_digits(directory):
+    """Prepare the digits there."""
+    prepare.run(config.resolve("digits").data, dataset=directory)
+    return str(directory)
+
+
+def blank_teacher(directory):
+    """Make a model directory there, with a teacher that has not learned anything."""
+    torch.manual_seed(0)
+    settings = config.ModelSettings(architecture="vit_tiny_patch16_224", args=TINY | {"embed_dim": 32})
+    with artifacts.create(directory, "model", settings={}) as draft:
+        models.save(models.create(settings, [str(digit) for digit in range(10)]), draft.path)
+    return str(directory)
+
+
+class Distillation:
+    """One distillation: how to run it and what came out."""
+
+    def __init__(self, dataset, teacher, output, /, **settings):
+        self.inputs = {"dataset": dataset, "teacher": teacher}
+        self.outputs = {"student": str(output / "student"), "evidence": str(output / "evidence")}
+        section = config.validate(config.DistillSettings, QUICK | settings)
+        self.settings = section.model_dump(mode="json")
+
+    def run(self, processes=1):
+        """Train to the end."""
+        launch.run_stage(
+            "distill",
+            json.dumps(self.settings),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            processes_per_node=processes,
+        )
+        return self
+
+    def train(self, processes=1, **environment):
+        """Train to the end without a launcher, which takes a moment only."""
+        ended = groups.run(self, processes=processes, limit_s=300, **environment)
+        assert ended.codes == [0] * processes, ended.messages
+        return self
+
+    def arguments(self, processes):
+        """The command line that does the same."""
+        places = {**self.inputs, **self.outputs}
+        return [
+            "-m", "trainer", "stage", "distill", "--settings", json.dumps(self.settings), "--processes", str(processes),
+            *(text for name, place in places.items() for text in (f"--{name}", place)),
+        ]  # fmt: skip
+
+    def losses(self):
+        """The loss of each step."""
+        (training,) = read_evidence(self.outputs["evidence"]).trainings
+        return torch.tensor(training.metrics["loss"].values)
+
+    def weights(self):
+        """The student's weights."""
+        return models.load(self.outputs["student"]).network.state_dict()

@@ -21,7 +21,7 @@ ROUNDED = {"two processes, gradients sent in bf16": {"rtol": 5e-3, "atol": 2e-2}
 
 @pytest.fixture(scope="module")
 def reference(digits, teacher, tmp_path_factory):
-    from tests.local.conftest import Distillation
+    from tests.distillations import Distillation
 
     return Distillation(digits, teacher, tmp_path_factory.mktemp("reference")).train()
 

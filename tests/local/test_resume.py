@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests import groups
-from tests.distillations import QUICK
+from tests.distillations import QUICK, Distillation
 from tests.groups import Fault
-from tests.local.conftest import Distillation
 from trainer import config, tracking
 from trainer.data.dataset import open_dataset
 from trainer.errors import PREEMPTED_EXIT_CODE

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distillations import Distillation, blank_teacher, prepared_digits
+
 WANTED = importlib.util.find_spec("torch_xla") is not None or "PJRT_DEVICE" in os.environ
 """Who names an XLA device means to run these tests: then a missing torch_xla is a failure."""
 
@@ -18,3 +20,29 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(
                     pytest.mark.skip(reason="needs torch_xla, which has an environment of its own: make test-xla")
                 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device():
+    """The runtime comes first: autograd counts the kinds of devices when it first goes back."""
+    import torch_xla
+
+    return torch_xla.device()
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """The digits, prepared."""
+    return prepared_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory):
+    """A model directory with a teacher that has not learned anything."""
+    return blank_teacher(tmp_path_factory.mktemp("models") / "teacher")
+
+
+@pytest.fixture
+def distillation(digits, teacher, tmp_path):
+    """Makes distillations below this test's folder."""
+    return lambda name, **settings: Distillation(digits, teacher, tmp_path / name, **settings)

@@ -7,6 +7,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from trainer.training.devices import HOST, Device
+
 
 class AveragedModel:
     """An exponential moving average of a model's weights, with a warm-up of its decay for the first steps.
@@ -14,9 +16,9 @@ class AveragedModel:
     The decay at step t is min(decay, (1 + t) / (10 + t)), so that a short training isn't held back by its first weights.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        """Start from the model's present weights."""
-        self.decay = decay
+    def __init__(self, model: nn.Module, decay: float, device: Device = HOST) -> None:
+        """Start from the model's present weights; `device` is where they are."""
+        self.decay, self._device = decay, device
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._averages: list[Tensor] = list(self.model.parameters())
         self._sources: list[Tensor] = list(model.parameters())
@@ -25,7 +27,11 @@ class AveragedModel:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Move the average towards the model's weights after optimiser step `step`; buffers are copied."""
-        decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self._averages, self._sources, 1 - decay)
+        (share,) = self._device.numbers([1 - min(self.decay, (1 + step) / (10 + step))])
+        if isinstance(share, Tensor):
+            for average, source in zip(self._averages, self._sources, strict=True):
+                average.lerp_(source, share)
+        else:
+            torch._foreach_lerp_(self._averages, self._sources, share)
         for average, source in self._buffers:
             average.copy_(source)

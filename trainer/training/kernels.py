@@ -56,7 +56,9 @@ def use_fast_kernels(model: nn.Module, device: Device, precision: Precision) -> 
         device: where it runs.
         precision: of its forward pass.
     """
-    if device.kind != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # torch 2.9, with torch_xla, does not tell them
+    if device.kind != "cpu" or not hasattr(
+        torch.cpu, "get_capabilities"
+    ):  # torch 2.9, with torch_xla, does not tell them
         return
     # Torch 2.9, the last beside which there is a torch_xla, does not tell.
     processor = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

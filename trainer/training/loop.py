@@ -263,7 +263,7 @@ class Loop:
         groups = parameter_groups(self._model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         self._optimizer = make_optimizer(groups, settings, processes)
-        self._average = AveragedModel(self._model, settings.ema_decay) if settings.ema_decay else None
+        self._average = AveragedModel(self._model, settings.ema_decay, processes.device) if settings.ema_decay else None
         self._best: float | None = None
         self.pending: tuple[str, ...] = ()
         """What belongs to the step before the first one and is still to be done, where the training goes on."""

@@ -64,6 +64,6 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, device: Device) -> None:
     """Set every group's learning rate to `rate` times the group's scale, as `device` takes it."""
-    rates = device.learning_rates([rate * group["lr_scale"] for group in optimizer.param_groups])
+    rates = device.numbers([rate * group["lr_scale"] for group in optimizer.param_groups])
     for group, own in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = own

@@ -184,13 +184,27 @@ def prove_one_group(processes: Processes, *, expected: int) -> None:
     """Sum the ranks over the real group: some set-ups silently train isolated copies.
 
     Raises:
-        TrainingError: the sum is not 1 + 2 + ... + `expected`.
+        TrainingError: the sum is not 1 + 2 + ... + `expected`; or the device's runtime numbers the processes otherwise.
     """
     ones = torch.tensor([float(processes.rank + 1)], device=processes.device.torch_device)
     got, wanted = int(processes.total(ones).item()), expected * (expected + 1) // 2
     if got != wanted:
         raise TrainingError(
             f"{expected} processes were started, but the sum over their ranks is {got} instead of {wanted}: they do not form one "
-            f"group (backend {processes.device.backend}, world size {processes.world_size}) and would train isolated copies; "
-            "check the launcher's environment"
+            f"group (backend {processes.device.backend}, world size {processes.world_size}{_told(processes)}) and would train isolated "
+            "copies; check the launcher's environment"
         )
+    place = processes.device.place
+    if place is not None and place != (processes.rank, processes.world_size):
+        raise TrainingError(
+            f"the launcher calls this process {processes.rank} of {processes.world_size}{_told(processes)}: their exchanges would be mixed "
+            "up; check the launcher's environment"
+        )
+
+
+def _told(processes: Processes) -> str:
+    """What the device's runtime says of this process."""
+    place = processes.device.place
+    if place is None:
+        return ""
+    return f"; the runtime PJRT_DEVICE={os.environ.get('PJRT_DEVICE')} calls this process {place[0]} of {place[1]}"

@@ -82,25 +82,30 @@ class Device:
         """The tensors on the host, which waits for them; None where they can be copied one by one without disturbing the device."""
         return None
 
-    # What several processes exchange, where DistributedDataParallel does not
+    # Several processes
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Rank and number of processes, where the device's runtime has its own word on them."""
+        return None
 
     def share_weights(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Give all processes the first one's weights; False where DistributedDataParallel does it, and exchanges gradients."""
+        """Give all processes the first one's weights; False where DistributedDataParallel does it, and exchanges gradients too."""
         return False
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], *, world_size: int, bf16: bool) -> None:
         """Replace each gradient by its mean over all processes, where DistributedDataParallel has not; `bf16`: sent as that."""
 
-    # The optimiser
+    # The update
 
     @property
     def adamw_options(self) -> dict[str, Any]:
         """How AdamW is computed fastest here."""
         return {"fused": True}
 
-    def learning_rates(self, rates: Sequence[float]) -> Sequence[float | Tensor]:
-        """The learning rates of all groups, as the optimiser takes them here."""
-        return rates
+    def numbers(self, values: Sequence[float]) -> Sequence[float | Tensor]:
+        """Numbers that differ from step to step, as an operation takes them here."""
+        return values
 
 
 HOST = Device(kind="cpu", torch_device=torch.device("cpu"), backend="gloo", has_bf16=False, compiles=False)

@@ -110,6 +110,11 @@ class XlaDevice(Device):
         copies: list[Tensor] = torch_xla._XLAC._xla_get_cpu_tensors(list(tensors))
         return copies
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Ordinal and world size."""
+        return runtime.global_ordinal(), runtime.world_size()
+
     def share_weights(self, model: nn.Module) -> bool:
         """Give all processes the first one's weights."""
         xla_model.broadcast_master_param(model)
@@ -134,9 +139,9 @@ class XlaDevice(Device):
         """The number of steps is on the device, or it would be a constant of the graph; XLA fuses what it is given."""
         return {"fused": False, "foreach": False, "capturable": True}
 
-    def learning_rates(self, rates: Sequence[float]) -> Sequence[Tensor]:
-        """On the device: as numbers, 0 and 1 would be constants of the graph."""
-        return list(torch.tensor(rates, dtype=torch.float32).to(self.torch_device))
+    def numbers(self, values: Sequence[float]) -> Sequence[Tensor]:
+        """On the device: else 0 and 1 would be constants of the graph, and others decide which operations it is made of."""
+        return list(torch.tensor(values, dtype=torch.float32).to(self.torch_device))
 
 
 class _Dispatches:
