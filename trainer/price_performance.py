@@ -1,7 +1,7 @@
 """What runs reached for what they cost, side by side: `python -m trainer bill RUN RUN ...`.
 
-Time and dollars are those of the distillation, with the recording of the teacher's outputs where it has one, from the start of the
-processes: start-up and compilation are in. Rates are of the training alone.
+Time and dollars are those of the distillation, with the recording of the teacher's outputs where it has one and what was compiled
+beforehand, from the start of the processes: start-up and compilation are in. Rates are of the training alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainer.costs import Place, dollars_text, duration_text
 from trainer.errors import ArtifactError, ObjectNotFoundError
 from trainer.summary import SUMMARY, aligned
 
-STAGES = ("reinforce", "distill")
+STAGES = ("warm_up", "reinforce", "distill")
 """What a distillation is billed for."""
 _TEXT = ("run", "where", "price of", "")
 """Columns of words."""
@@ -190,6 +190,6 @@ def lines(entries: Sequence[Entry]) -> list[str]:
     return [
         *aligned(table, right={index for index, title in enumerate(table[0]) if title not in _TEXT}),
         "",
-        f"Time and dollars: {' and '.join(STAGES)}, with start-up and compilation. Rates: while it trained.",
+        f"Time and dollars: {', '.join(STAGES)}, with start-up and compilation. Rates: while it trained.",
         *(f"  - {doubt}" for doubt in doubts if doubt),
     ]

@@ -159,7 +159,7 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     assert student_of(tmp_path / "recorded").parents["teacher_outputs"] == fingerprint
 
     third = start(tmp_path, "--set", f"{SMALL} {RECORD} distill.temperature=3 distill.student.args.img_size=64")
-    assert happened(third.stdout, "cached") == {"prepare", "warm-up", "pretrain", "reinforce"}
+    assert happened(third.stdout, "cached") == {"prepare", "pretrain", "reinforce"}
     assert_last_message(third, r"distill: the student .* 64 pixels, .*/recorded/.* reinforce\.view_size=64")
 
 

@@ -61,14 +61,17 @@ def test_the_model_case_is_reproduced():
 # Runs
 
 
-def write_run(directory, *, seconds=3600.0, at=None, top1=0.9, epochs=10, recorded=0.0, **changes):
+def write_run(directory, *, seconds=3600.0, at=None, top1=0.9, epochs=10, recorded=0.0, warmed=0.0, **changes):
     distill = StageBill(
         stage="distill", seconds=seconds, parts={"startup": 60.0, "training": seconds - 60}, place=at,
         dollars=at.dollars(seconds) if at else None, iterations_per_second=2.5, images_per_second=2560.0,
     )  # fmt: skip
     reinforce = [StageBill(stage="reinforce", seconds=recorded, place=at)] if recorded else []
+    warm_up = [StageBill(stage="warm_up", seconds=warmed, place=at)] if warmed else []
     summary = {
-        "bill": make_bill([StageBill(stage="prepare", seconds=5.0), *reinforce, distill]).model_dump(mode="json"),
+        "bill": make_bill([StageBill(stage="prepare", seconds=5.0), *warm_up, *reinforce, distill]).model_dump(
+            mode="json"
+        ),
         "student": {"test": {"top1": top1}},
         "settings": {"distill": {"epochs": epochs}},
     }
@@ -108,6 +111,13 @@ def test_the_teachers_recording_is_part_of_the_price(tmp_path):
     assert entry.epoch_s == pytest.approx(540)
 
 
+def test_what_was_compiled_beforehand_is_part_of_the_price(tmp_path):
+    """Else a run would look cheaper for having paid earlier."""
+    entry, _ = read_run(write_run(tmp_path / "run", at=place("neuron-trn1-16", 21.5), seconds=3600.0, warmed=900.0))
+    assert entry.seconds == 4500
+    assert entry.dollars == pytest.approx(1.25 * 21.5)
+
+
 def test_a_registration_is_named_like_its_run(tmp_path):
     entry, _ = read_run(write_run(tmp_path / "my-run" / "registration"))
     assert entry.name == "my-run"
@@ -119,7 +129,7 @@ def test_a_registration_is_named_like_its_run(tmp_path):
 def test_the_table_says_what_time_it_is_of_and_doubts_old_prices():
     old = Place(pool="gpu", price=Price(dollars_an_hour=1.0, date="2020-01", region="r", source="s"))
     text = "\n".join(lines([Entry(name="a", place=old, seconds=3600.0)]))
-    assert "reinforce and distill, with start-up and compilation" in text
+    assert "warm_up, reinforce, distill, with start-up and compilation" in text
     assert "  - the price of 1.00 $/h (r; s) is of 2020-01, " in text
 
 

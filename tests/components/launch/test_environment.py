@@ -3,7 +3,7 @@ import pytest
 from components.launch import environment, pools
 from components.launch.identity import Identity
 from trainer.costs import Place
-from trainer.errors import LaunchError
+from trainer.errors import LaunchError, SettingsError
 from trainer.launch import JobSpec
 
 TASK = {
@@ -52,6 +52,48 @@ def test_a_task_hands_on_where_things_are_and_no_secret():
         "TRAINER_RUN": "run",
         "TRAINER_CHECKPOINTS": "s3://bucket/checkpoints",
     }
+
+
+def test_compiled_graphs_are_kept_where_the_task_says_if_the_next_job_reaches_that():
+    def cache(value):
+        given = environment.handed_on(TASK | {"NEURON_COMPILE_CACHE_URL": value})
+        return rendered(spec(environment=given), "neuron-trn1")["NEURON_COMPILE_CACHE_URL"]
+
+    assert cache("s3://bucket/neuron-cache") == "s3://bucket/neuron-cache"
+    assert cache("/var/tmp/mine") == cache("") == "/cache/neuron"
+
+
+@pytest.mark.parametrize(
+    ("pool", "cache", "message"),
+    [
+        ("neuron-trn1", "", r"pool neuron-trn1: NEURON_COMPILE_CACHE_URL=/cache/neuron lies in the pods, so .* lost"),
+        ("neuron-trn1-16", "/mnt/shared", r"NEURON_COMPILE_CACHE_URL=/cache/neuron lies in the pods"),
+        (
+            "gpu-a100",
+            "s3://bucket/cache",
+            r"pool gpu-a100: what is compiled on it stays in the pods .* warm_up\.enabled",
+        ),
+    ],
+)
+def test_a_warm_up_that_would_be_lost_with_its_pods_is_refused(pool, cache, message):
+    with pytest.raises(SettingsError, match=message):
+        environment.check_compile_cache(pools.get(pool), {"NEURON_COMPILE_CACHE_URL": cache})
+
+
+def test_a_warm_up_is_not_refused_where_the_next_job_finds_it():
+    environment.check_compile_cache(pools.get("neuron-trn1"), {"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"})
+    own = pools.get("neuron-trn1").model_copy(update={"environment": {"NEURON_COMPILE_CACHE_URL": "s3://bucket/own"}})
+    environment.check_compile_cache(own, {})
+
+
+@pytest.mark.parametrize("name", [name for name, pool in pools.load().items() if pool.device == "xla"])
+def test_a_neuron_pod_finds_its_runtime_and_takes_one_process_a_core(name):
+    """Which core is whose, torch_neuronx reads from torchrun's variables."""
+    pool, values = pools.get(name), rendered(pool=name)
+    assert (values["TRAINER_DEVICE"], values["PJRT_DEVICE"]) == ("xla", "NEURON")
+    assert pool.processes_per_node == 2 * pool.accelerators
+    assert ("FI_PROVIDER" in values) == pool.joins_nodes
+    assert not [variable for variable in values if variable.startswith(("NEURON_PJRT", "XLA_", "NEURON_RT_NUM"))]
 
 
 @pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL_S3", "TRAINER_CHECKPOINTS"])

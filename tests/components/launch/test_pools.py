@@ -1,6 +1,8 @@
 import pytest
 
 from components.launch import pools
+from trainer import price_performance
+from trainer.billing import StageBill, make_bill
 from trainer.errors import SettingsError
 
 MACHINES = {
@@ -122,6 +124,8 @@ def test_an_unknown_pool_is_answered_with_the_nearest_and_all(monkeypatch):
         ("node_selector = { zone = 1 }", "node_selector.zone = 1: Input should be a valid string"),
         ('environment = { "A B" = "c" }', "environment.A B"),
         ('environment = { PET_NNODES = "2" }', "PET_NNODES is set by the launcher or the operator; leave it out"),
+        ('environment = { NEURON_RT_NUM_CORES = "1" }', "NEURON_RT_NUM_CORES is set by the launcher or the operator"),
+        ('environment = { NEURON_PJRT_PROCESS_INDEX = "0" }', "NEURON_PJRT_PROCESS_INDEX is set by the launcher or"),
         (
             'environment = { MY_TOKEN = "x" }',
             "MY_TOKEN looks like a secret; name a Secret and its key under secrets.MY_TOKEN",
@@ -205,3 +209,26 @@ def test_processes_are_the_pools_own_or_as_many_as_asked_for():
 )
 def test_quantities_are_those_of_kubernetes(text, number):
     assert pools.quantity(text) == number
+
+
+def test_neuron_nodes_without_efa_do_not_train_together():
+    assert pools.get("neuron-trn1-16").place(4).nodes == 4
+    with pytest.raises(SettingsError, match=r"nodes = 2, but the nodes of pool neuron-trn1 have no EFA"):
+        pools.get("neuron-trn1").place(2)
+
+
+def test_a_run_on_trainium_stands_in_the_price_performance_table_as_any_other():
+    """What a training there leaves, held against one on GPUs: the table knows of no device."""
+    runs = {"gpu-a100": 3600.0, "neuron-trn1-16": 3000.0}
+    entries = []
+    for name, seconds in runs.items():
+        place = pools.get(name).place(nodes=4)
+        distill = StageBill(stage="distill", seconds=seconds, place=place, dollars=place.dollars(seconds))
+        entries.append(price_performance.entry(name, make_bill([distill]), accuracy=0.8, epochs=10))
+    heading, gpu, neuron = price_performance.rows(entries)
+    told = dict(zip(heading, neuron, strict=True))
+    assert told["where"] == "4 nodes of neuron-trn1-16 (trn1.32xlarge)"
+    assert told["dollars"] == f"${4 * 21.50 * 3000 / 3600:.2f}"
+    assert told["epoch speed"] == "1.20x"
+    assert told[""] == "cheapest, fastest"
+    assert set(map(bool, gpu[:-1])) == {True}

@@ -1,0 +1,90 @@
+"""Compile beforehand what a recipe's trainings need on a node pool, ahead of any run.
+
+  python -m pipelines.warm_up --pool neuron-trn1 --recipe grocery
+  python -m pipelines.warm_up --pool neuron-trn1-16 --nodes 4 --dataset s3://BUCKET/prepared
+
+From this machine, as `make run POOL=...`: the images are prepared here, and the stage warm_up runs as a job on the pool. The trainings
+find the graphs if recipe, settings, pool, nodes and processes are the same, and the image of the job too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from kfp import dsl
+
+from components import launching, sections
+from components.launching import Place, Training
+from pipelines import commands
+from trainer import config, limits, runs, stages, storage
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; gives the exit code. An error that the user can mend ends in one message."""
+    options = _parser().parse_args(arguments)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(limits.PrintableFormatter("%(message)s"))
+    for name in ("trainer", "components"):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(logging.INFO)
+    return commands.exit_code(lambda: warm_up(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.warm_up", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pool", required=True, help="node pool of the trainings")
+    parser.add_argument("--nodes", type=int, default=1, help="machines of the pool (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=0, help="processes on each (default: the pool's own)")
+    parser.add_argument("--recipe", default="digits", help="a name or the path of a TOML file (default: %(default)s)")
+    parser.add_argument(
+        "--set", dest="overrides", default="", metavar="TEXT", help="settings that differ from it, key=value key=value"
+    )
+    parser.add_argument(
+        "--dataset", default="", metavar="URI", help="a prepared data set (default: the recipe's images, prepared here)"
+    )
+    return parser
+
+
+def warm_up(options: argparse.Namespace) -> None:
+    """Run the stage warm_up as a job, and leave its report and the job's record below `runs`.
+
+    Raises:
+        TrainerError: a setting is wrong, or what is compiled would be lost, before anything starts; or the job failed.
+    """
+    settings = sections.resolve(options.recipe, f"{options.overrides} warm_up.enabled=true")
+    place = Place(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes)
+    place.check(warms_up=True)
+    storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(options.recipe).stem}-warm-up"
+    directory = runs.new_directory(options.recipe, str(runs.RUNS / name))
+    os.environ.setdefault("TRAINER_RUN", name)
+    launching.launch(
+        Training(
+            stage="warm_up",
+            settings=json.dumps(settings.for_stage("warm_up")),
+            inputs={"dataset": options.dataset or _prepared(settings, directory)},
+            outputs={"warmed": dsl.Artifact(uri=str(directory / "warmed"))},
+            place=place,
+            job=dsl.Artifact(uri=str(directory / "job")),
+        )
+    )
+    print(f"what was compiled: {directory / 'warmed'}")
+
+
+def _prepared(settings: config.Settings, directory: Path) -> str:
+    dataset = str(directory / "dataset")
+    stages.call("prepare", json.dumps(settings.for_stage("prepare")), {"dataset": dataset})
+    return dataset
+
+
+if __name__ == "__main__":
+    sys.exit(main())
