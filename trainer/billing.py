@@ -147,9 +147,11 @@ def _parts_of_trainings(records: Sequence[RankRecord], manifest: Manifest) -> di
 def _parts_of_recording(record: RankRecord) -> dict[str, float]:
     outside = {name: total.seconds for name, total in record.outside.items()}
     compiled = sum(one.seconds for one in record.compilations) or record.startup.get("compile", 0.0)
+    evaluation = outside.get("evaluate", 0.0)
+    compiled_there = min(record.compile_beside_s, evaluation)
     parts = {
-        "compilation": compiled,
-        "evaluation": outside.get("evaluate", 0.0),
+        "compilation": compiled + compiled_there,
+        "evaluation": evaluation - compiled_there,
         "checkpoints": outside.get("checkpoint", 0.0),
         "recorder": sum(record.overhead.values()),
     }

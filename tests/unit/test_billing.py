@@ -79,6 +79,15 @@ def manifest(**changes):
     return artifacts.Manifest(**{**values, **changes})
 
 
+@pytest.mark.parametrize(("beside_s", "compiled"), [(4.0, 10.0), (9.0, 12.0)])
+def test_what_a_validation_compiles_is_no_evaluation(tmp_path, beside_s, compiled):
+    """On XLA; no more than the validations took."""
+    parts = stage_bill("distill", manifest(), evidence(tmp_path, record(compile_beside_s=beside_s))).parts
+    assert parts["compilation"] == pytest.approx(compiled)
+    assert parts["compilation"] + parts.get("evaluation", 0.0) == pytest.approx(12)
+    assert parts["training"] == pytest.approx(85)
+
+
 def test_a_training_is_billed_from_the_start_of_its_process_to_the_end_of_its_stage(tmp_path):
     bill = stage_bill("distill", manifest(), evidence(tmp_path, record()))
     assert bill.parts == pytest.approx(

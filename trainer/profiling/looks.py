@@ -100,7 +100,7 @@ class Looks:
     def around_update(self, step: int, forward: Callable[[], object]) -> AbstractContextManager[None]:
         """The optimiser's part of a step, as a context; `forward` sends some images through the model, to look at its attention."""
         if self._has_arrived:
-            with self._timed():
+            with self._apart():
                 self.take_in()
         return self._look(step, forward) if self._is_due(step) else nullcontext()
 

@@ -259,6 +259,7 @@ class Recorder:
             attempts=self.attempts(),
             failed=self._failed,
             compilations=self._compilations.records,
+            compile_beside_s=self._counters.beside_s if self._counters else 0.0,
             transfers=self._counters.transfers if self._counters else None,
             communication=self.communication(),
             overhead=self._overhead(monitor),

@@ -206,6 +206,8 @@ class RankRecord(Record):
     this process), `imports`, `fetch`, `join`, `preparation`, `compile`, `first_step`. Parts that did not happen are left out, and a later
     training of the same process begins with its `preparation`."""
     compilations: tuple[CompilationRecord, ...] = ()
+    compile_beside_s: Seconds = 0.0
+    """Compiling graphs between steps, mostly of validations; known on XLA."""
     transfers: TransferRecord | None = None
     """None where the device is not one of XLA."""
     communication: CommunicationRecord | None = None

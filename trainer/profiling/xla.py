@@ -46,6 +46,7 @@ class XlaCounters:
         self._seconds: dict[int, float] = {}
         self._fallbacks: Counter[str] = Counter()
         self._compiled = _Compiled()
+        self._beside_s = 0.0
         self._fallbacks_before: Mapping[str, int] = {}
         self._transfers_before = math.nan
         self._began = _Totals()
@@ -53,13 +54,15 @@ class XlaCounters:
     def start(self) -> None:
         """Begin to count."""
         self._began = _Totals()
+        self._compiled.since_last()
 
     def stop(self) -> None:
-        """What comes later counts for nothing."""
+        """Count what came after the last step; what comes later counts for nothing."""
+        self._count_beside()
 
     def begin(self, ordinal: int) -> None:
         """A step begins, the so-manyth of the recording."""
-        self._compiled.since_last()
+        self._count_beside()
         self._fallbacks_before = _fallbacks()
         self._transfers_before = _count(_FROM_DEVICE) if _is_counted(ordinal) else math.nan
 
@@ -82,6 +85,15 @@ class XlaCounters:
         before = _count(_FROM_DEVICE)
         yield
         self._transfers_before += _count(_FROM_DEVICE) - before
+
+    def _count_beside(self) -> None:
+        _, seconds = self._compiled.since_last()
+        self._beside_s += seconds
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds in the compiler between the steps."""
+        return self._beside_s
 
     @property
     def compiling(self) -> bool:

@@ -15,7 +15,6 @@ from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, 
 from trainer.profiling.rules.system.steps import IGNORED
 from trainer.profiling.schema import CompilationRecord, TransferRecord
 from trainer.profiling.series import Series
-from trainer.profiling.timeline import RECORDER
 
 _FEWEST_COUNTED = 10
 """Fewer steps than this, in which transfers were counted, tell nothing that lasts."""
@@ -41,15 +40,13 @@ def cause_of(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tuple[str
         late: its compilations after the first steps.
     """
     steps = np.array([one.step for one in late])
-    images, looking = (_at(rank, column, steps) for column in ("images", RECORDER))
-    usual = float(np.median(rank.steps["images"]))
-    changed = images[np.isfinite(images) & (images != usual)]
+    usual, changed = _other_sizes(rank, steps)
     if len(changed):
         return (
             f"The number of images had changed: {changed[0]:.0f} instead of {usual:.0f}.",
             "Give every step the same number of images, and pad or drop what is left over.",
         )
-    if (looking > 0).all():
+    if np.isin(steps + rank.steps["step"][:1], rank.tensors.steps).all():
         return (
             "All of these steps held a look at the weights.",
             "Look more rarely (evidence.tensors_every), or never (0).",
@@ -65,14 +62,11 @@ def cause_of(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tuple[str
     )
 
 
-def _at(rank: RankEvidence, column: str, steps: Series) -> Series:
-    """A column at steps, counted from the recording's start, [S]; NaN where it has none, or none of that step any more."""
-    numbers = rank.steps["step"]
-    if column not in rank.steps or not len(numbers):
-        return np.full(len(steps), np.nan)
-    wanted = numbers[0] + steps
-    places = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
-    return np.where(numbers[places] == wanted, rank.steps[column][places], np.nan)
+def _other_sizes(rank: RankEvidence, steps: Series) -> tuple[float, Series]:
+    """Images of a usual step, and of those of `steps` (counted from the recording's start) that the table holds and that had others."""
+    within = np.isin(rank.steps["step"], steps + rank.steps["step"][:1])
+    images, usual = rank.steps["images"][within], float(np.median(rank.steps["images"]))
+    return usual, images[images != usual]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

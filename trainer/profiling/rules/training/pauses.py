@@ -97,8 +97,8 @@ STALLED_TRAINING = Rule(
     title="Stalled training",
     needs="Two steps.",
     fires=(
-        "For longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the training runs, an "
-        "alarm tells after that time without waiting for the next step."
+        "For longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the training "
+        "runs, an alarm tells after that time without waiting for the next step."
     ),
     advises="Looking at the storage, the loader processes and the other processes of the job.",
     judge=_judge_stalled,

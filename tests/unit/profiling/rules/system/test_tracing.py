@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -135,11 +136,14 @@ def test_steps_are_found_in_a_training_that_went_on() -> None:
 
 
 def test_a_look_at_the_weights_is_named() -> None:
-    looking = steps_of(recorder=np.where(NUMBERS % 50 == 0, 1.0, 0.0))
-    found = finding(RECOMPILATION, on_xla(looking, compiled={50: 30.0, 100: 30.0}))
-    assert "a look at the weights" in found.text
-    assert "evidence.tensors_every" in found.advice
-    assert "look" not in finding(RECOMPILATION, on_xla(looking, compiled={50: 30.0, 51: 30.0})).text
+    def told(*steps: int) -> Finding:
+        rank = on_xla(compiled=dict.fromkeys(steps, 30.0), tensors=2)
+        looks = replace(rank.tensors, steps=np.array([50.0, 100.0]))
+        return finding(RECOMPILATION, replace(rank, tensors=looks))
+
+    assert "a look at the weights" in told(50, 100).text
+    assert "evidence.tensors_every" in told(50).advice
+    assert "look" not in told(50, 51).text
 
 
 def test_a_number_in_the_graph_is_told_from_a_value_that_changed_once() -> None:
@@ -150,9 +154,12 @@ def test_a_number_in_the_graph_is_told_from_a_value_that_changed_once() -> None:
     assert all("PT_XLA_DEBUG_LEVEL=2" in found.advice for found in (always, once))
 
 
-def test_a_step_that_the_table_no_longer_holds_is_no_look() -> None:
-    kept = {name: values[::2] for name, values in steps_of(recorder=1.0).items()}
-    assert "look" not in finding(RECOMPILATION, on_xla(kept, compiled={41: 30.0})).text
+def test_a_step_that_the_table_no_longer_holds_had_as_many_images_as_any() -> None:
+    steps = steps_of()
+    steps["images"] = np.where(NUMBERS == 42, 77.0, 128.0)
+    kept = {name: values[::2] for name, values in steps.items()}
+    assert "number of images" not in finding(RECOMPILATION, on_xla(kept, compiled={41: 30.0})).text
+    assert "number of images" in finding(RECOMPILATION, on_xla(kept, compiled={42: 30.0})).text
 
 
 # -- what other rules say of such a device
