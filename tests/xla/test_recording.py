@@ -74,6 +74,18 @@ def test_the_time_in_the_compiler_is_that_of_the_step_that_compiled():
     assert rank.record.compilations[1].seconds <= rank.steps["seconds"][20]
 
 
+def test_what_is_compiled_between_steps_is_apart():
+    def validate(loss, step):
+        if step == 20:
+            loss.detach().expand(29).cumsum(0).cpu()
+
+    record = train(27, between=validate, steps=30).record
+    assert [one.step for one in record.compilations] == [0]
+    assert record.compile_beside_s > 0
+    assert record.transfers.from_device == 1
+    assert train(27, steps=2).record.compile_beside_s == 0
+
+
 def test_a_number_that_is_a_constant_of_the_graph_is_told_from_a_shape():
     rank = train(17, in_step=lambda loss, step: loss.expand(step + 1).cumsum(0), steps=20)
     assert len(rank.record.compilations) == 1, "nobody needs the result: it is not computed"
@@ -106,6 +118,14 @@ def test_what_looking_itself_transfers_is_not_the_trainings():
     with counters.apart():
         value.cpu()
     assert counters.end(0) == 1
+
+
+def test_what_comes_after_the_recording_counts_for_nothing():
+    counters, value = xla.XlaCounters(), torch.ones(31, device=torch_xla.device())
+    counters.start()
+    counters.stop()
+    value.cumsum(0).cpu()
+    assert (counters.transfers.from_device, counters.beside_s) == (0, 0)
 
 
 def test_in_a_long_training_transfers_are_counted_in_some_steps():

@@ -299,7 +299,8 @@ class Recorder:
     def _overhead(self, monitor: Monitor) -> dict[str, float]:
         """What each part of watching has cost so far, in seconds; marks are timed after the end, for that waits for the device."""
         if self._mark_s is None and self._ended_s:
-            self._mark_s = seconds_of_a_mark(HostClock() if self._failed else self.timeline.clock)
+            clock = HostClock() if self._failed else self.timeline.clock
+            self._mark_s = seconds_of_a_mark(clock, _xla_counters() if self._counters else None)
         marks = {} if self._mark_s is None else {"marks": self._mark_s * self.timeline.totals.marks}
         return (
             self._costs

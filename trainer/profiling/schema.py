@@ -13,7 +13,7 @@ An evidence artifact (version: `artifacts.SCHEMA_VERSIONS["evidence"]`) holds on
     NAME/metrics.arrow          of rank 0: step, seconds, name, value; evenly thinned when long
 
 Arrow files are IPC files. Times ending in `_s` are seconds since the rank's recording began, at `began_unix`. On a GPU `seconds` and the
-ranges are times on the device, the `host_` columns times on the host; on a CPU `seconds` and `host_seconds` agree.
+ranges are times on the device, the `host_` columns times on the host; on a CPU and on XLA `seconds` and `host_seconds` agree.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ them. So times are exclusive, nothing is counted twice, and the ranges of a step
 - On a GPU the marks are events on the current stream, read when they have passed: the host never waits for them. A phase's time is then
   what it adds on the device's way, so loading that hides behind computation costs nothing there; the host's own time is recorded
   besides for whole steps and for `data`.
+- On XLA the marks are the host's: `forward` and `backward` are the noting of operations, and the device's time shows as waiting in
+  `dispatch`, where the host hands a step over while the device still works at the one before.
 """
 
 from __future__ import annotations
@@ -532,9 +534,9 @@ class Timeline:
         return (nanoseconds - (self.origin_ns or 0)) * 1e-9
 
 
-def seconds_of_a_mark(clock: Clock[Any]) -> float:
+def seconds_of_a_mark(clock: Clock[Any], counter: StepCounter | None = None) -> float:
     """What a mark of a timeline costs, with its share of what a step costs; measured on steps of the usual phases with nothing in them."""
-    timeline, steps = Timeline(clock, steps_kept=2, spans_kept=2), 100
+    timeline, steps = Timeline(clock, counter=counter, steps_kept=2, spans_kept=2), 100
     timeline.start()
     began = time.perf_counter()
     for step in range(steps):

@@ -12,6 +12,7 @@ LABELS = {
     "forward": "forward pass",
     "backward": "backward pass",
     "optimizer": "optimiser",
+    "dispatch": "handing over to XLA",
     "recorder": "looking at tensors",
     "other": "rest of the step",
     "evaluate": "evaluation",
@@ -38,6 +39,8 @@ SIGNALS = {
     "gpu_memory_used_bytes": "GPU memory",
     "gpu_memory_allocated_bytes": "GPU memory, tensors",
     "gpu_memory_total_bytes": "GPU memory there is",
+    "device_memory_used_bytes": "memory of the device",
+    "device_memory_total_bytes": "memory that the device has",
     "cores_percent": "cores",
     "busiest_core_percent": "busiest core",
 }

@@ -50,6 +50,7 @@ class XlaCounters:
         self._fallbacks_before: Mapping[str, int] = {}
         self._transfers_before = math.nan
         self._began = _Totals()
+        self._ended: _Totals | None = None
 
     def start(self) -> None:
         """Begin to count."""
@@ -59,6 +60,7 @@ class XlaCounters:
     def stop(self) -> None:
         """Count what came after the last step; what comes later counts for nothing."""
         self._count_beside()
+        self._ended = _Totals()
 
     def begin(self, ordinal: int) -> None:
         """A step begins, the so-manyth of the recording."""
@@ -110,8 +112,8 @@ class XlaCounters:
 
     @property
     def transfers(self) -> TransferRecord:
-        """What device and host have exchanged since the beginning."""
-        now, began = _Totals(), self._began
+        """What device and host have exchanged since the beginning, up to now or to the end."""
+        now, began = self._ended or _Totals(), self._began
         return TransferRecord(
             from_device=now.transfers - began.transfers,
             from_device_s=now.seconds - began.seconds,

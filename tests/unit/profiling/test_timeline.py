@@ -295,3 +295,31 @@ def test_a_timeline_that_was_not_started_says_so(time: Time) -> None:
     step = Timeline(HostClock(time)).step(0)
     with pytest.raises(RuntimeError, match="not recording"):
         step.__enter__()
+
+
+class Counted:
+    """Says of each step how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def begin(self, ordinal: int) -> None:
+        self.asked.append(("begin", ordinal))
+
+    def end(self, ordinal: int) -> float:
+        self.asked.append(("end", ordinal))
+        return float(len(self.asked))
+
+
+def test_a_counter_is_asked_around_each_step() -> None:
+    counter = Counted()
+    timeline = Timeline(HostClock(), counter=counter)
+    timeline.start()
+    for step in (7, 8):
+        with timeline.step(step):
+            pass
+        with timeline.range("evaluate"):
+            pass
+    timeline.finish()
+    assert counter.asked == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
+    assert timeline.steps.column("transfers").tolist() == [2, 4]

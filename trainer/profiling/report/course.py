@@ -30,6 +30,7 @@ _MACHINE = (
         1.0,
         (("s0", "gpu_memory_used_bytes", "used"), ("s1", "gpu_memory_allocated_bytes", "by tensors")),
     ),
+    ("Device memory", "GB", 1e-9, 1.0, (("s0", "device_memory_used_bytes", "used"),)),
     ("Memory", "GB", 1e-9, 1.0, (("s0", "process_rss_bytes", "process"), ("s1", "memory_used_bytes", "machine"))),
     ("Storage", "% of cores wait", 1.0, 10.0, (("s0", "iowait_percent", "wait"),)),
     ("Disk", "MB/s", 1e-6, 1.0, (("s0", "disk_read_bytes_per_s", "read"), ("s1", "disk_write_bytes_per_s", "written"))),

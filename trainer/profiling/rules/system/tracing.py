@@ -103,7 +103,7 @@ def transfers(case: Case, record: TransferRecord) -> Outcome:
         ),
         advice=_advice(record),
         saving=_without(record, float(values.mean()) * rank.record.steps.count),
-        numbers={"transfers_per_step": float(values.mean()), "share_of_steps": share}
+        numbers={"transfers_per_step": float(values.mean()), "transferring_share": share}
         | {f"{name}_calls": float(calls) for name, calls in record.fallbacks.items()},
         steps=(int(at[0]), int(at[-1])),
     )

@@ -108,7 +108,10 @@ def test_steps_whose_transfers_were_not_counted_say_nothing() -> None:
     few = HOST_SYNCS.judge(case_of(on_xla(transfers=counted)))
     assert isinstance(few, NotJudged)
     assert "10 are needed" in few.reason
-    assert finding(HOST_SYNCS, on_xla(transfers=np.where(NUMBERS % 5 == 0, 1.0, np.nan))).numbers["share_of_steps"] == 1
+    assert (
+        finding(HOST_SYNCS, on_xla(transfers=np.where(NUMBERS % 5 == 0, 1.0, np.nan))).numbers["transferring_share"]
+        == 1
+    )
 
 
 # -- compilations
