@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from trainer.training.checkpoints.snapshots import PARTS
 from trainer.training.checkpoints.state import capture
+from trainer.training.sharding import RowSharded, held, rows_of
 
-__all__ = ["PARTS", "everything", "learner", "on_two_processes", "snapshot_of"]
+__all__ = ["PARTS", "Rows", "everything", "learner", "on_two_processes", "snapshot_of"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +35,31 @@ def learner(seed=0, *, steps=2, dtype=torch.float32, order=(0, 1)):
     return model, optimizer, average
 
 
+class Rows(RowSharded):
+    """AdamW for rows of each weight on a CPU, as torch_xla's on its devices; gradients are alike on all processes."""
+
+    def __init__(self, groups, **options):
+        super().__init__(groups, {})
+        self.local_rank, self.local_world_size = dist.get_rank(), dist.get_world_size()
+        own = [group | {"params": [self._rows(weight) for weight in group["params"]]} for group in groups]
+        self.base_optimizer = torch.optim.AdamW(own, **options)
+        for outer, inner in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
+            outer.update({name: value for name, value in inner.items() if name != "params"})
+
+    def _rows(self, weight):
+        return nn.Parameter(rows_of(weight.detach(), self.local_rank, self.local_world_size).clone())
+
+    @torch.no_grad()
+    def step(self):
+        for whole, own in held(self):
+            own.grad = rows_of(whole.grad, self.local_rank, self.local_world_size)
+        self.base_optimizer.step()
+        for whole, own in held(self):
+            parts = [torch.empty_like(own) for _ in range(self.local_world_size)]
+            dist.all_gather(parts, own.detach())
+            whole.copy_(torch.cat(parts)[: len(whole)])
+
+
 def snapshot_of(step, parts, **options):
     """The state of a `learner`."""
     return capture(step, *parts, **options)
@@ -49,7 +76,7 @@ def everything(state):
     return state.step, state.pending, groups, tensors
 
 
-def on_two_processes(script, folder):
+def on_two_processes(script, folder, *arguments):
     """Run a script on two processes of one group, in a folder."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
@@ -57,7 +84,7 @@ def on_two_processes(script, folder):
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script],
+            [sys.executable, "-c", script, *arguments],
             cwd=folder,
             env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)},
             stderr=subprocess.PIPE,

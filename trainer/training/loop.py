@@ -50,6 +50,7 @@ from trainer.training.processes import Processes
 from trainer.training.progress import Progress
 from trainer.training.reporting import Report
 from trainer.training.schedules import checkpoint_steps, learning_rate_at, step_count, validation_steps
+from trainer.training.sharding import RowSharded
 from trainer.training.wrapping import Exchange, wrap
 
 logger = logging.getLogger(__name__)
@@ -342,10 +343,11 @@ class Loop:
         self._training.checkpoints.look()
 
     def _update(self, step: int) -> None:
-        if not isinstance(self._wrapped, DistributedDataParallel):
+        exchanges = isinstance(self._optimizer, RowSharded)
+        if not exchanges and not isinstance(self._wrapped, DistributedDataParallel):
             bf16 = self._settings.gradient_compression == "bf16"
             self._processes.device.sum_gradients(self._parameters, world_size=self._processes.world_size, bf16=bf16)
-        if self._settings.clip_norm:
+        if self._settings.clip_norm and not exchanges:
             nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

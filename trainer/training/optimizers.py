@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trainer.config import TrainingSettings
 from trainer.models import Classifier
 from trainer.training.devices import Device
 from trainer.training.processes import Processes
+from trainer.training.sharding import own_part
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
@@ -43,11 +43,13 @@ def make_optimizer(
         "lr": settings.peak_learning_rate(),
         "betas": (settings.beta1, settings.beta2),
     } | processes.device.adamw_options
-    if settings.zero and processes.world_size > 1:
-        return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **options)
-    optimizer = torch.optim.AdamW(groups, **options)
+    optimizer = (
+        processes.device.sharded_adamw(groups, options, clip_norm=settings.clip_norm)
+        if settings.zero and processes.world_size > 1
+        else torch.optim.AdamW(groups, **options)
+    )
     if processes.device.traces:
-        _make_state(optimizer)
+        _make_state(own_part(optimizer))
     return optimizer
 
 

@@ -3,8 +3,7 @@ import torch
 
 from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
-from trainer.training.devices import choose_device
-from trainer.training.devices import HOST
+from trainer.training.devices import HOST, choose_device
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
 from trainer.training.processes import Processes
 

@@ -5,18 +5,19 @@ So a state fits the same model whatever the order of its weights and the number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trainer.errors import ArtifactError
+from trainer.training import sharding
 from trainer.training.devices import Device
 from trainer.training.processes import Processes
+from trainer.training.sharding import RowSharded
 
 OPTIONS = ("lr_scale", "weight_decay", "betas", "eps")
 """What a group of weights has of its own, beside the schedule's learning rate: it decides how a weight is changed."""
@@ -66,15 +67,16 @@ def capture(
     Raises:
         LostProcessError: a process did not come within the limit, or is gone.
     """
-    names, local = _names(model), _local(optimizer)
+    names, part = _names(model), sharding.own_part(optimizer)
     tensors = {
-        f"{key}/{names[parameter]}": value
-        for parameter in _parameters(local)
-        for key, value in local.state.get(parameter, {}).items()
+        f"{key}/{names[weight]}": value
+        for weight, own in sharding.held(optimizer)
+        for key, value in part.state.get(own, {}).items()
     }
-    if local is not optimizer:
+    what = f"the checkpoint of step {step}"
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
         assert processes is not None, "an optimiser is sharded over some"
-        tensors = _gather(tensors, processes, f"the checkpoint of step {step}")
+        tensors = sharding.gather_wholes(tensors, processes, what)
     state = State(
         step=step,
         model=model.state_dict(),
@@ -86,7 +88,13 @@ def capture(
         average=average.state_dict() if average is not None else None,
         pending=pending,
     )
-    return state if processes is None else _on_host(state, processes.device)
+    if processes is None:
+        return state
+    state = _on_host(state, processes.device)
+    if isinstance(optimizer, RowSharded):
+        rows = {name: weight.shape[0] for weight, name in names.items() if weight.dim()}
+        return replace(state, optimizer=sharding.gather_rows(state.optimizer, rows, processes, what))
+    return state
 
 
 def _on_host(state: State, device: Device) -> State:
@@ -129,45 +137,18 @@ def _restore_optimizer(
     tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> None:
     """Not by `load_state_dict`, which goes by numbers of weights, and which a sharded optimiser does not get right for a fused one."""
-    local = _local(optimizer)
     by_weight: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        key, _, weight = name.partition("/")
-        by_weight.setdefault(weight, {})[key] = tensor
-    for parameter in _parameters(local):
-        held = by_weight.get(names[parameter])
+        key, _, owner = name.partition("/")
+        by_weight.setdefault(owner, {})[key] = tensor
+    if isinstance(optimizer, RowSharded):
+        sharding.deal_rows(optimizer, [by_weight.get(names[weight]) for weight, _ in sharding.held(optimizer)])
+        return
+    part = sharding.own_part(optimizer)
+    for weight, _ in sharding.held(optimizer):
+        held = by_weight.get(names[weight])
         if held is not None:
-            local.state[parameter] = {key: value.to(parameter.device, copy=True) for key, value in held.items()}
-
-
-def _gather(tensors: Mapping[str, Tensor], processes: Processes, what: str) -> dict[str, Tensor]:
-    """The tensors of all processes, on the first one.
-
-    `consolidate_state_dict` does the same by pickling, and takes twenty times as long.
-    """
-    layouts = processes.gather({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, what)
-    with processes.waiting(what):
-        if not processes.is_first:
-            for tensor in tensors.values():
-                dist.send(tensor.contiguous(), 0)
-            return {}
-        gathered = dict(tensors)
-        for rank, layout in enumerate(layouts[1:], start=1):
-            for name, (shape, dtype) in layout.items():
-                received = torch.empty(shape, dtype=dtype, device=processes.device.torch_device)
-                dist.recv(received, rank)
-                gathered[name] = received.cpu()  # the device may have no room for all shares
-    return gathered
-
-
-def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimiser of this process's weights, which are all but in a sharded one."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+            part.state[weight] = {key: value.to(weight.device, copy=True) for key, value in held.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trainer.config import DEVICE_VARIABLE, Compile, Precision
 from trainer.errors import SettingsError
@@ -102,6 +103,16 @@ class Device:
     def adamw_options(self) -> dict[str, Any]:
         """How AdamW is computed fastest here."""
         return {"fused": True}
+
+    def sharded_adamw(
+        self,
+        groups: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        clip_norm: float,  # noqa: ARG002  # XLA's clips too
+    ) -> torch.optim.Optimizer:
+        """AdamW with its state dealt to the processes."""
+        return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **options)
 
     def numbers(self, values: Sequence[float]) -> Sequence[float | Tensor]:
         """Numbers that differ from step to step, as an operation takes them here."""

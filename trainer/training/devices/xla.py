@@ -6,7 +6,7 @@ Imported only where such a device is asked for. The native Neuron device, torch'
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch_xla import runtime
 from torch_xla.core import xla_model
 from torch_xla.distributed import parallel_loader
+from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 from trainer.config import Compile, Precision
 from trainer.errors import SettingsError
 from trainer.training.devices import Device
+from trainer.training.sharding import RowSharded
 
 Item = TypeVar("Item")
 
@@ -139,9 +141,33 @@ class XlaDevice(Device):
         """The number of steps is on the device, or it would be a constant of the graph; XLA fuses what it is given."""
         return {"fused": False, "foreach": False, "capturable": True}
 
+    def sharded_adamw(
+        self, groups: list[dict[str, Any]], options: Mapping[str, Any], *, clip_norm: float
+    ) -> torch.optim.Optimizer:
+        """AdamW for rows of each weight; it also exchanges gradients and clips them."""
+        return ShardedAdamW(groups, options, clip_norm=clip_norm)
+
     def numbers(self, values: Sequence[float]) -> Sequence[Tensor]:
         """On the device: else 0 and 1 would be constants of the graph, and others decide which operations it is made of."""
         return list(torch.tensor(values, dtype=torch.float32).to(self.torch_device))
+
+
+class ShardedAdamW(ZeroRedundancyOptimizer, RowSharded):  # type: ignore[misc]  # torch_xla has no types
+    """torch_xla's ZeRO-1 around AdamW; the weights of its rows are the ones that are trained."""
+
+    def __init__(self, groups: list[dict[str, Any]], options: Mapping[str, Any], *, clip_norm: float) -> None:
+        """Over `groups`, of weights on the device."""
+        ZeroRedundancyOptimizer.__init__(
+            self,
+            groups,
+            torch.optim.AdamW,
+            grad_clipping=bool(clip_norm),
+            max_norm=clip_norm or None,
+            pin_layout=False,
+            save_master_weights=True,  # else it warns: it is our checkpoints that keep the weights
+            **options,
+        )
+        self._sync_param_groups(self.base_optimizer.param_groups, self.param_groups)
 
 
 class _Dispatches:

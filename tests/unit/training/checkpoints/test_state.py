@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoints import everything, learner, on_two_processes, snapshot_of
+from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
 from trainer.errors import ArtifactError
 from trainer.training.checkpoints import snapshots
 from trainer.training.checkpoints.state import capture, restore
@@ -114,7 +114,7 @@ import sys
 from pathlib import Path
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from tests.checkpoints import learner
+from tests.checkpoints import Rows, learner
 from trainer.training.checkpoints import snapshots
 from trainer.training.checkpoints.snapshots import Snapshot
 from trainer.training.checkpoints.state import capture, restore
@@ -122,6 +122,8 @@ from trainer.training.processes import join_processes
 
 def sharded(model, whole):
     groups = [{name: group[name] for name in ("params", "weight_decay", "lr_scale")} for group in whole.param_groups]
+    if sys.argv[1] == "rows":
+        return Rows(groups, lr=0.1, fused=True)
     return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, lr=0.1, fused=True)
 
 def step(model, optimizer):
@@ -153,19 +155,28 @@ with join_processes() as processes:
 """
 
 
-def test_a_state_goes_from_one_process_to_two_sharded_ones_and_back(tmp_path):
+@pytest.mark.parametrize("dealt", ["weights", "rows"])
+def test_a_state_goes_from_one_process_to_two_sharded_ones_and_back(tmp_path, dealt):
     model, optimizer, average = learner(seed=1)
     (tmp_path / "whole").mkdir()
     snapshot = snapshots.Snapshot()
     snapshot.take(snapshot_of(2, (model, optimizer, average)))
     snapshot.write(tmp_path / "whole")
-    on_two_processes(SHARDED, tmp_path)
+    on_two_processes(SHARDED, tmp_path, dealt)
     for name, steps in (("sharded", 3), ("sharded again", 4)):
         model(torch.arange(15.0).view(5, 3)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         read = snapshots.read(tmp_path / name, name)
-        assert everything(read) == everything(snapshot_of(steps, (model, optimizer, average)))
+        expected = snapshot_of(steps, (model, optimizer, average))
+        if dealt == "weights":
+            assert everything(read) == everything(expected)
+        else:  # a processor's wide instructions round the last elements of a tensor otherwise
+            assert everything(read)[:3] == everything(expected)[:3]
+            for part in PARTS:
+                torch.testing.assert_close(
+                    dict(getattr(read, part)), dict(getattr(expected, part)), rtol=1e-5, atol=1e-7
+                )
     others = learner(seed=7)
     restore(read, *others)
     assert everything(snapshot_of(4, others)) == everything(snapshot_of(4, (model, optimizer, average)))
