@@ -22,6 +22,11 @@ _READ = "aten::_local_scalar_dense"
 """What torch calls the reading of a value: `.item()`, `float()`, an `if` on a tensor."""
 _DEBUG = "PT_XLA_DEBUG_LEVEL=2 in the environment prints the line of the program that {}"
 
+_CHANGED = (
+    "A shape changed, or a Python value that the graph depends on.",
+    f"Keep both the same from step to step; {_DEBUG.format('asked for each graph')}.",
+)
+
 
 def is_traced(rank: RankEvidence) -> bool:
     """Whether a process trained on a device of XLA."""
@@ -39,6 +44,8 @@ def cause_of(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tuple[str
         rank: the process.
         late: its compilations after the first steps.
     """
+    if not len(rank.steps["step"]):
+        return _CHANGED
     steps = np.array([one.step for one in late])
     usual, changed = _other_sizes(rank, steps)
     if len(changed):
@@ -56,10 +63,7 @@ def cause_of(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tuple[str
             "Nearly every step since then did: a number that changes in each step (a rate, a count) has become a constant of the graph.",
             f"Put such numbers into tensors on the device; {_DEBUG.format('asked for each graph')}.",
         )
-    return (
-        "A shape changed, or a Python value that the graph depends on.",
-        f"Keep both the same from step to step; {_DEBUG.format('asked for each graph')}.",
-    )
+    return _CHANGED
 
 
 def _other_sizes(rank: RankEvidence, steps: Series) -> tuple[float, Series]:

@@ -17,6 +17,7 @@ from trainer.profiling.rules.system.course import MEMORY_GROWTH, RECOMPILATION, 
 from trainer.profiling.rules.system.gpu import GPU_UTILIZATION, HOST_SYNCS, HOST_TO_DEVICE
 from trainer.profiling.rules.system.processes import COMMUNICATION, STRAGGLERS
 from trainer.profiling.schema import CompilationRecord, TransferRecord
+from trainer.thresholds import Recompilation, RuleSettings
 
 DEVICE = "xla:0 (NEURON)"
 NUMBERS = np.arange(STEPS)
@@ -163,6 +164,13 @@ def test_a_step_that_the_table_no_longer_holds_had_as_many_images_as_any() -> No
     kept = {name: values[::2] for name, values in steps.items()}
     assert "number of images" not in finding(RECOMPILATION, on_xla(kept, compiled={41: 30.0})).text
     assert "number of images" in finding(RECOMPILATION, on_xla(kept, compiled={42: 30.0})).text
+
+
+def test_a_training_that_ended_in_its_first_step_has_no_sizes_to_compare() -> None:
+    nothing = on_xla({name: values[:0] for name, values in steps_of().items()}, samples=1)
+    found = RECOMPILATION.judge(case_of(nothing, rules=RuleSettings(recompilation=Recompilation(after_steps=0))))
+    assert isinstance(found, Finding)
+    assert "A shape changed" in found.text
 
 
 # -- what other rules say of such a device
