@@ -61,7 +61,7 @@ class Warmed(BaseModel):
     """`mae`, `finetune` or `distill`."""
     steps: Annotated[int, Field(ge=1)]
     graphs: Annotated[int, Field(ge=0)]
-    """Asked for within the steps, also those that the cache had; none where nothing is compiled."""
+    """Compiled within the steps; of those that the cache had, torch's compiler still counts some."""
     compile_s: Annotated[float, Field(ge=0)]
     """Seconds until they were there, on XLA with those of the validation."""
     seconds: Annotated[float, Field(ge=0)]
