@@ -49,7 +49,7 @@ NAME = "tune"
 """Of the trials, in the log, among the metrics and beside the checkpoints."""
 _TIMED, _MOST_TIMED, _TIMED_S = 3, 50, 0.5
 """Forward passes of the teacher that are timed, at least, and at most if they are done within so many seconds; the fastest counts."""
-_TEACHER_IMAGES = {"cpu": 8, "cuda": 256}
+_TEACHER_IMAGES = {"cpu": 8, "cuda": 256, "xla": 256}
 """Images of each."""
 _BESIDE_THE_TRIALS = {
     "enabled",

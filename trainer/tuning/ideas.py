@@ -23,7 +23,7 @@ class Job:
     largest_batch_why: str
     """... and what does not allow a larger one."""
     device: str
-    """`cpu` or `cuda`."""
+    """`cpu`, `cuda` or `xla`."""
     has_bf16: bool
     """Whether `precision=auto` is bf16 here."""
     world_size: int
@@ -85,15 +85,15 @@ _HELD_UP = 1.05
 """Gain without waiting from which on a candidate that waits is tried with more loader processes."""
 _CROWDED, _FEWER = 1.5, 1.03
 """Guesses of what it brings to take loader processes away, where there are more than cores and else."""
-_BF16 = {"cuda": 2.0, "cpu": 1.3}
-_FP32 = {"cuda": 1.01, "cpu": 1.3}
-_LARGER_BATCH = {"cuda": 1.3, "cpu": 1.08, "few": 1.4}
+_BF16 = {"cuda": 2.0, "xla": 2.0, "cpu": 1.3}
+_FP32 = {"cuda": 1.01, "xla": 1.01, "cpu": 1.3}
+_LARGER_BATCH = {"cuda": 1.3, "xla": 1.3, "cpu": 1.08, "few": 1.4}
 _FEW = 16
 """Images of a micro-batch that keep no processor busy."""
 _COMPILED, _UNCOMPILED = 1.4, 1.1
 _SHARDED, _UNSHARDED = 1.02, 1.05
 _COMPRESSED, _UNCOMPRESSED = 1.15, 1.03
-_FEWER_PARTS = {"cuda": 1.15, "cpu": 1.05}
+_FEWER_PARTS = {"cuda": 1.15, "xla": 1.15, "cpu": 1.05}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def _workers(best: Trial, job: Job, _past: Past) -> Ideas:
     more = more_workers(best, job)
     if more > max(has, advised):
         # Where a CPU trains, a core that loads is one that does not train, and the wait is mostly loading itself.
-        gain = bound if job.device == "cuda" else 1 + (bound - 1) / 2
+        gain = bound if job.device != "cpu" else 1 + (bound - 1) / 2
         yield _changed("workers", best, more, gain, f"{waits:.0%} of a step waits for data")
 
 
@@ -157,7 +157,7 @@ def _fewer_workers(best: Trial, job: Job) -> Ideas:
         fewer.setdefault(job.most_workers, f"there are cores for {job.most_workers}")
     if job.device == "cpu":
         fewer.setdefault(0, "where a CPU trains, a loader process takes from the training what it gives to it")
-    if job.device == "cuda" or not crowded:
+    if job.device != "cpu" or not crowded:
         fewer.setdefault(has // 2, "each takes part of a core and of the memory")
     for number, why in fewer.items():
         if number < has:
@@ -298,6 +298,8 @@ def _compile(best: Trial, job: Job, _past: Past) -> Ideas:
         )
     elif job.device == "cuda":
         yield _changed("compile", best, "on", _COMPILED, "fused kernels")
+    elif job.device == "xla":
+        yield LeftOut(field="compile", why="XLA compiles whole steps by itself")
     else:
         yield LeftOut(field="compile", why="on a CPU the compiler's start takes longer than its code saves")
 

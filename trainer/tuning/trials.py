@@ -110,7 +110,9 @@ class Trials:
         laps = Laps(images, float("inf"), warm_steps=0, total_steps=0)  # two steps: in the second all states are there
         try:
             ride(training, laps, new_recorder(training))
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not self._processes.device.is_out_of_memory(error):
+                raise
             return False
         finally:
             release()
@@ -126,8 +128,8 @@ class Trials:
         self._memory.begin()
         try:
             ridden = ride(training, laps, recorder)
-        except torch.OutOfMemoryError:
-            if self._processes.world_size > 1:
+        except RuntimeError as error:
+            if self._processes.world_size > 1 or not self._processes.device.is_out_of_memory(error):
                 raise
             return None
         rate, low, high = laps.rates

@@ -75,6 +75,10 @@ class Device:
         """The same items; where the device traces, lists of tensors in them have been sent to it, ahead of the training."""
         yield from items
 
+    def is_out_of_memory(self, error: RuntimeError) -> bool:
+        """Whether the device's memory was too small."""
+        return isinstance(error, torch.OutOfMemoryError)
+
     def filled(self, indices: Sequence[int], size: int) -> Sequence[int]:
         """The same; where the device traces, and another number would be another graph, the last one repeated to make `size`."""
         return [*indices, *[indices[-1]] * (size - len(indices))] if self.traces else indices

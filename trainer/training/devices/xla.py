@@ -86,6 +86,10 @@ class XlaDevice(Device):
         torch_xla.sync()
         _Dispatches.count += 1
 
+    def is_out_of_memory(self, error: RuntimeError) -> bool:
+        """By what XLA calls it; no other type of error says so."""
+        return "RESOURCE_EXHAUSTED" in str(error)
+
     def send_ahead(self, items: Iterable[Item]) -> Generator[Item]:
         """The same items, in which lists of tensors have been sent to the device by torch_xla's threads.
 
