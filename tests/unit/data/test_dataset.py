@@ -138,6 +138,21 @@ def test_a_split_is_cheap_to_send_to_a_loader_process(prepared: Path) -> None:
     torch.testing.assert_close(pickle.loads(sent).read([1, 2]), expected)
 
 
+@pytest.mark.parametrize(
+    ("count", "kept"), [(5, 5), (100, COUNTS["train"])], ids=["over a chunk", "more than there are"]
+)
+def test_the_first_images_are_a_data_set_of_their_own(prepared: Path, count: int, kept: int) -> None:
+    whole = open_dataset(prepared)
+    part = whole.first(count)
+    split, all_of_it = part.split("train"), whole.split("train")
+    assert len(split) == len(split.labels) == len(split.keys) == len(split.names) == kept
+    assert torch.equal(split.read(range(kept)), all_of_it.read(range(kept)))
+    assert split.names == all_of_it.names[:kept]
+    assert torch.equal(pickle.loads(pickle.dumps(split)).read([kept - 1]), all_of_it.read([kept - 1]))
+    assert (part.fingerprint, part.classes) == (whole.fingerprint, whole.classes)
+    assert len(whole.split("train")) == COUNTS["train"], "the whole stays whole"
+
+
 def test_an_index_beyond_the_split_is_refused(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(IndexError):
         open_dataset(prepared).split("val").read([3])
