@@ -12,7 +12,7 @@ from trainer.training.devices import choose_device
 @pytest.fixture
 def xla(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "xla")
-    return choose_device()
+    return choose_device().open()
 
 
 class Held:
@@ -84,4 +84,4 @@ def test_a_runtime_without_a_device_is_named(monkeypatch):
     monkeypatch.setattr(torch_xla, "device", none)
     monkeypatch.setenv("TRAINER_DEVICE", "xla")
     with pytest.raises(SettingsError, match=r"the runtime CPU finds no device: .*set PJRT_DEVICE=NEURON on Trainium"):
-        choose_device()
+        choose_device().open()

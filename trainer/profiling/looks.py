@@ -42,7 +42,8 @@ class _Sent(NamedTuple):
 class Looks:
     """Looks at a model in the first step of a process and then in multiples of `tensors_every` steps, as far as the budget allows.
 
-    They are multiples, so that processes, each of which decides on its own, mostly look at the same steps.
+    They are multiples, so that processes, each of which decides on its own, mostly look at the same steps. Where a device traces, a look
+    is a part of the step's graph, which all processes must have alike: they agree, and all look at attention.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Looks:
         self._later = ThinnedTable(["step", "seconds"], 2)
         self._sent: deque[_Sent] = deque()
         self._last_step: int | None = None
+        self._agreed: Callable[[bool], bool] | None = None
         self._host_s = 0.0
         self.missing: dict[str, str] = {}
         """What is not looked at -> the reason."""
@@ -76,14 +78,23 @@ class Looks:
         on_device = self._timeline.totals.ranges[ranges.index(RECORDER)] if RECORDER in ranges else 0.0
         return max(self._host_s, on_device)
 
-    def at(self, model: nn.Module, *, left_out: Collection[str] = (), attention: bool = True) -> None:
+    def at(
+        self,
+        model: nn.Module,
+        *,
+        left_out: Collection[str] = (),
+        attention: bool = True,
+        agreed: Callable[[bool], bool] | None = None,
+    ) -> None:
         """Say what is looked at.
 
         Args:
             model: what is trained, on its device, neither compiled nor wrapped.
             left_out: names of weights that are not trained on purpose.
             attention: whether to look at attention too.
+            agreed: from whether this process would look to whether all do; None where each may decide on its own.
         """
+        self._agreed = agreed
         if not self._settings.tensors_every:
             self.missing["tensors"] = "turned off (tensors_every is 0)"
             return
@@ -129,7 +140,8 @@ class Looks:
         every = self._settings.tensors_every
         if step % every or step < self._last_step + every:
             return False
-        return self.spent_s <= self._settings.tensors_budget * self._timeline.now_s()
+        affordable = self.spent_s <= self._settings.tensors_budget * self._timeline.now_s()
+        return affordable if self._agreed is None else self._agreed(affordable)
 
     @contextmanager
     def _look(self, step: int, forward: Callable[[], object]) -> Iterator[None]:

@@ -130,7 +130,7 @@ def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logi
     Raises:
         ModelError: a logit is not finite.
     """
-    device = choose_device()
+    device = choose_device().open()
     model.to(device.torch_device)
     parts = (range(start, min(start + batch_size, len(split))) for start in range(0, len(split), batch_size))
     with device.inference():

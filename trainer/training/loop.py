@@ -279,7 +279,13 @@ class Loop:
         training, processes = self._training, self._processes
         if self._exchange is not None:
             recorder.communication = self._exchange.record
-        recorder.looks.at(self._model, left_out=training.objective.left_out, attention=processes.is_first)
+        alike = processes.device.traces and processes.world_size > 1
+        recorder.looks.at(
+            self._model,
+            left_out=training.objective.left_out,
+            attention=processes.is_first or alike,
+            agreed=(lambda due: processes.gather(due, "a look at the weights")[0]) if alike else None,
+        )
         views = training.views
         batches = MicroBatches(
             views,

@@ -120,15 +120,16 @@ def join_processes() -> Iterator[Processes]:
     Raises:
         TrainingError: the group does not sum over all its processes.
         LostProcessError: not all processes came within `TRAINER_WAIT_S`.
-        SettingsError: that limit is not a number.
+        SettingsError: that limit is not a number, or the device is not there.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(local_rank)
     if world_size == 1:
-        yield Processes(rank=0, world_size=1, local_rank=local_rank, device=device)
+        yield Processes(rank=0, world_size=1, local_rank=local_rank, device=device.open())
         return
     processes = _join(device, local_rank)
+    device.open()
     prove_one_group(processes, expected=world_size)
     yield processes
     # Not after an exception: the others must not miss this process before it has left its message.

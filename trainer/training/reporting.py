@@ -150,8 +150,10 @@ class _Losses:
 
     @property
     def arrived(self) -> bool:
-        """Whether they can be read without waiting; where the device traces, the same on all processes."""
-        return self._readback.arrived
+        """Whether they are to be read now, without waiting; all processes exchange them then, so where the device traces, at the next
+        interval's end, for devices are not equally far.
+        """
+        return not self._processes.device.traces and self._readback.arrived
 
     def table(self) -> Tensor:
         """The losses [W, S, L] on the host; waits for them."""

@@ -53,7 +53,7 @@ def validate(
         indices = list(mine[start : start + batch_size])
         if indices:
             measured.append(_measure(model, split, indices, device, precision, batch_size))
-            device.dispatch()
+        device.dispatch()
         if ends is not None and ends():
             broken_off = True
             break

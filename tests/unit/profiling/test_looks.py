@@ -65,6 +65,20 @@ def test_a_training_that_goes_on_looks_first_and_then_at_the_steps_that_others_l
     assert watched.train(range(17, 45)) == [17, 30, 40]
 
 
+def test_processes_that_must_look_together_follow_the_first_one() -> None:
+    """Each asks at the same steps, whatever it has spent, and the answer counts."""
+    asked: list[bool] = []
+
+    def first_says(affordable: bool) -> bool:
+        asked.append(affordable)
+        return len(asked) != 2
+
+    watched = Watched(every=10, budget=0.0)
+    watched.looks.at(watched.model, agreed=first_says)
+    assert watched.train(range(45)) == [0, 10, 30, 40]
+    assert len(asked) == 4
+
+
 def test_looks_become_rarer_where_they_would_cost_too_much() -> None:
     """Looking takes real time, more than a millisecond; the training's own passes as the test says."""
     watched = Watched(every=1, budget=0.01, step_s=0.05)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,14 @@ class Device:
     traces: bool = False
     """Whether operations are only noted until `dispatch`: what is noted has to be the same in each step, and reading a tensor breaks it
     up. Shapes, and numbers that become a part of it, must not change."""
+
+    def open(self) -> Self:
+        """Make sure that it is there; where there are several processes, when they have met, which some runtimes need first.
+
+        Raises:
+            SettingsError: it is not.
+        """
+        return self
 
     def uses_bf16(self, precision: Precision) -> bool:
         """Whether this precision is bf16 here."""
@@ -128,7 +136,7 @@ HOST = Device(kind="cpu", torch_device=torch.device("cpu"), backend="gloo", has_
 
 
 def choose_device(local_rank: int = 0) -> Device:
-    """The device that `TRAINER_DEVICE` names; by default a GPU if there is one.
+    """The device that `TRAINER_DEVICE` names; by default a GPU if there is one. `open` it before it is used.
 
     Raises:
         SettingsError: the named device is not there.

@@ -27,6 +27,8 @@ from trainer.training.sharding import RowSharded
 
 Item = TypeVar("Item")
 
+_RUNTIME = "PJRT_DEVICE"
+"""Environment variable that names the runtime."""
 _AHEAD = 2
 """Batches that wait on the host, and on the device."""
 _NEVER = 2**62
@@ -39,19 +41,31 @@ class XlaDevice(Device):
 
     @classmethod
     def choose(cls) -> Self:
-        """This process's device.
+        """This process's device; the runtime does not begin before `open`, for Neuron's has to know of all processes then."""
+        is_accelerator = os.environ.get(_RUNTIME) != "CPU"
+        return cls(
+            kind="xla",
+            torch_device=torch.device("xla", 0),
+            backend="xla",
+            has_bf16=is_accelerator,
+            compiles=False,
+            traces=True,
+        )
+
+    def open(self) -> Self:
+        """Begin the runtime.
 
         Raises:
-            SettingsError: the runtime that `PJRT_DEVICE` names finds none.
+            SettingsError: the runtime that `PJRT_DEVICE` names finds no device.
         """
         try:
-            device, kind = torch_xla.device(), runtime.device_type()
+            torch_xla.device()
         except RuntimeError as error:
             raise SettingsError(
-                f"run.device is xla, but the runtime {os.environ.get('PJRT_DEVICE') or 'that PJRT_DEVICE should name'} finds no device: "
-                f"{str(error).splitlines()[0]}; set PJRT_DEVICE=NEURON on Trainium, or run.device=auto"
+                f"run.device is xla, but the runtime {os.environ.get(_RUNTIME) or f'that {_RUNTIME} should name'} finds no device: "
+                f"{str(error).splitlines()[0]}; set {_RUNTIME}=NEURON on Trainium, or run.device=auto"
             ) from error
-        return cls(kind="xla", torch_device=device, backend="xla", has_bf16=kind != "CPU", compiles=False, traces=True)
+        return self
 
     def compiles_with(self, setting: Compile) -> bool:
         """Never by torch.compile.
