@@ -12,6 +12,8 @@ import math
 import os
 import signal
 import sys
+import threading
+import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -36,6 +38,8 @@ from trainer.errors import DataError, LostProcessError, SettingsError, TrainerEr
 
 PREFETCHED = 2
 """Micro-batches that each loader process makes ahead."""
+_LOOK_S, _PATIENCE = 0.5, 1.2
+"""How often it is looked whether a batch takes too long, and how many times longer it may take than torch allows."""
 _DIES_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux' prctl: the signal that a process gets when its parent is gone, however that ended."""
 
@@ -338,12 +342,14 @@ def make_loader(
     observed = observer if workers else None
     if observed is not None:
         observed.loader_processes([process.pid for process in started])
+    limit = _Limit(started, timeout_s)
     try:
-        while (outcome := _next(outcomes, workers, observed, timeout_s)) is not None:
+        while (outcome := _next(outcomes, workers, observed, limit)) is not None:
             if isinstance(outcome, TrainerError):
                 raise outcome
             yield outcome
     finally:
+        limit.end()
         if started:
             outcomes._shutdown_workers()  # now, where an error's traceback would keep them
         for process in started:
@@ -372,19 +378,55 @@ class _Outcomes(TorchDataset[Batch | TrainerError]):
             return error
 
 
-def _next(
-    outcomes: Any, workers: int, observer: LoaderObserver | None, timeout_s: float
-) -> Batch | TrainerError | None:
+class _Limit:
+    """How long a batch may take, also where its process stops while it hands it over: torch waits for that without a limit of its own."""
+
+    def __init__(self, processes: Sequence[Any], seconds: float) -> None:
+        """Of the batches of these processes; 0 seconds: none."""
+        self.seconds, self.passed = seconds, False
+        self._processes, self._since = processes, math.inf
+        self._ended = threading.Event()
+        if processes and seconds:
+            threading.Thread(target=self._watch, name="loader-limit", daemon=True).start()
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = math.inf
+
+    def end(self) -> None:
+        """No more is waited for."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            if (
+                time.monotonic() - self._since > _PATIENCE * self.seconds
+            ):  # torch's own limit, which comes first, has not helped
+                self.passed = True
+                self.kill()  # who waits for a part of its batch then hears of it
+                return
+
+    def kill(self) -> None:
+        """End the processes, of which one hangs."""
+        for process in self._processes:
+            process.kill()
+
+
+def _next(outcomes: Any, workers: int, observer: LoaderObserver | None, limit: _Limit) -> Batch | TrainerError | None:
     if observer is not None:
         observer.batches_ready(_ready(outcomes))
     try:
-        following: Batch | TrainerError | None = next(outcomes, None)
+        with limit:
+            following: Batch | TrainerError | None = next(outcomes, None)
         return following
-    except RuntimeError as error:
-        if str(error).startswith("DataLoader timed out"):
+    except (RuntimeError, OSError, EOFError) as error:
+        if limit.passed or str(error).startswith("DataLoader timed out"):
+            limit.kill()
             raise LostProcessError(
-                f"none of {workers} loader processes had a batch within {timeout_s:g} s, so one of them hangs, probably where it waits for "
-                "storage; look whether the data set can be read, or set data.workers=0"
+                f"none of {workers} loader processes had a batch within {limit.seconds:g} s, so one of them hangs, probably where it waits "
+                "for storage; look whether the data set can be read, or set data.workers=0"
             ) from error
         if not str(error).startswith("DataLoader worker"):
             raise

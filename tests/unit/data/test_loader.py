@@ -34,7 +34,7 @@ from trainer.data.order import SampleOrder, Taken
 from trainer.data.schema import Description, features
 from trainer.data.views.mixing import mixes
 from trainer.data.views.rendering import make_views
-from trainer.errors import DataError, SettingsError, TrainingError
+from trainer.errors import DataError, LostProcessError, SettingsError, TrainingError
 
 
 class Images:
@@ -119,6 +119,35 @@ def test_loader_processes_do_not_change_what_is_loaded(workers, on_device):
     for batch, start in zip(loaded, starts, strict=True):
         assert torch.equal(batch.images, source[start].images)
         assert torch.equal(batch.mixing.share, source[start].mixing.share)
+
+
+class Stopping(torch.utils.data.Dataset):
+    """Its process stops when it has made its first batch and is asked for another one."""
+
+    def __getitem__(self, position):
+        if position:
+            time.sleep(0.5)  # until a thread has told of the first one
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return torch.zeros(1000)
+
+
+class Pids:
+    """Hears which processes load."""
+
+    def loader_processes(self, pids):
+        self.stopping = pids
+
+    def batches_ready(self, count):
+        while any(psutil.Process(pid).status() != psutil.STATUS_STOPPED for pid in self.stopping):
+            time.sleep(0.01)
+
+
+def test_a_process_that_stops_while_it_hands_a_batch_over_is_not_waited_for_without_end():
+    """The first batch is told of, but its memory is to be had from a process that answers no more."""
+    began = time.monotonic()
+    with pytest.raises(LostProcessError, match=r"none of 1 loader processes had a batch within 1 s"):
+        list(make_loader(Stopping(), iter(range(9)), workers=1, pin_memory=False, timeout_s=1, observer=Pids()))
+    assert time.monotonic() - began < 60
 
 
 def test_the_device_makes_the_same_views_of_what_it_is_given():
