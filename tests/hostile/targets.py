@@ -174,7 +174,7 @@ def _read_pools(content: bytes, folder: Path) -> None:
     (folder / "pools.toml").write_bytes(content)
     with variables({pools.POOLS_VARIABLE: str(folder / "pools.toml")}):
         for pool in pools.load().values():
-            pool.place(2)
+            pool.place(2 if pool.joins_nodes else 1)
 
 
 def _uris() -> tuple[bytes, ...]:

@@ -182,7 +182,7 @@ def test_a_job_holds_no_secret(planted, monkeypatch, backend):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
     places = {"dataset": "s3://bucket/dataset", "teacher": "s3://bucket/teacher"}
-    spec = JobSpec(stage="distill", settings={}, inputs=places, outputs={"student": "s3://bucket/student"}, nodes=2)
+    spec = JobSpec(stage="distill", settings={}, inputs=places, outputs={"student": "s3://bucket/student"})
     identity = Identity(run="run", task="distill")
     for pool in pools.load().values():
         plain = pool.model_copy(update={"retries": 0, "elastic_min_nodes": 0})  # a TrainJob can not say more

@@ -38,8 +38,9 @@ from trainer.errors import DataError, LostProcessError, SettingsError, TrainerEr
 
 PREFETCHED = 2
 """Micro-batches that each loader process makes ahead."""
-_LOOK_S, _PATIENCE = 0.5, 1.2
-"""How often it is looked whether a batch takes too long, and how many times longer it may take than torch allows."""
+_LOOK_S, _PATIENCE, _END_S = 0.5, 1.2, 5
+"""How often it is looked whether a batch takes too long, how many times longer it may take than torch allows, and how long a killed process
+may take to end."""
 _DIES_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux' prctl: the signal that a process gets when its parent is gone, however that ended."""
 
@@ -348,6 +349,10 @@ def make_loader(
             if isinstance(outcome, TrainerError):
                 raise outcome
             yield outcome
+    except RuntimeError as error:
+        if limit.passed:  # torch tells of a killed process wherever Python is, also where that is just being reported
+            raise limit.error() from error
+        raise
     finally:
         limit.end()
         if started:
@@ -413,6 +418,18 @@ class _Limit:
         for process in self._processes:
             process.kill()
 
+    def join(self) -> None:
+        """Wait until they have ended, so that torch has no more to tell of them."""
+        for process in self._processes:
+            process.join(_END_S)
+
+    def error(self) -> LostProcessError:
+        """What is wrong, for somebody who can mend it."""
+        return LostProcessError(
+            f"none of {len(self._processes)} loader processes had a batch within {self.seconds:g} s, so one of them hangs, probably where "
+            "it waits for storage; look whether the data set can be read, or set data.workers=0"
+        )
+
 
 def _next(outcomes: Any, workers: int, observer: LoaderObserver | None, limit: _Limit) -> Batch | TrainerError | None:
     if observer is not None:
@@ -422,12 +439,11 @@ def _next(outcomes: Any, workers: int, observer: LoaderObserver | None, limit: _
             following: Batch | TrainerError | None = next(outcomes, None)
         return following
     except (RuntimeError, OSError, EOFError) as error:
-        if limit.passed or str(error).startswith("DataLoader timed out"):
+        limit.passed = limit.passed or str(error).startswith("DataLoader timed out")
+        if limit.passed:
             limit.kill()
-            raise LostProcessError(
-                f"none of {workers} loader processes had a batch within {limit.seconds:g} s, so one of them hangs, probably where it waits "
-                "for storage; look whether the data set can be read, or set data.workers=0"
-            ) from error
+            limit.join()
+            raise limit.error() from error
         if not str(error).startswith("DataLoader worker"):
             raise
         raise TrainingError(

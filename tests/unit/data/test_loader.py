@@ -1,5 +1,6 @@
 import os
 import signal
+import threading
 import time
 from itertools import pairwise
 
@@ -22,6 +23,7 @@ from trainer.data.loader import (
     MicroBatches,
     Samples,
     Views,
+    _Limit,
     _shrink,
     _with_partners,
     dealt,
@@ -132,7 +134,7 @@ class Stopping(torch.utils.data.Dataset):
 
 
 class Pids:
-    """Hears which processes load."""
+    """Hears which processes load, and gives a batch out when all have stopped."""
 
     def loader_processes(self, pids):
         self.stopping = pids
@@ -142,12 +144,31 @@ class Pids:
             time.sleep(0.01)
 
 
-def test_a_process_that_stops_while_it_hands_a_batch_over_is_not_waited_for_without_end():
+def load_from_a_stopping_process(observer):
     """The first batch is told of, but its memory is to be had from a process that answers no more."""
     began = time.monotonic()
     with pytest.raises(LostProcessError, match=r"none of 1 loader processes had a batch within 1 s"):
-        list(make_loader(Stopping(), iter(range(9)), workers=1, pin_memory=False, timeout_s=1, observer=Pids()))
+        list(make_loader(Stopping(), iter(range(9)), workers=1, pin_memory=False, timeout_s=1, observer=observer))
     assert time.monotonic() - began < 60
+
+
+def test_a_process_that_stops_while_it_hands_a_batch_over_is_not_waited_for_without_end():
+    load_from_a_stopping_process(Pids())
+
+
+def test_torch_may_tell_of_the_killed_process_while_that_is_being_reported(monkeypatch):
+    """Its handler of SIGCHLD raises wherever Python is, on a busy machine later than the connection ends."""
+    kill, told = _Limit.kill, []
+
+    def kill_and_tell(limit):
+        kill(limit)
+        if threading.current_thread() is threading.main_thread():
+            told.append(limit)
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+    monkeypatch.setattr(_Limit, "kill", kill_and_tell)
+    load_from_a_stopping_process(Pids())
+    assert told
 
 
 def test_the_device_makes_the_same_views_of_what_it_is_given():
