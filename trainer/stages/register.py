@@ -74,7 +74,8 @@ def run(
 ) -> Artifact:
     """Register the student where MLflow is set up, and write `summary.json` in any case.
 
-    The new version gets the alias `settings.alias` only if the student passed the gate.
+    The version gets the alias `settings.alias` only if the student passed the gate. A run has one version, also where a try at this stage
+    was killed after it had made it.
 
     Args:
         settings: section `register`.
@@ -201,8 +202,7 @@ def _register(
             run_id = tracking.start_parent(resolved, {"recipe": recipe}) or str(tracker.run_id)
             client = tracking.client()
             _log_results(client, run_id, figures, reports, bill)
-            model = _log_model(client, run_id, inputs)
-            version = _create_version(client, settings, model, run_id, _version_tags(inputs))
+            version = _version(client, settings, inputs, run_id)
             if figures["verdict"]["passed"]:
                 client.set_registered_model_alias(settings.model_name, settings.alias, version)
         tracking.finish_parent()
@@ -287,6 +287,15 @@ def _version_tags(inputs: Mapping[str, Artifact]) -> dict[str, str]:
         "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
         "test_top1": f"{figures['student']['test']['top1']:.4f}",
     }
+
+
+def _version(client: MlflowClient, settings: RegisterSettings, inputs: Mapping[str, Artifact], run_id: str) -> str:
+    """The run's version of the registered model: the one of a try that ended before it could tell, or else a new one."""
+    tags = _version_tags(inputs)
+    for found in client.search_model_versions(f"run_id = '{run_id}'"):
+        if found.name == settings.model_name and found.status == "READY" and tags.items() <= found.tags.items():
+            return str(found.version)
+    return _create_version(client, settings, _log_model(client, run_id, inputs), run_id, tags)
 
 
 def _create_version(

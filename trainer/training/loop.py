@@ -236,6 +236,24 @@ def _report(training: Training, recorder: Recorder, tracker: Tracker, first_step
     )
 
 
+def check_images(name: str, settings: TrainingSettings, samples: int) -> None:
+    """Make sure that there are images enough for a step.
+
+    Args:
+        name: of the training.
+        settings: of the training.
+        samples: it has to train on.
+
+    Raises:
+        SettingsError: a step would see an image twice.
+    """
+    if settings.batch_size > samples:
+        raise SettingsError(
+            f"batch_size = {settings.batch_size} of {name}, but there are {samples} images to train on, and a step sees none of them "
+            f"twice; choose {samples} at most"
+        )
+
+
 def check_batch(settings: TrainingSettings, processes: Processes) -> None:
     """Make sure that a step can be dealt to the processes.
 
@@ -256,6 +274,7 @@ class Loop:
     def __init__(self, training: Training) -> None:
         settings, processes = training.settings, training.processes
         self._training, self._settings, self._processes = training, settings, processes
+        check_images(training.name, settings, len(training.samples))
         check_batch(settings, processes)
         self._model = training.objective.model.to(processes.device.torch_device).train()
         with processes.waiting("the comparison of the models"):

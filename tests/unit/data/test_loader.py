@@ -164,6 +164,7 @@ def test_torch_may_tell_of_the_killed_process_while_that_is_being_reported(monke
         kill(limit)
         if threading.current_thread() is threading.main_thread():
             told.append(limit)
+            limit.join()  # here its own signal may come, and raise the same
             raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
 
     monkeypatch.setattr(_Limit, "kill", kill_and_tell)

@@ -160,6 +160,30 @@ def test_alias_moves_only_if_the_gate_passed(inputs, evaluations, tracked, tmp_p
     assert float(tags["test_top1"]) == pytest.approx(second["student"]["test"]["top1"], abs=1e-4)
 
 
+def test_a_try_that_ended_after_it_had_made_a_version_is_gone_on_with(
+    inputs, evaluations, tracked, monkeypatch, tmp_path
+):
+    def registered():
+        return read_summary(run(inputs, evaluations[PASSING], tmp_path / "registration", model_name="twice"))["mlflow"]
+
+    class Killed(BaseException):
+        """No code catches it, as none runs after SIGKILL."""
+
+    def killed(*_, **__):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(register.summary, "build", killed)
+        with pytest.raises(Killed):
+            registered()
+    (made,) = tracked.search_model_versions("name = 'twice'")
+    assert registered()["model_version"] == str(made.version)
+    assert len(tracked.search_model_versions("name = 'twice'")) == 1
+    monkeypatch.setenv("TRAINER_RUN", "another run")
+    artifacts.remove(tmp_path / "registration")
+    assert registered()["model_version"] == str(int(made.version) + 1)
+
+
 def test_parent_run_holds_reports_settings_and_figures_and_is_finished(inputs, evaluations, tracked, tmp_path):
     summary = read_summary(run(inputs, evaluations[PASSING], tmp_path / "registration", model_name="parent"))
     parent = tracked.get_run(summary["mlflow"]["run_id"])
