@@ -170,7 +170,13 @@ def writing_to(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = _OUTPUT_ADVICE.get(error.errno or 0)
-        if advice is None:
+        refusal = refused_to_write(error, path)
+        if not refusal:
             raise
-        raise OutputError(f"can not write to {error.filename or path}: {advice}") from error
+        raise OutputError(refusal) from error
+
+
+def refused_to_write(error: Exception, path: Path | str) -> str:
+    """What the operating system refused to write, below `path`, and the next move; empty where that is not what happened."""
+    advice = _OUTPUT_ADVICE.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"can not write to {getattr(error, 'filename', None) or path}: {advice}" if advice else ""

@@ -41,7 +41,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainer import storage
 from trainer.config import TrackingSettings
 from trainer.environment import variables
-from trainer.errors import PreemptedError, TrackingError, TrainerError
+from trainer.errors import PreemptedError, TrackingError, TrainerError, refused_to_write
 from trainer.sections import holds_secret
 
 if TYPE_CHECKING:
@@ -174,10 +174,10 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (MlflowException, RequestException, SQLAlchemyError, sqlite3.Error, OSError) as error:
-        raise TrackingError(
-            f"MLflow at {shown(uri() or URI)}: {_reason(error)}; start the server, correct tracking.uri or {URI}, "
-            "or go on without tracking (tracking.enabled=false)"
-        ) from error
+        address = shown(uri() or URI)
+        advice = f"start the server, correct tracking.uri or {URI}, or go on without tracking (tracking.enabled=false)"
+        reason = refused_to_write(error, address) or f"{_reason(error)}; {advice}"
+        raise TrackingError(f"MLflow at {address}: {reason}") from error
 
 
 _UNREACHABLE = {

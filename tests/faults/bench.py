@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ from PIL import Image
 from tests.distillations import QUICK
 from tests.faults.inside import Fault
 from tests.faults.jobs import Job
-from trainer import config, storage
+from trainer import config, storage, tracking
 
 SMALL = QUICK | {"epochs": 2, "checkpoint_every": 4, "ema_decay": 0.9}
 """A distillation of some twenty steps, with a checkpoint after every fourth."""
@@ -37,6 +40,14 @@ RECORDING = {
     "augmentation": QUICK["views"],
 }
 """Four shards."""
+TUNING = {
+    "enabled": True,
+    "minutes": 0.02,
+    "fewest_steps": 1,
+    "distill": QUICK | {"batch_size": 8, "epochs": 30},
+    "reinforce": {**RECORDING, "views": 2},
+}
+"""A few trials."""
 PHOTOS = {"image_size": 16, "encoding": "png", "test_fraction": 0.2, "workers": 0}
 
 
@@ -94,6 +105,23 @@ class Bench:
         }
         return self._job("evaluate", section, inputs, ("evaluation",), "", 1)
 
+    def tuning(self) -> Job:
+        """A search of a few trials, whose settings are not applied."""
+        section = config.validate(config.TuneSettings, TUNING).model_dump(mode="json")
+        return self._job("tune", section, {"dataset": self.dataset, "teacher": self.teacher}, ("tuning",), "", 1)
+
+    def registration(self) -> Job:
+        """The registration of a student, in an MLflow database of its own."""
+        inputs = {"dataset": self.dataset, **self.reported}
+        inputs |= {f"{stage}_evidence": made["evidence"] for stage, made in self.trained.items()}
+        inputs |= {"teacher": self.trained["pretrain"]["teacher"], "student": self.trained["distill"]["student"]}
+        section = config.RegisterSettings().model_dump(mode="json")
+        job = self._job("register", section, inputs, ("registration",), "", 1)
+        Path(job.folder).mkdir()
+        shutil.copy(self.mlflow, tracking.local_store(Path(job.folder)))
+        job.environment = tracking.environment(config.TrackingSettings(), directory=Path(job.folder), run="run")
+        return job
+
     def recording(self, *, place: str = "") -> Job:
         """A recording of the teacher's outputs."""
         section = config.validate(config.ReinforceSettings, RECORDING).model_dump(mode="json")
@@ -129,19 +157,25 @@ class Bench:
     @functools.cached_property
     def teacher_outputs(self) -> str:
         """Recorded outputs of the teacher."""
-        job = self.recording()
-        ending = job.fork()
-        assert ending.code == 0, ending.said
-        return job.outputs["teacher_outputs"]
+        return finished(self.recording())["teacher_outputs"]
 
     @functools.cached_property
     def trained(self) -> dict[str, dict[str, str]]:
         """Stage -> its outputs, of a pretraining and a distillation."""
-        jobs = [self.pretraining(), self.distillation()]
-        for job in jobs:
-            ending = job.fork()
-            assert ending.code == 0, ending.said
-        return {job.stage: dict(job.outputs) for job in jobs}
+        return {job.stage: finished(job) for job in (self.pretraining(), self.distillation())}
+
+    @functools.cached_property
+    def reported(self) -> dict[str, str]:
+        """The report on these trainings, and the evaluation of their student."""
+        return finished(self.profiling()) | finished(self.evaluation())
+
+    @functools.cached_property
+    def mlflow(self) -> Path:
+        """An empty MLflow database, which takes long to make."""
+        file = self.folder / "empty.db"
+        command = [sys.executable, "-m", "mlflow", "db", "upgrade", f"sqlite:///{file}"]
+        subprocess.run(command, check=True, capture_output=True)
+        return file
 
     @functools.cached_property
     def photos(self) -> Path:
@@ -181,6 +215,33 @@ class Bench:
     def whole_preparation(self) -> Whole:
         """What `preparation` comes to."""
         return undisturbed(self.preparation())
+
+    @functools.cached_property
+    def whole_tuning(self) -> Whole:
+        """What `tuning` comes to."""
+        return undisturbed(self.tuning())
+
+    @functools.cached_property
+    def whole_profiling(self) -> Whole:
+        """What `profiling` comes to."""
+        return undisturbed(self.profiling())
+
+    @functools.cached_property
+    def whole_evaluation(self) -> Whole:
+        """What `evaluation` comes to."""
+        return undisturbed(self.evaluation())
+
+    @functools.cached_property
+    def whole_registration(self) -> Whole:
+        """What `registration` comes to."""
+        return undisturbed(self.registration())
+
+
+def finished(job: Job) -> dict[str, str]:
+    """The outputs of a job that is done here and now."""
+    ending = job.fork()
+    assert ending.code == 0, ending.said
+    return dict(job.outputs)
 
 
 def undisturbed(job: Job) -> Whole:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,40 @@ from typing import Any
 import psutil
 
 from tests.faults.inside import NONE, NOTES, Fault, Notes, install
-from trainer import artifacts, launch, storage
-from trainer.stages import STAGES
+from trainer import artifacts, launch, models, storage, summary
+from trainer.stages import STAGES, evaluate, profile
+from trainer.tuning.schema import read_tuning
 
 ROOT = Path(__file__).parents[2]
-COMPARED = {"dataset": "", "model": "model.safetensors", "teacher_outputs": "records/"}
-"""Kind of artifact -> how the names of the files start that are the same in every run; the others hold times, too."""
 PRELOADED = ["trainer.__main__", *(f"trainer.stages.{name}" for name in STAGES if name != "register"), "datasets"]
 """What takes seconds to import, for `Job.fork`."""
+
+
+def _files(start: str) -> Callable[[artifacts.Artifact], Mapping[str, str]]:
+    """Checksums of the files whose names start so."""
+    return lambda whole: {name: record["sha256"] for name, record in whole.files.items() if name.startswith(start)}
+
+
+def _decided(tuning: artifacts.Artifact) -> Mapping[str, str]:
+    """The settings that a distillation would take: what was measured differs."""
+    return {"settings": artifacts.digest(dict(read_tuning(tuning.path).settings))}
+
+
+def _registered(registration: artifacts.Artifact) -> Mapping[str, str]:
+    """Which version of the model it is: the first one, unless a try before has left one."""
+    return {"version": json.loads((registration.path / summary.SUMMARY).read_text())["mlflow"]["model_version"]}
+
+
+COMPARED: Mapping[str, Callable[[artifacts.Artifact], Mapping[str, str]]] = {
+    "dataset": _files(""),
+    "model": _files(models.WEIGHTS),
+    "teacher_outputs": _files("records/"),
+    "tuning": _decided,
+    "report": _files(profile.FINDINGS),
+    "evaluation": _files(evaluate.CONFUSION),
+    "registration": _registered,
+}
+"""Kind of artifact -> what is the same of it in every run; the rest holds times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +200,18 @@ class Job:
     # What has become of it
 
     def result(self) -> dict[str, str]:
-        """File of the outputs -> checksum, of those that are the same in every run; all outputs are checked."""
+        """What is the same in every run of its outputs, such as checksums of files; all outputs are checked."""
         found = {}
         for keyword, kind in STAGES[self.stage].outputs.items():
             whole = artifacts.read(self.outputs[keyword], kind)
-            if (start := COMPARED.get(kind)) is not None:
-                names = [name for name in whole.files if name.startswith(start)]
-                found |= {f"{keyword}/{name}": whole.files[name]["sha256"] for name in names}
+            same = COMPARED[kind](whole) if kind in COMPARED else {}
+            found |= {f"{keyword}/{name}": value for name, value in same.items()}
         return found
+
+    @property
+    def trains(self) -> bool:
+        """Whether its steps are those of one training, so that they tell how far it has come."""
+        return self.stage in ("pretrain", "distill")
 
     def believed(self) -> list[str]:
         """The outputs that say that they are complete; each is checked."""

@@ -79,7 +79,7 @@ def stops_and_goes_on(
         outcome=f"stopped ({_ended(broken.code)}){complete}, then the same result",
         seconds=broken.ended - broken.fired,
         recovered_s=again.recovered(broken),
-        repeated=again.repeats(broken),
+        repeated=again.repeats(broken) if job.trains else None,
     )
 
 

@@ -25,6 +25,17 @@ from tests.faults.tracking_server import TrackingServer
 from trainer import artifacts
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE
 
+KINDS = (
+    "distillation",
+    "pretraining",
+    "recording",
+    "preparation",
+    "tuning",
+    "profiling",
+    "evaluation",
+    "registration",
+)
+"""Of jobs: as `Bench` names them."""
 WAIT_S = 30
 """How long processes wait for one another where one of them hangs."""
 GRACE_S = 30
@@ -343,12 +354,12 @@ SCENARIOS: Mapping[str, Scenario] = {
     "clock set": clock_jumps,
     **{
         f"{kind}: {what}": partial(killed_before_a_write, kind, does)
-        for kind in ("distillation", "pretraining", "recording", "preparation")
+        for kind in KINDS
         for what, does in {"killed before a write": "SIGKILL", "killed in a write": "tear"}.items()
     },
     **{
         f"{kind}: {what}": partial(disk_refuses, kind, error)
-        for kind in ("distillation", "recording", "preparation")
+        for kind in KINDS
         for what, error in {"disk full": "ENOSPC", "disk read-only": "EROFS"}.items()
     },
     **{f"checkpoint: {way}": partial(checkpoint_is_damaged, way) for way in damage.WAYS},

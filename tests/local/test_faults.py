@@ -69,7 +69,12 @@ def test_a_preparation_that_is_killed_between_two_writes(bench):
         kill(bench.preparation(), whole, number)
 
 
-@pytest.mark.parametrize("kind", ["distillation", "recording", "preparation"])
+@pytest.mark.parametrize("kind", ["profiling", "evaluation", "registration"])
+def test_a_stage_that_is_killed_before_a_write(surroundings, kind):
+    SCENARIOS[f"{kind}: killed before a write"](surroundings, random.Random(kind))
+
+
+@pytest.mark.parametrize("kind", ["distillation", "recording", "preparation", "registration"])
 @pytest.mark.parametrize("disk", ["disk full", "disk read-only"])
 def test_a_disk_that_refuses(surroundings, kind, disk):
     SCENARIOS[f"{kind}: {disk}"](surroundings, random.Random(kind))

@@ -102,6 +102,17 @@ def test_passwords_are_not_shown_in_errors(monkeypatch):
     assert "secret" not in str(caught.value)
 
 
+def test_a_full_disk_is_told_as_such(monkeypatch):
+    monkeypatch.setenv(tracking.URI, "sqlite:////data/mlflow.db")
+    message = r"MLflow at sqlite:////data/mlflow.db: can not write to .*: the disk is full; free some space"
+    with (
+        pytest.raises(TrackingError, match=message),
+        tracking.explained(),
+        Path("/dev/full").open("w") as full,
+    ):
+        full.write("metrics")
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
