@@ -52,7 +52,7 @@ test-xla: $(READY_XLA)  ## run the tests of PyTorch/XLA, on its CPU device and i
 .PHONY: test-faults soak
 FAULTS = @OMP_NUM_THREADS=1 $(VENV)/python -m tests.faults.soak $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only "$(ONLY)")
 
-test-faults: $(READY)  ## strike jobs with every fault once and check what becomes of them, about 15 minutes [SEED=7 ONLY=regex]
+test-faults: $(READY)  ## strike jobs with every fault once and check what becomes of them, about 10 minutes [SEED=7 ONLY=regex]
 	$(FAULTS)
 
 soak: $(READY)  ## strike jobs with faults drawn by chance for so long, and print a table [MINUTES=60 SEED=7 ONLY=regex]
