@@ -115,7 +115,7 @@ def test_a_batch_does_not_grow_where_its_steps_are_few(tuned):
 
 
 def test_without_apply_the_given_settings_are_what_is_forecast(tuned):
-    made = tuned({"batch_size": 2, "epochs": 60}, minutes=0.05)
+    made = tuned({"batch_size": 2, "epochs": 60}, minutes=0.2)
     assert made.settings == made.given
     assert made.measurement.batch_size == 2
     assert made.alternatives["tune.apply=true"].hours < made.forecast.hours
