@@ -405,10 +405,9 @@ class _Limit:
         self._ended.set()
 
     def _watch(self) -> None:
+        longest = _PATIENCE * self.seconds  # torch's own limit comes first, where it helps
         while not self._ended.wait(_LOOK_S):
-            if (
-                time.monotonic() - self._since > _PATIENCE * self.seconds
-            ):  # torch's own limit, which comes first, has not helped
+            if time.monotonic() - self._since > longest:
                 self.passed = True
                 self.kill()  # who waits for a part of its batch then hears of it
                 return

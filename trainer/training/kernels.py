@@ -56,12 +56,10 @@ def use_fast_kernels(model: nn.Module, device: Device, precision: Precision) -> 
         device: where it runs.
         precision: of its forward pass.
     """
-    if device.kind != "cpu" or not hasattr(
-        torch.cpu, "get_capabilities"
-    ):  # torch 2.9, with torch_xla, does not tell them
+    # Torch 2.9, the last beside which there is a torch_xla, does not tell what a processor can do.
+    if device.kind != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
         return
-    # Torch 2.9, the last beside which there is a torch_xla, does not tell.
-    processor = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    processor = torch.cpu.get_capabilities()
     if device.uses_bf16(precision):
         if processor.get("avx512_bf16"):
             _use_explicit_attention(model)

@@ -102,7 +102,7 @@ class Device:
         """Rank and number of processes, where the device's runtime has its own word on them."""
         return None
 
-    def share_weights(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def share_weights(self, model: nn.Module) -> bool:  # noqa: ARG002  # XLA's sends them
         """Give all processes the first one's weights; False where DistributedDataParallel does it, and exchanges gradients too."""
         return False
 
