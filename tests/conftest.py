@@ -5,6 +5,7 @@ import signal
 import pytest
 import torch
 
+from tests.distillations import Distillation, blank_teacher, prepared_digits
 from tests.stand_ins.object_store import ObjectStore
 from trainer.storage import retries
 
@@ -65,3 +66,21 @@ def object_store(object_store_server, monkeypatch, tmp_path):
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     return object_store_server
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """The digits, prepared."""
+    return prepared_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory):
+    """A model directory with a teacher that has not learned anything."""
+    return blank_teacher(tmp_path_factory.mktemp("models") / "teacher")
+
+
+@pytest.fixture
+def distillation(digits, teacher, tmp_path):
+    """Makes distillations below this test's folder."""
+    return lambda name, **settings: Distillation(digits, teacher, tmp_path / name, **settings)

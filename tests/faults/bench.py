@@ -70,6 +70,7 @@ class Bench:
     def __init__(self, folder: Path, *, dataset: str, teacher: str) -> None:
         self.folder, self.dataset, self.teacher = folder, dataset, teacher
         self._made = 0
+        self._wholes: dict[str, Whole] = {}
 
     def distillation(self, *, place: str = "", processes: int = 1, **settings: Any) -> Job:
         """A distillation that writes below `place`, or below a folder of its own."""
@@ -196,45 +197,16 @@ class Bench:
         assert ending.code == 0, ending.said
         return Whole(result=job.result(), steps=ending.last_step + 1, writes=[], seconds=ending.seconds)
 
-    @functools.cached_property
-    def whole_distillation(self) -> Whole:
-        """What `distillation` comes to."""
-        return undisturbed(self.distillation())
+    def whole(self, kind: str) -> Whole:
+        """What a job on one process comes to, such as `distillation`."""
+        if kind not in self._wholes:
+            self._wholes[kind] = undisturbed(self.job(kind))
+        return self._wholes[kind]
 
-    @functools.cached_property
-    def whole_pretraining(self) -> Whole:
-        """What `pretraining` comes to."""
-        return undisturbed(self.pretraining())
-
-    @functools.cached_property
-    def whole_recording(self) -> Whole:
-        """What `recording` comes to."""
-        return undisturbed(self.recording())
-
-    @functools.cached_property
-    def whole_preparation(self) -> Whole:
-        """What `preparation` comes to."""
-        return undisturbed(self.preparation())
-
-    @functools.cached_property
-    def whole_tuning(self) -> Whole:
-        """What `tuning` comes to."""
-        return undisturbed(self.tuning())
-
-    @functools.cached_property
-    def whole_profiling(self) -> Whole:
-        """What `profiling` comes to."""
-        return undisturbed(self.profiling())
-
-    @functools.cached_property
-    def whole_evaluation(self) -> Whole:
-        """What `evaluation` comes to."""
-        return undisturbed(self.evaluation())
-
-    @functools.cached_property
-    def whole_registration(self) -> Whole:
-        """What `registration` comes to."""
-        return undisturbed(self.registration())
+    def job(self, kind: str) -> Job:
+        """A job as the method of this name makes it."""
+        made: Job = getattr(self, kind)()
+        return made
 
 
 def finished(job: Job) -> dict[str, str]:

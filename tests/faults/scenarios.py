@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults import damage
-from tests.faults.bench import Bench, Whole
+from tests.faults.bench import Bench
 from tests.faults.inside import Fault
 from tests.faults.jobs import Job
 from tests.faults.promises import Kept, goes_on, goes_through, stops, stops_and_goes_on
@@ -97,7 +97,7 @@ def asked_to_end(who: str, does: str, at: Surroundings, chance: random.Random) -
 
 def comes_back(at: Surroundings, chance: random.Random) -> Kept:
     """A training that everybody thinks dead, and that another try has replaced, comes back: it changes nothing any more."""
-    whole, job = at.bench.whole_distillation, at.bench.distillation()
+    whole, job = at.bench.whole("distillation"), at.bench.distillation()
     other = dataclasses.replace(job, scratch=job.scratch / "other")
     notes, step = job.upcoming, chance.randrange(1, whole.steps - 5)
     with ThreadPoolExecutor(1) as pool:
@@ -193,8 +193,7 @@ def ended_at_any_moment(does: str, at: Surroundings, chance: random.Random) -> K
 
 def killed_before_a_write(kind: str, does: str, at: Surroundings, chance: random.Random) -> Kept:
     """Killed between any two writes, or in the middle of one."""
-    whole: Whole = getattr(at.bench, f"whole_{kind}")
-    job: Job = getattr(at.bench, kind)()
+    whole, job = at.bench.whole(kind), at.bench.job(kind)
     last = len(whole.writes) if does == "SIGKILL" else last_long_write(whole.writes)
     fault = Fault(does=does, folder=job.folder, write=chance.randint(1, last))
     code = -(signal.SIGKILL if does == "SIGKILL" else signal.SIGXFSZ)
@@ -208,8 +207,7 @@ def last_long_write(writes: list[str]) -> int:
 
 def disk_refuses(kind: str, error: str, at: Surroundings, chance: random.Random) -> Kept:
     """From some write on the disk is full, or read-only; later it is not any more."""
-    whole: Whole = getattr(at.bench, f"whole_{kind}")
-    job: Job = getattr(at.bench, kind)()
+    whole, job = at.bench.whole(kind), at.bench.job(kind)
     fault = Fault(does=error, folder=job.folder, write=chance.randint(1, last_long_write(whole.writes)))
     message = {
         "ENOSPC": "can not write to .*: the disk is full",
@@ -220,7 +218,7 @@ def disk_refuses(kind: str, error: str, at: Surroundings, chance: random.Random)
 
 def checkpoint_is_damaged(way: str, at: Surroundings, chance: random.Random) -> Kept:
     """After a crash a file of the newest checkpoint is damaged: an older one serves."""
-    whole, job = at.bench.whole_distillation, at.bench.distillation()
+    whole, job = at.bench.whole("distillation"), at.bench.distillation()
     fault = Fault(does="SIGKILL", step=chance.randrange(12, whole.steps))  # two checkpoints are complete by then
     broken = job.fork(fault)
     assert broken.code == -signal.SIGKILL, broken.said
@@ -274,7 +272,7 @@ def stored(at: Surroundings, job: Callable[..., Job], chance: random.Random) -> 
 
 def store_client_is_killed(kind: str, at: Surroundings, chance: random.Random) -> Kept:
     """Killed before a request that changes something in the store."""
-    whole: Whole = getattr(at.bench, f"whole_{kind}")
+    whole = at.bench.whole(kind)
     job = stored(at, getattr(at.bench, kind), chance)
     number = chance.randint(1, {"distillation": 30, "recording": 8}[kind])
 
@@ -288,7 +286,7 @@ def store_client_is_killed(kind: str, at: Surroundings, chance: random.Random) -
 
 def store_hesitates(how: str, at: Surroundings, chance: random.Random) -> Kept:
     """From some request on the store fails for a while: that is waited for."""
-    whole, job = at.bench.whole_distillation, stored(at, at.bench.distillation, chance)
+    whole, job = at.bench.whole("distillation"), stored(at, at.bench.distillation, chance)
     number = chance.randint(1, 30)
     ways = {
         "503": lambda: at.store.answer(503, times=3),
@@ -307,7 +305,7 @@ def store_hesitates(how: str, at: Surroundings, chance: random.Random) -> Kept:
 
 def store_refuses(at: Surroundings, chance: random.Random) -> Kept:
     """From some request on the store refuses everything (403); later it does not any more."""
-    whole, job = at.bench.whole_distillation, stored(at, at.bench.distillation, chance)
+    whole, job = at.bench.whole("distillation"), stored(at, at.bench.distillation, chance)
     number = chance.randint(1, 30)
 
     def strike(count: int) -> None:
@@ -332,7 +330,7 @@ def tracking_is_away_at_the_start(at: Surroundings, chance: random.Random) -> Ke
 
 def tracking_goes_away(when: str, at: Surroundings, chance: random.Random) -> Kept:
     """The MLflow server hangs from some step on, or from the last one, to the end and after it."""
-    whole, job = at.bench.whole_distillation, at.bench.distillation()
+    whole, job = at.bench.whole("distillation"), at.bench.distillation()
     with at.tracking.answering() as server:
         job.environment = {"MLFLOW_TRACKING_URI": server.uri}
         step = whole.steps - 1 if when == "the last step" else chance.randrange(whole.steps - 1)

@@ -49,7 +49,7 @@ def kill(job, whole, number):
 
 
 def test_a_distillation_that_is_killed_between_two_writes(bench):
-    whole = bench.whole_distillation
+    whole = bench.whole("distillation")
     assert any("checkpoints/" in write for write in whole.writes), whole.writes
     assert any("student/model.safetensors" in write for write in whole.writes), whole.writes
     for number in spread(len(whole.writes), 10):
@@ -57,14 +57,14 @@ def test_a_distillation_that_is_killed_between_two_writes(bench):
 
 
 def test_a_recording_that_is_killed_between_two_writes(bench):
-    whole = bench.whole_recording
+    whole = bench.whole("recording")
     assert sum("records/" in name for name in whole.result) == 4
     for number in spread(len(whole.writes), 4):
         kill(bench.recording(), whole, number)
 
 
 def test_a_preparation_that_is_killed_between_two_writes(bench):
-    whole = bench.whole_preparation
+    whole = bench.whole("preparation")
     for number in spread(len(whole.writes), 6):
         kill(bench.preparation(), whole, number)
 

@@ -12,6 +12,7 @@ import sys
 import urllib.parse
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,7 +187,7 @@ def test_a_job_holds_no_secret(planted, monkeypatch, backend):
     identity = Identity(run="run", task="distill")
     for pool in pools.load().values():
         plain = pool.model_copy(update={"retries": 0, "elastic_min_nodes": 0})  # a TrainJob can not say more
-        manifest = BACKENDS[backend].render(spec, plain, identity)
+        manifest = BACKENDS[backend].render(replace(spec, nodes=2 if pool.joins_nodes else 1), plain, identity)
         assert leaked(json.dumps(manifest).encode()) == set()
         assert "http://mlflow:5000" in json.dumps(manifest)
 

@@ -30,8 +30,13 @@ def command(*arguments):
 
 
 def start(folder, *arguments, **variables):
+    return run(command(*arguments), folder, **variables)
+
+
+def run(words, folder, **variables):
+    """Give a command there and wait for its end."""
     return subprocess.run(
-        command(*arguments),
+        words,
         cwd=folder,
         env=environment(**variables),
         capture_output=True,

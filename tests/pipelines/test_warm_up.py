@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.pipelines.local_runs import ROOT, environment
+from tests.pipelines.local_runs import ROOT, run
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
 from tests.stand_ins.object_store import ObjectStore
@@ -24,15 +24,7 @@ secrets.AWS_SECRET_ACCESS_KEY = { name = "vit-distillation-store", key = "AWS_SE
 
 
 def warm_up(folder, *arguments, **variables):
-    return subprocess.run(
-        [sys.executable, "-m", "pipelines.warm_up", *arguments],
-        cwd=folder,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return run([sys.executable, "-m", "pipelines.warm_up", *arguments], folder, **variables)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.distillations import Distillation, blank_teacher, prepared_digits
-
 WANTED = importlib.util.find_spec("torch_xla") is not None or "PJRT_DEVICE" in os.environ
 """Who names an XLA device means to run these tests: then a missing torch_xla is a failure."""
 
@@ -28,21 +26,3 @@ def device():
     import torch_xla
 
     return torch_xla.device()
-
-
-@pytest.fixture(scope="session")
-def digits(tmp_path_factory):
-    """The digits, prepared."""
-    return prepared_digits(tmp_path_factory.mktemp("data") / "digits")
-
-
-@pytest.fixture(scope="session")
-def teacher(tmp_path_factory):
-    """A model directory with a teacher that has not learned anything."""
-    return blank_teacher(tmp_path_factory.mktemp("models") / "teacher")
-
-
-@pytest.fixture
-def distillation(digits, teacher, tmp_path):
-    """Makes distillations below this test's folder."""
-    return lambda name, **settings: Distillation(digits, teacher, tmp_path / name, **settings)
