@@ -81,9 +81,14 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _cell(value: object) -> str:
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    text = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    text = _number(value) if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
     style = ' class="number"' if numeric else ' class="short"' if len(text) <= _SHORT else ""
     return f"<td{style}>{escape(text)}</td>"
+
+
+def _number(value: float) -> str:
+    """With four digits, but for more before the point."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:,.4g}"
 
 
 def picture(content: bytes, caption: str, *, media_type: str = "image/png", pixels: bool = False) -> str:

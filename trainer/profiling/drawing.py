@@ -43,6 +43,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "forward": ("#2f6fc4", "#5b9bea"),
     "backward": ("#23408e", "#8a86f0"),
     "optimizer": ("#2a9d8f", "#4fc3b2"),
+    "dispatch": ("#4f7f92", "#86b8ca"),
     "other": ("#98a2b0", "#76808e"),
     "evaluate": ("#a877c2", "#c9a0dc"),
     "checkpoint": ("#cf5f83", "#ec8fab"),

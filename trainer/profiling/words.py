@@ -12,7 +12,7 @@ LABELS = {
     "forward": "forward pass",
     "backward": "backward pass",
     "optimizer": "optimiser",
-    "dispatch": "handing over to XLA, waiting for it",
+    "dispatch": "waiting for XLA",
     "recorder": "looking at tensors",
     "other": "rest of the step",
     "evaluate": "evaluation",
