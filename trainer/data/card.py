@@ -31,6 +31,9 @@ STRIPS = 100
 TILE = 64
 """Edge of a picture on the page, in pixels."""
 
+FEW = 5
+"""Images of a class in val or test below which the card says that they are few."""
+
 TILES = 4
 """Pictures of a class."""
 
@@ -109,14 +112,23 @@ def _classes(content: CardContent) -> str:
 
 
 def _unmeasured(classes: Sequence[str], counts: Mapping[SplitName, Sequence[int]]) -> list[str]:
-    """A sentence for each split that lacks a class."""
+    """A sentence for each split that lacks classes, and one for each that has too few images of some to judge them."""
     sentences = []
     for split in ("val", "test"):
-        names = [name for name, count in zip(classes, counts[split], strict=True) if count == 0]
-        if names:
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-            sentences.append(html.paragraph(f"No image in {split}: {', '.join(names[:10])}{more}."))
-    return sentences
+        missing = [name for name, count in zip(classes, counts[split], strict=True) if count == 0]
+        few = [f"{name} ({count})" for name, count in zip(classes, counts[split], strict=True) if 0 < count < FEW]
+        if missing:
+            sentences.append(f"No image in {split}: {_some(missing)}.")
+        if few:
+            sentences.append(
+                f"Fewer than {FEW} images in {split}: {_some(few)}. The accuracy of such a class is a rough guess; add images, or raise "
+                f"data.{split}_fraction where the split is taken from train."
+            )
+    return [html.paragraph(sentence) for sentence in sentences]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def _bars(counts: Mapping[SplitName, Sequence[int]]) -> str:

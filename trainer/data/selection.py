@@ -115,10 +115,9 @@ def take_missing_splits(
 ) -> list[Candidate]:
     """Take val and test from train, class by class, where the source does not give them.
 
-    An image has a fixed place in [0, 1), drawn from its content and `split_seed`. Places below `test_fraction` are test, the next
-    `val_fraction` are val, the rest is train; so images that are added, removed or renamed move no other image. Only where a class
-    would have no image in a split does its limit shift to the next image in order of place, which moves one image, and moves it
-    back once the class has grown.
+    An image has a fixed place in [0, 1), drawn from its content and `split_seed`. Of a class's N images the `test_fraction` x N with
+    the smallest places are test, the next `val_fraction` x N are val, both rounded and at least one, and the rest is train. So every
+    class has its share, however small it is, and an image that is added or removed moves at most the one image at each limit.
 
     Args:
         candidates: without copies.
@@ -135,10 +134,10 @@ def take_missing_splits(
     moved: dict[str, SplitName] = {}
     train = [candidate for candidate in candidates if candidate.split == "train"]
     for members in _group(train, lambda candidate: candidate.label).values():
-        places = sorted((place(member.key, settings.split_seed), member.key) for member in members)
-        test, val = _limits([position for position, _ in places], fractions["test"], fractions["val"])
-        moved |= dict.fromkeys((key for _, key in places[:test]), "test")
-        moved |= dict.fromkeys((key for _, key in places[test : test + val]), "val")
+        keys = sorted((member.key for member in members), key=lambda key: (place(key, settings.split_seed), key))
+        test, val = _counts(len(keys), fractions["test"], fractions["val"])
+        moved |= dict.fromkeys(keys[:test], "test")
+        moved |= dict.fromkeys(keys[test : test + val], "val")
     return [
         replace(candidate, split=moved.get(candidate.key, "train")) if candidate.split == "train" else candidate
         for candidate in candidates
@@ -151,12 +150,10 @@ def place(key: str, seed: int) -> float:
     return (int.from_bytes(first, "big") >> 11) / 2**53
 
 
-def _limits(places: Sequence[float], test_fraction: float, val_fraction: float) -> tuple[int, int]:
-    """How many of a class's sorted places are test, and how many after them val: at least one each, and one left to train."""
-    test = sum(position < test_fraction for position in places)
-    val = sum(position < test_fraction + val_fraction for position in places) - test
-    test, val = max(test, test_fraction > 0), max(val, val_fraction > 0)
-    while test + val >= len(places) and max(test, val) > 1:
+def _counts(total: int, test_fraction: float, val_fraction: float) -> tuple[int, int]:
+    """How many of a class's images are test and val: their shares rounded, at least one each, and one left to train."""
+    test, val = (max(round(fraction * total), 1) if fraction else 0 for fraction in (test_fraction, val_fraction))
+    while test + val >= total and max(test, val) > 1:
         test, val = (test - 1, val) if test >= val else (test, val - 1)
     return test, val
 

@@ -82,6 +82,10 @@ def test_the_numbers() -> None:
     assert "6 of 7 images were enlarged" in page
     assert "No image in val: &lt;script&gt;" in page
     assert "No image in test" not in page
+    assert "Fewer than 5 images in val: apple (1). The accuracy" in page
+    assert "Fewer than 5 images in test: apple (1), &lt;script&gt;" in page
+    enough = [candidate(300 + row, row % 2, "val") for row in range(10)]
+    assert "images in val" not in data_card(content(splits={**content().splits, "val": enough}))
 
 
 def test_what_was_left_out_is_listed_with_reasons() -> None:
