@@ -50,7 +50,7 @@ SCHEMA_VERSIONS: Mapping[Kind, int] = {
     "dataset": 1,
     "warm_up": 1,
     "model": 1,
-    "teacher_outputs": 1,
+    "teacher_outputs": 2,
     "tuning": 1,
     "evidence": 3,
     "report": 2,

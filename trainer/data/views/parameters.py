@@ -7,6 +7,7 @@ Shapes: B views, R operations of RandAugment.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +19,18 @@ from trainer.config import ViewSettings
 from trainer.data.randomness import uniform
 
 Numbers = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.int64] | slice
+Draw = Callable[[npt.NDArray[np.int64], Rows], Numbers]
+"""Indices of draws [N] and rows of the batch -> a number in [0, 1) for each, [N, rows]."""
 
 _AREA, _ASPECT, _LEFT, _TOP, _MIRROR, _BRIGHTNESS, _CONTRAST, _SATURATION = range(8)
 _ERASED, _ERASED_AREA, _ERASED_ASPECT, _ERASED_LEFT, _ERASED_TOP = range(8, 13)
 _OPERATIONS = 13
 """Index of the first of RandAugment's draws, two for each operation: which one, and its direction."""
+_CROP_AGAIN, _ERASED_AGAIN = 1_000, 1_100
+"""Index of the first of the draws that replace an area and a ratio that do not fit, two for each further attempt."""
+_ATTEMPTS = 10
+"""How often an area and a ratio are drawn, as in torchvision's RandomResizedCrop and RandomErasing."""
 
 OPERATIONS = (
     "identity",
@@ -81,43 +89,74 @@ def draw_views(
         settings: how strongly to augment.
     """
     rounds = settings.randaugment_operations
-    indices = np.arange(_OPERATIONS + 2 * rounds)
-    drawn = uniform(seed, keys[:, None], numbers[:, None], indices).T
+
+    def draw(indices: npt.NDArray[np.int64], rows: Rows) -> Numbers:
+        return uniform(seed, keys[rows, None], numbers[rows, None], indices).T
+
+    drawn = draw(np.arange(_OPERATIONS + 2 * rounds), slice(None))
     operations, negative = drawn[_OPERATIONS::2], drawn[_OPERATIONS + 1 :: 2]
     return ViewParameters(
-        box=torch.from_numpy(_crops(drawn, stored, settings)),
+        box=torch.from_numpy(_crops(draw, drawn, stored, settings)),
         mirror=torch.from_numpy(settings.flip & (drawn[_MIRROR] < 0.5)),
         colour=torch.from_numpy(1 + settings.color_jitter * (2 * drawn[_BRIGHTNESS : _SATURATION + 1].T - 1)).float(),
         operations=torch.from_numpy((len(OPERATIONS) * operations.T).astype(np.int64)),
         negative=torch.from_numpy(negative.T < 0.5),
-        erased=torch.from_numpy(_erased(drawn, settings.erasing)).float(),
+        erased=torch.from_numpy(_erased(draw, drawn, settings.erasing)).float(),
     )
 
 
-def _crops(drawn: Numbers, stored: int, settings: ViewSettings) -> npt.NDArray[np.int64]:
-    """Boxes [B, 4] as torchvision's RandomResizedCrop draws them: the share of the area uniform, the ratio of the sides log-uniform."""
-    area = settings.min_scale + (1 - settings.min_scale) * drawn[_AREA]
-    sides = stored * _sides(area, drawn[_ASPECT], settings.max_aspect)
-    sides = np.clip(np.rint(sides), 1, stored).astype(np.int64)
+def _crops(draw: Draw, drawn: Numbers, stored: int, settings: ViewSettings) -> npt.NDArray[np.int64]:
+    """Boxes [B, 4] as torchvision's RandomResizedCrop draws them; where no attempt fits the box is the whole image."""
+    sides = _sides(
+        draw,
+        drawn[[_AREA, _ASPECT]],
+        _CROP_AGAIN,
+        areas=(settings.min_scale, 1),
+        max_aspect=settings.max_aspect,
+        longest=1 + 0.5 / stored,  # what is rounded to the whole edge fits
+    )
+    pixels = np.clip(np.rint(stored * sides), 1, stored)
+    sides = np.where(np.isnan(sides), stored, pixels).astype(np.int64)
     corner = drawn[[_LEFT, _TOP]].T * (stored - sides + 1)
     return np.concatenate([corner.astype(np.int64), sides], axis=1)
 
 
-def _sides(area: Numbers, quantile: Numbers, max_aspect: float) -> Numbers:
-    """Width and height [B, 2] of rectangles within the unit square.
+def _sides(
+    draw: Draw, first: Numbers, again: int, *, areas: tuple[float, float], max_aspect: float, longest: float
+) -> Numbers:
+    """Width and height [B, 2] of rectangles, as shares of a square image's edge; NaN where no attempt fits.
 
-    The ratio of the sides is log-uniform among those with which the area fits; torchvision draws again where it does not fit.
+    The share of the area is uniform and the ratio of the sides log-uniform; both are drawn again where a side is too long.
+
+    Args:
+        draw: makes the draws of further attempts.
+        first: draws of the first attempt, for the area and the ratio, [2, B].
+        again: index of the first draw of the second attempt.
+        areas: smallest and largest share of the image's area.
+        max_aspect: largest ratio of the sides.
+        longest: largest side that fits, as a share of the edge.
     """
-    largest = np.minimum(max_aspect, 1 / area)
-    aspect = np.exp((2 * quantile - 1) * np.log(largest))
-    return np.stack([np.sqrt(area * aspect), np.sqrt(area / aspect)], axis=1)
+    smallest, largest = areas
+    sides = np.full((first.shape[1], 2), np.nan)
+    rows = np.arange(len(sides))
+    for attempt in range(_ATTEMPTS):
+        quantiles = first if attempt == 0 else draw(again + 2 * attempt - 2 + np.arange(2), rows)
+        area = smallest + (largest - smallest) * quantiles[0]
+        aspect = np.exp((2 * quantiles[1] - 1) * np.log(max_aspect))
+        tried = np.stack([np.sqrt(area * aspect), np.sqrt(area / aspect)], axis=1)
+        fits = (tried <= longest).all(axis=1)
+        sides[rows[fits]] = tried[fits]
+        rows = rows[~fits]
+        if not len(rows):
+            break
+    return sides
 
 
-def _erased(drawn: Numbers, share: float) -> Numbers:
-    """Rectangles [B, 4]: left, top, right, bottom."""
-    smallest, largest = ERASED_AREA
-    sides = _sides(smallest + (largest - smallest) * drawn[_ERASED_AREA], drawn[_ERASED_ASPECT], ERASED_ASPECT)
+def _erased(draw: Draw, drawn: Numbers, share: float) -> Numbers:
+    """Rectangles [B, 4]: left, top, right, bottom; zeros for none."""
+    first = drawn[[_ERASED_AREA, _ERASED_ASPECT]]
+    sides = _sides(draw, first, _ERASED_AGAIN, areas=ERASED_AREA, max_aspect=ERASED_ASPECT, longest=1)
     corner = drawn[[_ERASED_LEFT, _ERASED_TOP]].T * (1 - sides)
     rectangles: Numbers = np.concatenate([corner, corner + sides], axis=1)
-    rectangles[drawn[_ERASED] >= share] = 0
+    rectangles[(drawn[_ERASED] >= share) | np.isnan(sides).any(axis=1)] = 0
     return rectangles

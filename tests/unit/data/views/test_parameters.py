@@ -61,8 +61,8 @@ def test_boxes_have_uniform_areas_and_log_uniform_aspects_and_lie_anywhere(draw)
     assert (torch.stack([left, top, width, height]) >= 0).all()
     assert (torch.stack([left + width, top + height]) <= size).all()
     area, aspect = width * height / size**2, width / height
-    assert stats.kstest(area, stats.uniform(0.2, 0.8).cdf).pvalue > 0.01
-    small = area < 3 / 4  # any ratio of the sides fits
+    small = area < 3 / 4  # any ratio of the sides fits, so none is drawn again
+    assert stats.kstest(area[small], stats.uniform(0.2, 3 / 4 - 0.2).cdf).pvalue > 0.01
     assert stats.kstest(aspect[small].log(), stats.uniform(-np.log(4 / 3), 2 * np.log(4 / 3)).cdf).pvalue > 0.01
     free = (width < size) & (height < size)
     for place in (left / (size - width), top / (size - height)):
@@ -76,15 +76,26 @@ def test_boxes_reach_every_place_of_a_small_image_equally_often(draw):
         assert stats.chisquare(torch.bincount(places, minlength=3)).pvalue > 0.01
 
 
-def test_boxes_are_distributed_like_torchvisions(draw):
+@pytest.mark.parametrize("scale", [(0.08, 1.0), (0.6, 1.0)])
+def test_boxes_are_distributed_like_torchvisions(draw, scale):
     torch.manual_seed(0)
-    theirs = v2.RandomResizedCrop(1, scale=(0.1, 0.7), ratio=(3 / 4, 4 / 3))
+    theirs = v2.RandomResizedCrop(1, scale=scale, ratio=(3 / 4, 4 / 3))
     image = torch.zeros(3, 300, 300, dtype=torch.uint8)
-    drawn = [theirs.make_params([image]) for _ in range(1500)]
-    boxes = draw(6000, ViewSettings(min_scale=0.1), stored=300).box.double()
-    ours = boxes[boxes[:, 2] * boxes[:, 3] < 0.7 * 300**2]  # theirs draws large ones again, so leave them out
+    drawn = [theirs.make_params([image]) for _ in range(3000)]
+    ours = draw(6000, ViewSettings(min_scale=scale[0]), stored=300).box.double()
     for index, name in enumerate(("left", "top", "width", "height")):
         assert stats.ks_2samp(ours[:, index], [one[name] for one in drawn]).pvalue > 0.01, name
+    areas = [one["width"] * one["height"] for one in drawn]
+    assert stats.ks_2samp(ours[:, 2] * ours[:, 3], areas).pvalue > 0.01
+
+
+def test_a_box_that_never_fits_is_the_whole_image_as_torchvisions(draw):
+    theirs = v2.RandomResizedCrop(1, scale=(1.0, 1.0), ratio=(1 / 50, 50))
+    image = torch.zeros(3, 300, 300, dtype=torch.uint8)
+    whole = np.mean([theirs.make_params([image])["width"] == 300 for _ in range(300)])
+    ours = draw(300, ViewSettings(min_scale=1.0, max_aspect=50), stored=300).box
+    assert whole > 0.9
+    assert (ours[:, 2:] == 300).all(1).double().mean() > 0.9
 
 
 def test_half_of_the_views_are_mirrored(draw):
