@@ -1,0 +1,73 @@
+"""What the Hugging Face Hub holds now: which commit of a model's weights, or of a data set, a download would give."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+"""How long the Hub may take to answer."""
+
+
+def weights_revision(name: str) -> str | None:
+    """The commit of the repository on the Hub that timm would load a model's pretrained weights from; nothing is downloaded.
+
+    Where the Hub does not answer, it is the commit that this machine's cache holds, which is what timm would then load.
+
+    Args:
+        name: as timm names a model, with or without a tag: `vit_tiny_patch16_224.augreg_in21k_ft_in1k`.
+
+    Returns:
+        None where it cannot be known: timm has no such weights, or from elsewhere, or the Hub does not answer and nothing is cached. A line
+        of the log says why.
+    """
+    import timm  # here, because it brings in torch
+
+    weights = timm.get_pretrained_cfg(name)
+    if weights is None or not weights.hf_hub_id:
+        origin = weights.url if weights is not None else None
+        logger.warning("timm:%s: no revision is known, since its weights come from %s", name, origin or "nowhere")
+        return None
+    repository, _, wanted = weights.hf_hub_id.partition("@")  # as timm reads it
+    return _revision(f"timm:{name}", repository, "model", wanted)
+
+
+def dataset_revision(name: str) -> str | None:
+    """The commit of a data set on the Hub; nothing is downloaded.
+
+    Where the Hub does not answer, it is the commit that this machine's cache holds.
+
+    Returns:
+        None where neither is there; a line of the log says why.
+    """
+    return _revision(f"hub:{name}", name, "dataset", "")
+
+
+def _revision(asked: str, repository: str, kind: str, wanted: str) -> str | None:
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]  # httpx's own, whichever is used
+    from huggingface_hub.file_download import repo_folder_name
+
+    api = HfApi()
+    ask: Callable[..., Any] = api.model_info if kind == "model" else api.dataset_info
+    try:
+        answer: str | None = ask(repository, revision=wanted or None, expand=["sha"], timeout=_ANSWER_S).sha
+    except (HTTPError, OfflineModeIsEnabled, HFValidationError) as error:
+        reason = " ".join(str(error).split())
+    else:
+        return answer
+    # Where hf_hub_download too looks when it cannot ask.
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type=kind)
+    reference = folder / "refs" / (wanted or constants.DEFAULT_REVISION)
+    cached = reference.read_text().strip() if reference.is_file() else None
+    logger.warning(
+        "%s: the Hub does not say its revision (%s); %s",
+        asked,
+        reason,
+        f"cached here: {cached}" if cached else "none is cached",
+    )
+    return cached
