@@ -48,26 +48,33 @@ def dataset_revision(name: str) -> str | None:
 
 
 def _revision(asked: str, repository: str, kind: str, wanted: str) -> str | None:
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]  # httpx's own, whichever is used
-    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx's own, whichever is used
+        HFValidationError,
+        HTTPError,
+        OfflineModeIsEnabled,
+    )
 
     api = HfApi()
     ask: Callable[..., Any] = api.model_info if kind == "model" else api.dataset_info
     try:
         answer: str | None = ask(repository, revision=wanted or None, expand=["sha"], timeout=_ANSWER_S).sha
-    except (HTTPError, OfflineModeIsEnabled, HFValidationError) as error:
-        reason = " ".join(str(error).split())
-    else:
-        return answer
-    # Where hf_hub_download too looks when it cannot ask.
+    except HFValidationError as error:
+        logger.warning("%s: the Hub has no such name (%s)", asked, error)
+        return None
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        cached = _cached(repository, kind, wanted)
+        found = f"cached here: {cached}" if cached else "none is cached"
+        logger.warning("%s: the Hub does not say its revision (%s); %s", asked, " ".join(str(error).split()), found)
+        return cached
+    return answer
+
+
+def _cached(repository: str, kind: str, wanted: str) -> str | None:
+    """The commit that the Hub's client takes where it cannot ask."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type=kind)
     reference = folder / "refs" / (wanted or constants.DEFAULT_REVISION)
-    cached = reference.read_text().strip() if reference.is_file() else None
-    logger.warning(
-        "%s: the Hub does not say its revision (%s); %s",
-        asked,
-        reason,
-        f"cached here: {cached}" if cached else "none is cached",
-    )
-    return cached
+    return reference.read_text().strip() if reference.is_file() else None
