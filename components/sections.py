@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from components.launching import Place
-from trainer import artifacts, config, tracking
+from trainer import artifacts, config, preflight, tracking
 from trainer.artifacts import canonical_json
 from trainer.data import sources
 from trainer.environment import variables
@@ -56,10 +56,12 @@ def configure(settings: config.Settings, place: Place) -> Sections:
 
     Raises:
         SettingsError: there is no such place, or a warm-up there would be lost.
+        ModelError: timm has no such weights.
         DataError: the images are not there.
         TrackingError: MLflow does not answer or refuses.
     """
     place.check(warms_up=settings.warm_up.enabled)
+    settings = preflight.pinned(settings)
     source_version = sources.source_version(settings.data.source, outside=settings.data.outside)
     resolved = settings.model_dump(mode="json")
     with variables(_experiment(settings.tracking)):
@@ -75,8 +77,8 @@ def configure(settings: config.Settings, place: Place) -> Sections:
 
 
 def weights_version(weights: str) -> str:
-    """What a given model directory holds now; empty for any other weights, which their name says in full."""
-    given = bool(weights) and not weights.startswith("timm:") and artifacts.exists(weights)
+    """What a given model directory holds now; empty for timm's weights, of which the section names the revision."""
+    given = bool(weights) and not weights.startswith(config.TIMM) and artifacts.exists(weights)
     return artifacts.read(weights, "model").fingerprint if given else ""
 
 

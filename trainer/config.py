@@ -14,7 +14,7 @@ import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -182,7 +182,7 @@ class TrainingSettings(Section):
     """Passes over the training images; 0 switches this part off."""
     batch_size: Annotated[int, Field(ge=2)] = 1024
     """Images an optimiser step, over all processes and accumulated micro-batches; where these can not share it evenly they differ by one
-    image, and the gradient is still the mean over all. At most the number of images to train on; a larger one is clamped to it."""
+    image, and the gradient is still the mean over all."""
     accumulation: Positive = 1
     """Micro-batches an optimiser step on each process; more of them need less memory."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 5e-4
@@ -226,24 +226,6 @@ class TrainingSettings(Section):
         """The learning rate after warm-up: `base_learning_rate` x `batch_size` / 256."""
         return self.base_learning_rate * self.batch_size / 256
 
-    def for_images(self, images: int, parts: int = 1) -> Self:
-        """These settings with a batch that so many images can fill, since a step sees no image twice.
-
-        Args:
-            images: how many there are to train on.
-            parts: of which a clamped batch is a multiple, unless there are fewer images than parts.
-        """
-        if self.batch_size <= images:
-            return self
-        return self.model_copy(update={"batch_size": images - images % parts or images})
-
-    def clamp_warning(self, section: str, images: int, fitted: Self) -> str:
-        """What `for_images` has changed of `section`, as a line for the log."""
-        return (
-            f"{section}.batch_size = {self.batch_size} is larger than the {images} images to train on, and a step sees none of them twice; "
-            f"it becomes {fitted.batch_size}, and the learning rate is scaled for that"
-        )
-
 
 class MaeSettings(TrainingSettings):
     """Masked-autoencoder pretraining (He et al. 2022)."""
@@ -285,6 +267,25 @@ class FinetuneSettings(TrainingSettings):
     """Augmentation."""
 
 
+TIMM = "timm:"
+"""What the name of timm's pretrained weights begins with in `pretrain.weights`."""
+
+
+class TimmWeights(NamedTuple):
+    """Pretrained weights of timm."""
+
+    name: str
+    """Of the model, with a tag or with timm's default one."""
+    revision: str
+    """A commit of their repository on the hub; empty for the newest one."""
+
+    def __str__(self) -> str:
+        return f"{TIMM}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+ClassReference = Annotated[int, Field(ge=0, strict=True)] | str
+
+
 class PretrainSettings(LoadingSettings):
     """The teacher: masked-autoencoder pretraining, then fine-tuning; or given weights."""
 
@@ -294,11 +295,38 @@ class PretrainSettings(LoadingSettings):
     teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
     """The teacher's model."""
     weights: str = ""
-    """Start from a model directory (path or URI) or `timm:NAME` (timm's pretrained weights); empty starts from scratch."""
+    """Start from a model directory (path or URI) or `timm:NAME[@REVISION]` (timm's pretrained weights, of which `teacher` has to be the
+    architecture; without a commit of their repository, those of today); empty starts from scratch."""
+    label_map: Mapping[str, ClassReference] = {}
+    """Name of each class of the data set -> the class of `weights` that it is, by name or index, where the names differ; the head's rows
+    of these classes are then kept."""
     mae: MaeSettings = MaeSettings()
     """Masked-autoencoder pretraining."""
     finetune: FinetuneSettings = FinetuneSettings()
     """Supervised fine-tuning."""
+
+    @property
+    def timm_weights(self) -> TimmWeights | None:
+        """Which of timm's pretrained weights to start from; none for a model directory, or from scratch."""
+        if not self.weights.startswith(TIMM):
+            return None
+        name, _, revision = self.weights.removeprefix(TIMM).partition("@")
+        return TimmWeights(name, revision)
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> Self:
+        given, architecture = self.timm_weights, self.teacher.architecture
+        if given and architecture not in (given.name, given.name.partition(".")[0]):
+            raise ValueError(
+                f"weights is {self.weights!r}, but teacher.architecture is {architecture!r}; set "
+                f"pretrain.teacher.architecture={given.name}, "
+                "and pretrain.teacher.args to what differs from it, such as {img_size=256}, or to {}"
+            )
+        if self.label_map and not self.weights:
+            raise ValueError(
+                "label_map says what classes of weights mean, but weights is empty; give weights, or leave it out"
+            )
+        return self
 
 
 TOP_K = 10

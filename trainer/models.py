@@ -10,8 +10,8 @@ Shapes: B images, C = 3 channels, H x W pixels, K classes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,20 @@ _RESERVED = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Weights that others have trained."""
+
+    name: str
+    """As `pretrain.weights` names them, without the revision."""
+    repository: str
+    """Where they are published: a repository of the hub, or a URL."""
+    revision: str
+    """Commit of the repository; empty where it is not known."""
+    license: str
+    """As timm knows it; empty where it does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelCard:
     """Everything but the weights that is needed to build and feed a model."""
 
@@ -50,6 +64,8 @@ class ModelCard:
     """Mean of each channel of the normalised input, with pixels in [0, 1]."""
     std: tuple[float, float, float]
     """Standard deviation of each channel, with pixels in [0, 1]."""
+    origin: Origin | None = None
+    """Whose weights its training began with; none where it began from scratch."""
 
 
 class Classifier(nn.Module):
@@ -105,47 +121,58 @@ def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float =
     Raises:
         ModelError: timm has no such model, or refuses the arguments.
     """
-    return _build(settings.architecture, settings.args, labels, drop_path=drop_path, pretrained=False)
-
-
-def create_pretrained(name: str, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
-    """Build a timm model with timm's pretrained weights (fetched from the model hub) and a new head for `labels`.
-
-    Raises:
-        ModelError: timm has no such model or weights, or the hub does not answer.
-    """
-    return _build(name, {}, labels, drop_path=drop_path, pretrained=True)
-
-
-def _build(
-    architecture: str, args: Mapping[str, Any], labels: Sequence[str], *, drop_path: float, pretrained: bool
-) -> Classifier:
-    if not timm.is_model(architecture):
-        close = timm.list_models(f"*{architecture.split('.')[0].split('_')[0]}*")[:5]
-        advice = f"; similar: {', '.join(close)}" if close else ""
-        raise ModelError(f"architecture {architecture!r}: timm has no such model{advice}")
-    _check_arguments(architecture, args)
+    architecture, args = settings.architecture, settings.args
+    check_architecture(architecture)
+    check_arguments(architecture, args)
     further: dict[str, Any] = {**args, "num_classes": len(labels)} | (
         {"drop_path_rate": drop_path} if drop_path else {}
     )
     try:
-        network = timm.create_model(architecture, pretrained=pretrained, **further)
-    except Exception as error:  # timm passes any argument on to any model, and the hub client raises its own kinds
-        origin = "with timm's pretrained weights" if pretrained else f"with the arguments {dict(args)}"
-        raise ModelError(f"architecture {architecture!r} {origin} can not be built: {error}") from error
+        network: Any = timm.create_model(architecture, **further)
+    except Exception as error:  # timm passes any argument on to any model
+        raise ModelError(
+            f"architecture {architecture!r} with the arguments {dict(args)} can not be built: {error}"
+        ) from error
+    if not network.default_cfg["classifier"]:
+        raise ModelError(f"architecture {architecture!r}: has no head for classes; choose another one")
+    return wrap(network, settings, labels)
+
+
+def wrap(
+    network: nn.Module, settings: ModelSettings, labels: Sequence[str], origin: Origin | None = None
+) -> Classifier:
+    """A timm network that was built by these settings, with the preprocessing that timm knows for it."""
     data_config = timm.data.resolve_data_config(model=network)
     card = ModelCard(
-        architecture=architecture,
-        args=dict(args),
+        architecture=settings.architecture,
+        args=dict(settings.args),
         labels=tuple(labels),
-        image_size=int(args.get("img_size", data_config["input_size"][-1])),
+        image_size=int(settings.args.get("img_size", data_config["input_size"][-1])),
         mean=tuple(data_config["mean"]),
         std=tuple(data_config["std"]),
+        origin=origin,
     )
     return Classifier(network, card)
 
 
-def _check_arguments(architecture: str, args: Mapping[str, Any]) -> None:
+def check_architecture(architecture: str) -> None:
+    """Make sure that timm has a model of this name.
+
+    Raises:
+        ModelError: naming similar ones.
+    """
+    if not timm.is_model(architecture):
+        close = timm.list_models(f"*{architecture.split('.')[0].split('_')[0]}*")[:5]
+        advice = f"; similar: {', '.join(close)}" if close else ""
+        raise ModelError(f"architecture {architecture!r}: timm has no such model{advice}")
+
+
+def check_arguments(architecture: str, args: Mapping[str, Any]) -> None:
+    """Make sure that the arguments are for a model, and within limits.
+
+    Raises:
+        ModelError: naming the first one that is not.
+    """
     reserved = sorted(_RESERVED & args.keys())
     if reserved:
         raise ModelError(f"architecture {architecture!r}: the argument {reserved[0]} is not for models; leave it out")
@@ -159,21 +186,22 @@ def _check_arguments(architecture: str, args: Mapping[str, Any]) -> None:
 def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
     """The same weights in a model for `labels`, with this rate of stochastic depth; the head is new where the labels differ."""
     settings = ModelSettings(architecture=model.card.architecture, args=model.card.args)
-    adapted = create(settings, labels, drop_path=drop_path)
+    network = create(settings, labels, drop_path=drop_path).network
     weights = model.network.state_dict()
     if tuple(labels) != model.card.labels:
-        new = adapted.network.state_dict()
-        head = _head(model.network)
-        weights = {name: new[name] if name.startswith(head) else value for name, value in weights.items()}
-    adapted.network.load_state_dict(weights)
-    return adapted
+        of_head = is_of_head(network)
+        kept = {name: value for name, value in weights.items() if not of_head(name)}
+        weights = {name: value for name, value in network.state_dict().items() if of_head(name)} | kept
+    network.load_state_dict(weights)
+    return Classifier(network, replace(model.card, labels=tuple(labels)))
 
 
-def _head(network: nn.Module) -> tuple[str, ...]:
-    """What the names of the head's weights begin with; timm's models say it, some have several heads."""
+def is_of_head(network: nn.Module) -> Callable[[str], bool]:
+    """Whether a weight of this name is the head's; timm's models say it, some have several heads."""
     default_config: Any = network.default_cfg
     names = default_config["classifier"]
-    return tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
+    prefixes = tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
+    return lambda name: name.startswith(prefixes)
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts, config, launch, stages, storage, tracking
+from trainer import artifacts, config, launch, preflight, stages, storage, tracking
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.summary import SUMMARY
 from trainer.tuning.schema import read_tuning
@@ -90,7 +90,7 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     Raises:
         TrainerError: as the stages.
     """
-    settings = config.resolve_run(recipe, overrides)
+    settings = preflight.pinned(config.resolve_run(recipe, overrides))
     directory = new_directory(recipe, output)
     os.environ.update(environment(settings, directory))
     resolved = settings.model_dump(mode="json")

@@ -373,11 +373,14 @@ def billed_runs(experiment: str) -> list[BilledRun]:
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """`{"mae": {"epochs": 4}}` -> `{"mae.epochs": "4"}`, with values no longer than MLflow allows."""
+    """`{"mae": {"epochs": 4}}` -> `{"mae.epochs": "4"}`, with values no longer than MLflow allows.
+
+    A group whose members have names that MLflow may refuse, such as those of classes, stays one parameter.
+    """
     flat: dict[str, str] = {}
     for name, value in settings.items():
         full = f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and all(member.isidentifier() for member in value):
             flat |= flatten(value, full)
         else:
             flat[full] = str(value)[:_PARAM_LENGTH]

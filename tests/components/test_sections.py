@@ -154,6 +154,21 @@ def test_other_weights_have_no_version_but_their_name(weights):
     assert sections.weights_version(weights) == ""
 
 
+def test_the_section_names_the_revision_of_timms_weights(tmp_path, monkeypatch):
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    reference = tmp_path / f"models--timm--{name}" / "refs" / "main"
+    reference.parent.mkdir(parents=True)
+    made = []
+    for commit in ("a" * 40, "b" * 40):
+        reference.write_text(commit)
+        made.append(configured("digits", teacher=f"timm:{name}"))
+        assert json.loads(made[-1].pretrain)["weights"] == f"timm:{name}@{commit}"
+    changed = {field for field, value in made[0]._asdict().items() if getattr(made[1], field) != value}
+    assert changed == {"pretrain", "resolved"}
+
+
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
     here = f"sqlite:///{tmp_path}/mlflow.db"

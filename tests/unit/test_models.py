@@ -81,6 +81,12 @@ def test_a_wrong_argument_is_named():
         models.create(ModelSettings(architecture="vit_tiny_patch16_224", args={"heads": 3}), ["a", "b"])
 
 
+def test_a_network_without_a_head_is_refused():
+    args = {"depth": 1, "embed_dim": 64, "num_heads": 1}
+    with pytest.raises(ModelError, match="'qwen3_vit_88m_enc': has no head for classes"):
+        models.create(ModelSettings(architecture="qwen3_vit_88m_enc", args=args), ["a", "b"])
+
+
 def test_labels_that_do_not_fit_are_named(model):
     with pytest.raises(ModelError, match="has 2 classes, but the data set has 3"):
         models.check_labels(model, ["ä", "b", "c"], "teacher")

@@ -468,3 +468,13 @@ def test_a_server_that_dies_costs_points_but_not_the_training(server, store, cap
     assert any("points and tags were not sent" in record.getMessage() for record in caplog.records)
     with pytest.raises(TrackingError, match="connection refused"), tracking.stage_run("evaluate", {}):
         raise AssertionError("a stage does not start without its server")
+
+
+def test_a_group_of_names_that_mlflow_may_refuse_is_one_parameter():
+    settings = {
+        "pretrain": {"label_map": {"granny smith!": 948, "pear": "n07768694"}, "teacher": {"args": {"depth": 2}}}
+    }
+    assert tracking.flatten(settings) == {
+        "pretrain.label_map": "{'granny smith!': 948, 'pear': 'n07768694'}",
+        "pretrain.teacher.args.depth": "2",
+    }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from trainer import artifacts, models
+from trainer import artifacts, models, pretrained
 from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
@@ -16,12 +17,12 @@ from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.pretraining.reconstructions import draw_reconstructions
 from trainer.profiling.startup import Startup
+from trainer.training.loop import check_images
 from trainer.training.session import Session, open_session
 
 RECONSTRUCTIONS = "mae/reconstructions.png"
 """Where the picture stands in the evidence."""
 _PICTURED = 8
-_TIMM = "timm:"
 
 
 def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path, evidence: str | Path) -> None:
@@ -34,12 +35,14 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
         evidence: output, what the trainings recorded of themselves.
 
     Raises:
-        SettingsError: there are neither weights nor labels to learn from.
+        SettingsError: there are neither weights nor labels to learn from, or fewer images than in a step.
         TrainerError: as the parts that it calls.
     """
     startup = Startup()
     with startup.part("fetch"):
         data = open_dataset(dataset)
+        if settings.finetune.epochs:  # before the long pretraining
+            check_images("finetune", settings.finetune, len(data.split("train")))
         model, parents = start(settings, data)
     with open_session(
         "pretrain", settings, data, parents=parents, model=teacher, evidence=evidence, startup=startup
@@ -66,13 +69,16 @@ def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier
                 "give weights or let it be fine-tuned"
             )
         return models.create(settings.teacher, data.classes), parents
-    if settings.weights.startswith(_TIMM):
-        model = models.create_pretrained(settings.weights.removeprefix(_TIMM), data.classes)
+    if settings.timm_weights:
+        model = pretrained.load(settings.timm_weights, settings.teacher.args)
+        assert model.card.origin is not None, "timm's weights have an origin"
+        parents["weights"] = artifacts.digest(asdict(model.card.origin))
     else:
         model = models.load(settings.weights)
         parents["weights"] = artifacts.read(settings.weights, "model").fingerprint
-    if not settings.finetune.epochs:
-        models.check_labels(model, data.classes, f"pretrain.weights {settings.weights}")
+    if settings.label_map or not settings.finetune.epochs:
+        name = f"pretrain.weights {settings.weights}"
+        model = pretrained.with_classes(model, data.classes, settings.label_map, name)
     return model, parents
 
 

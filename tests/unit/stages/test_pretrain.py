@@ -1,69 +1,114 @@
-"""The stage pretrain on real digits."""
+"""pretrain from timm's weights: what becomes of their head, and what the teacher's directory says of them."""
 
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import huggingface_hub.constants
 import pytest
+import timm
+import torch
+from timm.models import _registry
 
-from tests.distillations import TINY
-from trainer import config
-from trainer.config import PretrainSettings
-from trainer.profiling.evidence import read_evidence
+from tests.unit.test_pretrained import ARGS, NAME, NEW, OLD, publish
+from trainer import config, models, stages
+from trainer.data.dataset import open_dataset
+from trainer.errors import ModelError, SettingsError
 from trainer.stages import pretrain
-from trainer.training.checkpoints import Checkpoints
 
-PART = {
-    "epochs": 2,
-    "base_learning_rate": 1e-3,
-    "warmup_epochs": 0,
-    "log_every": 1,
-    "checkpoint_every": 1,
-    "evidence": {"operators_steps": 0},
-}
-SETTINGS = {
-    "seed": 3,
-    "workers": 0,
-    "teacher": {"architecture": "vit_tiny_patch16_224", "args": TINY},
-    "mae": PART | {"decoder_dim": 16, "decoder_depth": 1, "decoder_heads": 2},
-    "finetune": PART,
-}
+BARELY = ["pretrain.mae.epochs=0", "pretrain.finetune.epochs=1", "pretrain.finetune.base_learning_rate=1e-9"]
+"""Fine-tuning that changes no weight by as much as the tests see."""
+DIGITS = {str(digit): 100 * digit for digit in range(10)}
+MAPPED = "pretrain.label_map={" + ",".join(f"{digit}={index}" for digit, index in DIGITS.items()) + "}"
+
+
+@pytest.fixture(autouse=True)
+def _quietly(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
 
 
 @pytest.fixture
-def pretrained(trained_digits, tmp_path, monkeypatch):
-    """Runs the stage with a batch, and gives its trainings by name."""
-    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
-    for name in ("MLFLOW_TRACKING_URI", "TRAINER_CHECKPOINTS"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(folder, **batches):
-        parts = {name: SETTINGS[name] | {"batch_size": size} for name, size in batches.items()}
-        places = {"teacher": tmp_path / folder / "teacher", "evidence": tmp_path / folder / "evidence"}
-        pretrain.run(config.validate(PretrainSettings, SETTINGS | parts), dataset=trained_digits.dataset, **places)
-        return {one.name: one for one in read_evidence(places["evidence"]).trainings}
-
-    return run
+def hub(tmp_path, monkeypatch):
+    """The cache of the hub's client; the hub does not answer."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
 
 
-def test_a_batch_larger_than_the_data_is_clamped_for_each_training_by_its_own_images(pretrained, monkeypatch, caplog):
-    """1,020 images with those without labels, and 1,000 labelled ones; pretraining with as many as there are is the same training."""
-    keep = Checkpoints.save
+def section(*overrides, weights=f"timm:{NAME}"):
+    args = ",".join(f"{name}={value}" for name, value in ARGS.items())
+    given = [f"pretrain.weights={weights}", f"pretrain.teacher.args={{{args}}}", *BARELY, *overrides]
+    return config.resolve("digits", given).pretrain
 
-    def stop_in_finetune(checkpoints, state, **options):
-        keep(checkpoints, state, **options)
-        if "finetune-" in checkpoints.uri:
-            raise KeyboardInterrupt
 
-    with monkeypatch.context() as interruption:
-        interruption.setattr(Checkpoints, "save", stop_in_finetune)
-        with pytest.raises(KeyboardInterrupt):
-            pretrained("clamped", mae=3000, finetune=2000)
-    said = [text.partition(" to train on, and a step")[0] for text in caplog.messages if "images to train on" in text]
-    assert said == [
-        "pretrain.mae.batch_size = 3000 is larger than the 1020 images",
-        "pretrain.finetune.batch_size = 2000 is larger than the 1000 images",
-    ]
-    trainings = pretrained("clamped", mae=1020, finetune=2000)
-    assert len(trainings["finetune"].metrics["loss"].values) == 1, "it goes on after the first of two steps"
-    contexts = {name: one.ranks[0].record.context for name, one in trainings.items()}
-    assert {name: context.settings["batch_size"] for name, context in contexts.items()} == {
-        "mae": 1020,
-        "finetune": 1000,
-    }
+def taught(settings, dataset, output):
+    """Run the stage; gives the teacher."""
+    text = json.dumps(settings.model_dump(mode="json"))
+    places = {"dataset": str(dataset), "teacher": str(output / "teacher"), "evidence": str(output / "evidence")}
+    stages.call("pretrain", text, places)
+    return models.load(output / "teacher")
+
+
+def is_kept(network, teacher, *rows):
+    """Whether the teacher's head is these rows of the network's head."""
+    kept = network.head.weight[list(rows)] if rows else network.head.weight
+    return torch.allclose(teacher.network.head.weight, kept, atol=1e-5)
+
+
+def test_a_head_that_does_not_mean_the_classes_is_refused_where_it_would_be_the_teachers(hub, trained_digits):
+    publish(hub, NAME, OLD)
+    with pytest.raises(
+        ModelError,
+        match=rf"pretrain\.weights timm:{NAME}: of the data set's 10 classes 10 are not among its 1000 .*label_map",
+    ):
+        pretrain.start(section("pretrain.finetune.epochs=0"), open_dataset(trained_digits.dataset))
+
+
+def test_a_label_map_makes_timms_weights_the_teacher(hub, trained_digits, tmp_path):
+    network = publish(hub, NAME, OLD)
+    teacher = taught(section("pretrain.finetune.epochs=0", MAPPED), trained_digits.dataset, tmp_path)
+    assert teacher.card.labels == tuple(DIGITS)
+    assert is_kept(network, teacher, *DIGITS.values())
+    assert teacher.card.origin == models.Origin(
+        name=f"timm:{NAME}", repository=f"timm/{NAME}", revision=OLD, license="apache-2.0"
+    )
+
+
+def test_the_head_is_new_also_where_the_number_of_classes_happens_to_fit(hub, trained_digits, tmp_path, monkeypatch):
+    ten = dataclasses.replace(timm.get_pretrained_cfg(NAME), num_classes=10)
+    monkeypatch.setitem(_registry._model_pretrained_cfgs, NAME, ten)
+    network = publish(hub, NAME, OLD, num_classes=10)
+    teacher = taught(section(), trained_digits.dataset, tmp_path)
+    assert teacher.card.labels == tuple(DIGITS)
+    assert not is_kept(network, teacher)
+    assert torch.allclose(teacher.network.patch_embed.proj.weight, network.patch_embed.proj.weight, atol=1e-5)
+
+
+def test_fine_tuning_begins_with_the_head_that_a_label_map_chooses(hub, trained_digits, tmp_path):
+    network = publish(hub, NAME, OLD)
+    assert is_kept(network, taught(section(MAPPED), trained_digits.dataset, tmp_path), *DIGITS.values())
+
+
+def test_another_revision_is_another_parent(hub, trained_digits):
+    publish(hub, NAME, OLD, seed=0)
+    data, parents = open_dataset(trained_digits.dataset), []
+    for weights in (f"timm:{NAME}", f"timm:{NAME}@{OLD}"):
+        parents.append(pretrain.start(section(weights=weights), data)[1])
+    assert parents[0] == parents[1]
+    publish(hub, NAME, NEW, seed=0)
+    assert pretrain.start(section(), data)[1] != parents[0]
+
+
+def test_a_model_directory_may_know_more_classes_than_the_data_set(trained_digits):
+    """Refused by their number before; which of them are meant is known by their names."""
+    two = SimpleNamespace(classes=("4", "2"), fingerprint="of two classes")
+    settings = section("pretrain.finetune.epochs=0", weights=trained_digits.teacher)
+    chosen, _ = pretrain.start(settings, two)
+    images = trained_digits.images[:4]
+    assert torch.allclose(chosen.eval()(images), models.load(trained_digits.teacher)(images)[:, [4, 2]], atol=1e-5)
+
+
+def test_a_label_map_needs_weights():
+    with pytest.raises(SettingsError, match="label_map says what classes of weights mean, but weights is empty"):
+        config.resolve("digits", MAPPED)

@@ -55,12 +55,7 @@ def accuracy_noise(case: Case, accuracy: float) -> float:
 
 def setting(case: Case, name: str) -> str:
     """The full name of a setting of this training."""
-    return setting_of(case.training.name, name)
-
-
-def setting_of(training: str, name: str) -> str:
-    """As `setting`, by the training's name."""
-    return f"{_SECTIONS.get(training, training)}.{name}"
+    return f"{_SECTIONS.get(case.training.name, case.training.name)}.{name}"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,0 +1,211 @@
+"""Weights of timm's hub, as they lie in its client's cache, loaded as from the hub: at a revision, with arguments, for other classes."""
+
+from dataclasses import replace
+
+import huggingface_hub.constants
+import pytest
+import safetensors.torch
+import timm
+import torch
+from timm.data import ImageNetInfo
+
+from trainer import artifacts, config, models, pretrained
+from trainer.config import TimmWeights
+from trainer.errors import ModelError, SettingsError
+
+ARGS = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+NAME = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+HEADLESS = "vit_base_patch16_224.mae"
+CLIP = "vit_base_patch32_clip_224.openai"
+OLD, NEW = "0" * 40, "1" * 40
+IMAGES = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+SYNSETS = ImageNetInfo("imagenet-1k").label_names()
+
+
+def publish(cache, name, revision, *, seed=0, **args):
+    """Put weights into the cache of the hub's client, as if they had been fetched from timm's repository; gives the network."""
+    torch.manual_seed(seed)
+    network = timm.create_model(name, **ARGS | args)
+    repository = cache / f"models--{timm.get_pretrained_cfg(name).hf_hub_id.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(revision)
+    snapshot = repository / "snapshots" / revision
+    snapshot.mkdir(parents=True)
+    safetensors.torch.save_file(network.state_dict(), snapshot / "model.safetensors")
+    return network.eval()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The cache of the hub's client, empty, and no hub."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def load(name=NAME, revision="", **args):
+    return pretrained.load(TimmWeights(name, revision), ARGS | args).eval()
+
+
+def test_weights_come_with_their_own_head_and_the_names_of_its_classes(cache):
+    network = publish(cache, NAME, OLD)
+    model = load()
+    assert model.card.labels == tuple(SYNSETS)
+    assert model.card.mean == (0.5, 0.5, 0.5)
+    assert torch.equal(model(IMAGES), network(model.preprocess(IMAGES)))
+
+
+def test_exactly_the_named_revision_is_loaded_and_recorded(cache, tmp_path):
+    old, new = publish(cache, NAME, OLD, seed=0), publish(cache, NAME, NEW, seed=1)
+    for revision, network in ((OLD, old), (NEW, new)):
+        model = load(revision=revision)
+        assert torch.equal(model.network.head.weight, network.head.weight)
+        assert model.card.origin == models.Origin(
+            name=f"timm:{NAME}", repository=f"timm/{NAME}", revision=revision, license="apache-2.0"
+        )
+    with artifacts.create(tmp_path / "model", "model", settings={}) as draft:
+        models.save(models.with_labels(model, ["a", "b"]), draft.path)
+    assert models.load(tmp_path / "model").card.origin == model.card.origin
+    with pytest.raises(ModelError, match=rf"timm:{NAME}@{'2' * 40} cannot be built"):
+        load(revision="2" * 40)
+
+
+def test_arguments_reach_timm_which_interpolates_the_positions(cache):
+    publish(cache, NAME, OLD)
+    model = load(img_size=32)
+    assert model.card.image_size == 32
+    assert model.network.pos_embed.shape[1] == 1 + (32 // 8) ** 2
+    assert model(IMAGES).shape == (2, 1000)
+    with artifacts.create(cache.parent / "model", "model", settings={}) as draft:
+        models.save(model, draft.path)
+    assert torch.equal(models.load(cache.parent / "model")(IMAGES), model(IMAGES))
+
+
+@pytest.mark.parametrize("args", [{"depth": 2}, {"embed_dim": 32}, {"class_token": False, "global_pool": "avg"}])
+def test_arguments_that_would_leave_weights_out_or_make_new_ones_are_refused(cache, args):
+    publish(cache, NAME, OLD)
+    with pytest.raises(
+        ModelError,
+        match=rf"timm:{NAME}@{OLD} cannot be built with the arguments .*(key\(s\)|size mismatch).*leaves all",
+    ):
+        load(**args)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "vit_tiny_patch16_224.nobody",
+            r"timm:vit_tiny_patch16_224.nobody: timm has no such weights; similar: vit_tiny",
+        ),
+        ("test_vit4", "timm:test_vit4: timm has no such weights"),
+        ("nothing", "architecture 'nothing': timm has no such model"),
+        ("hf-hub:someone/model", "timm has no such model"),
+        (NAME, rf"timm:{NAME} cannot be built .*check the network"),
+    ],
+)
+def test_weights_that_are_not_there(cache, name, message):
+    with pytest.raises(ModelError, match=message):
+        load(name)
+
+
+def test_weights_without_classes_of_a_known_name_match_no_data_set(cache):
+    publish(cache, HEADLESS, OLD)
+    publish(cache, CLIP, OLD)
+    assert load(HEADLESS).card.labels == ()
+    labels = load(CLIP).card.labels
+    assert labels[:2] == (f"timm:{CLIP}[0]", f"timm:{CLIP}[1]")
+    for name in (HEADLESS, CLIP):
+        with pytest.raises(
+            ModelError, match=r"x: of the data set's 2 classes 2 are not among its .*, first 'a'; .*label_map"
+        ):
+            pretrained.with_classes(load(name), ["a", "b"], {}, "x")
+
+
+def test_a_new_head_for_weights_that_have_none(cache):
+    publish(cache, HEADLESS, OLD)
+    model = load(HEADLESS)
+    adapted = models.with_labels(model, ["a", "b"])
+    assert adapted(IMAGES).shape == (2, 2)
+    assert torch.equal(adapted.network.patch_embed.proj.weight, model.network.patch_embed.proj.weight)
+
+
+def test_classes_of_the_same_names_are_chosen_in_the_order_of_the_data_set(cache):
+    publish(cache, NAME, OLD)
+    model = load()
+    chosen = pretrained.with_classes(model, [SYNSETS[7], SYNSETS[2]], {}, "x").eval()
+    assert torch.allclose(chosen(IMAGES), model(IMAGES)[:, [7, 2]], atol=1e-6)
+    assert chosen.card == replace(model.card, labels=(SYNSETS[7], SYNSETS[2]))
+    whole = pretrained.with_classes(model, SYNSETS[::-1], {}, "x").eval()
+    assert torch.allclose(whole(IMAGES), model(IMAGES).flip(1), atol=1e-6)
+
+
+def test_a_label_map_says_which_class_is_which(cache):
+    publish(cache, NAME, OLD)
+    model = load()
+    label_map = {"hen": SYNSETS[8], "tench": 0}
+    chosen = pretrained.with_classes(model, ["hen", SYNSETS[5], "tench"], label_map, "x").eval()
+    assert torch.allclose(chosen(IMAGES), model(IMAGES)[:, [8, 5, 0]], atol=1e-6)
+    for name, value in model.network.state_dict().items():
+        if not name.startswith("head."):
+            assert torch.equal(value, chosen.network.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("label_map", "message"),
+    [
+        (
+            {"hen": 1000, "cock": 1},
+            r"1 are not among its 1000 \('n01440764', .*\), first 'hen' as 1000; say with pretrain",
+        ),
+        ({"hen": "chicken", "cock": 1}, r"first 'hen' as 'chicken'"),
+        ({"hen": 8}, r"first 'cock'; say with"),
+        (
+            {"hen": 8, "cock": 7, "fox": 3},
+            r"pretrain\.label_map: the data set has no class 'fox'; it has 2: 'hen', 'cock'",
+        ),
+        ({"hen": 8, "cock": SYNSETS[8]}, rf"x: 'hen', 'cock' would be the same class of it, '{SYNSETS[8]}'; let it be"),
+    ],
+)
+def test_a_label_map_that_makes_no_sense(cache, label_map, message):
+    publish(cache, NAME, OLD)
+    with pytest.raises(ModelError, match=message):
+        pretrained.with_classes(load(), ["hen", "cock"], label_map, "x")
+
+
+def test_heads_of_other_networks(cache):
+    torch.manual_seed(0)
+    for architecture, images in (("resnet10t", 64), ("deit_tiny_distilled_patch16_224", 224), ("convnext_atto", 64)):
+        model = models.create(config.ModelSettings(architecture=architecture), ["a", "b", "c"]).eval()
+        picture = torch.randint(0, 256, (1, 3, images, images), dtype=torch.uint8)
+        chosen = pretrained.with_classes(model, ["c", "a"], {}, "x").eval()
+        assert torch.allclose(chosen(picture), model(picture)[:, [2, 0]], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            f"pretrain.weights=timm:{NAME} pretrain.teacher.architecture=resnet18",
+            r"weights is 'timm:.*', but teacher.architecture is 'resnet18'; set pretrain",
+        ),
+        (
+            f"pretrain.weights=timm:{NAME} pretrain.teacher.architecture=vit_tiny_patch16_224.augreg_in21k",
+            "set pretrain.teacher.architecture=",
+        ),
+        ("pretrain.weights=x pretrain.label_map={a=-1}", r"pretrain\.label_map\.a must be >= 0"),
+        ("pretrain.weights=x pretrain.label_map={a=true}", r"pretrain\.label_map\.a must be a whole number or text"),
+    ],
+)
+def test_settings_that_contradict_one_another(overrides, message):
+    with pytest.raises(SettingsError, match=message):
+        config.resolve("", overrides)
+
+
+def test_weights_with_and_without_a_revision():
+    def given(weights):
+        return config.PretrainSettings(weights=weights, teacher={"architecture": "vit_tiny_patch16_224"}).timm_weights
+
+    assert given(f"timm:{NAME}") == (NAME, "")
+    assert given(f"timm:{NAME}@{OLD}") == (NAME, OLD)
+    assert given("/models/vit@2") is None
