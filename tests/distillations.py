@@ -1,11 +1,16 @@
 """Distillations that take seconds."""
 
 import json
+from pathlib import Path
 
+import datasets
+import numpy as np
 import torch
 
 from tests import groups
 from trainer import artifacts, config, launch, models
+from trainer.data.dataset import open_dataset
+from trainer.data.schema import SPLITS, UNLABELED, Description, features
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import prepare
 
@@ -30,6 +35,23 @@ QUICK = {
 def prepared_digits(directory):
     """Prepare the digits there."""
     prepare.run(config.resolve("digits").data, dataset=directory)
+    return str(directory)
+
+
+def half_labelled(dataset, directory):
+    """Make a copy of a prepared data set there, of whose training images every second one has lost its label."""
+    whole = open_dataset(dataset)
+    train = whole.split("train")
+    without = [index % 2 == 1 for index in range(len(train))]
+    splits = {name: datasets.load_from_disk(str(Path(dataset) / name)) for name in SPLITS}
+    lost = splits["train"].select(np.flatnonzero(without)).map(lambda row: row | {"label": UNLABELED})
+    splits["train"] = splits["train"].select(np.flatnonzero(np.logical_not(without)))
+    splits["unlabeled"] = datasets.concatenate_datasets([splits["unlabeled"], lost])
+    with artifacts.create(directory, "dataset", settings={}) as draft:
+        for name, split in splits.items():
+            split.cast(features()).save_to_disk(str(draft.path / name))
+        images = {name: len(split) for name, split in splits.items()}
+        Description(classes=whole.classes, image_size=whole.image_size, images=images).write(draft.path)
     return str(directory)
 
 
@@ -76,10 +98,10 @@ class Distillation:
             *(text for name, place in places.items() for text in (f"--{name}", place)),
         ]  # fmt: skip
 
-    def losses(self):
-        """The loss of each step."""
+    def losses(self, name="loss"):
+        """A loss of each step."""
         (training,) = read_evidence(self.outputs["evidence"]).trainings
-        return torch.tensor(training.metrics["loss"].values)
+        return torch.tensor(training.metrics[name].values)
 
     def weights(self):
         """The student's weights."""

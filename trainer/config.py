@@ -337,13 +337,15 @@ class ReinforceSettings(LoadingSettings):
     """The teacher's outputs on augmented views of every training image, recorded once for all distillations."""
 
     views: Positive = 30
-    """Views of each training image; epoch e of a distillation sees view e modulo `views`."""
+    """Views of each image; epoch e of a distillation sees view e modulo `views`."""
     top_k: Positive | Literal["all"] | None = None
     """Largest logits kept of each view, of the others only their sum; where not given `all` if a loss of distill needs them, else 10."""
     features: bool = False
     """Keep the teacher's pooled features too, for a feature loss."""
     augmentation: ViewSettings | None = None
     """Augmentation; as `distill.views` where not given."""
+    unlabeled: bool | None = None
+    """Record those of images without labels too; as `distill.unlabeled` where not given."""
     view_size: NonNegative = 0
     """Edge of the views, in pixels; 0 is the teacher's input size."""
     batch_size: Positive = 256
@@ -352,6 +354,11 @@ class ReinforceSettings(LoadingSettings):
     """`bf16` or `fp32`; auto takes bf16 on GPUs that have it."""
     compile: Compile = "auto"
     """torch.compile; auto compiles on GPUs only."""
+
+    @property
+    def records_unlabeled(self) -> bool:
+        """Whether images without labels are recorded too."""
+        return self.unlabeled is not False
 
     def logits(self, classes: int) -> int:
         """Logits that are kept of each view where there are so many classes."""
@@ -368,6 +375,12 @@ class DistillSettings(LoadingSettings, TrainingSettings):
     """The student's model."""
     teacher: Literal["online", "recorded"] = "online"
     """`online` runs the teacher in every step; `recorded` reads the outputs that the stage reinforce recorded."""
+    unlabeled: bool = True
+    """Learn from the data set's images without labels too, where it has any: from the teacher alone, whose top class serves `dkd` as their
+    label. An epoch is a pass over all images. Without a loss that asks the teacher they are not read."""
+    labeled_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each step's images that are labelled, where there are others too: both then have epochs of their own, and an epoch of the
+    training is as many images as there are. 0 takes all as they come, each once an epoch."""
     teacher_batch: NonNegative = 0
     """Images a forward pass of the online teacher; 0 chooses by the device."""
     logit_loss: Literal["kl", "hard", "dkd", "dist"] = "kl"
@@ -405,6 +418,11 @@ class DistillSettings(LoadingSettings, TrainingSettings):
     def needs_teacher(self) -> bool:
         """Whether any loss compares with the teacher."""
         return self.logit_weight > 0 or self.feature_weight > 0
+
+    @property
+    def reads_unlabeled(self) -> bool:
+        """Whether images without labels are read: there is a teacher to say something of them."""
+        return self.unlabeled and self.needs_teacher
 
     @property
     def reads_recording(self) -> bool:
@@ -731,6 +749,11 @@ def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -
             f"reinforce.augmentation differs from distill.views in {', '.join(others)}, so the student would see other views than the "
             "teacher; leave it out, and it is as distill.views"
         )
+    if distill.reads_unlabeled and not reinforce.records_unlabeled:
+        mistakes.append(
+            "reinforce.unlabeled is false, but distill.unlabeled is true, so nothing would be recorded of images without labels; leave it "
+            "out, and it is as distill.unlabeled"
+        )
     if reinforce.decode_on != distill.decode_on:
         mistakes.append(
             f"reinforce.decode_on is {reinforce.decode_on}, but distill.decode_on is {distill.decode_on}, which may give other pixels; "
@@ -758,6 +781,7 @@ def _inherit(settings: Settings) -> Settings:
         "views_on": data.views_on,
         "decode_on": data.decode_on,
         "augmentation": settings.distill.views,
+        "unlabeled": settings.distill.unlabeled,
         "top_k": "all" if settings.distill.needs_all_logits else TOP_K,
     }
     if settings.profile.stop_on:  # else a changed threshold would make a cached teacher's settings others

@@ -40,6 +40,34 @@ def test_losses_and_weights_are_those_of_one_process(distillation, reference, wa
         assert torch.allclose(other.weights()[name], value, atol=tolerance["atol"]), name
 
 
+HALF = {"label_weight": 1.0, "batch_size": 126, "views": {"mixup": 0.8}}
+"""Half of the labels are lost, and those that are left weigh as much as the teacher."""
+
+
+@pytest.fixture(scope="module")
+def half_labelled_digits(digits, tmp_path_factory):
+    from tests.distillations import half_labelled
+
+    return half_labelled(digits, tmp_path_factory.mktemp("half-labelled") / "dataset")
+
+
+@pytest.mark.slow
+def test_the_mean_over_labelled_images_is_theirs_however_a_step_is_dealt(half_labelled_digits, teacher, tmp_path):
+    """Micro-batches have unlike numbers of labelled images: a mean of their means would be another one."""
+    from tests.distillations import Distillation
+
+    def trained(name, processes, accumulation):
+        settings = HALF | {"accumulation": accumulation}
+        return Distillation(half_labelled_digits, teacher, tmp_path / name, **settings).train(processes)
+
+    whole = trained("whole", 1, 1)
+    for other in (trained("four micro-batches", 1, 4), trained("four processes", 4, 1)):
+        for name in ("loss", "label", "logit"):
+            assert torch.allclose(other.losses(name), whole.losses(name), rtol=1e-4), name
+        for name, value in whole.weights().items():
+            assert torch.allclose(other.weights()[name], value, atol=2e-4), name
+
+
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not(distillation, reference):
     again, other = distillation("again").train().weights(), distillation("other", seed=4).train().weights()

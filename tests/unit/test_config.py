@@ -64,6 +64,9 @@ def test_seed_and_loading_are_inherited_unless_given():
 def test_what_is_recorded_is_what_the_student_will_see():
     settings = config.resolve("digits", "distill.teacher=recorded distill.views.mixup=0.5")
     assert settings.reinforce.augmentation == settings.distill.views
+    assert settings.reinforce.unlabeled is True
+    assert settings.tune.reinforce.unlabeled is True
+    assert config.resolve("digits", "distill.unlabeled=false").reinforce.unlabeled is False
     assert config.resolve("digits", "reinforce.augmentation.mixup=0.5").reinforce.augmentation.mixup == 0.5
 
 
@@ -130,17 +133,31 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(overrides):
         config.resolve("digits", overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "reads"),
+    [
+        ("", True),
+        ("distill.unlabeled=false", False),
+        ("distill.logit_weight=0", False),
+        ("distill.logit_weight=0 distill.feature_weight=1", True),
+    ],
+)
+def test_images_without_labels_are_read_where_a_teacher_speaks_of_them(overrides, reads):
+    assert config.resolve("digits", overrides).distill.reads_unlabeled is reads
+
+
 def test_a_run_whose_stages_do_not_fit_is_refused_with_all_that_differs():
-    overrides = "distill.feature_weight=2 reinforce.augmentation.min_scale=0.1 reinforce.decode_on=cuda"
+    overrides = "distill.feature_weight=2 reinforce.augmentation.min_scale=0.1 reinforce.decode_on=cuda reinforce.unlabeled=false"
     config.resolve_run("digits", overrides)
     config.resolve(
         "digits", f"{overrides} distill.teacher=recorded"
     )  # a single stage may have been recorded for otherwise
     with pytest.raises(SettingsError) as caught:
         config.resolve_run("digits", f"{overrides} distill.teacher=recorded")
-    features, views, decoder = str(caught.value).splitlines()
+    features, views, unlabeled, decoder = str(caught.value).splitlines()
     assert "distill.feature_weight is 2, but reinforce.features is false" in features
     assert "min_scale (0.1, not 0.6), flip (True, not False)" in views
+    assert "reinforce.unlabeled is false, but distill.unlabeled is true" in unlabeled
     assert "reinforce.decode_on is cuda, but distill.decode_on is cpu" in decoder
 
 

@@ -63,3 +63,6 @@ class Batch(NamedTuple):
     """Bytes of each JPEG file that the device still has to decode, int64 [b + x], on the CPU; or None."""
     recorded: Recorded | None = None
     """The teacher's recorded outputs, or None."""
+    label_weights: Tensor | None = None
+    """Weight of each sample in a loss of labels, float32 [b]: 0 without a label, else the images of the step by those with a label. So the
+    mean over the step's images, however they are dealt to micro-batches, is that over those with a label. None where all have one."""

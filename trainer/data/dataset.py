@@ -195,6 +195,14 @@ class PreparedDataset:
         first = next((split for split in map(self.split, SPLITS) if len(split)), None)
         return decoder_of(first.encoded(0)) if first is not None else "none"
 
+    def training_splits(self, *, unlabeled: bool) -> list[Split]:
+        """The labelled images to learn from, and after them those without labels where these are asked for.
+
+        Raises:
+            ArtifactError: as `split`.
+        """
+        return [self.split("train"), *([self.split("unlabeled")] if unlabeled else [])]
+
     def split(self, name: SplitName) -> Split:
         """The images of one split.
 

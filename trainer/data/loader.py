@@ -29,7 +29,8 @@ from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded
 from trainer.data.dataset import Split, empty_images
 from trainer.data.gpu_decoding import check_gpu_decoding, join_files
-from trainer.data.order import Indices, SampleOrder, Taken
+from trainer.data.order import Indices, Mask, SampleOrder, Taken
+from trainer.data.schema import UNLABELED
 from trainer.data.views.geometry import crop_sample
 from trainer.data.views.mixing import draw_mixing
 from trainer.data.views.parameters import ViewParameters, draw_views
@@ -84,10 +85,18 @@ class Samples:
         self._ends = np.cumsum([len(split) for split in self._splits]).tolist()
         self.image_size = self._splits[0].image_size
         self.labels = np.concatenate([split.labels for split in self._splits])
+        labelled = self.labels != UNLABELED
+        self.labelled: Mask | None = None if labelled.all() else labelled
+        """Which samples have a label, [N]; None: all."""
         self.keys = np.concatenate([split.keys for split in self._splits])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    @property
+    def unlabeled(self) -> int:
+        """How many have no label."""
+        return 0 if self.labelled is None else int((~self.labelled).sum())
 
     @property
     def in_memory(self) -> bool:
@@ -255,10 +264,19 @@ class MicroBatches(TorchDataset[Batch]):
 
     def __getitem__(self, position: int) -> Batch:
         taken = self._order.take(position, position + self._size(position))
-        batch = self._views.batch(taken)
+        batch = self._views.batch(taken)._replace(label_weights=self._label_weights(position, taken.indices))
         if self._teacher_outputs is None:
             return batch
         return batch._replace(recorded=self._teacher_outputs.read(taken.indices, taken.numbers))
+
+    def _label_weights(self, position: int, indices: Indices) -> Tensor | None:
+        """See `Batch.label_weights`; they follow from the whole step, of which this micro-batch is a part."""
+        labelled = self._views.samples.labelled
+        if labelled is None:
+            return None
+        first = position - position % self.count
+        count = labelled[self._order.take(first, first + self.count).indices].sum()
+        return torch.from_numpy(labelled[indices] * np.float32(self.count / max(1, count)))
 
     def _size(self, position: int) -> int:
         part = ((position % self.count + 1) * self._parts - 1) // self.count  # the last one that begins here or before

@@ -8,10 +8,18 @@ Epoch e shows view e of each sample, or view e modulo `views` where only so many
 for each view (with an odd number of samples one is its own partner), and an epoch's order shuffles pairs, so that partners nearly always
 stand in the same batch. The pairs are a function of the view, not of the epoch: what a teacher said of a mixed view holds in every
 epoch that shows it.
+
+Labelled samples are paired with labelled ones, and others with others: of a mixture that is labelled in part, the label of one part would
+teach that the whole is of its class. So the labelled samples' pairs do not depend on whether others are read too.
+
+Where labelled samples are to be a given share of each batch, there are two such streams, one of them and one of the others, each with
+epochs of its own, and they are interleaved: of the first p positions `floor(share x p)` are labelled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +28,7 @@ import numpy.typing as npt
 from trainer.data.randomness import random_bits
 
 Indices = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 _ORDER = 0x6F72646572
 """Keeps the order's draws apart from all others of the same seed."""
@@ -38,21 +47,32 @@ class Taken(NamedTuple):
     """Sample that its view is mixed with; None where nothing is mixed."""
 
 
-def pairing(count: int, seed: int, number: int) -> Indices:
-    """The samples in an order in which 2i and 2i + 1 are partners in view `number`, [count]; the last of an odd number is alone."""
-    bits = random_bits(_PAIRS, seed, number, np.arange(count, dtype=np.uint64))
-    return np.argsort(bits, kind="stable").astype(np.int64)
+def partners(count: int, seed: int, number: int, labelled: Mask | None = None) -> Indices:
+    """The partner of each sample in view `number`, [count]; `labelled` says which have a label, None that all have."""
+    return _beside(_pairs(_kinds(count, labelled), seed, number), count)
 
 
-def partners(count: int, seed: int, number: int) -> Indices:
-    """The partner of each sample in view `number`, [count]."""
-    return _beside(pairing(count, seed, number))
+def _kinds(count: int, labelled: Mask | None) -> list[Indices]:
+    """The samples, those with a label and those without apart."""
+    everyone = np.arange(count, dtype=np.int64)
+    kinds = [everyone] if labelled is None else [everyone[labelled], everyone[~labelled]]
+    return [kind for kind in kinds if len(kind)]
 
 
-def _beside(paired: Indices) -> Indices:
-    """The partner of each sample, from the samples in pairs."""
-    result = np.empty_like(paired)
-    result[paired] = paired[np.minimum(np.arange(len(paired)) ^ 1, len(paired) - 1)]
+def _pairs(kinds: Sequence[Indices], seed: int, number: int) -> Indices:
+    """The samples that are partners in view `number`, [P, 2]: two of a kind; the last of an odd number is beside itself."""
+    return np.concatenate([_paired(kind, seed, number) for kind in kinds])
+
+
+def _paired(samples: Indices, seed: int, number: int) -> Indices:
+    shuffled = samples[np.argsort(random_bits(_PAIRS, seed, number, samples.astype(np.uint64)), kind="stable")]
+    return np.append(shuffled, shuffled[len(shuffled) - len(shuffled) % 2 :]).reshape(-1, 2)
+
+
+def _beside(pairs: Indices, count: int) -> Indices:
+    """The partner of each of `count` samples."""
+    result = np.empty(count, dtype=np.int64)
+    result[pairs[:, 0]], result[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
     return result
 
 
@@ -60,7 +80,15 @@ class SampleOrder:
     """The endless stream of a training set's samples."""
 
     def __init__(
-        self, count: int, seed: int, *, view_seed: int | None = None, views: int = 0, paired: bool = False
+        self,
+        count: int,
+        seed: int,
+        *,
+        view_seed: int | None = None,
+        views: int = 0,
+        paired: bool = False,
+        labelled: Mask | None = None,
+        labelled_share: float = 0.0,
     ) -> None:
         """`count` samples, shuffled anew each epoch from `seed`.
 
@@ -70,20 +98,50 @@ class SampleOrder:
             view_seed: of the views, and so of the pairs; as `seed` where not given.
             views: how many views of a sample there are; 0: one for each epoch.
             paired: whether views are mixed.
+            labelled: which samples have a label, [count]; None: all.
+            labelled_share: share of the positions that labelled samples take, where there are others too; 0: they come as all do.
         """
         self.count = count
-        self._seed = seed
-        self._view_seed = seed if view_seed is None else view_seed
-        self._views = views
-        self._paired = paired
-        self._epochs: dict[int, tuple[Indices, Indices]] = {}
+        kinds = _kinds(count, labelled)
+        self._share = Fraction(str(labelled_share)) if len(kinds) > 1 else Fraction(0)
+        self._streams = [
+            _Stream(one, count, seed, view_seed=seed if view_seed is None else view_seed, views=views, paired=paired)
+            for one in ([[kind] for kind in kinds] if self._share else [kinds])
+        ]
 
     def take(self, start: int, stop: int) -> Taken:
         """The positions start..stop-1."""
-        epochs, offsets = np.divmod(np.arange(start, stop, dtype=np.int64), self.count)
+        if not self._share:
+            return self._streams[0].take(start, stop)
+        share, of = self._share.as_integer_ratio()
+        before = np.array([share * position // of for position in range(start, stop + 1)], dtype=np.int64)
+        is_other = before[1:] == before[:-1]
+        first, last = int(before[0]), int(before[-1])
+        labelled, others = self._streams[0].take(first, last), self._streams[1].take(start - first, stop - last)
+        place = np.argsort(np.argsort(is_other, kind="stable"), kind="stable")  # labelled ones lie first
+        indices, numbers = (np.append(*both)[place] for both in zip(labelled[:2], others[:2], strict=True))
+        if labelled.partners is None or others.partners is None:
+            return Taken(indices, numbers, None)
+        return Taken(indices, numbers, np.append(labelled.partners, others.partners)[place])
+
+
+class _Stream:
+    """The endless stream of some samples, each once an epoch."""
+
+    def __init__(
+        self, kinds: Sequence[Indices], everyone: int, seed: int, *, view_seed: int, views: int, paired: bool
+    ) -> None:
+        """Of the samples of these kinds, out of `everyone`; pairs are of one kind."""
+        self._kinds, self._everyone = kinds, everyone
+        self._samples = np.concatenate(kinds)
+        self._seed, self._view_seed, self._views, self._is_paired = seed, view_seed, views, paired
+        self._epochs: dict[int, tuple[Indices, Indices]] = {}
+
+    def take(self, start: int, stop: int) -> Taken:
+        epochs, offsets = np.divmod(np.arange(start, stop, dtype=np.int64), len(self._samples))
         numbers = epochs % self._views if self._views else epochs
         indices = np.empty_like(epochs)
-        others = np.empty_like(epochs) if self._paired else None
+        others = np.empty_like(epochs) if self._is_paired else None
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             order, partner = self._epoch(int(epoch))
@@ -101,13 +159,12 @@ class SampleOrder:
 
     def _make_epoch(self, epoch: int) -> tuple[Indices, Indices]:
         """The samples of an epoch in their order, and the partner of each sample (empty where nothing is mixed)."""
-        if not self._paired:
-            return self._shuffled(self.count, epoch), np.empty(0, dtype=np.int64)
-        number = epoch % self._views if self._views else epoch
-        paired = pairing(self.count, self._view_seed, number)
-        slots = self._shuffled((self.count + 1) // 2, epoch)
-        places = (2 * slots[:, None] + np.arange(2)).ravel()
-        return paired[places[places < self.count]], _beside(paired)
+        if not self._is_paired:
+            return self._samples[self._shuffled(len(self._samples), epoch)], np.empty(0, dtype=np.int64)
+        pairs = _pairs(self._kinds, self._view_seed, epoch % self._views if self._views else epoch)
+        shuffled = pairs[self._shuffled(len(pairs), epoch)]
+        is_first_or_another = np.stack([np.ones(len(pairs), dtype=np.bool_), shuffled[:, 0] != shuffled[:, 1]], axis=1)
+        return shuffled[is_first_or_another], _beside(pairs, self._everyone)
 
     def _shuffled(self, count: int, epoch: int) -> Indices:
         bits = random_bits(_ORDER, self._seed, epoch, np.arange(count, dtype=np.uint64))

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.schema import UNLABELED
+
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -35,6 +37,8 @@ class Coverage:
     """Sums over views."""
 
     views: int
+    labelled: int
+    """Views whose image has a label."""
     labels_recorded: int
     """Views whose image's label is among the K entries."""
     labels_first: int
@@ -79,8 +83,8 @@ class Coverage:
         }
         return {
             "mass": mass,
-            "label_recorded": self.labels_recorded / self.views,
-            "teacher_top1": self.labels_first / self.views,
+            "label_recorded": self.labels_recorded / max(1, self.labelled),
+            "teacher_top1": self.labels_first / max(1, self.labelled),
         }
 
 
@@ -89,7 +93,7 @@ def count(records: npt.NDArray[np.void], labels: npt.NDArray[np.int64], classes:
 
     Args:
         records: [B].
-        labels: of their images, [B].
+        labels: of their images, -1 where there is none, [B].
         classes: of the teacher.
     """
     logits, top_k = records["logits"].astype(np.float64), records["logits"].shape[1]
@@ -106,6 +110,7 @@ def count(records: npt.NDArray[np.void], labels: npt.NDArray[np.int64], classes:
     is_label = records["indices"] == labels[:, None]
     return Coverage(
         views=len(records),
+        labelled=int((labels != UNLABELED).sum()),
         labels_recorded=int(is_label.any(1).sum()),
         labels_first=int(is_label[:, 0].sum()),
         held=np.stack(held),

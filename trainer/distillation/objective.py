@@ -22,7 +22,7 @@ Said = TeacherOutputs | Recorded
 """What the teacher says of a batch."""
 
 LogitLoss = Callable[[Tensor, Said, Tensor], Tensor]
-"""The student's logits [B, C], what the teacher says, and the labels [B] to a scalar."""
+"""The student's logits [B, C], what the teacher says, and the labels [B], -1 where there is none, to a scalar."""
 
 FeatureLoss = Callable[[Tensor, Tensor], Tensor]
 """The student's projected features and the teacher's, [B, D] each, to a scalar."""
@@ -32,7 +32,8 @@ class DistillObjective:
     """loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels.
 
     Teacher and student see the same view, each resized and normalised as it wants it. A loss without a weight is not computed, and
-    where none compares with the teacher it is not asked: the student learns from the labels alone.
+    where none compares with the teacher it is not asked: the student learns from the labels alone. The cross-entropy is the mean over the
+    step's images with a label, the other losses are means over all.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class DistillObjective:
             parts = self._compare(logits, features, said, batch) if said is not None else {}
             if self._settings.label_weight:
                 smoothing = self._settings.label_smoothing
-                parts["label"] = cross_entropy(logits, batch.labels, batch.mixing, smoothing=smoothing)
+                parts["label"] = cross_entropy(
+                    logits, batch.labels, batch.mixing, smoothing=smoothing, weights=batch.label_weights
+                )
             loss = self._weigh(parts)
             if said is not None:
                 parts["agreement"] = losses.agreement(logits.detach(), top_class(said))
@@ -113,10 +116,11 @@ def _hard(_settings: DistillSettings, student: Tensor, said: Said, _labels: Tens
 
 
 def _dkd(settings: DistillSettings, student: Tensor, said: Said, labels: Tensor) -> Tensor:
+    """DKD; where there is no label, the teacher's top class stands for it: the divergence can be decoupled around any class."""
     return losses.decoupled_kl(
         student,
         all_logits(said, student.shape[1]),
-        labels,
+        labels.where(labels >= 0, top_class(said)),
         temperature=settings.temperature,
         alpha=settings.dkd_alpha,
         beta=settings.dkd_beta,

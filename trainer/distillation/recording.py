@@ -1,6 +1,6 @@
 """Recorded teacher outputs: for each view of each training image the largest logits and the sum of the rest, in records of fixed size.
 
-The artifact holds `recording.json` (`Description`), `keys.bin` (the samples' 64-bit keys, in the order of the training split), the
+The artifact holds `recording.json` (`Description`), `keys.bin` (the samples' 64-bit keys, in the order of the splits), the
 shards (`trainer.distillation.shards`) and `report.html`.
 
 Shapes: N samples, B samples in a batch, K logits a record, C classes, D features.
@@ -50,7 +50,7 @@ class Description:
     """What `recording.json` says: what the outputs depend on, and how a record looks."""
 
     samples: Count
-    """Images of the training split."""
+    """Images: those of the training split, and after them those without labels where these were recorded too."""
     views: Count
     """Views of each."""
     block: Count
@@ -74,6 +74,8 @@ class Description:
     """Of the teacher's forward pass, `bf16` or `fp32`."""
     dataset: Mapping[str, Any]
     """The settings that made the data set."""
+    unlabeled: NonNegative = 0
+    """How many of the images have no label."""
 
     @property
     def record(self) -> np.dtype[np.void]:
@@ -88,9 +90,9 @@ class Description:
 _DESCRIPTION = TypeAdapter(Description)
 
 
-def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None) -> str:
+def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None, *, in_memory: bool) -> str:
     """What decodes the training images where `decode_on` says; those that are kept decoded are never left to a GPU."""
-    if decode_on == "cuda" and not data.split("train").in_memory:
+    if decode_on == "cuda" and not in_memory:
         return f"nvJPEG of torchcodec {importlib.metadata.version('torchcodec')}"
     return data.decoder_name()
 
@@ -243,10 +245,13 @@ def check_fits(
         StorageError: the store does not answer or refuses.
     """
     description, manifest = describe(uri), artifacts.manifest(uri, "teacher_outputs")
+    splits = data.training_splits(unlabeled=settings.reads_unlabeled)
+    in_memory = all(split.in_memory for split in splits)
     differences = [
         _teacher_differs(description, manifest, teacher),
         _dataset_differs(uri, description, manifest, data, dataset),
-        _decoder_differs(description, decoder_name(data, settings.decode_on)),
+        _unlabeled_differ(description, sum(len(split) for split in splits[1:])),
+        _decoder_differs(description, decoder_name(data, settings.decode_on, in_memory=in_memory)),
         _views_differ(description, settings.views),
     ]
     if any(differences):
@@ -274,7 +279,7 @@ def _dataset_differs(
     if data.fingerprint == then:
         return ""
     changes = _changes("data", description.dataset, artifacts.manifest(dataset, "dataset").settings)
-    images = _images_that_differ(uri, data, description.samples)
+    images = _images_that_differ(uri, data, description)
     what = (
         ", ".join([*changes, *([images] if images else [])])
         or "its settings and images are the same, but stored differently"
@@ -294,13 +299,23 @@ def _changes(prefix: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> li
     ]
 
 
-def _images_that_differ(uri: str | Path, data: PreparedDataset, samples: int) -> str:
-    then = np.frombuffer(storage.read_bytes(storage.join(uri, KEYS), 0, 8 * samples), dtype="<u8")
-    now = data.split("train").keys
+def _images_that_differ(uri: str | Path, data: PreparedDataset, description: Description) -> str:
+    then = np.frombuffer(storage.read_bytes(storage.join(uri, KEYS), 0, 8 * description.samples), dtype="<u8")
+    now = np.concatenate([split.keys for split in data.training_splits(unlabeled=description.unlabeled > 0)])
     gone, new = len(np.setdiff1d(then, now)), len(np.setdiff1d(now, then))
     if gone or new:
         return f"of {len(then):,} training images {gone:,} are gone and {new:,} are new"
     return "" if np.array_equal(then, now) else "the training images are the same, in another order"
+
+
+def _unlabeled_differ(description: Description, wanted: int) -> str:
+    """Recorded outputs of more images than are learned from do fit: those with labels come first, and are mixed with one another."""
+    if description.unlabeled or not wanted:
+        return ""
+    return (
+        f"they hold no outputs for the {wanted:,} images without labels, from which distill.unlabeled=true learns too; record again with "
+        "reinforce.unlabeled=true, or set distill.unlabeled=false"
+    )
 
 
 def _decoder_differs(description: Description, decoder: str) -> str:

@@ -43,9 +43,11 @@ def render(description: Description, held: Coverage, work: Work, parents: Mappin
         work: what this job recorded of it.
         parents: `dataset` and `teacher` -> fingerprint.
     """
+    without = f" ({description.unlabeled:,} of them without a label)" if description.unlabeled else ""
     return html.page(
         "Recorded teacher outputs",
-        f"{description.views} views of {description.samples:,} training images, {description.top_k} of {description.classes:,} logits each",
+        f"{description.views} views of {description.samples:,} training images{without}, "
+        f"{description.top_k} of {description.classes:,} logits each",
         [_mass(description, held), _answers(held), _cost(description, work), _origin(description, parents)],
     )
 
@@ -137,11 +139,12 @@ def _percent(decade: int) -> str:
 
 
 def _answers(held: Coverage) -> str:
+    shares = held.figures()
     rows = [
-        ("the image's label is the teacher's top class", f"{held.labels_first / held.views:.2%}"),
-        ("the image's label is among the recorded classes", f"{held.labels_recorded / held.views:.2%}"),
+        ("the image's label is the teacher's top class", f"{shares['teacher_top1']:.2%}"),
+        ("the image's label is among the recorded classes", f"{shares['label_recorded']:.2%}"),
     ]
-    note = "Of all views. A view that is mixed with another image counts with its own image's label."
+    note = "Of all views of images with a label. A view that is mixed with another image counts with its own image's label."
     return html.section("Teacher and labels", html.table(["", "share of the views"], rows), html.paragraph(note))
 
 

@@ -98,7 +98,8 @@ class UnitBatches(TorchDataset[Batch]):
         if not mixes(self._views.settings):
             return None
         if self._partners is None or self._partners[0] != unit.view:
-            self._partners = unit.view, partners(len(self._views.samples), self._views.seed, unit.view)
+            samples = self._views.samples
+            self._partners = unit.view, partners(len(samples), self._views.seed, unit.view, samples.labelled)
         return self._partners[1][indices]
 
 

@@ -1,7 +1,8 @@
-"""distill: train the student on what the teacher says, online or recorded, and on the labels."""
+"""distill: train the student on what the teacher says, online or recorded, of images with and without labels, and on the labels."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from trainer.profiling.schema import ContextRecord
 from trainer.profiling.startup import Startup
 from trainer.training.devices import Device
 from trainer.training.session import open_session
+
+logger = logging.getLogger(__name__)
 
 
 def run(
@@ -66,18 +69,28 @@ def run(
     with open_session(
         "distill", settings, data, parents=parents, model=student, evidence=evidence, startup=startup
     ) as session:
+        samples = open_samples(settings, data)
+        if session.processes.is_first:
+            labelled = len(samples) - samples.unlabeled
+            logger.info("distill  %s labelled and %s unlabelled images", f"{labelled:,}", f"{samples.unlabeled:,}")
         trained = session.train(
             "distill",
             make_objective(settings, classifier, teacher_model, recording, session.processes.device),
-            Samples([data.split("train")]),
+            samples,
             settings,
             view_size=view_size(classifier, teacher_model, recording),
+            labelled_share=settings.labeled_share,
             teacher_outputs=recording,
             context=_context(settings, teaching, teacher_outputs),
         )
         kept = trained.classifier if isinstance(trained, ProjectedStudent) else trained
         assert isinstance(kept, Classifier), "the objective's model is a Classifier or holds one"
         session.keep(kept, settings)
+
+
+def open_samples(settings: DistillSettings, data: PreparedDataset) -> Samples:
+    """What the student learns from: the training images, and those without labels where there is a teacher to speak of them."""
+    return Samples(data.training_splits(unlabeled=settings.reads_unlabeled))
 
 
 def _context(settings: DistillSettings, teacher: Manifest, teacher_outputs: str | Path | None) -> ContextRecord:

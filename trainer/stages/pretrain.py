@@ -86,7 +86,7 @@ def pretrain(model: Classifier, settings: PretrainSettings, session: Session) ->
     """Train the network of `model` in place as a masked autoencoder, on labelled and unlabelled images."""
     torch.manual_seed(session.seed + 1)
     autoencoder = MaskedAutoencoder(model, settings.mae)
-    samples = Samples([session.data.split("train"), session.data.split("unlabeled")])
+    samples = Samples(session.data.training_splits(unlabeled=True))
     objective = MaeObjective(autoencoder, session.seed)
     trained = session.train("mae", objective, samples, settings.mae, view_size=model.card.image_size, labelled=False)
     assert isinstance(trained, MaskedAutoencoder), "the objective's model is a MaskedAutoencoder"

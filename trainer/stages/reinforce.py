@@ -1,4 +1,4 @@
-"""reinforce: record the teacher's outputs on augmented views of every training image, so that distillation needs no teacher in memory."""
+"""reinforce: record the teacher's outputs on augmented views of every image, so that distillation needs no teacher in memory."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def _prepare(
     root: str,
 ) -> Reinforcement:
     """The recording that the settings ask for, with its finished shards below `root`."""
-    samples = Samples([data.split("train")])
-    description = describe(settings, data, dataset, teacher, len(samples), processes.device)
+    samples = open_samples(settings, data)
+    description = describe(settings, data, dataset, teacher, samples, processes.device)
     return Reinforcement(
         views=Views(
             samples,
@@ -91,6 +91,11 @@ def _prepare(
     )
 
 
+def open_samples(settings: ReinforceSettings, data: PreparedDataset) -> Samples:
+    """The images of which outputs are recorded."""
+    return Samples(data.training_splits(unlabeled=settings.records_unlabeled))
+
+
 def _augmentation(settings: ReinforceSettings) -> ViewSettings:
     return settings.augmentation or ViewSettings()
 
@@ -100,21 +105,22 @@ def describe(
     data: PreparedDataset,
     dataset: str | Path,
     teacher: Classifier,
-    samples: int,
+    samples: Samples,
     device: Device,
 ) -> Description:
-    """What would be recorded of a teacher on so many samples."""
+    """What would be recorded of a teacher on these samples."""
     return Description(
-        samples=samples,
+        samples=len(samples),
+        unlabeled=samples.unlabeled,
         views=settings.views,
-        block=shards.block_size(samples),
+        block=shards.block_size(len(samples)),
         classes=len(data.classes),
         top_k=settings.logits(len(data.classes)),
         features=models.feature_size(teacher) if settings.features else 0,
         seed=settings.seed or 0,
         view_size=settings.view_size or teacher.card.image_size,
         augmentation=_augmentation(settings).model_dump(mode="json"),
-        decoder=recording.decoder_name(data, settings.decode_on),
+        decoder=recording.decoder_name(data, settings.decode_on, in_memory=samples.in_memory),
         teacher=teacher.card.architecture,
         precision="bf16" if device.uses_bf16(settings.precision) else "fp32",
         dataset=dict(artifacts.manifest(dataset, "dataset").settings),

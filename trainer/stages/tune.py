@@ -185,6 +185,7 @@ class Subject:
             view_seed=described.seed if described else None,
             view_count=described.views if described else 0,
             teacher_outputs=recording,
+            labelled_share=settings.labeled_share,
             validate=partial(
                 validate,
                 split=self.data.split("val"),
@@ -207,7 +208,7 @@ class Subject:
                 settings.batch_size * tuned.largest_batch_growth
             ),
             f"fewer than {tuned.fewest_steps:,} steps would be left (tune.fewest_steps)": images // tuned.fewest_steps,
-            "the training split has no more images": len(self.samples),
+            "there are no more images to train on": len(self.samples),
         }
         tightest = min(limits, key=lambda why: limits[why])
         return Job(
@@ -243,7 +244,7 @@ def open_subject(
     torch.manual_seed(settings.seed or 0)
     student = models.create(settings.student, data.classes, drop_path=settings.drop_path)
     model = distill.load_teacher(teacher, data) if settings.needs_teacher else None
-    samples = Samples([data.split("train")])
+    samples = distill.open_samples(settings, data)
     ready_s = sum(startup.until(time.time()).values())
     recording, hindrance = None, "no loss compares with the teacher"
     takes = RecordingTime(teacher_s=0.0, recording_s=0.0)
@@ -251,10 +252,12 @@ def open_subject(
         check_fits(teacher_outputs, settings, data=data, dataset=dataset, teacher=teacher)
         recording, hindrance = open_recording(teacher_outputs), ""
     elif model is not None:
-        described = reinforce.describe(recorder, data, dataset, model, len(samples), processes.device)
+        is_same = settings.reads_unlabeled == recorder.records_unlabeled
+        recorded = samples if is_same else reinforce.open_samples(recorder, data)
+        described = reinforce.describe(recorder, data, dataset, model, recorded, processes.device)
         hindrance = _hindrance(settings, recorder, student, described)
         recording = None if hindrance else blank_recording(folder, described)
-        takes = known or _recording_time(model, samples, recorder, described, processes)
+        takes = known or _recording_time(model, recorded, recorder, described, processes)
     if settings.reads_recording and hindrance:
         raise SettingsError(f"distill.teacher is recorded, but {hindrance}")
     return Subject(
@@ -317,7 +320,13 @@ def _view_s(
     augmentation = recorder.augmentation or ViewSettings()
     on_device = makes_views_on_device(recorder.views_on or "auto", processes.device.kind)
     views = Views(samples, size=described.view_size, seed=described.seed, settings=augmentation, on_device=on_device)
-    order = SampleOrder(len(samples), described.seed, views=described.views, paired=mixes(augmentation))
+    order = SampleOrder(
+        len(samples),
+        described.seed,
+        views=described.views,
+        paired=mixes(augmentation),
+        labelled=samples.labelled,
+    )
     images = min(_TEACHER_IMAGES[processes.device.kind], recorder.batch_size)
     loading = measure_loading(MicroBatches(views, order, count=images), count(0, images)).seconds / images
     loading_s = max(processes.gather(loading)) / processes.world_size

@@ -31,7 +31,6 @@ from trainer.config import (
     WatchSettings,
 )
 from trainer.data.dataset import PreparedDataset, open_dataset
-from trainer.data.loader import Samples
 from trainer.errors import SettingsError
 from trainer.models import Classifier
 from trainer.profiling.schema import RankRecord
@@ -145,11 +144,11 @@ class Rehearsal:
     def _distill(self, teacher: Classifier, recorder: ReinforceSettings, settings: DistillSettings) -> None:
         """A student of `teacher`, online, or of blank outputs of its shape where they are to be recorded."""
         session, device = self._session("distill", settings, settings), self.processes.device
-        samples = Samples([session.data.split("train")])
+        samples = distill.open_samples(settings, session.data)
         student = models.create(settings.student, self.data.classes, drop_path=settings.drop_path)
         recording, online = None, teacher if settings.needs_teacher else None
         if settings.reads_recording:
-            described = reinforce.describe(recorder, self.data, self.dataset, teacher, len(samples), device)
+            described = reinforce.describe(recorder, self.data, self.dataset, teacher, samples, device)
             recording, online = blank_recording(self.folder / "teacher-outputs", described), None
         session.train(
             "distill",
@@ -157,6 +156,7 @@ class Rehearsal:
             samples,
             _few(settings, session.data),
             view_size=distill.view_size(student, online, recording),
+            labelled_share=settings.labeled_share,
             teacher_outputs=recording,
         )
 

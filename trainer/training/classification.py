@@ -11,7 +11,14 @@ from torch import Tensor
 from trainer.data.batch import Mixing
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, mixing: Mixing | None = None, *, smoothing: float = 0.0) -> Tensor:
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    mixing: Mixing | None = None,
+    *,
+    smoothing: float = 0.0,
+    weights: Tensor | None = None,
+) -> Tensor:
     """-sum over classes of target x log softmax(logits), mean over the batch.
 
     The target of a sample is (1 - s) x one-hot + s / K (Szegedy et al. 2016), with the one-hot shared between its own label and its
@@ -19,9 +26,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, mixing: Mixing | None = None, 
 
     Args:
         logits: [B, K].
-        labels: int64 [B].
-        mixing: how the views were mixed, or None.
+        labels: int64 [B]; -1 for a sample without one.
+        mixing: how the views were mixed, or None; a sample without a label has a partner without one (`trainer.data.order`).
         smoothing: s.
+        weights: of each sample in the mean, float32 [B], 0 for one without a label (`Batch.label_weights`); None where all have one.
 
     Returns:
         A scalar.
@@ -30,9 +38,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, mixing: Mixing | None = None, 
     loss = -_of(log_probabilities, labels)
     if mixing is not None:
         loss = mixing.share * loss - (1 - mixing.share) * _of(log_probabilities, mixing.labels)
-    return ((1 - smoothing) * loss - smoothing * log_probabilities.mean(1)).mean()
+    loss = (1 - smoothing) * loss - smoothing * log_probabilities.mean(1)
+    return (loss if weights is None else weights * loss).mean()
 
 
 def _of(log_probabilities: Tensor, labels: Tensor) -> Tensor:
-    """The log probability of each sample's class, [B]."""
-    return log_probabilities.gather(1, labels.unsqueeze(1)).squeeze(1)
+    """The log probability of each sample's class, [B]; that of any class where there is no label, which a weight of 0 then takes out."""
+    return log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)

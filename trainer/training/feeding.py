@@ -151,6 +151,7 @@ def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
         labels=move(batch.labels),
         mixing=_each(batch.mixing, move),
         recorded=_each(batch.recorded, move),
+        label_weights=None if batch.label_weights is None else move(batch.label_weights),
     )
 
 
@@ -166,5 +167,5 @@ def _each(parts: Parts | None, move: Callable[[Tensor], Tensor]) -> Parts | None
 
 def _tensors(batch: Batch) -> list[Tensor]:
     """All that `_moved` moves."""
-    parts = [batch.images, batch.labels, *(batch.mixing or ()), *(batch.recorded or ())]
+    parts = [batch.images, batch.labels, *(batch.mixing or ()), *(batch.recorded or ()), batch.label_weights]
     return [part for part in parts if part is not None]

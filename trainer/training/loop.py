@@ -116,6 +116,8 @@ class Training:
     """Measures a model on the validation split."""
     watch: WatchSettings = field(default_factory=WatchSettings)
     """How it judges itself while it runs."""
+    labelled_share: float = 0.0
+    """Share of labelled images in each step, where there are others too; 0: they come as all do."""
 
     @property
     def total_steps(self) -> int:
@@ -131,6 +133,8 @@ class Training:
             view_seed=self.view_seed,
             views=self.view_count,
             paired=mixes(self.settings.views),
+            labelled=self.samples.labelled,
+            labelled_share=self.labelled_share,
         )
 
     @property

@@ -80,6 +80,7 @@ class Session:
         view_size: int,
         layer_decay: float = 1.0,
         labelled: bool = True,
+        labelled_share: float = 0.0,
         teacher_outputs: Recording | None = None,
         context: ContextRecord | None = None,
     ) -> nn.Module:
@@ -93,6 +94,7 @@ class Session:
             view_size: edge of the views, in pixels.
             layer_decay: factor of the learning rate from one block to the one below it.
             labelled: whether the model is a classifier, to be measured on the validation split.
+            labelled_share: of the images of each step, where there are others too; 0: they come as all do.
             teacher_outputs: recorded outputs, whose views are seen again.
             context: what only the stage knows of the training.
 
@@ -127,6 +129,7 @@ class Session:
             teacher_outputs=teacher_outputs,
             validate=partial(self._measure, settings) if labelled else None,
             watch=self.watch,
+            labelled_share=labelled_share,
         )
         recorder = Recorder(
             settings.evidence,

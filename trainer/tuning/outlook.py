@@ -61,6 +61,7 @@ def subject_of(parents: Mapping[str, str], settings: Mapping[str, Any]) -> Subje
         "teacher": parents["teacher"],
         "student": settings["student"],
         "number of epochs": settings["epochs"],
+        "choice of images (distill.unlabeled)": settings.get("unlabeled", True),
     }
 
 

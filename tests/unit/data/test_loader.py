@@ -45,9 +45,9 @@ class Images:
     in_memory = True
     image_size = 8
 
-    def __init__(self, count, first=0, patterned=False):
+    def __init__(self, count, first=0, patterned=False, labelled=True):
         self.numbers = np.arange(first, first + count)
-        self.labels = self.numbers % 7
+        self.labels = self.numbers % 7 if labelled else np.full(count, -1)
         self.keys = self.numbers.astype(np.uint64) * np.uint64(1_000_003)
         self.sources = [f"image-{number}" for number in self.numbers]
         pixels = np.arange(3 * 8 * 8).reshape(1, 3, 8, 8) * 7 * patterned + self.numbers.reshape(-1, 1, 1, 1)
@@ -74,7 +74,7 @@ MIXED = ViewSettings(min_scale=0.5, color_jitter=0.3, mixup=0.5, cutmix=0.5)
 def batches(samples, settings, world_size=1, seed=0, on_device=False, **further):
     return MicroBatches(
         Views(samples, size=8, seed=seed, settings=settings.views, on_device=on_device),
-        SampleOrder(len(samples), seed, paired=mixes(settings.views)),
+        SampleOrder(len(samples), seed, paired=mixes(settings.views), labelled=samples.labelled),
         count=settings.batch_size,
         parts=world_size * settings.accumulation,
         **further,
@@ -108,6 +108,34 @@ def test_a_step_has_the_same_samples_and_views_however_it_is_dealt(world_size, a
             assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
         for name in ("labels", "share", "blend", "box"):
             assert torch.equal(torch.cat([getattr(part.mixing, name) for part in parts]), getattr(whole.mixing, name))
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (4, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize("views", [PLAIN, MIXED], ids=["plain", "mixed"])
+def test_label_weights_make_the_mean_over_the_labelled_images_of_a_step(world_size, accumulation, views):
+    samples = Samples([Images(30), Images(21, first=30, labelled=False)])
+    settings = TrainingSettings(batch_size=17, accumulation=accumulation, views=views)
+    for step in range(6):
+        parts = step_of(settings, samples, step, world_size)
+        labels, weights = (torch.cat([getattr(part, name) for part in parts]) for name in ("labels", "label_weights"))
+        assert weights.dtype == torch.float32
+        assert ((weights > 0) == (labels >= 0)).all()
+        assert weights.mean().item() == pytest.approx(1)
+        assert len(weights.unique()) == 2
+        if views is MIXED:
+            partners = torch.cat([part.mixing.labels for part in parts])
+            assert ((partners >= 0) == (labels >= 0)).all()
+
+
+def test_a_step_without_a_labelled_image_has_weights_of_0():
+    samples = Samples([Images(1), Images(50, first=1, labelled=False)])
+    steps = [step_of(TrainingSettings(batch_size=17, views=PLAIN), samples, step, 1)[0] for step in range(3)]
+    assert sorted({tuple(batch.label_weights.unique().tolist()) for batch in steps}) == [(0.0,), (0.0, 17.0)]
+
+
+def test_where_all_images_have_labels_there_are_no_weights():
+    (batch,) = step_of(TrainingSettings(batch_size=10, views=PLAIN), Samples([Images(51)]), 0, 1)
+    assert batch.label_weights is None
 
 
 @pytest.mark.parametrize("workers", [0, 2])

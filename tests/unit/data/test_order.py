@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer.data.order import SampleOrder, pairing, partners
+from trainer.data.order import SampleOrder, Taken, partners
 
 PLAIN, PAIRED = {}, {"paired": True}
 
@@ -60,7 +60,7 @@ def test_nothing_is_paired_where_nothing_is_mixed():
 def test_partners_are_mutual_and_only_the_odd_sample_is_alone(count):
     partner = partners(count, 5, 3)
     assert partner[partner].tolist() == list(range(count))
-    assert np.flatnonzero(partner == np.arange(count)).tolist() == (pairing(count, 5, 3)[-1:].tolist() * (count % 2))
+    assert np.count_nonzero(partner == np.arange(count)) == count % 2
 
 
 def test_pairs_are_drawn_anew_for_each_view_and_seed():
@@ -98,3 +98,86 @@ def test_a_batch_that_reaches_over_several_epochs_has_the_partners_of_each():
     for epoch in range(3):
         part = slice(5 * epoch, 5 * epoch + 5)
         assert taken.partners[part].tolist() == partners(5, 3, epoch)[taken.indices[part]].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Labelled samples and others
+
+LABELLED = np.arange(101) < 61
+"""An odd number of samples has a label, an even number has none."""
+SHARES = [0.0, 0.25, 0.5, 0.9]
+
+
+def mixed_order(share=0.0, **settings):
+    return SampleOrder(101, seed=3, labelled=LABELLED, labelled_share=share, **settings)
+
+
+def parts_together(parts):
+    fields = zip(*parts, strict=True)
+    return [None if field[0] is None else np.concatenate(field).tolist() for field in fields]
+
+
+@pytest.mark.parametrize("settings", [PLAIN, PAIRED], ids=str)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_labelled_and_other_samples_stream_alike_whatever_the_batch_and_wherever_it_goes_on(size, share, settings):
+    whole = mixed_order(share, **settings).take(0, 500)
+    for first in (0, 333):
+        order = mixed_order(share, **settings)
+        parts = [order.take(start, min(start + size, 500)) for start in range(first, 500, size)]
+        assert parts_together(parts) == parts_together([Taken(*(one if one is None else one[first:] for one in whole))])
+
+
+@pytest.mark.parametrize("settings", [PLAIN, PAIRED], ids=str)
+def test_as_they_come_an_epoch_has_every_sample_once(settings):
+    order = mixed_order(**settings)
+    for epoch in range(3):
+        taken = order.take(epoch * 101, (epoch + 1) * 101)
+        assert sorted(taken.indices) == list(range(101))
+        assert set(taken.numbers) == {epoch}
+
+
+@pytest.mark.parametrize("share", SHARES[1:])
+@pytest.mark.parametrize("settings", [PLAIN, {"views": 2, "paired": True}], ids=str)
+def test_each_kind_has_its_share_of_every_batch_and_epochs_of_its_own(share, settings):
+    order = mixed_order(share, **settings)
+    for start in range(0, 1000, 40):
+        assert LABELLED[order.take(start, start + 40).indices].sum() == 40 * share
+    taken = order.take(0, 2020)
+    for kind in (LABELLED, ~LABELLED):
+        chosen, members = kind[taken.indices], np.flatnonzero(kind)
+        for epoch in range(chosen.sum() // len(members)):
+            part = slice(epoch * len(members), (epoch + 1) * len(members))
+            assert sorted(taken.indices[chosen][part]) == members.tolist()
+            assert set(taken.numbers[chosen][part]) == {epoch % settings.get("views", 100)}
+
+
+def test_a_share_that_a_batch_cannot_hold_exactly_is_held_over_batches():
+    order = mixed_order(0.1)
+    counts = [int(LABELLED[order.take(start, start + 15).indices].sum()) for start in range(0, 1500, 15)]
+    assert set(counts) == {1, 2}
+    assert sum(counts) == 150
+
+
+def test_a_share_of_one_kind_alone_changes_nothing():
+    plain, shared = SampleOrder(50, 1), SampleOrder(50, 1, labelled=np.ones(50, dtype=bool), labelled_share=0.5)
+    assert plain.take(0, 200).indices.tolist() == shared.take(0, 200).indices.tolist()
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_partners_are_of_one_kind_and_mutual_in_each_view(share):
+    taken = mixed_order(share, paired=True, views=3).take(0, 1500)
+    for number in range(3):
+        partner = partners(101, 3, number, LABELLED)
+        assert partner[partner].tolist() == list(range(101))
+        assert (LABELLED[partner] == LABELLED).all()
+        assert np.count_nonzero(partner == np.arange(101)) == 1, (
+            "of 61 labelled samples one is alone, of 40 others none"
+        )
+        chosen = taken.numbers == number
+        assert taken.partners[chosen].tolist() == partner[taken.indices[chosen]].tolist()
+
+
+def test_the_labelled_samples_pairs_are_the_same_without_the_others():
+    for number in range(3):
+        assert partners(61, 3, number).tolist() == partners(101, 3, number, LABELLED)[:61].tolist()

@@ -76,6 +76,16 @@ def test_where_all_logits_are_recorded_nothing_is_missing(logits, labels):
     assert held.figures()["label_recorded"] == 1
 
 
+def test_shares_of_labels_are_of_the_images_that_have_one(logits, labels):
+    records, half = records_of(logits, DESCRIPTION), np.where(np.arange(VIEWS) % 2, labels, -1)
+    held, labelled = coverage.count(records, half, 12), coverage.count(records[1::2], labels[1::2], 12)
+    assert (held.views, held.labelled) == (VIEWS, VIEWS // 2)
+    for name in ("label_recorded", "teacher_top1"):
+        assert held.figures()[name] == labelled.figures()[name] > 0
+    nothing = coverage.count(records, np.full(VIEWS, -1), 12)
+    assert nothing.figures()["teacher_top1"] == 0
+
+
 def test_the_numbers_of_entries_end_with_those_recorded():
     assert [coverage.entries(top_k) for top_k in (1, 2, 3, 10, 16)] == [
         [1], [1, 2], [1, 2, 3], [1, 2, 4, 8, 10], [1, 2, 4, 8, 16],

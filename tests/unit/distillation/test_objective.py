@@ -7,7 +7,7 @@ from trainer import models
 from trainer.config import DistillSettings, ModelSettings, ViewSettings
 from trainer.data.batch import Batch, Recorded
 from trainer.data.views.mixing import draw_mixing, mix
-from trainer.distillation.losses import distillation_kl, recorded_kl
+from trainer.distillation.losses import decoupled_kl, distillation_kl, recorded_kl
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.student import ProjectedStudent
 from trainer.distillation.teacher import FrozenTeacher
@@ -170,14 +170,40 @@ def test_mixed_views_are_seen_by_both_and_share_their_labels(losses):
     assert float(result["label"].detach()) == pytest.approx(float(label.detach()), rel=1e-6)
 
 
+PARTLY = BATCH._replace(labels=torch.tensor([0, -1, 2, -1]), label_weights=torch.tensor([2.0, 0.0, 2.0, 0.0]))
+"""The labels of two of four images are lost."""
+
+
 @pytest.mark.parametrize("settings", WAYS, ids=str)
-def test_a_step_reads_no_value_back(losses, settings):
+def test_the_teacher_speaks_of_all_images_and_labels_of_those_that_have_one(losses, settings):
+    chosen = DistillSettings(**settings, label_weight=0.5)
+    teacher = frozen(classifier(32, 1, dim=24), features=chosen.feature_weight > 0)
+    student = ProjectedStudent(classifier(32, 2), 24) if chosen.feature_weight else classifier(32, 2)
+    objective = DistillObjective(student, teacher, chosen)
+    result, every, said = values(losses(objective, PARTLY)), values(losses(objective)), teacher(IMAGES)
+    with torch.no_grad():
+        logits = student(IMAGES, features=True)[0] if chosen.feature_weight else student(IMAGES)
+    assert result["label"] == pytest.approx(float(F.cross_entropy(logits[::2], BATCH.labels[::2])), rel=1e-5)
+    same = {"agreement", "feature", "logit"} & result.keys() - ({"logit"} if chosen.logit_loss == "dkd" else set())
+    assert same
+    assert {name: result[name] for name in same} == {name: every[name] for name in same}
+    if chosen.logit_loss == "dkd":
+        target = torch.where(PARTLY.labels >= 0, BATCH.labels, said.logits.argmax(1))
+        settings = {"temperature": chosen.temperature, "alpha": chosen.dkd_alpha, "beta": chosen.dkd_beta}
+        assert result["logit"] == pytest.approx(float(decoupled_kl(logits, said.logits, target, **settings)), rel=1e-5)
+
+
+@pytest.mark.parametrize("partly", [False, True])
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_a_step_reads_no_value_back(losses, settings, partly):
     """Tensors without values stand in for those of a device: whatever waits for a value raises."""
     chosen = DistillSettings(**settings)
     student = ProjectedStudent(classifier(32, 2), 5) if chosen.feature_weight else classifier(32, 2)
     whole = RECORDED._replace(indices=torch.arange(3).expand(4, 3), logits=torch.ones(4, 3))
     recorded = Recorded(*(part.to("meta") for part in (whole if chosen.needs_all_logits else RECORDED)))
     batch = BATCH._replace(images=IMAGES.to("meta"), labels=BATCH.labels.to("meta"), recorded=recorded)
+    if partly:
+        batch = batch._replace(label_weights=PARTLY.label_weights.to("meta"))
     result = losses(DistillObjective(student.to("meta"), None, chosen), batch)
     result["loss"].backward()
     assert all(part.shape == () for part in result.values())

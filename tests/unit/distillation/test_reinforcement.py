@@ -16,11 +16,23 @@ from trainer.distillation.reinforcement import MEETING, Part, Reinforcement, Uni
 from trainer.distillation.shards import Unit
 
 
+class Counted:
+    """Samples of which only the number counts."""
+
+    labelled = None
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+
 class Numbered:
     """Views whose pixels are the sample's index and the view's number, and of which the loader asks all that it needs."""
 
     def __init__(self, count, settings):
-        self.samples, self.seed, self.settings = range(count), 5, settings
+        self.samples, self.seed, self.settings = Counted(count), 5, settings
 
     def batch(self, taken):
         return taken

@@ -1,12 +1,13 @@
 """The stage distill on real digits, with the teacher online and with what the stage reinforce really recorded of it."""
 
 import dataclasses
+import logging
 import shutil
 
 import pytest
 import torch
 
-from tests.distillations import QUICK, TINY
+from tests.distillations import QUICK, TINY, half_labelled
 from trainer import artifacts, config, models
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.errors import ArtifactError, SettingsError, TrainingError
@@ -16,7 +17,8 @@ from trainer.training.checkpoints import Checkpoints
 from trainer.training.loop import Loop
 
 VIEWS = QUICK["views"]
-TEN_STEPS = QUICK | {"epochs": 2, "batch_size": 200}
+TEN_STEPS = QUICK | {"epochs": 2, "batch_size": 204}
+"""Over 1,000 images with a label and 20 without."""
 
 
 @pytest.fixture(autouse=True)
@@ -264,3 +266,95 @@ def test_recorded_outputs_that_do_not_serve_are_refused_before_they_are_read(tra
             trained_digits, tmp_path / "out", None if name == "not given" else described, teacher="recorded", **settings
         )
     assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images without labels
+
+
+@pytest.fixture(scope="module")
+def half(trained_digits, tmp_path_factory):
+    """The digits, with a label for every second training image: 500 with and 520 without."""
+    folder = tmp_path_factory.mktemp("half-labelled")
+    return dataclasses.replace(trained_digits, dataset=half_labelled(trained_digits.dataset, folder / "dataset"))
+
+
+def record_half(half, folder, **settings):
+    quick = {"views": 2, "seed": 3, "workers": 0, "batch_size": 250, "augmentation": MIXED_VIEWS, "top_k": 10}
+    section = config.validate(ReinforceSettings, quick | settings)
+    reinforce.run(section, dataset=half.dataset, teacher=half.teacher, teacher_outputs=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def half_recorded(half, tmp_path_factory):
+    """All logits of all 1,020 images."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRAINER_DEVICE", "cpu")
+        return record_half(half, tmp_path_factory.mktemp("recorded") / "outputs")
+
+
+MIXED_VIEWS = VIEWS | {"mixup": 0.8, "cutmix": 1.0}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_student_learns_from_images_without_labels(half, tmp_path, caplog, share):
+    with caplog.at_level(logging.INFO):
+        learned = Distillation(half, tmp_path, views=MIXED_VIEWS, labeled_share=share)
+    assert "distill  500 labelled and 520 unlabelled images" in caplog.messages
+    curves = learned.curves()
+    assert len(curves["loss"]) == 10, "two epochs of 1,020 images"
+    loss = 0.9 * curves["logit"] + 0.1 * curves["label"]
+    assert torch.allclose(loss, curves["loss"], rtol=1e-5)
+    assert 1.5 < curves["label"][0] < 3.5, "the mean over images that have a label, of ten classes"
+    (training,) = read_evidence(learned.evidence).trainings
+    context = training.ranks[0].record.context
+    assert context.samples == 1020
+    assert sum(context.classes.values()) == 500
+
+
+@pytest.mark.parametrize("settings", [{"labeled_share": 0.49}, {"logit_loss": "dkd", "views": VIEWS}], ids=str)
+def test_recorded_outputs_of_images_without_labels_follow_the_teacher(half, half_recorded, tmp_path, settings):
+    settings = {"views": MIXED_VIEWS} | settings
+    outputs = half_recorded
+    if settings["views"] != MIXED_VIEWS:
+        outputs = record_half(half, tmp_path / "outputs", augmentation=settings["views"])
+    online = Distillation(half, tmp_path / "online", **settings).curves()
+    recorded = Distillation(half, tmp_path / "recorded", outputs, teacher="recorded", **settings).curves()
+    assert torch.allclose(online["loss"], recorded["loss"], rtol=2e-3)
+
+
+def test_outputs_of_more_images_serve_a_distillation_of_the_labelled_ones(half, half_recorded, tmp_path):
+    settings = {"views": MIXED_VIEWS, "unlabeled": False, "batch_size": 100, "teacher": "recorded"}
+    outputs = record_half(half, tmp_path / "outputs", unlabeled=False)
+    assert artifacts.manifest(outputs, "teacher_outputs").figures["samples"] == 500
+    more = Distillation(half, tmp_path / "more", half_recorded, **settings).curves()
+    exact = Distillation(half, tmp_path / "exact", outputs, **settings).curves()
+    assert torch.equal(more["loss"], exact["loss"])
+
+
+def test_outputs_of_labelled_images_alone_do_not_serve_the_others(half, tmp_path):
+    outputs = record_half(half, tmp_path / "outputs", unlabeled=False, views=1)
+    with pytest.raises(
+        ArtifactError,
+        match=r"they hold no outputs for the 520 images without labels, from which distill.unlabeled=true learns too; record again "
+        r"with reinforce.unlabeled=true, or set distill.unlabeled=false",
+    ):
+        Distillation(half, tmp_path / "refused", outputs, teacher="recorded", views=MIXED_VIEWS)
+
+
+def test_from_labels_alone_images_without_labels_are_not_read(half, tmp_path):
+    settings = {"logit_weight": 0, "batch_size": 100, "epochs": 1}
+    curves = [Distillation(half, tmp_path / str(one), unlabeled=one, **settings).curves() for one in (True, False)]
+    assert len(curves[0]["label"]) == 5
+    assert torch.equal(curves[0]["label"], curves[1]["label"])
+
+
+def test_an_interrupted_distillation_of_both_kinds_goes_on_to_the_same_weights(half, tmp_path, monkeypatch):
+    settings = {"checkpoint_every": 6, "labeled_share": 0.3, "views": MIXED_VIEWS}
+    interrupt(lambda name, **same: Distillation(half, tmp_path / name, **same), monkeypatch, **settings)
+    with pytest.raises(SettingsError, match=r"distill.unlabeled was True, is False"):
+        Distillation(half, tmp_path / "interrupted", **settings | {"unlabeled": False})
+    ends = [Distillation(half, tmp_path / name, **settings) for name in ("interrupted", "whole")]
+    weights = [models.load(one.student).network.state_dict() for one in ends]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

@@ -83,8 +83,8 @@ def test_the_artifact_says_what_it_is_and_leaves_nothing_beside_it(outputs):
     assert storage.children(outputs.parent / "checkpoints") == []
     figures = manifest.figures
     assert figures["bytes_per_view"] == 4 * 2 + 4 * 2 + 2 * 4 + 48 * 2
-    assert figures["samples"] * figures["views"] == 3000
-    assert figures["mib"] == pytest.approx(3000 * 120 / 2**20)
+    assert figures["samples"] * figures["views"] == 3060
+    assert figures["mib"] == pytest.approx(3060 * 120 / 2**20)
     assert 0.5 < figures["mass"]["t2"]["p1"] < figures["mass"]["t2"]["p5"] < figures["mass"]["t1"]["mean"] < 1
     assert 0.2 < figures["teacher_top1"] < figures["label_recorded"] < 1
     assert figures["views_per_second"] > 0
@@ -95,7 +95,7 @@ def test_the_report_stands_alone_and_names_what_matters(outputs):
     assert len(page) < 60_000
     assert "http" not in page.replace("http-equiv", "")
     for text in (
-        "3 views of 1,000 training images, 4 of 10 logits each",
+        "3 views of 1,020 training images (20 of them without a label), 4 of 10 logits each",
         "T = 2",
         "at most",
         "distill.views.mixup",
@@ -151,7 +151,7 @@ def test_a_teacher_that_fails_on_a_view_stops_with_the_samples_named(trained_dig
         models.save(model, draft.path)
     with pytest.raises(
         TrainingError,
-        match=r"outputs on view 0 are not finite, .* for [0-9a-f]{16} digits/0, .* and 135 more; look at these samples",
+        match=r"outputs on view 0 are not finite, .* for [0-9a-f]{16} digits/0, .* and 138 more; look at these samples",
     ):
         reinforce.run(
             SETTINGS, dataset=trained_digits.dataset, teacher=tmp_path / "teacher", teacher_outputs=tmp_path / "outputs"
@@ -253,8 +253,8 @@ def test_a_changed_data_set_is_refused_with_its_settings_and_images(outputs, tra
     (tmp_path / "dataset" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(
         ArtifactError,
-        match=r"the data set has changed \([0-9a-f]{12}, now [0-9a-f]{12}\): data.image_size was None and is 16, of 1,000 training images "
-        r"10 are gone and 3 are new; record again",
+        match=r"the data set has changed \([0-9a-f]{12}, now [0-9a-f]{12}\): data.image_size was None and is 16, of 1,020 training images "
+        r"29 are gone and 3 are new; record again",
     ):
         check(outputs, trained_digits, dataset=tmp_path / "dataset")
 

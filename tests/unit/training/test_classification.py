@@ -61,3 +61,77 @@ def test_no_value_is_read_back():
     mixed = Mixing(*(part.to("meta") for part in mixing(torch.linspace(0, 1, 7))))
     cross_entropy(logits, LABELS.to("meta"), mixed, smoothing=0.1).backward()
     assert logits.grad.shape == logits.shape
+
+
+PARTLY = torch.tensor([0, -1, 2, -1, 3, 0, -1])
+WEIGHTS = (PARTLY >= 0) * (7 / 4)
+"""As the loader gives them where these are all the images of a step."""
+
+
+def by_hand(logits, labels, partner=None, share=None, smoothing=0.0):
+    """The mean over the samples with a label, one after the other in double precision."""
+    terms = []
+    for row, (values, label) in enumerate(zip(logits.double().tolist(), labels.tolist(), strict=True)):
+        if label < 0:
+            continue
+        target = [smoothing / 4] * 4
+        own = 1.0 if share is None else float(share[row])
+        target[label] += (1 - smoothing) * own
+        if share is not None:
+            target[int(labels[partner[row]])] += (1 - smoothing) * (1 - own)
+        total = math.log(sum(math.exp(value) for value in values))
+        terms.append(sum(part * (total - value) for part, value in zip(target, values, strict=True)))
+    return sum(terms) / len(terms) if terms else 0.0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_samples_without_a_label_do_not_count(smoothing):
+    logits = LOGITS.clone().requires_grad_()
+    loss = cross_entropy(logits, PARTLY, smoothing=smoothing, weights=WEIGHTS)
+    assert loss.item() == pytest.approx(by_hand(LOGITS, PARTLY, smoothing=smoothing), rel=1e-6)
+    theirs = F.cross_entropy(LOGITS, PARTLY, label_smoothing=smoothing, ignore_index=-1)
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-6)
+    loss.backward()
+    assert (logits.grad[PARTLY < 0] == 0).all()
+    assert (logits.grad[PARTLY >= 0] != 0).all()
+
+
+def test_mixtures_without_labels_do_not_count():
+    """A sample's partner is of its own kind; the fifth labelled one of an odd number would be its own."""
+    partner, share = torch.tensor([2, 3, 0, 1, 5, 4, 6]), torch.linspace(0.1, 0.9, 7)
+    mixed = Mixing(partner, PARTLY[partner], share, share, torch.zeros(7, 4))
+    loss = cross_entropy(LOGITS, PARTLY, mixed, smoothing=0.1, weights=WEIGHTS)
+    assert loss.item() == pytest.approx(by_hand(LOGITS, PARTLY, partner, share, 0.1), rel=1e-6)
+
+
+def test_no_label_at_all_gives_zero_and_no_gradient():
+    logits = LOGITS.clone().requires_grad_()
+    loss = cross_entropy(logits, torch.full((7,), -1), smoothing=0.1, weights=torch.zeros(7))
+    loss.backward()
+    assert loss.item() == 0
+    assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("sizes", [(7,), (3, 4), (2, 2, 1, 2)], ids=str)
+def test_the_mean_of_the_micro_batches_is_that_over_the_labelled_images_of_the_step(sizes):
+    """As the loop weighs them, by their images; the second of two images has no label."""
+    means = [
+        len(labels) / 7 * cross_entropy(logits, labels, weights=weights)
+        for logits, labels, weights in zip(LOGITS.split(sizes), PARTLY.split(sizes), WEIGHTS.split(sizes), strict=True)
+    ]
+    assert float(sum(means)) == pytest.approx(by_hand(LOGITS, PARTLY), rel=1e-6)
+
+
+def test_a_mask_is_compiled_once_whatever_it_masks():
+    """No value is read back and no shape depends on one, so a graph of one mask serves all."""
+    graphs = []
+
+    def count(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(cross_entropy, backend=count, fullgraph=True, dynamic=False)
+    for labels in (PARTLY, LABELS, torch.full((7,), -1)):
+        weights = (labels >= 0) * (7 / max(1, int((labels >= 0).sum())))
+        assert compiled(LOGITS, labels, weights=weights).item() == pytest.approx(by_hand(LOGITS, labels), rel=1e-6)
+    assert len(graphs) == 1

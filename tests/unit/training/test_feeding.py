@@ -50,7 +50,7 @@ def test_what_comes_out_is_what_went_in_one_ahead(device, timeline):
     def stream():
         for number in range(3):
             drawn.append(number)
-            yield batch(number, recorded=recorded())
+            yield batch(number, recorded=recorded(), label_weights=torch.full((4,), float(number)))
 
     feed = Feed(stream(), Size(), device)
     with timeline.step(0):
@@ -62,6 +62,7 @@ def test_what_comes_out_is_what_went_in_one_ahead(device, timeline):
             assert torch.equal(taken.images, batch(number).images)
             assert torch.equal(taken.recorded.logits, torch.ones(4, 2))
             assert taken.recorded.features is None
+            assert taken.label_weights.tolist() == [number] * 4
     (row,) = timeline.steps.array()
     columns = dict(zip(timeline.steps.columns, row, strict=True))
     assert columns["data"] > 0
