@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import uuid
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ def configure(settings: config.Settings, place: Place) -> Sections:
     """
     place.check(warms_up=settings.warm_up.enabled)
     settings = preflight.pinned(settings)
-    source_version = sources.source_version(settings.data.source, outside=settings.data.outside)
+    source_version = _source_version(settings.data)
     resolved = settings.model_dump(mode="json")
     with variables(_experiment(settings.tracking)):
         tracking.check()
@@ -74,6 +75,12 @@ def configure(settings: config.Settings, place: Place) -> Sections:
         weights_version=weights_version(settings.pretrain.weights),
         resolved=canonical_json(resolved),
     )
+
+
+def _source_version(settings: config.DataSettings) -> str:
+    """What the images are now; where that cannot be known, a text that no other run has, so that no cache has a result for it."""
+    known = sources.source_version(settings.source, outside=settings.outside)
+    return known or f"not known ({uuid.uuid4().hex})"
 
 
 def weights_version(weights: str) -> str:

@@ -4,8 +4,10 @@ import signal
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from tests.distillations import Distillation, blank_teacher, prepared_digits
+from tests.stand_ins.hub import Hub
 from tests.stand_ins.object_store import ObjectStore
 from trainer.storage import retries
 
@@ -66,6 +68,16 @@ def object_store(object_store_server, monkeypatch, tmp_path):
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     return object_store_server
+
+
+@pytest.fixture
+def model_hub(monkeypatch, tmp_path):
+    """A Hugging Face Hub with no repositories, in the place of the real one, and an empty cache of it."""
+    with Hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield hub
 
 
 @pytest.fixture(scope="session")

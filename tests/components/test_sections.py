@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import fsspec
 import pytest
 
 from components import sections
@@ -134,6 +135,13 @@ def test_changed_images_change_the_version(tmp_path):
     first = configured("digits", dataset=f"imagefolder:{tmp_path}")
     photo.write_bytes(b"another")
     second = configured("digits", dataset=f"imagefolder:{tmp_path}")
+    assert first.source_version != second.source_version
+    assert first.prepare == second.prepare
+
+
+def test_images_of_which_nothing_is_known_have_a_version_of_their_own_in_each_run():
+    fsspec.filesystem("memory").pipe("/sections-test/cat/1.jpg", b"1")
+    first, second = (configured("digits", dataset="imagefolder:memory://sections-test") for _ in range(2))
     assert first.source_version != second.source_version
     assert first.prepare == second.prepare
 

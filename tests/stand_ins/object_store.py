@@ -92,6 +92,8 @@ class ObjectStore:
         self.released = threading.Event()
         self.held = 0
         """Requests that a delay holds up at the moment."""
+        self.page = 1000
+        """Most names that a listing gives at once."""
 
     def __enter__(self) -> ObjectStore:
         self._process = subprocess.Popen(
@@ -163,6 +165,7 @@ class ObjectStore:
     def reset(self) -> None:
         """Forget all faults and requests, and remove all objects."""
         self.clear()
+        self.page = 1000
         for key in self.keys():
             self.delete(key)
 
@@ -308,7 +311,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._forward(body)
 
     def _forward(self, body: bytes) -> Answer:
-        return self.server.store.forward(self.command, self.path, body, dict(self.headers.items()))
+        page = f"&max-keys={self.server.store.page}" if "list-type=2" in self.path else ""
+        return self.server.store.forward(self.command, self.path + page, body, dict(self.headers.items()))
 
     def _answer(self, received: bytes, answer: Answer, fault: Fault | None) -> None:
         head = self.command == "HEAD"

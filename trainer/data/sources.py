@@ -14,21 +14,27 @@ from __future__ import annotations
 import csv
 import errno
 import functools
+import hashlib
 import importlib.metadata
 import io
 import itertools
+import json
+import logging
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer import limits, storage
+from trainer import hub, limits, storage
 from trainer.artifacts import digest
 from trainer.config import Outside
 from trainer.data.schema import UNLABELED, SplitName
 from trainer.errors import DataError, ObjectNotFoundError, SettingsError, StorageError
+
+logger = logging.getLogger(__name__)
 
 SPLIT_NAMES: Mapping[str, SplitName] = {
     "train": "train",
@@ -111,22 +117,24 @@ def _check_classes(source: str, classes: Sequence[str]) -> None:
 def source_version(source: str, *, outside: Outside = "refuse") -> str:
     """A text that changes when the images behind `data.source` change, found without reading them.
 
-    Files on this machine are told apart by name, size and time of change. It is empty where nothing can be known cheaply: the Hub, and
-    remote URIs.
+    Files on this machine are told apart by name, size and time of change, objects of a store by key, size and ETag, a data set of the Hub
+    by its commit. It is empty where nothing can be known; a line of the log says why.
 
     Raises:
         SettingsError: it is no source.
-        DataError: it is missing.
+        DataError: it is missing, or exceeds a limit; a manifest has a line that cannot be used.
+        StorageError: it is in a store that does not answer or refuses.
     """
     kind, name = _parse(source)
-    if kind == "digits":
-        return f"scikit-learn {importlib.metadata.version('scikit-learn')}"
-    folder = name.partition(":")[0] if kind == "hub" else name
-    if storage.is_remote(name) or (kind == "hub" and not Path(folder).is_dir()):
+    try:
+        return _VERSIONS[kind](name, outside)
+    except _UnknownVersionError as error:
+        logger.warning(
+            "data.source=%s: no run can know whether its images have changed (%s), so each run prepares them anew",
+            source,
+            error,
+        )
         return ""
-    if kind == "manifest":
-        return digest([_read_text(name), [_stamp(row.location) for row in _manifest_rows(name, outside)]])
-    return digest([[file.name, *_stamp(file.location)] for file in _files(folder, outside)])
 
 
 def _parse(source: str) -> tuple[str, str]:
@@ -169,7 +177,7 @@ def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:
 def _stamp(location: str) -> tuple[int, int]:
     """Size and time of change of a local file; (-1, 0) where there is none, so that its arrival counts as a change."""
     try:
-        status = Path(location).stat()
+        status = storage.local_path(location).stat()
     except FileNotFoundError:
         return -1, 0
     return status.st_size, status.st_mtime_ns
@@ -192,8 +200,16 @@ def _files(folder: str, outside: Outside) -> list[_File]:
             f"folder {folder}: can not be listed ({error}); check the path and the right to read it"
         ) from error
     if len(files) > limits.SOURCE_IMAGES:
-        raise DataError(f"folder {folder}: holds more than {limits.SOURCE_IMAGES:,} files; give a part of it")
+        raise _too_many_files(folder)
     return [file for file in files if not any(map(_is_hidden, file.name.split("/")))]
+
+
+def _too_many_files(folder: str) -> DataError:
+    return DataError(f"folder {folder}: holds more than {limits.SOURCE_IMAGES:,} files; give a part of it")
+
+
+def _missing_folder(folder: str) -> DataError:
+    return DataError(f"folder {folder}: does not exist; check data.source")
 
 
 def _is_hidden(name: str) -> bool:
@@ -203,7 +219,7 @@ def _is_hidden(name: str) -> bool:
 def _remote_files(folder: str) -> Iterator[_File]:
     found = storage.files(folder)
     if not found:
-        raise DataError(f"folder {folder}: does not exist; check data.source")
+        raise _missing_folder(folder)
     return (_File(limits.printable_name(name), storage.join(folder, name)) for name in found)
 
 
@@ -355,7 +371,7 @@ def _class_names(groups: set[str], folder: str) -> dict[str, str]:
 
 
 def _list_manifest(manifest: str, outside: Outside) -> Listing:
-    rows = _manifest_rows(manifest, outside)
+    rows = list(_manifest_rows(manifest, _read_text(manifest), outside))
     classes = tuple(sorted({row.label for row in rows if row.split != "unlabeled"}))
     index = {name: number for number, name in enumerate(classes)}
     items = [
@@ -378,18 +394,17 @@ class _Row:
     split: SplitName
 
 
-def _manifest_rows(manifest: str, outside: Outside) -> list[_Row]:
-    reader = csv.DictReader(io.StringIO(_read_text(manifest), newline=""))
+def _manifest_rows(manifest: str, text: str, outside: Outside) -> Iterator[_Row]:
+    reader = csv.DictReader(io.StringIO(text, newline=""))
     folder = _Folder(manifest.rsplit("/", 1)[0] if "/" in manifest else ".", outside)
     try:
         _check_columns(manifest, reader.fieldnames or ())
-        rows = itertools.islice(reader, limits.SOURCE_IMAGES + 1)
-        found = [_manifest_row(row, f"manifest {manifest}, line {reader.line_num}", folder) for row in rows]
+        for count, row in enumerate(reader):
+            if count == limits.SOURCE_IMAGES:
+                raise DataError(f"manifest {manifest}: lists more than {count:,} images; give a part of it")
+            yield _manifest_row(row, f"manifest {manifest}, line {reader.line_num}", folder)
     except csv.Error as error:
         raise DataError(f"manifest {manifest}, line {reader.line_num}: {error}; mend the line") from error
-    if len(found) > limits.SOURCE_IMAGES:
-        raise DataError(f"manifest {manifest}: lists more than {limits.SOURCE_IMAGES:,} images; give a part of it")
-    return found
 
 
 def _check_columns(manifest: str, columns: Sequence[str]) -> None:
@@ -594,4 +609,124 @@ _LISTERS: Mapping[str, Callable[[str, Outside], Listing]] = {
     "imagefolder": _list_folder,
     "manifest": _list_manifest,
     "hub": _list_hub,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Versions
+
+_LISTED_FOR_EACH = 20
+_LISTED_AT_LEAST = 100_000
+"""Objects that are listed for the images of a manifest: so many for each, and no fewer than so many in all."""
+_LOG_EVERY = 500_000
+
+
+class _UnknownVersionError(Exception):
+    """Whether the images have changed cannot be known; the text says why."""
+
+
+def _digits_version(_name: str, _outside: Outside) -> str:
+    return f"scikit-learn {importlib.metadata.version('scikit-learn')}"
+
+
+def _folder_version(folder: str, outside: Outside) -> str:
+    if not storage.is_remote(folder):
+        return digest([[file.name, *_stamp(file.location)] for file in _files(folder, outside)])
+    version = _Objects(folder)
+    for one in version.listed(limits.SOURCE_IMAGES):
+        if not any(map(_is_hidden, one.name.split("/"))):
+            version.add(one)
+    if version.is_cut_off:
+        raise _too_many_files(folder)
+    if not version.count:
+        raise _missing_folder(folder)
+    return version.digest()
+
+
+def _manifest_version(manifest: str, outside: Outside) -> str:
+    text = _read_text(manifest)
+    here: list[tuple[int, int]] = []
+    elsewhere: dict[str, set[str]] = {}
+    for row in _manifest_rows(manifest, text, outside):
+        if storage.is_remote(row.location):
+            store = "/".join(row.location.split("/", 3)[:3])
+            elsewhere.setdefault(store, set()).add(row.location)
+        else:
+            here.append(_stamp(row.location))
+    if not elsewhere:
+        return digest([text, here])
+    return digest([text, here, [_named_version(elsewhere[store]) for store in sorted(elsewhere)]])
+
+
+def _named_version(locations: Set[str]) -> str:
+    """Of objects of one store, from one listing of the folder that holds them all: a thousand a request instead of a request each.
+
+    Where that folder holds far more than these, nothing is known.
+    """
+    shared = os.path.commonprefix([min(locations), max(locations)])  # noqa: RUF071  # commonpath would make s3:/ of s3://
+    folder = shared.rpartition("/")[0]
+    version = _Objects(folder)
+    for one in version.listed(max(_LISTED_AT_LEAST, _LISTED_FOR_EACH * len(locations))):
+        if storage.join(folder, one.name) in locations:
+            version.add(one)
+    if version.is_cut_off:
+        raise _UnknownVersionError(
+            f"{folder} holds many more objects than the {len(locations):,} images; put the images into a folder"
+        )
+    return version.digest()
+
+
+class _Objects:
+    """What a store lists below a URI, as one digest: in little memory, for there may be millions."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri, self._digest = uri, hashlib.sha256()
+        self.count = 0
+        """Objects that were added."""
+        self.is_cut_off = False
+        """Whether there are more than were listed."""
+
+    def listed(self, most: int) -> Iterator[storage.Listed]:
+        """The objects below the URI, at most so many."""
+        if self._uri.startswith(("http://", "https://")):
+            raise _UnknownVersionError("web servers list nothing")
+        start, number = time.monotonic(), 0
+        for number, one in enumerate(storage.listing(self._uri), start=1):
+            if number > most:
+                self.is_cut_off = True
+                break
+            yield one
+            if number % _LOG_EVERY == 0:
+                logger.info("listing %s: %s objects in %.0f s", self._uri, f"{number:,}", time.monotonic() - start)
+        logger.info("%s: %s objects listed in %.1f s", self._uri, f"{number:,}", time.monotonic() - start)
+
+    def add(self, one: storage.Listed) -> None:
+        """Take an object into the digest."""
+        if not one.tag:
+            raise _UnknownVersionError(
+                f"the store says nothing of {storage.join(self._uri, one.name)} that changes with its content"
+            )
+        self._digest.update(f"{json.dumps(one)}\n".encode())
+        self.count += 1
+
+    def digest(self) -> str:
+        """As hexadecimal text."""
+        return self._digest.hexdigest()
+
+
+def _hub_version(reference: str, outside: Outside) -> str:
+    name = reference.partition(":")[0]
+    if Path(name).is_dir():
+        return _folder_version(name, outside)
+    revision = hub.dataset_revision(name)
+    if revision is None:
+        raise _UnknownVersionError("neither the Hub nor this machine's cache gives its revision")
+    return revision
+
+
+_VERSIONS: Mapping[str, Callable[[str, Outside], str]] = {
+    "digits": _digits_version,
+    "imagefolder": _folder_version,
+    "manifest": _manifest_version,
+    "hub": _hub_version,
 }

@@ -15,6 +15,7 @@ Whatever goes wrong in the store ends in a `StorageError`.
 from __future__ import annotations
 
 from trainer.storage.objects import (
+    Listed,
     children,
     create_bytes,
     exists,
@@ -22,6 +23,7 @@ from trainer.storage.objects import (
     flush,
     is_remote,
     join,
+    listing,
     local_path,
     parent,
     read_bytes,
@@ -35,6 +37,7 @@ from trainer.storage.transfers import FileRecord, download_directory, file_diges
 
 __all__ = [
     "FileRecord",
+    "Listed",
     "children",
     "create_bytes",
     "download_directory",
@@ -44,6 +47,7 @@ __all__ = [
     "flush",
     "is_remote",
     "join",
+    "listing",
     "local_path",
     "parent",
     "read_bytes",

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import fsspec  # type: ignore[import-untyped]  # the package ships no types
 
@@ -270,7 +270,53 @@ def files(uri: str | Path) -> dict[str, int]:
         root = local_path(uri)
         found = sorted(path for path in root.rglob("*") if path.is_file())
         return {path.relative_to(root).as_posix(): path.stat().st_size for path in found}
-    return {name: int(info["size"]) for name, info in _below(uri, "find").items()}
+    return {one.name: one.size for one in sorted(listing(uri))}
+
+
+class Listed(NamedTuple):
+    """An object, as the store lists it."""
+
+    name: str
+    """Relative to the URI that was listed."""
+    size: int
+    """In bytes."""
+    tag: str
+    """Another one after each change of the content; empty where the store lists nothing of the kind."""
+
+
+def listing(uri: str | Path) -> Iterator[Listed]:
+    """All objects below a remote URI, in the store's order, which of S3 is that of the names.
+
+    S3 is asked once for a thousand objects, each time when they are wanted, and a request that fails is repeated alone.
+
+    Raises:
+        StorageError: the store does not answer or refuses.
+    """
+    if is_s3(uri):
+        yield from _s3_listing(str(uri))
+        return
+    for name, info in _below(uri, "find").items():
+        tag = next((str(info[key]) for key in _TAGS if info.get(key)), "")
+        yield Listed(name, int(info["size"]), tag)
+
+
+_TAGS = ("ETag", "etag", "mtime")
+"""How the stores that fsspec knows call what changes with the content."""
+
+
+def _s3_listing(uri: str) -> Iterator[Listed]:
+    system, path = locate(uri)
+    bucket, _, key = path.partition("/")
+    prefix = f"{key.rstrip('/')}/" if key else ""
+    where = {"Bucket": bucket, "Prefix": prefix}
+    while True:
+        page = call(uri, functools.partial(system.call_s3, "list_objects_v2", **where))
+        for found in page.get("Contents", ()):
+            if not found["Key"].endswith("/"):  # such an object stands for a folder
+                yield Listed(found["Key"].removeprefix(prefix), int(found["Size"]), found["ETag"])
+        if not page["IsTruncated"]:
+            return
+        where["ContinuationToken"] = page["NextContinuationToken"]
 
 
 def _below(uri: str | Path, listing: str) -> dict[str, Mapping[str, Any]]:

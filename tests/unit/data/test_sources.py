@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
+import re
 from pathlib import Path
 
 import datasets
@@ -14,6 +16,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from trainer import storage
+from trainer.data import sources
 from trainer.data.schema import SplitName
 from trainer.data.sources import Listing, list_source, source_version
 from trainer.errors import DataError, SettingsError, StorageError
@@ -349,11 +353,124 @@ def test_the_version_follows_every_change_of_a_manifest_and_its_images(tmp_path:
     assert source_version(source) == seen[-1]
 
 
-def test_the_version_of_a_missing_folder_is_an_error_and_of_a_hub_name_unknown(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        source_version(f"imagefolder:{tmp_path}/nowhere")
-    assert source_version("hub:some/dataset:config") == ""
-    assert source_version("manifest:memory://x/y.csv") == ""
+def test_the_version_of_what_is_missing_is_an_error(tmp_path: Path, object_store) -> None:
+    for source in (f"imagefolder:{tmp_path}/nowhere", "imagefolder:s3://artifacts/none", "manifest:memory://x/y.csv"):
+        with pytest.raises(DataError, match="does not exist"):
+            source_version(source)
+
+
+def test_the_version_follows_every_change_of_a_bucket_in_one_listing(object_store) -> None:
+    for name in ("cat/1.jpg", "dog/1.jpg", "dog/.hidden"):
+        object_store.put(f"photos/{name}", b"one")
+    object_store.put("photos-2/1.jpg", b"of another folder")
+    object_store.put("photos/cat/", b"")
+    source = "imagefolder:s3://artifacts/photos"
+    object_store.clear()
+    seen = [source_version(source)]
+    (request,) = object_store.requests
+    assert "list-type=2" in request.query
+    assert source_version(source) == seen[0]
+    assert source_version(f"{source}/") == seen[0]
+    object_store.put("photos/cat/1.jpg", b"two")  # as long as before
+    seen.append(source_version(source))
+    object_store.put("photos/cat/2.jpg", b"two")
+    seen.append(source_version(source))
+    object_store.delete("photos/dog/1.jpg")
+    seen.append(source_version(source))
+    assert len(set(seen)) == 4
+    object_store.put("photos-2/1.jpg", b"changed")
+    object_store.put("photos/dog/.hidden", b"changed")
+    assert source_version(source) == seen[-1]
+
+
+def test_a_long_listing_is_read_page_by_page_and_each_page_is_tried_again(object_store, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    for number in range(5):
+        object_store.put(f"many/{number}.jpg", b"one")
+    object_store.clear()
+    object_store.page = 2
+    object_store.answer(503, times=2, path="continuation-token")
+    source = "imagefolder:s3://artifacts/many"
+    before = source_version(source)
+    assert len(object_store.requests) == 5, "three pages, the second one three times"
+    assert "s3://artifacts/many: 5 objects listed in" in caplog.text
+    assert len(storage.files("s3://artifacts/many")) == 5
+    object_store.put("many/4.jpg", b"two")
+    assert source_version(source) != before
+
+
+def test_the_version_follows_every_change_of_a_manifest_in_a_bucket_and_of_what_it_names(object_store) -> None:
+    for name in ("1.jpg", "2.jpg", "unnamed.jpg"):
+        object_store.put(f"data/photos/{name}", b"one")
+    object_store.put("data/list.csv", b"path,label\nphotos/1.jpg,x\nphotos/2.jpg,y\nphotos/3.jpg,y\n")
+    source = "manifest:s3://artifacts/data/list.csv"
+    object_store.clear()
+    seen = [source_version(source)]
+    reading, listing = object_store.requests
+    assert reading.path.endswith("list.csv")
+    assert "prefix=data%2Fphotos%2F" in listing.query
+    object_store.put("data/photos/unnamed.jpg", b"two")
+    assert source_version(source) == seen[0]
+    object_store.put("data/photos/2.jpg", b"two")
+    seen.append(source_version(source))
+    object_store.put("data/photos/3.jpg", b"one")
+    seen.append(source_version(source))
+    object_store.put("data/list.csv", b"path,label\nphotos/1.jpg,x\nphotos/2.jpg,y\nphotos/3.jpg,z\n")
+    seen.append(source_version(source))
+    assert len(set(seen)) == 4
+
+
+def test_the_version_follows_what_a_manifest_here_names_elsewhere(object_store, tmp_path: Path) -> None:
+    object_store.make_bucket("more")
+    object_store.put("1.jpg", b"one")
+    object_store.forward("PUT", "/more/2.jpg", b"one")
+    touch(tmp_path, "3.jpg")
+    source = manifest(tmp_path, "path,label\ns3://artifacts/1.jpg,x\ns3://more/2.jpg,y\n3.jpg,y\n")
+    seen = [source_version(source, outside="read")]
+    assert source_version(source, outside="read") == seen[0]
+    object_store.put("1.jpg", b"two")
+    seen.append(source_version(source, outside="read"))
+    object_store.forward("PUT", "/more/2.jpg", b"two")
+    seen.append(source_version(source, outside="read"))
+    (tmp_path / "3.jpg").write_bytes(b"changed")
+    seen.append(source_version(source, outside="read"))
+    assert len(set(seen)) == 4
+
+
+def test_the_version_of_a_manifest_by_a_file_uri_follows_its_images(tmp_path: Path) -> None:
+    touch(tmp_path, "1.jpg", "2.jpg")
+    source = manifest(tmp_path, "path,label\n1.jpg,x\n2.jpg,y\n").replace("manifest:", "manifest:file://")
+    before = source_version(source)
+    (tmp_path / "1.jpg").write_bytes(b"changed")
+    assert source_version(source) != before
+
+
+def test_the_version_of_a_data_set_of_the_hub_is_its_commit(model_hub) -> None:
+    model_hub.revisions["datasets/some/photos"] = "a" * 40
+    assert source_version("hub:some/photos:config") == "a" * 40
+    model_hub.revisions["datasets/some/photos"] = "b" * 40
+    assert source_version("hub:some/photos:config") == "b" * 40
+
+
+def test_a_version_that_nobody_knows_is_empty_and_the_log_says_why(
+    object_store, model_hub, monkeypatch, caplog, tmp_path
+) -> None:
+    fsspec.filesystem("memory").pipe("/versions-test/cat/1.jpg", b"1")
+    object_store.put("list.csv", b"path,label\n1.jpg,x\n2.jpg,y\n")
+    for name in ("1.jpg", "2.jpg", "3.jpg", "4.jpg"):
+        object_store.put(name, b"1")
+    monkeypatch.setattr(sources, "_LISTED_AT_LEAST", 3)
+    monkeypatch.setattr(sources, "_LISTED_FOR_EACH", 1)
+    reasons = {
+        "imagefolder:memory://versions-test": r"the store says nothing of memory://versions-test/cat/1\.jpg",
+        "hub:some/photos": "neither the Hub nor this machine's cache gives its revision",
+        "manifest:s3://artifacts/list.csv": "s3://artifacts holds many more objects than the 2 images",
+        manifest(tmp_path, "path,label\nhttp://127.0.0.1:9/1.jpg,x\n"): "web servers list nothing",
+    }
+    for source, reason in reasons.items():
+        caplog.clear()
+        assert source_version(source, outside="read") == ""
+        assert re.search(rf"data\.source={re.escape(source)}: .*{reason}", caplog.text)
 
 
 def test_a_store_is_read_like_a_folder(object_store) -> None:
