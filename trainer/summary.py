@@ -16,6 +16,7 @@ from trainer.forecast import Forecast
 SUMMARY = "summary.json"
 DATASET_KEYS = ("train", "val", "test", "unlabeled", "classes", "quarantined")
 TEACHER_KEYS = ("architecture", "parameters", "latency_ms")
+PROFILE_KEYS = ("verdict", "outcome")
 STUDENT_KEYS = ("architecture", "parameters", "test", "latency_ms", "size_bytes")
 
 
@@ -64,7 +65,7 @@ def build(
         **({"teacher_outputs": dict(recording)} if recording is not None else {}),
         "teacher": {**{key: teacher[key] for key in TEACHER_KEYS}, "test": {"top1": teacher["test"]["top1"]}},
         "student": {key: student[key] for key in STUDENT_KEYS},
-        "profile": {"verdict": profile.get("verdict", "")},
+        "profile": {key: profile.get(key, "") for key in PROFILE_KEYS},
         "verdict": dict(evaluation["verdict"]),
         "mlflow": asdict(registered),
         "reports": dict(reports),

@@ -34,7 +34,7 @@ KEYS = {
     "verdict": {"passed": None, "reasons": None},
     "mlflow": dict.fromkeys(("tracking_uri", "run_id", "model_name", "model_version")),
     "reports": dict.fromkeys(("data", "profile", "evaluation", "reconstructions")),
-    "profile": {"verdict": None},
+    "profile": {"verdict": None, "outcome": None},
     "bill": dict.fromkeys(("stages", "seconds", "dollars", "forecast", "notes")),
 }
 """The contract of summary.json; more keys may be there."""

@@ -58,7 +58,7 @@ def built(**changes):
             "train": 1437, "val": 180, "test": 180, "unlabeled": 0, "classes": 10, "quarantined": 2, "leakage": 0,
         },
         "recording": None,
-        "profile": {"verdict": "nothing slows it", "distill": {"step_ms": 12.0}},
+        "profile": {"verdict": "nothing slows it", "outcome": "healthy", "distill": {"step_ms": 12.0}},
         "evaluation": {"teacher": TEACHER, "student": STUDENT, "verdict": {"passed": True, "reasons": []}},
         "registered": Registered(tracking_uri="sqlite:///x.db", run_id="abc", model_name="vit-student", model_version="3"),
         "reports": {"data": "/runs/x/dataset/card.html", "evaluation": "/runs/x/evaluation/report.html"},
@@ -79,6 +79,7 @@ def test_every_key_of_the_contract_is_there():
         *(f"stages.{name}.seconds" for name in ("prepare", "distill", "profile", "evaluate", "register")),
         *(f"bill.{name}" for name in ("stages", "seconds", "dollars", "forecast", "notes")),
         "profile.verdict",
+        "profile.outcome",
         *(f"dataset.{name}" for name in ("train", "val", "test", "unlabeled", "classes", "quarantined")),
         *(
             f"teacher.{name}"

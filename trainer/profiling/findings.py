@@ -15,6 +15,7 @@ from trainer.errors import ArtifactError
 from trainer.profiling import words
 from trainer.profiling.evidence import Evidence, TrainingEvidence
 from trainer.profiling.rules import judge
+from trainer.profiling.rules.causes import setting_of
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, Judgement, NotJudged, Outcome
 from trainer.profiling.summary import TrainingSummary, summarize
 from trainer.thresholds import RuleSettings
@@ -76,47 +77,115 @@ def answers(judgements: Sequence[Judgement], summaries: Sequence[TrainingSummary
 
 
 def found(given: Sequence[Answer]) -> list[Found]:
-    """The findings, severe ones first because what goes on is of no use, then those that save most."""
+    """The findings: severe ones first because what goes on is of no use, notes last, and among each those that save most."""
     findings = [Found(answer=one, finding=one.outcome) for one in given if isinstance(one.outcome, Finding)]
     return sorted(findings, key=_weight, reverse=True)
 
 
-def _weight(one: Found) -> tuple[bool, float, int, float]:
+def _weight(one: Found) -> tuple[int, float, float]:
     finding = one.finding
     seconds = finding.saving.seconds if finding.saving else 0.0
-    return finding.severity == "severe", seconds, _SEVERITIES.index(finding.severity), finding.confidence
+    return _SEVERITIES.index(finding.severity), seconds, finding.confidence
 
 
-def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> str:
-    """One sentence: the gravest or costliest finding with its saving, or that nothing was found."""
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the answers come to."""
+
+    outcome: Literal["findings", "healthy", "too_short", "failed", "nothing_trained"]
+    text: str
+    """One sentence: the gravest or costliest finding with its saving, or that nothing was found, or that too little could be judged."""
+
+
+def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Verdict:
+    """Weigh all answers; notes are advice, and no finding that would make a training unhealthy."""
     if not summaries:
-        return "Nothing was trained: the evidence holds no recording, as with given weights or zero epochs."
-    findings = found(given)
+        text = "Nothing was trained: the evidence holds no recording, as with given weights or zero epochs."
+        return Verdict(outcome="nothing_trained", text=text)
+    every = found(given)
+    findings = [one for one in every if one.finding.severity != "note"]
     if findings:
-        return _of_finding(findings, {summary.name: summary for summary in summaries})
+        text = _of_finding(findings, {summary.name: summary for summary in summaries})
+        return Verdict(outcome="findings", text=f"{text}{_below(len(findings) - 1, 'more finding')}.")
     failed = next((one for one in summaries if one.failed), None)
     if failed:
-        return f"{words.training(failed.name)} ended with an error: {failed.failed}"
+        return Verdict(outcome="failed", text=f"{words.training(failed.name)} ended with an error: {failed.failed}")
+    notes = _below(len(every), "note")
+    short = [one for one in (count_rules(given, summary) for summary in summaries) if one.is_too_short]
+    if short:
+        return Verdict(outcome="too_short", text=f"{_of_short(short)}{notes}.")
     judged = {one.rule for one in given if isinstance(one.outcome, Healthy)}
-    unjudged = {one.rule for one in given} - judged
-    looked = f"{_rules(len(judged))} looked and found nothing" if judged else "no rule could look"
-    rest = f", {_rules(len(unjudged))} could not judge" if judged and unjudged else ""
-    return f"Nothing slows or spoils the training, as far as can be told: {looked}{rest}."
+    unjudged = {one.rule for one in given} - judged - {one.answer.rule for one in every}
+    looked = f"{_counted(len(judged), 'rule')} looked and found nothing" if judged else "no rule could judge it"
+    rest = f", {_counted(len(unjudged), 'rule')} could not judge" if judged and unjudged else ""
+    return Verdict(
+        outcome="healthy", text=f"Nothing was found that slows or spoils the training: {looked}{rest}{notes}."
+    )
 
 
-def _rules(count: int) -> str:
-    return "1 rule" if count == 1 else f"{count} rules"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _below(count: int, what: str) -> str:
+    return f"; {_counted(count, what)} below" if count else ""
 
 
 def _of_finding(findings: Sequence[Found], summaries: Mapping[str, TrainingSummary]) -> str:
     answer, finding = findings[0].answer, findings[0].finding
     name = f"{words.training(answer.training)}: “{answer.title}”"
-    further = f"; {len(findings) - 1} more finding{'s' if len(findings) > 2 else ''} below" if findings[1:] else ""
     if finding.severity == "severe":
-        return f"{name}, so that what goes on is of no use{further}."
+        return f"{name}, so that what goes on is of no use"
     if finding.saving is None:
-        return f"{name} was found; what it costs can not be told{further}."
-    return f"{name} costs the most; curing it would save about {saving_text(findings[0], summaries)}{further}."
+        return f"{name} was found; what it costs in time is not known"
+    return f"{name} costs the most; curing it would save about {saving_text(findings[0], summaries)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How many rules could judge
+
+UNJUDGED_MOST = 0.25
+"""Largest share of the rules that apply to a training for which it may be too short, and still count as healthy.
+
+From the first step on a handful of rules can judge (start-up, initialisation, classes): they alone say little. With a quarter missing, most
+of each kind (speed, weights, losses) have looked.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleCount:
+    """How many rules could judge a training."""
+
+    training: str
+    steps: int
+    judged: int
+    too_short: int
+    """Would have needed a longer training."""
+    rules: int
+    """All of them, also those that do not apply here or lack a signal."""
+
+    @property
+    def is_too_short(self) -> bool:
+        """Whether so few could judge that finding nothing says little."""
+        return self.too_short > UNJUDGED_MOST * (self.judged + self.too_short)
+
+
+def count_rules(given: Sequence[Answer], summary: TrainingSummary) -> RuleCount:
+    """Count the answers on one training."""
+    outcomes = [one.outcome for one in given if one.training == summary.name]
+    short = sum(isinstance(outcome, NotJudged) and outcome.too_short for outcome in outcomes)
+    judged = sum(not isinstance(outcome, NotJudged) for outcome in outcomes)
+    return RuleCount(training=summary.name, steps=summary.steps, judged=judged, too_short=short, rules=len(outcomes))
+
+
+def _of_short(counts: Sequence[RuleCount]) -> str:
+    """`Too short to judge: 11 of 28 rules on Distillation (40 steps), ...`."""
+    each = [
+        f"{one.too_short} of {_counted(one.rules, 'rule')} on {words.training(one.training)} ({_counted(one.steps, 'step')})"
+        for one in counts
+    ]
+    settings = [setting_of(one.training, "epochs") for one in counts]
+    return f"Too short to judge: {', '.join(each)}; train longer ({', '.join(settings)}) before you trust that nothing was found"
 
 
 def saving_text(one: Found, summaries: Mapping[str, TrainingSummary]) -> str:

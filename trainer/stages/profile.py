@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from trainer.profiling import findings
 from trainer.profiling import report as page
 from trainer.profiling.evidence import read_evidence
 from trainer.profiling.summary import TrainingSummary, summarize
+
+logger = logging.getLogger(__name__)
 
 FINDINGS = "findings.json"
 """What every rule answered on every training."""
@@ -67,7 +70,10 @@ def run(
         (draft.path / REPORT).write_text(page.build(trainings, answers, bill, top_operators=settings.top_operators))
         draft.figures.update({summary.name: _figures(summary) for summary in summaries})
         tracker.metrics(0, tracking.numbers(draft.figures))
-        draft.figures["verdict"] = findings.verdict(answers, summaries)
+        verdict = findings.verdict(answers, summaries)
+        draft.figures |= {"verdict": verdict.text, "outcome": verdict.outcome}
+        tracker.tag("trainer.profile", verdict.text)
+        logger.info("profile  %s", verdict.text)
     return artifacts.read(report, "report")
 
 

@@ -9,9 +9,10 @@ import pytest
 from trainer.costs import Place, Price
 from trainer.errors import ArtifactError
 from trainer.profiling.evidence import read_evidence
-from trainer.profiling.findings import Answer, answers, found, from_json, to_json, verdict
+from trainer.profiling.findings import Answer, answers, found, from_json, judged, to_json, verdict
 from trainer.profiling.rules.outcomes import Finding, Healthy, Judgement, NotJudged, Rule, Saving
 from trainer.profiling.summary import TrainingSummary, summarize
+from trainer.thresholds import RuleSettings
 
 PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="here", source="the list")
 SLOW = Finding(
@@ -51,7 +52,7 @@ def test_findings_stand_by_their_saving_and_severe_ones_first() -> None:
 
 def test_the_verdict_names_the_costliest_finding_with_its_saving(summary: TrainingSummary) -> None:
     priced = replace(answer("loader_workers", SLOW), dollars=0.3)
-    assert verdict([priced, answer("other", replace(SLOW, saving=None))], [summary]) == (
+    assert verdict([priced, answer("other", replace(SLOW, saving=None))], [summary]).text == (
         "Distillation: “Loader workers” costs the most; curing it would save about 30 s (25 % of the training, $0.30); "
         "1 more finding below."
     )
@@ -59,16 +60,70 @@ def test_the_verdict_names_the_costliest_finding_with_its_saving(summary: Traini
 
 def test_the_verdict_on_a_spoiled_training_says_so(summary: TrainingSummary) -> None:
     ruined = answer("exploding_gradients", replace(SLOW, severity="severe"))
-    assert verdict([answer("loader_workers", SLOW), ruined], [summary]).startswith(
+    assert verdict([answer("loader_workers", SLOW), ruined], [summary]).text.startswith(
         "Distillation: “Exploding gradients”, so that what goes on is of no use"
     )
 
 
 def test_the_verdict_counts_rules_and_not_answers(summary: TrainingSummary) -> None:
     given = [answer("a", Healthy(text="")), answer("a", Healthy(text="")), answer("b", NotJudged(reason=""))]
-    assert "1 rule looked and found nothing, 1 rule could not judge" in verdict(given, [summary])
-    assert "no rule could look" in verdict(given[2:], [summary])
-    assert "Nothing was trained" in verdict([], [])
+    assert "1 rule looked and found nothing, 1 rule could not judge" in verdict(given, [summary]).text
+    assert "no rule could judge it" in verdict(given[2:], [summary]).text
+    assert "Nothing was trained" in verdict([], []).text
+
+
+def healthy_and_short(healthy: int, short: int, unfit: int = 8) -> list[Answer]:
+    """Answers of rules that saw nothing, that needed a longer training, and that do not apply."""
+    outcomes = [Healthy(text="fine")] * healthy + [NotJudged(reason="only 6 steps", too_short=True)] * short
+    outcomes += [NotJudged(reason="no GPU")] * unfit
+    return [answer(f"rule_{number}", outcome) for number, outcome in enumerate(outcomes)]
+
+
+@pytest.mark.parametrize(
+    ("healthy", "short", "outcome"), [(15, 5, "healthy"), (14, 5, "too_short"), (0, 1, "too_short")]
+)
+def test_more_than_a_quarter_of_the_rules_that_apply_without_enough_to_judge(
+    summary: TrainingSummary, healthy: int, short: int, outcome: str
+) -> None:
+    assert verdict(healthy_and_short(healthy, short), [summary]).outcome == outcome
+
+
+def test_the_verdict_on_a_short_training_counts_the_rules_and_says_what_to_do(summary: TrainingSummary) -> None:
+    assert verdict(healthy_and_short(8, 11), [summary]).text == (
+        "Too short to judge: 11 of 27 rules on Distillation (40 steps); train longer (distill.epochs) before you trust "
+        "that nothing was found."
+    )
+
+
+def test_what_is_found_in_a_short_training_comes_first(summary: TrainingSummary) -> None:
+    given = [*healthy_and_short(0, 20), answer("loader_workers", SLOW)]
+    assert verdict(given, [summary]).outcome == "findings"
+
+
+def test_each_of_two_trainings_is_long_enough_or_not_by_itself(summary: TrainingSummary) -> None:
+    other = replace(summary, name="finetune", steps=6)
+    given = [*healthy_and_short(20, 0), *(replace(one, training="finetune") for one in healthy_and_short(5, 15))]
+    told = verdict(given, [other, summary])
+    assert told.outcome == "too_short"
+    assert "15 of 28 rules on Fine-tuning (6 steps); train longer (pretrain.finetune.epochs)" in told.text
+    assert "Distillation" not in told.text
+
+
+def test_a_note_is_advice_and_no_finding(summary: TrainingSummary) -> None:
+    note = answer("recorded_outputs", replace(SLOW, severity="note", saving=Saving(seconds=1000.0, reason="")))
+    told = verdict([*healthy_and_short(20, 0), note], [summary])
+    assert told.outcome == "healthy"
+    assert told.text.endswith("20 rules looked and found nothing, 8 rules could not judge; 1 note below.")
+    assert [one.answer.rule for one in found([note, answer("small", SLOW)])] == ["small", "recorded_outputs"]
+
+
+def test_a_few_recorded_steps_are_too_short_to_judge(evidence: Path) -> None:
+    """A real recording of three steps: no rule finds anything, and most had too little to look at."""
+    recorded = read_evidence(evidence)
+    first = replace(recorded, trainings=recorded.trainings[:1])
+    told = verdict(judged(first, RuleSettings()), [summarize(one) for one in first.trainings])
+    assert told.outcome == "too_short", told
+    assert "rules on Masked autoencoder (3 steps); train longer (pretrain.mae.epochs)" in told.text
 
 
 def test_dollars_are_those_of_the_place_where_the_training_ran(summary: TrainingSummary) -> None:
@@ -94,6 +149,7 @@ def test_answers_are_kept_as_they_are_also_with_infinite_numbers() -> None:
         replace(answer("a", replace(SLOW, numbers={"growth": float("inf")})), dollars=0.25),
         answer("b", Healthy(text="fine")),
         answer("c", NotJudged(reason="turned off")),
+        answer("d", NotJudged(reason="only 6 steps", too_short=True)),
     ]
     assert from_json(to_json(given), "findings.json") == given
 

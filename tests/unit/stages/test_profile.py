@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from html import unescape
@@ -38,7 +39,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-def test_the_report_holds_the_page_and_its_numbers(inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_report_holds_the_page_and_its_numbers(
+    inputs: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     report = profile.run(ProfileSettings(top_operators=2), **inputs, report=tmp_path / "report")
     page = (report.path / "report.html").read_text()
     assert page.startswith("<!doctype html>")
@@ -50,7 +54,11 @@ def test_the_report_holds_the_page_and_its_numbers(inputs: dict[str, Path], tmp_
     assert json.loads((report.path / "bill.json").read_text())["stages"][1]["stage"] == "distill"
     rows = json.loads((report.path / "findings.json").read_text())
     assert {row["training"] for row in rows} == {"distill"}
+    assert report.figures["outcome"] == "too_short"
+    assert report.figures["verdict"].startswith("Too short to judge: ")
     assert report.figures["verdict"] in unescape(page)
+    assert f"profile  {report.figures['verdict']}" in caplog.messages
+    assert "the training was too short for the rule" in page
     figures = report.figures["distill"]
     assert figures["step_ms"] == numbers["distill"]["step_ms"]["p50"] > 0
     assert figures["images_per_second"] == numbers["distill"]["images_per_second"] > 0
@@ -63,7 +71,8 @@ def test_no_training_at_all_still_makes_a_report(inputs: dict[str, Path], tmp_pa
     empty = inputs["pretrain_evidence"]
     report = profile.run(ProfileSettings(), pretrain_evidence=empty, distill_evidence=empty, report=tmp_path / "report")
     assert "Nothing was trained" in (report.path / "report.html").read_text()
-    assert list(report.figures) == ["verdict"]
+    assert list(report.figures) == ["verdict", "outcome"]
+    assert report.figures["outcome"] == "nothing_trained"
 
 
 def test_damaged_evidence_is_refused_before_anything_is_written(inputs: dict[str, Path], tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def build(
         own = [(number, one) for number, one in numbered if one.answer.training == summary.name]
         sections.append(_training(evidence, summary, own, top_operators))
     sections.append(expenses.bill(bill))
-    return html.page("What slows or spoils the training", verdict(answers, summaries), sections)
+    return html.page("What slows or spoils the training", verdict(answers, summaries).text, sections)
 
 
 def facts(summaries: Sequence[TrainingSummary]) -> str:

@@ -15,14 +15,23 @@ from trainer.profiling.summary import TrainingSummary
 def section(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> str:
     """Every answer on every training."""
     findings = found(answers)
+    notes = sum(one.finding.severity == "note" for one in findings)
     known = {summary.name: summary for summary in summaries}
     cards = [card(index + 1, one, known) for index, one in enumerate(findings)]
     healthy = [(one, one.outcome.text) for one in answers if isinstance(one.outcome, Healthy)]
-    unjudged = [(one, one.outcome.reason) for one in answers if isinstance(one.outcome, NotJudged)]
+    short, unjudged = (
+        [
+            (one, one.outcome.reason)
+            for one in answers
+            if isinstance(one.outcome, NotJudged) and one.outcome.too_short == too_short
+        ]
+        for too_short in (True, False)
+    )
     return html.section(
-        f"Findings: {len(findings)}",
+        f"Findings: {len(findings) - notes}" + (f", notes: {notes}" if notes else ""),
         *(cards or [html.paragraph("None.")]),
         _folded("the rule found nothing", "What it saw", healthy),
+        _folded("the training was too short for the rule", "What is missing", short),
         _folded("the rule could not judge", "Why", unjudged),
     )
 

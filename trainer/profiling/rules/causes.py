@@ -55,7 +55,12 @@ def accuracy_noise(case: Case, accuracy: float) -> float:
 
 def setting(case: Case, name: str) -> str:
     """The full name of a setting of this training."""
-    return f"{_SECTIONS.get(case.training.name, case.training.name)}.{name}"
+    return setting_of(case.training.name, name)
+
+
+def setting_of(training: str, name: str) -> str:
+    """As `setting`, by the training's name."""
+    return f"{_SECTIONS.get(training, training)}.{name}"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -47,7 +47,7 @@ class Finding:
     advice: str
     """What to do, naming settings with their values."""
     saving: Saving | None
-    """None where the cure changes what is learned and not how long it takes, or where it can not be told."""
+    """None where the cure changes what is learned and not how long it takes, or where it is not known."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Name of each number that decided, with its unit as a suffix -> its value."""
     window_s: tuple[float, float] | None = None
@@ -66,10 +66,12 @@ class Healthy:
 
 @dataclass(frozen=True, kw_only=True)
 class NotJudged:
-    """The rule can not say."""
+    """The rule cannot say."""
 
     reason: str
     """What is missing."""
+    too_short: bool = False
+    """Whether a longer training would let the rule judge."""
 
 
 Outcome = Finding | Healthy | NotJudged

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
-from tests.unit.profiling.rules.learning import case_of
+from tests.unit.profiling.rules.learning import case_of, looks_at
+from tests.unit.profiling.rules.synthetic import steps_of
+from trainer.config import EvidenceSettings
 from trainer.profiling.rules import RULES, judge
 from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
 from trainer.thresholds import RuleSettings
@@ -41,3 +44,24 @@ def test_nothing_recorded_is_no_finding() -> None:
     empty = case_of(steps={name: values[:0] for name, values in case_of().training.ranks[0].steps.items()})
     for answer in judge(empty):
         assert not isinstance(answer.outcome, Finding), answer.rule.name
+
+
+def short(**given: Any) -> set[str]:
+    """Rules that a longer training would let judge."""
+    return {
+        answer.rule.name
+        for answer in judge(case_of(**given))
+        if isinstance(answer.outcome, NotJudged) and answer.outcome.too_short
+    }
+
+
+def test_a_longer_training_does_not_help_where_a_signal_is_off() -> None:
+    weights = {"exploding_gradients", "vanishing_gradients", "update_ratio", "unchanged_weights"}
+    assert weights <= short(looks=looks_at(1)), "the first step is always looked at"
+    assert not weights & short(looks=looks_at(0)), "looks are turned off"
+    off = EvidenceSettings(operators_steps=0)
+    few = {"steps": steps_of(21)}
+    assert "host_syncs" in short(**few), "the window opens at the 20th step, for three"
+    assert "host_syncs" not in short(**few, settings=off)
+    assert "host_syncs" not in short(), "all 110 steps passed, and yet there is no window"
+    assert not {"stragglers", "batch_size", "low_recorded_mass", "start_up"} & short(**few), "do not apply"

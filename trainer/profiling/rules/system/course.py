@@ -136,7 +136,9 @@ def _memory_growth(case: Case) -> Outcome:
         return NotJudged(reason="no memory was sampled")
     looks = {owner: _levels(rank, name) for owner, name in signals.items()}
     if all(levels is None for levels in looks.values()):
-        return NotJudged(reason=f"fewer than {_FEWEST_SAMPLES} samples of memory were taken in a part of the steps")
+        return NotJudged(
+            reason=f"fewer than {_FEWEST_SAMPLES} samples of memory were taken in a part of the steps", too_short=True
+        )
     for owner, levels in looks.items():
         if levels is not None and _grows_steadily(levels, limit):
             return _leak(rank, owner, levels)
@@ -223,7 +225,7 @@ def _own_overhead(case: Case) -> Outcome:
         return NotJudged(reason="what recording costs was not recorded")
     if record.ended_s < limits.fewest_seconds:
         lasts, needed = duration_text(record.ended_s), duration_text(limits.fewest_seconds)
-        return NotJudged(reason=f"the recording lasts {lasts}; {needed} are needed")
+        return NotJudged(reason=f"the recording lasts {lasts}; {needed} are needed", too_short=True)
     going_on = {name: seconds for name, seconds in record.overhead.items() if name not in _ONCE}
     seconds = sum(going_on.values())
     share = seconds / record.ended_s

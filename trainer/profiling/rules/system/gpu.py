@@ -14,6 +14,7 @@ from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK
 from trainer.profiling.rules.system.processes import COMMUNICATION, LOAD_BALANCE, STRAGGLERS
 from trainer.profiling.rules.system.steps import Steps, usual, within_steps
 from trainer.profiling.rules.system.tracing import is_traced, transfers
+from trainer.profiling.schema import RankRecord
 from trainer.profiling.series import Series
 from trainer.profiling.summary import is_core
 
@@ -51,7 +52,8 @@ def _samples(case: Case) -> _Samples | NotJudged:
     samples = _Samples(rank)
     if len(samples) < FEWEST_SAMPLES:
         return NotJudged(
-            reason=f"only {len(samples)} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed"
+            reason=f"only {len(samples)} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed",
+            too_short=True,
         )
     return samples
 
@@ -154,6 +156,14 @@ def _host_to_device(case: Case) -> Outcome:
     )
 
 
+def _ended_before_a_window(record: RankRecord) -> bool:
+    """Whether a window of torch.profiler was to open, and the training had ended before it could close."""
+    settings = record.settings
+    if not settings.operators_at or not settings.operators_steps:
+        return False
+    return record.steps.count < min(settings.operators_at) + settings.operators_steps
+
+
 def _host_syncs(case: Case) -> Outcome:
     rank, limit = case.training.ranks[0], case.rules.host_syncs.most_per_step
     if rank.record.transfers is not None:
@@ -161,7 +171,8 @@ def _host_syncs(case: Case) -> Outcome:
     table = rank.record.operators
     if table is None:
         return NotJudged(
-            reason=f"no operators were recorded: {rank.record.missing.get('operators', 'no window has closed yet')}"
+            reason=f"no operators were recorded: {rank.record.missing.get('operators', 'no window has closed yet')}",
+            too_short=_ended_before_a_window(rank.record),
         )
     on_gpu = rank.record.device.startswith("cuda")
     if not on_gpu and not rank.tensors.tensors:

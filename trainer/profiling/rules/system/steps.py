@@ -50,7 +50,8 @@ class Steps:
         if len(self) >= FEWEST_STEPS:
             return None
         return NotJudged(
-            reason=f"only {len(self)} steps were measured after the first {IGNORED}; {FEWEST_STEPS} are needed"
+            reason=f"only {len(self)} steps were measured after the first {IGNORED}; {FEWEST_STEPS} are needed",
+            too_short=True,
         )
 
     @property

@@ -90,7 +90,8 @@ def transfers(case: Case, record: TransferRecord) -> Outcome:
     counted[:IGNORED] = False
     if counted.sum() < _FEWEST_COUNTED:
         return NotJudged(
-            reason=f"transfers were counted in only {counted.sum()} steps after the first {IGNORED}; {_FEWEST_COUNTED} are needed"
+            reason=f"transfers were counted in only {counted.sum()} steps after the first {IGNORED}; {_FEWEST_COUNTED} are needed",
+            too_short=True,
         )
     numbers, values = numbers[counted], rank.steps["transfers"][counted]
     share = float(np.mean(values > 0))

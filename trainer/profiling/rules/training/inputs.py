@@ -78,7 +78,7 @@ def _judge_teacher(case: Case) -> Outcome:
         )
     curve = case.training.metrics.get("val_top1")
     if curve is None or not len(curve.values):
-        return NotJudged(reason="the student has not been measured on the validation split yet")
+        return NotJudged(reason="the student has not been measured on the validation split yet", too_short=True)
     student, noise = float(curve.values[-1]), accuracy_noise(case, teacher)
     if student - teacher <= margin + noise:
         return Healthy(text=f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
@@ -169,7 +169,7 @@ def _judge_terms(case: Case) -> Outcome:
     if not terms:
         return NotJudged(reason="only a distillation's loss has terms")
     if min(map(len, terms.values())) < _FEWEST_POINTS:
-        return NotJudged(reason=f"fewer than {_FEWEST_POINTS} points of the loss were recorded")
+        return NotJudged(reason=f"fewer than {_FEWEST_POINTS} points of the loss were recorded", too_short=True)
     if answer := start_unseen(case) or first_cause(case, WEAK_TEACHER) or _rounded_away(settings, terms):
         return answer
     sizes = np.stack([weights[name] * np.abs(values) for name, values in terms.items()])

@@ -47,7 +47,7 @@ _CAUSES = (
 def _judge_fall(case: Case) -> Outcome:
     limits, curve = case.rules.loss_not_falling, case.training.metrics.get("loss")
     if curve is None or len(curve.values) < _POINTS:
-        return NotJudged(reason=f"fewer than {_POINTS} points of the loss were recorded")
+        return NotJudged(reason=f"fewer than {_POINTS} points of the loss were recorded", too_short=True)
     if answer := start_unseen(case) or _too_early(case) or first_cause(case, *_CAUSES):
         return answer
     middles = np.array([np.median(part) for part in np.array_split(curve.values, _POINTS)])
@@ -140,7 +140,8 @@ def _judge_overfitting(case: Case) -> Outcome:
             reason=(
                 f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed "
                 f"({setting(case, 'validate_every_epochs')})"
-            )
+            ),
+            too_short=True,
         )
     best, train = int(losses.values.argmin()), _near(curve, losses)
     lowest, last = float(losses.values[best]), float(losses.values[-1])

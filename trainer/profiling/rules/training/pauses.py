@@ -36,7 +36,7 @@ def hanging(seconds: float, step: int, place: str) -> Finding:
 def _judge_stalled(case: Case) -> Outcome:
     rank, limit = case.training.ranks[0], case.rules.stalled_training.seconds
     if len(rank.steps["step"]) < 2:
-        return NotJudged(reason="fewer than two steps were measured")
+        return NotJudged(reason="fewer than two steps were measured", too_short=True)
     pauses = _pauses(rank)
     worst = int(pauses.argmax())
     if pauses[worst] <= limit:

@@ -34,7 +34,11 @@ def _few(looks: Looks, needed: int) -> NotJudged | None:
     if len(looks) >= needed:
         return None
     return NotJudged(
-        reason=f"{len(looks)} looks at the weights were recorded, and {needed} are needed (evidence.tensors_every, evidence.tensors_budget)"
+        reason=(
+            f"{len(looks)} looks at the weights were recorded, and {needed} are needed "
+            "(evidence.tensors_every, evidence.tensors_budget)"
+        ),
+        too_short=len(looks) > 0,  # the first step is always looked at, unless looks are turned off
     )
 
 
@@ -296,7 +300,9 @@ def _size_of_warm_steps(case: Case, looks: Looks) -> Outcome:
     """Whether the steps near the peak learning rate move the weights."""
     warm = _is_warm(case, looks.steps) & np.isfinite(looks.update_ratios())
     if warm.sum() < _LOOKS:
-        return NotJudged(reason=f"{warm.sum()} looks were at a learning rate near its peak, and {_LOOKS} are needed")
+        return NotJudged(
+            reason=f"{warm.sum()} looks were at a learning rate near its peak, and {_LOOKS} are needed", too_short=True
+        )
     if cause := first_cause(case, VANISHING_GRADIENTS):
         return cause
     ratio, limit = float(looks.update_ratios()[warm].max()), case.rules.update_ratio.smallest

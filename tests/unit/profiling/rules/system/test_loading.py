@@ -131,5 +131,7 @@ def test_what_waiting_costs_is_told() -> None:
 def test_few_steps_are_not_judged() -> None:
     for rule in RULES:
         outcome = rule.judge(case_of(rank_of(steps_of(39, data=50))))
-        assert outcome == NotJudged(reason="only 29 steps were measured after the first 10; 30 are needed")
+        assert outcome == NotJudged(
+            reason="only 29 steps were measured after the first 10; 30 are needed", too_short=True
+        )
         assert isinstance(rule.judge(case_of(rank_of(steps_of(40)))), Healthy)
