@@ -99,8 +99,12 @@ def judged(training: TrainingEvidence, rules: RuleSettings | None = None) -> dic
 
 
 def findings(training: TrainingEvidence, rules: RuleSettings | None = None) -> dict[str, str]:
-    """Name of each rule that finds something -> what."""
-    return {name: outcome.text for name, outcome in judged(training, rules).items() if isinstance(outcome, Finding)}
+    """Name of each rule that finds something -> what; notes are no findings."""
+    return {
+        name: outcome.text
+        for name, outcome in judged(training, rules).items()
+        if isinstance(outcome, Finding) and outcome.severity != "note"
+    }
 
 
 def fired(training: TrainingEvidence, rules: RuleSettings | None = None) -> set[str]:

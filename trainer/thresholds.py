@@ -100,7 +100,11 @@ class StartUp(Thresholds):
     """A long time before the first step."""
 
     largest_minutes: NonNegativeFloat = 20.0
-    """Minutes until the end of the first step."""
+    """Minutes until the end of the first step, in a stage of any length."""
+    share: Fraction = 0.25
+    """Share of its stage's time that a start-up takes, above which it is worth a note."""
+    fewest_seconds: NonNegativeFloat = 30.0
+    """A shorter start-up is never noted: every process has to load torch."""
 
 
 class StepOutliers(Thresholds):
@@ -118,6 +122,13 @@ class HostToDevice(Thresholds):
     """A step that waits for copies to the device."""
 
     share: Fraction = 0.1
+    """Share of the steps' time."""
+
+
+class TeacherShare(Thresholds):
+    """A teacher that takes much of each step, which recorded outputs would save."""
+
+    share: Fraction = 0.25
     """Share of the steps' time."""
 
 
@@ -232,8 +243,12 @@ class StalledTraining(Thresholds):
 
 
 class WeakTeacher(Thresholds):
-    """A teacher that is no better than its student."""
+    """A teacher that hardly knows more than chance, or no more than its student."""
 
+    chance_times: NonNegativeFloat = 3.0
+    """A teacher up to so many times the accuracy of always saying the most frequent class knows next to nothing ..."""
+    headroom: Fraction = 0.25
+    """... unless it has come this share of the way from there to perfection: where one class is frequent, few times are much."""
     margin: Fraction = 0.01
     """By how much, beside two standard errors, the student's validation accuracy may be above its teacher's."""
 
@@ -275,6 +290,8 @@ class RuleSettings(Section):
     """Step outliers."""
     host_to_device: HostToDevice = HostToDevice()
     """Host to device."""
+    teacher_share: TeacherShare = TeacherShare()
+    """Teacher in every step."""
     communication: Communication = Communication()
     """Communication."""
     host_syncs: HostSyncs = HostSyncs()

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from tests.distillations import QUICK, TINY
-from tests.pathologies import before_each, compute, findings, on_rank
+from tests.pathologies import before_each, compute, findings, judged, on_rank
 from trainer import config
 from trainer.data.loader import Views
 from trainer.distillation.objective import DistillObjective
+from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.stages import distill, reinforce
 from trainer.thresholds import OwnOverhead, RuleSettings, StartUp
 from trainer.training import wrapping
@@ -187,3 +188,13 @@ def test_a_healthy_training_from_recorded_outputs_fires_no_rule(patient, recorde
     """Without a teacher's forward pass a larger student keeps loading a small part of the step."""
     student = QUICK["student"] | {"args": TINY | {"patch_size": 4, "embed_dim": 32}}
     assert findings(patient.distil(teacher="recorded", teacher_outputs=recorded, student=student)) == {}
+
+
+def test_a_teacher_that_takes_much_of_each_step_is_noted(patient, recorded):
+    """The small student of these tests computes far less than its teacher; recorded outputs take that out of the steps."""
+    note = judged(patient.distil())["teacher_share"]
+    assert isinstance(note, Finding), note
+    assert note.severity == "note"
+    assert "it pays where there are at least 4 distillations of 8 epochs" in note.advice
+    without = judged(patient.distil(teacher="recorded", teacher_outputs=recorded))["teacher_share"]
+    assert isinstance(without, NotJudged)

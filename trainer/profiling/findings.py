@@ -48,12 +48,19 @@ class Found:
 def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
     """What every rule answers on every training of an evidence artifact."""
     before: Sequence[TrainingEvidence | None] = [None, *evidence.trainings[:-1]]
+    stage_s = sum(map(_seconds_with_startup, evidence.trainings))
     judgements = [
         judgement
         for earlier, training in zip(before, evidence.trainings, strict=False)
-        for judgement in judge(Case(training=training, rules=rules, before=earlier))
+        for judgement in judge(Case(training=training, rules=rules, before=earlier, stage_s=stage_s))
     ]
     return answers(judgements, [summarize(training) for training in evidence.trainings])
+
+
+def _seconds_with_startup(training: TrainingEvidence) -> float:
+    """The recording, and what came before it: the parts of the start-up end with the first step, within the recording."""
+    record = training.ranks[0].record
+    return record.ended_s + max(0.0, sum(record.startup.values()) - (record.first_step_s or 0.0))
 
 
 def answers(judgements: Sequence[Judgement], summaries: Sequence[TrainingSummary]) -> list[Answer]:

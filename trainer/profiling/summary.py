@@ -231,16 +231,23 @@ def phase_seconds(rank: RankEvidence) -> dict[str, Series]:
     return {name: sums[name] for name in order if name in sums and sums[name].any()}
 
 
+def phase_shares(rank: RankEvidence) -> dict[str, float]:
+    """Share of the measured steps' time of each phase."""
+    measured = measured_steps(rank)
+    total = max(float(rank.steps["seconds"][measured].sum()), 1e-12)
+    return {name: float(seconds[measured].sum()) / total for name, seconds in phase_seconds(rank).items()}
+
+
 def _phases(rank: RankEvidence, measured: Rows) -> dict[str, PhaseSummary]:
     total = max(float(rank.steps["seconds"][measured].sum()), 1e-12)
-    summaries = {}
+    summaries, shares = {}, phase_shares(rank)
     for name, seconds in phase_seconds(rank).items():
         distribution = spread(seconds[measured] * 1000)
         if distribution is None:
             continue
         inner = [path for path in rank.ranges if path.startswith(f"{name}/")]
         summaries[name] = PhaseSummary(
-            share=float(seconds[measured].sum()) / total,
+            share=shares[name],
             ms=distribution,
             ranges={path: float(rank.steps[path][measured].sum()) / total for path in inner},
         )

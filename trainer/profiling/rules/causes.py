@@ -33,12 +33,12 @@ def start_unseen(case: Case) -> NotJudged | None:
 def saving_after(case: Case, since_s: float, why: str) -> Saving:
     """What ending the training at a moment saves: the time to its end, which the steps so far foretell while it runs."""
     return Saving(
-        seconds=max(0.0, case.training.ranks[0].record.ended_s - since_s) + _left(case),
+        seconds=max(0.0, case.training.ranks[0].record.ended_s - since_s) + remaining_s(case),
         reason=f"the training's time after that, in which {why}",
     )
 
 
-def _left(case: Case) -> float:
+def remaining_s(case: Case) -> float:
     """Seconds that the steps to come will take, where the training still runs and their number is known."""
     rank = case.training.ranks[0]
     total, done = rank.record.context.total_steps, rank.record.steps.count

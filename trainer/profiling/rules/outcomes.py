@@ -21,6 +21,8 @@ class Case:
     rules: RuleSettings
     before: TrainingEvidence | None = None
     """The training before it in the same stage."""
+    stage_s: float | None = None
+    """From the start of the stage's processes to the end of its last training; none while it runs."""
     live: bool = False
     """Whether the training still runs, and only this process's record is at hand."""
 

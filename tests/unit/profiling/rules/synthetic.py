@@ -114,10 +114,12 @@ def rank_of(
     )
 
 
-def case_of(*ranks: RankEvidence, rules: RuleSettings | None = None, live: bool = False) -> Case:
+def case_of(
+    *ranks: RankEvidence, rules: RuleSettings | None = None, live: bool = False, stage_s: float | None = None
+) -> Case:
     """A training by these processes; by one healthy one where none is given."""
     training = TrainingEvidence(name="distill", ranks=ranks or [rank_of()], metrics={})
-    return Case(training=training, rules=rules or RuleSettings(), live=live)
+    return Case(training=training, rules=rules or RuleSettings(), live=live, stage_s=stage_s)
 
 
 def together(*steps: Mapping[str, np.ndarray], **record: Any) -> list[RankEvidence]:

@@ -15,6 +15,7 @@ from trainer.profiling.rules.system.course import (
 from trainer.profiling.rules.system.gpu import BATCH_SIZE, GPU_UTILIZATION, HOST_SYNCS, HOST_TO_DEVICE
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
 from trainer.profiling.rules.system.processes import COMMUNICATION, LOAD_BALANCE, STRAGGLERS
+from trainer.profiling.rules.system.teacher import TEACHER_SHARE
 
 SYSTEM_RULES: Sequence[Rule] = (
     IO_BOTTLENECK,
@@ -27,6 +28,7 @@ SYSTEM_RULES: Sequence[Rule] = (
     LOAD_BALANCE,
     BATCH_SIZE,
     GPU_UTILIZATION,
+    TEACHER_SHARE,
     MEMORY_GROWTH,
     START_UP,
     RECOMPILATION,

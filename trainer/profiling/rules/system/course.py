@@ -50,7 +50,7 @@ _SIZES: Mapping[str, str] = {"the GPU": "gpu_memory_total_bytes", "the device": 
 
 
 def _start_up(case: Case) -> Outcome:
-    rank, limit_s = case.training.ranks[0], 60 * case.rules.start_up.largest_minutes
+    rank, limits = case.training.ranks[0], case.rules.start_up
     record = rank.record
     if record.first_step_s is None:
         return NotJudged(reason="no step has ended")
@@ -59,23 +59,28 @@ def _start_up(case: Case) -> Outcome:
         return NotJudged(reason="the parts of the start-up were not recorded")
     seconds = sum(parts.values())
     told = ", ".join(f"{name} {duration_text(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
-    if seconds <= limit_s:
-        return Healthy(text=f"The first step ended after {duration_text(seconds)}: {told}.")
+    is_long = seconds > 60 * limits.largest_minutes
+    share = seconds / case.stage_s if case.stage_s else 0.0  # how long a stage takes is known at its end
+    whole = f", {share:.0%} of the stage's {duration_text(case.stage_s)}" if case.stage_s else ""
+    if not is_long and (share <= limits.share or seconds < limits.fewest_seconds):
+        return Healthy(text=f"The first step ended after {duration_text(seconds)}{whole}: {told}.")
     avoidable = {name: parts[name] for name in _AVOIDABLE if parts.get(name)}
     cures = [
         (_ON_XLA if is_traced(rank) else _AVOIDABLE)[name]
         for name in sorted(avoidable, key=lambda name: -avoidable[name])
     ]
     advice = "; ".join(cures) or "look at what the longest part waits for"
+    if not is_long:
+        advice += "; a longer training bears a start-up better"
     return Finding(
-        severity="warning",
+        severity="warning" if is_long else "note",
         confidence=0.9,
-        text=f"The first step ended only after {duration_text(seconds)}: {told}.",
+        text=f"The first step ended only after {duration_text(seconds)}{whole}: {told}.",
         advice=f"{advice[0].upper()}{advice[1:]}.",
         saving=Saving(seconds=sum(avoidable.values()), reason=f"the parts {' and '.join(avoidable)}")
         if avoidable
         else None,
-        numbers={f"{name}_s": part for name, part in parts.items()},
+        numbers={f"{name}_s": part for name, part in parts.items()} | ({"startup_share": share} if share else {}),
         window_s=(0.0, record.first_step_s),
     )
 
@@ -247,8 +252,11 @@ START_UP = Rule(
     name="start_up",
     kind="system",
     title="Start-up",
-    needs="the parts of the start-up",
-    fires="the first step ended later than `largest_minutes` after the process began, or after the end of the training before it",
+    needs="the parts of the start-up; after the training also how long its stage took",
+    fires=(
+        "the first step ended later than `largest_minutes` after the process began, or after the end of the training before it; or, as a "
+        "note, it took more than `share` of its stage's time and at least `fewest_seconds`"
+    ),
     advises="a cache of compiled graphs, inputs near the machine",
     judge=_start_up,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +12,6 @@ from trainer.profiling.rules.causes import accuracy_noise, first_cause, start_un
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
 from trainer.profiling.schema import ContextRecord
 from trainer.profiling.series import Series
-
-_GUESSING = 1.5
-"""A teacher below so many times the accuracy of always saying the most frequent class knows next to nothing."""
-_BETTER = 0.1
-"""One that is better than that by this share of what is lacking to perfection knows something, however frequent that class is."""
 
 
 def _context(case: Case) -> ContextRecord:
@@ -65,25 +61,32 @@ def _judge_teacher(case: Case) -> Outcome:
     settings = _context(case).settings
     if not settings.get("logit_weight") and not settings.get("feature_weight"):
         return NotJudged(reason="no term of the loss compares with a teacher")
-    teacher, margin = _context(case).teacher_val_top1, case.rules.weak_teacher.margin
+    teacher, limits = _context(case).teacher_val_top1, case.rules.weak_teacher
     if teacher is None:
         return NotJudged(
             reason="the teacher's validation accuracy is not known: it was not trained, or not measured, by the stage pretrain"
         )
     guess = _guessing(_context(case))
-    if teacher <= min(_GUESSING * guess, guess + _BETTER * (1 - guess)):
+    near = min(limits.chance_times * guess, guess + limits.headroom * (1 - guess))
+    if teacher <= near:
         return _weak(
-            f"The teacher's validation accuracy is {teacher:.1%}; always saying the most frequent class gives {guess:.1%}.",
+            f"The teacher's validation accuracy, {teacher:.1%}, is near chance: always saying the most frequent class gives {guess:.1%} "
+            f"(limit {near:.1%}).",
             0.95,
+        )
+    chance = accuracy_noise(case, guess) / math.sqrt(2)  # of one accuracy, not of a difference
+    if teacher <= guess + chance:
+        return NotJudged(
+            reason=f"on {_context(case).val_samples} validation images the teacher's accuracy, {teacher:.1%}, may be chance ({guess:.1%})"
         )
     curve = case.training.metrics.get("val_top1")
     if curve is None or not len(curve.values):
         return NotJudged(reason="the student has not been measured on the validation split yet", too_short=True)
-    student, noise = float(curve.values[-1]), accuracy_noise(case, teacher)
-    if student - teacher <= margin + noise:
+    student, margin = float(curve.values[-1]), limits.margin + accuracy_noise(case, teacher)
+    if student - teacher <= margin:
         return Healthy(text=f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
     return _weak(
-        f"The student's validation accuracy, {student:.1%}, is above its teacher's, {teacher:.1%}, by more than {margin + noise:.1%}.",
+        f"The student's validation accuracy, {student:.1%}, is above its teacher's, {teacher:.1%}, by more than {margin:.1%}.",
         0.8,
     )
 
@@ -113,8 +116,8 @@ WEAK_TEACHER = Rule(
     title="Weak teacher",
     needs="The teacher's validation accuracy, which the stage pretrain measures, and the student's.",
     fires=(
-        f"The teacher is hardly better than always saying the most frequent class ({_GUESSING:g} times, or a tenth of the way to "
-        "perfection); or the student's accuracy is above its by more than `margin` and two standard errors."
+        "The teacher is near chance: at most `chance_times` as accurate as always saying the most frequent class, or less than `headroom` "
+        "of the way from there to perfection; or the student's accuracy is above its by more than `margin` and two standard errors."
     ),
     advises="A better teacher, or more weight for the labels.",
     judge=_judge_teacher,

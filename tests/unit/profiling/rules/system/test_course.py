@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of, together
-from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.evidence import Evidence, RankEvidence, TrainingEvidence
+from trainer.profiling.findings import judged
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
 from trainer.profiling.rules.system.course import (
     MEMORY_GROWTH,
@@ -49,6 +51,46 @@ def test_a_start_up_that_no_cache_shortens_saves_nothing_known() -> None:
     found = outcome_of(START_UP, rank_of(startup={"join": 2000.0}))
     assert isinstance(found, Finding)
     assert found.saving is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "stage_s", "kind"),
+    [
+        pytest.param(60.0, 70.0, Finding, id="a minute of seventy seconds"),
+        pytest.param(60.0, 239.0, Finding, id="just above a quarter"),
+        pytest.param(60.0, 241.0, Healthy, id="just below a quarter"),
+        pytest.param(60.0, 86_400.0, Healthy, id="a minute of a day"),
+        pytest.param(29.0, 35.0, Healthy, id="what loading torch takes"),
+        pytest.param(60.0, None, Healthy, id="the stage still runs"),
+    ],
+)
+def test_a_start_up_is_set_against_its_stage(seconds: float, stage_s: float | None, kind: type) -> None:
+    outcome = START_UP.judge(case_of(rank_of(startup={"launch": seconds}), stage_s=stage_s))
+    assert isinstance(outcome, kind)
+    if isinstance(outcome, Finding):
+        assert outcome.severity == "note"
+        assert f"{seconds / (stage_s or 1):.0%} of the stage's" in outcome.text
+        assert outcome.advice.endswith("a longer training bears a start-up better.")
+
+
+def test_a_start_of_more_than_twenty_minutes_is_a_warning_in_a_long_stage_too() -> None:
+    outcome = START_UP.judge(case_of(rank_of(startup={"fetch": 1201.0}), stage_s=86_400.0))
+    assert isinstance(outcome, Finding)
+    assert outcome.severity == "warning"
+
+
+def test_the_stage_of_a_training_is_all_its_trainings_with_their_start_ups() -> None:
+    """A minute before the first training is half of it, and a tenth of the stage."""
+    first = rank_of(name="mae", startup={"launch": 60.0, "first_step": 1.0}, first_step_s=1.0, ended_s=60.0)
+    second = rank_of(name="finetune", startup={"preparation": 10.0}, ended_s=470.0, began_unix=100.0)
+    trainings = [TrainingEvidence(name=one.record.name, ranks=[one], metrics={}) for one in (first, second)]
+
+    def noted(*given: TrainingEvidence) -> bool:
+        answers = judged(Evidence(path=Path(), fingerprint="", trainings=given), RuleSettings())
+        return any(one.rule == "start_up" and isinstance(one.outcome, Finding) for one in answers)
+
+    assert noted(trainings[0])
+    assert not noted(*trainings)
 
 
 def test_a_start_up_that_was_not_recorded_is_not_judged() -> None:

@@ -49,8 +49,10 @@ def teacher(
 @pytest.mark.parametrize(
     ("top1", "student", "images", "kind"),
     [
-        pytest.param(0.30, None, None, Finding, id="guesses, told before the student is measured"),
-        pytest.param(0.33, 0.30, None, Healthy, id="knows something"),
+        pytest.param(0.43, None, None, Finding, id="near chance, said before the student is measured"),
+        pytest.param(0.45, 0.40, None, Healthy, id="knows something"),
+        pytest.param(0.45, 0.40, 12, NotJudged, id="so few images that it may be chance"),
+        pytest.param(0.45, 0.40, 25, Healthy, id="enough images to tell it from chance"),
         pytest.param(0.80, 0.805, None, Healthy, id="as good as its student"),
         pytest.param(0.80, 0.815, None, Finding, id="worse than its student"),
         pytest.param(0.80, 0.815, 1000, Healthy, id="worse within the noise"),
@@ -61,6 +63,18 @@ def teacher(
 )
 def test_weak_teacher(top1: float | None, student: float | None, images: int | None, kind: type) -> None:
     assert isinstance(teacher(top1, student, images=images), kind)
+
+
+@pytest.mark.parametrize(("top1", "fires"), [(0.29, True), (0.31, False)])
+def test_a_teacher_of_ten_classes_within_three_times_chance(top1: float, fires: bool) -> None:
+    ten = {f"digit {number}": 100 for number in range(10)}
+    outcome = teacher(top1, 0.25, images=188, classes=ten)
+    assert isinstance(outcome, Finding if fires else Healthy)
+    if isinstance(outcome, Finding):
+        assert outcome.text == (
+            "The teacher's validation accuracy, 29.0%, is near chance: always saying the most frequent class gives 10.0% (limit 30.0%)."
+        )
+        assert "pretrain.finetune.epochs" in outcome.advice
 
 
 def test_a_good_teacher_of_uneven_classes_is_no_guesser() -> None:

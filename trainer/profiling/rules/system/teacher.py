@@ -1,0 +1,79 @@
+"""The rule on the teacher's part of a distillation's steps, which recorded outputs take out of them."""
+
+from __future__ import annotations
+
+from trainer.config import ReinforceSettings
+from trainer.profiling import words
+from trainer.profiling.rules.causes import remaining_s
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
+from trainer.profiling.rules.system.steps import Steps
+from trainer.profiling.rules.system.tracing import is_traced
+from trainer.profiling.summary import phase_shares
+
+_PHASE = "teacher_forward"
+_VIEWS = ReinforceSettings().views
+"""Passes over the training images that a recording takes, unless `reinforce.views` says otherwise."""
+
+
+def _teacher_share(case: Case) -> Outcome:
+    steps, limit = Steps(case), case.rules.teacher_share.share
+    rank, settings = steps.ranks[0], steps.record.context.settings
+    if settings.get("teacher") != "online" or _PHASE not in rank.ranges:
+        return NotJudged(reason="no teacher runs in the steps")
+    if is_traced(rank):
+        return NotJudged(reason="on XLA a step is one graph, in which the teacher's part is not seen")
+    if steps.too_few:
+        return steps.too_few
+    share = phase_shares(rank).get(_PHASE, 0.0)
+    told = f"The teacher's forward pass takes {words.percent(share)} of a step"
+    if share <= limit:
+        return Healthy(text=f"{told}.")
+    epochs = int(settings["epochs"])
+    seconds = share * (steps.total_s + remaining_s(case))
+    return Finding(
+        severity="note",
+        confidence=0.7,
+        text=(
+            f"{told}: from recorded outputs a step would be up to {1 / (1 - share):.2g} times as fast. To record them the teacher "
+            f"sees each image reinforce.views times ({_VIEWS} by default), once for all distillations; in this one it sees each image "
+            f"{epochs} times, once an epoch."
+        ),
+        advice=(
+            f"Set distill.teacher=recorded{' and reinforce.features=true' if settings.get('feature_weight') else ''}: "
+            f"{_when_it_pays(epochs)}. The student then sees each image in these views only."
+        ),
+        saving=_saving(seconds, epochs),
+        numbers={"teacher_share": share, "teacher_s": seconds},
+        steps=steps.span,
+    )
+
+
+def _when_it_pays(epochs: int) -> str:
+    if epochs > _VIEWS:
+        return f"it pays in one distillation already, because {epochs} epochs are more than {_VIEWS} views"
+    distillations = _VIEWS // epochs + 1
+    return f"it pays where there are at least {distillations} distillations of {epochs} epochs, or with reinforce.views below {epochs}"
+
+
+def _saving(seconds: float, epochs: int) -> Saving | None:
+    """What one distillation saves, the recording taken off; none where that takes as long as the teacher in its steps."""
+    if epochs <= _VIEWS:
+        return None
+    return Saving(
+        seconds=seconds * (1 - _VIEWS / epochs),
+        reason=f"the teacher's time in the steps, less that of {_VIEWS} views in place of {epochs} epochs; the next distillation saves all",
+    )
+
+
+TEACHER_SHARE = Rule(
+    name="teacher_share",
+    kind="system",
+    title="Teacher in every step",
+    needs="phase `teacher_forward` of the steps",
+    fires=(
+        "the teacher's forward pass takes more than `share` of the steps' time; this is a note, which spoils no verdict. The saving is the "
+        "teacher's time less that of recording its outputs; there is none where the epochs are not more than the views"
+    ),
+    advises="recorded outputs, and when they pay",
+    judge=_teacher_share,
+)
