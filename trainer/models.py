@@ -68,20 +68,19 @@ class ModelCard:
     """Whose weights its training began with; none where it began from scratch."""
 
 
-class Classifier(nn.Module):
-    """A network with its preprocessing: raw images to logits."""
+class Preprocessing(nn.Module):
+    """Raw images to what a network takes; a module, so that its statistics go wherever a model that holds it goes."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, network: nn.Module, card: ModelCard) -> None:
+    def __init__(self, card: ModelCard) -> None:
         super().__init__()
-        self.network = network
-        self.card = card
+        self._size = card.image_size
         self.register_buffer("mean", torch.tensor(card.mean).view(1, 3, 1, 1) * 255, persistent=False)
         self.register_buffer("std", torch.tensor(card.std).view(1, 3, 1, 1) * 255, persistent=False)
 
-    def preprocess(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Resize and normalise.
 
         Args:
@@ -91,10 +90,20 @@ class Classifier(nn.Module):
             float32 [B, 3, image_size, image_size].
         """
         pixels = images.float()
-        size = self.card.image_size
-        if images.shape[-2:] != (size, size):
-            pixels = F.interpolate(pixels, size=(size, size), mode="bilinear", antialias=True, align_corners=False)
+        size = (self._size, self._size)
+        if images.shape[-2:] != size:
+            pixels = F.interpolate(pixels, size=size, mode="bilinear", antialias=True, align_corners=False)
         return (pixels - self.mean) / self.std
+
+
+class Classifier(nn.Module):
+    """A network with its preprocessing: raw images to logits."""
+
+    def __init__(self, network: nn.Module, card: ModelCard) -> None:
+        super().__init__()
+        self.network = network
+        self.card = card
+        self.preprocess = Preprocessing(card)
 
     def forward(self, images: Tensor) -> Tensor:
         """Raw images [B, 3, H, W] (0..255) to logits [B, K]."""

@@ -24,7 +24,7 @@ from trainer import artifacts, config, models
 from trainer.data.dataset import Split
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError, TrainingError
-from trainer.models import Classifier
+from trainer.models import Preprocessing
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import prepare, pretrain, reinforce
 from trainer.thresholds import RuleSettings, StalledTraining
@@ -93,8 +93,8 @@ def scaled_loss(factor):
 @contextmanager
 def blind():
     """Every image is the same to the models."""
-    preprocess = Classifier.preprocess
-    with patch.object(Classifier, "preprocess", lambda model, images: 0 * preprocess(model, images)):
+    preprocess = Preprocessing.forward
+    with patch.object(Preprocessing, "forward", lambda module, images: 0 * preprocess(module, images)):
         yield
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer.config import MaeSettings
 from trainer.data.batch import Batch
 from trainer.data.randomness import uniform
+from trainer.data.sending import send
 from trainer.errors import ModelError
 from trainer.models import Classifier
 from trainer.profiling.timeline import Timeline
@@ -44,7 +45,7 @@ class MaskedAutoencoder(nn.Module):
                 f"pretrain.mae needs a timm VisionTransformer, and {classifier.card.architecture} is a {type(network).__name__}; "
                 "choose a vit_* teacher or switch it off with pretrain.mae.epochs=0"
             )
-        self._preprocess = classifier.preprocess
+        self.preprocess = classifier.preprocess
         self.encoder = network
         self.patch_size = int(network.patch_embed.patch_size[0])
         self.visible = max(1, round(network.patch_embed.num_patches * (1 - settings.mask_ratio)))
@@ -77,7 +78,7 @@ class MaskedAutoencoder(nn.Module):
         Returns:
             Loss (a scalar): mean squared error over the hidden patches; predicted patches [B, N, p x p x 3]; mask [B, N], 1 where hidden.
         """
-        pixels = self._preprocess(images)
+        pixels = self.preprocess(images)
         shuffle = noise.argsort(1)
         restore = shuffle.argsort(1)
         encoded = self._encode(pixels, shuffle[:, : self.visible])
@@ -129,15 +130,15 @@ class MaeObjective:
         """The reconstruction loss of a batch."""
         noise = self._noise(batch)
         with timeline.range("forward"):
-            loss, _, _ = model(batch.images, noise.to(batch.images.device, non_blocking=True))
+            loss, _, _ = model(batch.images, noise)
         return {"loss": loss}
 
     def show(self, batch: Batch) -> None:
         """A forward pass of the autoencoder alone, of the patches that its mask leaves."""
-        self.model(batch.images, self._noise(batch).to(batch.images.device, non_blocking=True))
+        self.model(batch.images, self._noise(batch))
 
     def _noise(self, batch: Batch) -> Tensor:
-        return draw_noise(batch.keys, batch.numbers, self._patches, seed=self._seed)
+        return send(draw_noise(batch.keys, batch.numbers, self._patches, seed=self._seed), batch.images.device)
 
     def release(self) -> None:
         """Let the head be trained again."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainer.data.sending import send
+
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 """Shares of red, green and blue in grey (ITU-R BT.601)."""
 
@@ -26,7 +28,7 @@ def adjust_colour(views: Tensor, factors: Tensor) -> Tensor:
     Returns:
         uint8 [B, 3, V, V].
     """
-    brightness, contrast, saturation = factors.to(views.device, non_blocking=True).view(-1, 3, 1, 1, 1).unbind(1)
+    brightness, contrast, saturation = send(factors, views.device).view(-1, 3, 1, 1, 1).unbind(1)
     pixels = views.float()
     gain = brightness * contrast
     grey = _grey(pixels) * ((1 - saturation) * gain)

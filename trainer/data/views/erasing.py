@@ -5,8 +5,10 @@ Shapes: B views, V x V pixels.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from trainer.data.sending import send
 from trainer.data.views.colour import channel_means, levels
 
 
@@ -22,8 +24,13 @@ def erase(views: Tensor, boxes: Tensor) -> Tensor:
     """
     rows = (boxes[:, 2] > boxes[:, 0]).nonzero().squeeze(1)
     if len(rows):
-        means = levels(channel_means(views.index_select(0, rows.to(views.device, non_blocking=True))))
-        edges = (boxes[rows] * views.shape[-1]).round().long().tolist()
-        for row, (left, top, right, bottom), mean in zip(rows.tolist(), edges, means, strict=True):
-            views[row, :, top:bottom, left:right] = mean
+        size = views.shape[-1]
+        edges = send((boxes[rows] * size).round(), views.device)
+        left, top, right, bottom = edges.view(-1, 4, 1).unbind(1)
+        place = torch.arange(size, device=views.device)
+        columns, lines = (place >= left) & (place < right), (place >= top) & (place < bottom)
+        inside = (lines.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)  # [rows, 1, V, V]
+        on_device = send(rows, views.device)
+        chosen = views.index_select(0, on_device)
+        views.index_copy_(0, on_device, torch.where(inside, levels(channel_means(chosen)), chosen))
     return views

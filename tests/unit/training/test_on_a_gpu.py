@@ -1,0 +1,163 @@
+"""Whole stages on a GPU, as far as a machine without one can tell: what is where, how it came there, and on which stream."""
+
+import gc
+import types
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distillations import QUICK, TINY
+from tests.stand_ins.gpu import DEVICE, Gpu
+from trainer import config, models
+from trainer.config import DistillSettings, MaeSettings, ModelSettings, PretrainSettings, ReinforceSettings
+from trainer.distillation.objective import DistillObjective
+from trainer.distillation.student import ProjectedStudent
+from trainer.distillation.teacher import FrozenTeacher
+from trainer.pretraining.finetuning import FinetuneObjective
+from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
+from trainer.stages import distill, pretrain, reinforce
+from trainer.training import processes
+from trainer.training.devices import HOST
+
+VIEWS = {
+    "min_scale": 0.5,
+    "color_jitter": 0.3,
+    "randaugment_operations": 2,
+    "erasing": 0.5,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+}
+TWO_STEPS = {
+    **{name: QUICK[name] for name in ("epochs", "warmup_epochs", "log_every", "evidence")},
+    "batch_size": 640,
+    "ema_decay": 0.9,
+    "views": VIEWS,
+}
+MODEL = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"depth": 1}}
+IN_THE_MAIN_PROCESS = {"seed": 0, "workers": 0}
+NOT_IN_A_STEP = {
+    "loop.py:__init__",  # the model
+    "teacher.py:__init__",
+    "tensors.py:__init__",  # what looks at the weights
+    "validation.py:_measure",
+    "pretrain.py:pretrain",  # the picture at the end
+    "reconstructions.py:draw_reconstructions",
+}
+"""Where tensors may come to the GPU from pageable memory."""
+WAITS = {
+    "copy to the host in models.py:with_labels",
+    "copy to the host in models.py:<dictcomp>",  # the model is saved
+    "copy to the host in loop.py:_check_finite",  # of a checkpoint
+    "copy to the host in reconstructions.py:_png",
+    "a number to the host in models.py:linear_head",
+}
+"""Where the host may wait."""
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that every process finds; in no step is the host made to wait for it."""
+    monkeypatch.setattr(processes, "choose_device", lambda *_: DEVICE)
+    with Gpu() as gpu:
+        yield gpu
+    assert any(copy.pinned for copy in gpu.copies)
+    assert {copy.place for copy in gpu.copies if not (copy.pinned and copy.non_blocking)} <= NOT_IN_A_STEP
+    assert set(gpu.waits) <= WAITS
+
+
+def places(directory, *names):
+    return {name: str(directory / name) for name in names}
+
+
+def test_pretraining_and_finetuning(digits, tmp_path, gpu):
+    autoencoder = {"decoder_dim": 16, "decoder_depth": 1, "decoder_heads": 2, "accumulation": 2}
+    settings = {
+        **IN_THE_MAIN_PROCESS,
+        "teacher": MODEL,
+        "mae": TWO_STEPS | autoencoder,
+        "finetune": TWO_STEPS | {"layer_decay": 0.7, "drop_path": 0.1},
+    }
+    pretrain.run(config.validate(PretrainSettings, settings), dataset=digits, **places(tmp_path, "teacher", "evidence"))
+
+
+@pytest.mark.parametrize("loss", [{"logit_loss": "kl", "feature_weight": 0.5}, {"logit_loss": "dist"}])
+def test_distilling_from_a_teacher_that_is_online(digits, teacher, tmp_path, gpu, loss):
+    settings = config.validate(DistillSettings, TWO_STEPS | IN_THE_MAIN_PROCESS | loss | {"student": MODEL})
+    distill.run(settings, dataset=digits, teacher=teacher, **places(tmp_path, "student", "evidence"))
+
+
+def test_recording_and_distilling_from_the_records(digits, teacher, tmp_path, gpu):
+    recording = {"features": True, "top_k": 4, "views": 1, "view_size": 16, "augmentation": VIEWS}
+    distillation = {"teacher": "recorded", "student": MODEL, "feature_weight": 0.5}
+    outputs = places(tmp_path, "teacher_outputs")
+    reinforce.run(
+        config.validate(ReinforceSettings, IN_THE_MAIN_PROCESS | recording), dataset=digits, teacher=teacher, **outputs
+    )
+    distill.run(
+        config.validate(DistillSettings, TWO_STEPS | IN_THE_MAIN_PROCESS | distillation),
+        dataset=digits,
+        teacher=teacher,
+        **places(tmp_path, "student", "evidence"),
+        **outputs,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an objective holds
+
+
+def classifier():
+    return models.create(ModelSettings.model_validate(MODEL), ["a", "b", "c"])
+
+
+def masked_autoencoder():
+    settings = MaeSettings(decoder_dim=16, decoder_depth=1, decoder_heads=2)
+    return MaeObjective(MaskedAutoencoder(classifier(), settings), seed=0)
+
+
+def distillation(*, online, **settings):
+    student = ProjectedStudent(classifier(), 16) if settings.get("feature_weight") else classifier()
+    teacher = FrozenTeacher(classifier(), HOST, precision="bf16", features=True) if online else None
+    return DistillObjective(student, teacher, config.validate(DistillSettings, settings))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        masked_autoencoder,
+        lambda: FinetuneObjective(classifier(), label_smoothing=0.1),
+        partial(distillation, online=True),
+        partial(distillation, online=True, feature_weight=0.5, logit_loss="dkd"),
+        partial(distillation, online=False, teacher="recorded", feature_weight=0.5),
+    ],
+    ids=["mae", "finetune", "online", "features", "recorded"],
+)
+def test_whatever_an_objective_holds_goes_where_its_models_go(make):
+    objective = make()
+    held = tensors_of(objective)
+    assert len(held) > 10
+    objective.model.to("meta")
+    if getattr(objective, "_teacher", None) is not None:
+        objective._teacher._model.to("meta")
+    assert [tuple(tensor.shape) for tensor in tensors_of(objective) if not tensor.is_meta] == []
+
+
+def reachable(root):
+    """All objects of a program that an object leads to, through attributes, collections, closures and bound methods."""
+    found, left = {}, [root]
+    while left:
+        thing = left.pop()
+        if id(thing) in found or isinstance(thing, (type, types.ModuleType, str, bytes, int, float, torch.dtype)):
+            continue
+        found[id(thing)] = thing
+        if isinstance(thing, types.FunctionType):
+            left += [cell.cell_contents for cell in thing.__closure__ or ()]
+        elif not isinstance(thing, Tensor):
+            left += gc.get_referents(thing)
+    return list(found.values())
+
+
+def tensors_of(objective):
+    return [thing for thing in reachable(objective) if isinstance(thing, Tensor)]
