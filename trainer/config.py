@@ -182,7 +182,7 @@ class TrainingSettings(Section):
     """Passes over the training images; 0 switches this part off."""
     batch_size: Annotated[int, Field(ge=2)] = 1024
     """Images an optimiser step, over all processes and accumulated micro-batches; where these can not share it evenly they differ by one
-    image, and the gradient is still the mean over all."""
+    image, and the gradient is still the mean over all. At most the number of images to train on; a larger one is clamped to it."""
     accumulation: Positive = 1
     """Micro-batches an optimiser step on each process; more of them need less memory."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 5e-4
@@ -225,6 +225,24 @@ class TrainingSettings(Section):
     def peak_learning_rate(self) -> float:
         """The learning rate after warm-up: `base_learning_rate` x `batch_size` / 256."""
         return self.base_learning_rate * self.batch_size / 256
+
+    def for_images(self, images: int, parts: int = 1) -> Self:
+        """These settings with a batch that so many images can fill, since a step sees no image twice.
+
+        Args:
+            images: how many there are to train on.
+            parts: of which a clamped batch is a multiple, unless there are fewer images than parts.
+        """
+        if self.batch_size <= images:
+            return self
+        return self.model_copy(update={"batch_size": images - images % parts or images})
+
+    def clamp_warning(self, section: str, images: int, fitted: Self) -> str:
+        """What `for_images` has changed of `section`, as a line for the log."""
+        return (
+            f"{section}.batch_size = {self.batch_size} is larger than the {images} images to train on, and a step sees none of them twice; "
+            f"it becomes {fitted.batch_size}, and the learning rate is scaled for that"
+        )
 
 
 class MaeSettings(TrainingSettings):

@@ -238,21 +238,3 @@ def test_a_reader_that_leaves_early_is_no_error(monkeypatch):
     with open("/dev/null", "w") as spare:  # noqa: PTH123  # a file to close in the place of the terminal
         monkeypatch.setattr(sys, "stdout", Gone())
         assert cli.main(["recipes"]) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "outputs", "changes", "training"),
-    [
-        ("distill", ("student", "evidence"), ["distill.batch_size=2000"], "distill"),
-        ("pretrain", ("teacher", "evidence"), ["pretrain.mae.batch_size=2000"], "mae"),
-        ("pretrain", ("teacher", "evidence"), ["pretrain.finetune.batch_size=2000"], "finetune"),
-    ],
-)
-def test_a_step_of_more_images_than_there_are(capsys, digits, teacher, tmp_path, stage, outputs, changes, training):
-    """Said before a long pretraining, too."""
-    inputs = ["--dataset", digits, *(["--teacher", teacher] if stage == "distill" else [])]
-    places = [text for name in outputs for text in (f"--{name}", tmp_path / name)]
-    pattern = rf"batch_size = 2000 of {training}, but there are \d+ images to train on"
-    assert_message(capsys, pattern, "stage", stage, "--recipe", "digits", "--set", *changes, *inputs, *places)
-    assert not list(tmp_path.glob("checkpoints/*"))

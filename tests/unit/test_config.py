@@ -230,3 +230,17 @@ def test_a_setting_with_alternatives_is_explained_in_one_message(override, messa
 def test_as_many_logits_are_recorded_as_the_distillation_needs(overrides, top_k, kept):
     settings = config.resolve("", overrides).reinforce
     assert (settings.top_k, settings.logits(81)) == (top_k, kept)
+
+
+def test_a_batch_is_clamped_to_the_images_that_there_are_and_the_learning_rate_follows_it():
+    given = config.resolve("digits", "distill.batch_size=1024 distill.base_learning_rate=0.001").distill
+    assert given.for_images(1024) is given
+    fitted = given.for_images(640)
+    assert fitted == given.model_copy(update={"batch_size": 640})
+    assert fitted.peak_learning_rate() == pytest.approx(0.0025)
+    assert given.for_images(643, parts=4).batch_size == 640
+    assert given.for_images(3, parts=4).batch_size == 3
+    assert given.clamp_warning("distill", 640, fitted) == (
+        "distill.batch_size = 1024 is larger than the 640 images to train on, and a step sees none of them twice; it becomes 640, and the "
+        "learning rate is scaled for that"
+    )

@@ -298,7 +298,7 @@ def micro_batch_size(settings: TrainingSettings, world_size: int) -> int:
     if settings.batch_size < parts:
         raise SettingsError(
             f"batch_size = {settings.batch_size} can not be dealt to {world_size} processes x {settings.accumulation} micro-batches, "
-            f"for each needs an image; choose {parts} or more, or fewer processes"
+            f"for each needs an image; choose {parts} or more, or less accumulation or fewer processes"
         )
     return -(-settings.batch_size // parts)
 

@@ -17,7 +17,6 @@ from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.pretraining.reconstructions import draw_reconstructions
 from trainer.profiling.startup import Startup
-from trainer.training.loop import check_images
 from trainer.training.session import Session, open_session
 
 RECONSTRUCTIONS = "mae/reconstructions.png"
@@ -35,14 +34,12 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
         evidence: output, what the trainings recorded of themselves.
 
     Raises:
-        SettingsError: there are neither weights nor labels to learn from, or fewer images than in a step.
+        SettingsError: there are neither weights nor labels to learn from.
         TrainerError: as the parts that it calls.
     """
     startup = Startup()
     with startup.part("fetch"):
         data = open_dataset(dataset)
-        if settings.finetune.epochs:  # before the long pretraining
-            check_images("finetune", settings.finetune, len(data.split("train")))
         model, parents = start(settings, data)
     with open_session(
         "pretrain", settings, data, parents=parents, model=teacher, evidence=evidence, startup=startup

@@ -31,7 +31,7 @@ from trainer.models import Classifier
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, reinforce
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
-from trainer.training.loop import Training
+from trainer.training.loop import Training, fit_batch
 from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
 from trainer.training.validation import validate
@@ -245,6 +245,7 @@ def open_subject(
     student = models.create(settings.student, data.classes, drop_path=settings.drop_path)
     model = distill.load_teacher(teacher, data) if settings.needs_teacher else None
     samples = distill.open_samples(settings, data)
+    settings = fit_batch("distill", settings, len(samples), processes)
     ready_s = sum(startup.until(time.time()).values())
     recording, hindrance = None, "no loss compares with the teacher"
     takes = RecordingTime(teacher_s=0.0, recording_s=0.0)

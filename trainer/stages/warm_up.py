@@ -204,7 +204,8 @@ def _steps(settings: TrainingSettings) -> int:
 
 def _few(settings: Part, data: PreparedDataset) -> Part:
     """The training with few steps, the last of which is followed by a validation, and by a checkpoint where it writes any."""
-    epochs = math.ceil(_steps(settings) * settings.batch_size / len(data.split("train")))
+    images = len(data.split("train"))
+    epochs = math.ceil(_steps(settings) * settings.for_images(images).batch_size / images)
     quiet = settings.evidence.model_copy(update={"operators_steps": 0})
     return settings.model_copy(update={"epochs": min(epochs, settings.epochs), "evidence": quiet})
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Generator, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,8 @@ from trainer.training.sharding import RowSharded
 from trainer.training.wrapping import Exchange, wrap
 
 logger = logging.getLogger(__name__)
+
+Fitted = TypeVar("Fitted", bound=TrainingSettings)
 
 Losses = dict[str, Tensor]
 """Named scalar losses; `loss` is the one that is minimised."""
@@ -240,22 +242,20 @@ def _report(training: Training, recorder: Recorder, tracker: Tracker, first_step
     )
 
 
-def check_images(name: str, settings: TrainingSettings, samples: int) -> None:
-    """Make sure that there are images enough for a step.
+def fit_batch(section: str, settings: Fitted, images: int, processes: Processes) -> Fitted:
+    """The settings with a batch that the images can fill; a larger one is clamped, with a warning.
 
     Args:
-        name: of the training.
-        settings: of the training.
-        samples: it has to train on.
-
-    Raises:
-        SettingsError: a step would see an image twice.
+        section: full name of the settings.
+        settings: of a training.
+        images: how many it has to train on.
+        processes: that share a step.
     """
-    if settings.batch_size > samples:
-        raise SettingsError(
-            f"batch_size = {settings.batch_size} of {name}, but there are {samples} images to train on, and a step sees none of them "
-            f"twice; choose {samples} at most"
-        )
+    parts = processes.world_size * settings.accumulation if processes.device.traces else 1
+    fitted = settings.for_images(images, parts)
+    if fitted is not settings and processes.is_first:
+        logger.warning(settings.clamp_warning(section, images, fitted))
+    return fitted
 
 
 def check_batch(settings: TrainingSettings, processes: Processes) -> None:
@@ -278,7 +278,6 @@ class Loop:
     def __init__(self, training: Training) -> None:
         settings, processes = training.settings, training.processes
         self._training, self._settings, self._processes = training, settings, processes
-        check_images(training.name, settings, len(training.samples))
         check_batch(settings, processes)
         self._model = training.objective.model.to(processes.device.torch_device).train()
         with processes.waiting("the comparison of the models"):

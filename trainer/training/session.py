@@ -34,7 +34,7 @@ from trainer.profiling.startup import Startup
 from trainer.tracking import Tracker
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared
 from trainer.training.checkpoints.compatibility import compatible
-from trainer.training.loop import Objective, Training, train
+from trainer.training.loop import Objective, Training, fit_batch, train
 from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
 from trainer.training.validation import Ends, validate
@@ -66,6 +66,8 @@ class Session:
     checkpoint_root: str
     startup: Startup
     watch: WatchSettings
+    _fitted: dict[str, Any] = field(default_factory=dict)
+    """What replaces values of the section because the images were fewer than a batch: a training with that batch is the same one."""
     _trainings: list[Checkpoints] = field(default_factory=list)
     _measured: dict[str, float] = field(default_factory=dict)
     """What the last validation measured."""
@@ -101,10 +103,11 @@ class Session:
         Raises:
             TrainerError: as it ended; what was recorded is kept and its place named.
         """
+        settings = self._fit(name, settings, len(samples))
         checkpoints = Checkpoints(
             self.checkpoint_root,
             name,
-            settings=self.values,
+            settings={**self.values, **self._fitted},
             parents=self.parents,
             section=SECTION_OF_STAGE[self.stage],
             keep=settings.checkpoint_keep,
@@ -145,6 +148,15 @@ class Session:
         recorder.write(self.evidence.path)
         self.startup.begin_again()
         return trained
+
+    def _fit(self, name: str, settings: TrainingSettings, images: int) -> TrainingSettings:
+        """The settings with a batch that the images can fill."""
+        nested = name != self.stage
+        fitted = fit_batch(f"{self.stage}.{name}" if nested else name, settings, images, self.processes)
+        if fitted is not settings:
+            batch = {"batch_size": fitted.batch_size}
+            self._fitted.update({name: self.values[name] | batch} if nested else batch)
+        return fitted
 
     @contextmanager
     def _evidence_kept(self, recorder: Recorder, uri: str) -> Iterator[None]:

@@ -364,7 +364,7 @@ def test_a_set_without_images_is_refused():
 
 def test_a_batch_with_fewer_images_than_micro_batches_is_refused_with_the_next_move():
     with pytest.raises(
-        SettingsError, match=r"batch_size = 5 .* 3 processes x 2 .* choose 6 or more, or fewer processes"
+        SettingsError, match=r"batch_size = 5 .* 3 processes x 2 .* choose 6 or more, or less accumulation"
     ):
         micro_batch_size(TrainingSettings(batch_size=5, accumulation=2), 3)
 

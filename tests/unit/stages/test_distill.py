@@ -156,6 +156,24 @@ def test_an_interrupted_distillation_goes_on_with_other_workers_but_not_with_ano
     assert len(distilled("interrupted", checkpoint_every=5, log_every=1, workers=1).curves()["loss"]) == 4
 
 
+def test_a_batch_larger_than_the_data_is_clamped_and_is_the_same_training(distilled, monkeypatch, caplog):
+    monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
+    settings = {"epochs": 3, "checkpoint_every": 2}
+    interrupt(distilled, monkeypatch, batch_size=5000, **settings)
+    (said,) = [text for text in caplog.messages if "images to train on" in text]
+    assert said.startswith("distill.batch_size = 5000 is larger than the 1020 images to train on")
+    caplog.clear()
+    (training,) = read_evidence(distilled("interrupted", batch_size=1020, **settings).evidence).trainings
+    assert "images to train on" not in caplog.text
+    assert len(training.metrics["loss"].values) == 1, "it goes on after the second of three steps"
+    (clamped,) = read_evidence(distilled("clamped", batch_size=5000, **settings).evidence).trainings
+    (given,) = read_evidence(distilled("given", batch_size=1020, **settings).evidence).trainings
+    for name in ("loss", "learning_rate"):
+        assert list(clamped.metrics[name].values) == list(given.metrics[name].values)
+    assert clamped.ranks[0].record.context.settings["batch_size"] == 1020
+    assert clamped.ranks[0].record.context.total_steps == clamped.ranks[0].record.steps.count == 3
+
+
 def test_weights_that_an_update_has_spoilt_are_not_kept(distilled, monkeypatch, tmp_path):
     monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
     update = Loop._update

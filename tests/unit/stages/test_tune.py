@@ -156,6 +156,15 @@ def test_a_distillation_that_can_not_learn_from_its_recorded_outputs_is_refused(
         tuned({"teacher": "recorded", "feature_weight": 1.0})
 
 
+def test_a_batch_larger_than_the_data_is_clamped_for_all_trials_and_the_forecast(tuned, caplog):
+    made = tuned({"batch_size": 5000, "epochs": 3}, minutes=0.01)
+    assert sum("distill.batch_size = 5000 is larger than the 1020 images" in line for line in caplog.messages) == 1
+    assert made.given["batch_size"] == made.measurement.batch_size == 1020
+    assert {tried.trial.candidate.batch_size for tried in made.tried} == {1020}
+    assert made.work.steps == 3
+    assert made.untried["batch_size=2040"] == "more than 1020 is not allowed: there are no more images to train on"
+
+
 def test_a_batch_that_can_not_be_dealt_is_refused(tuned):
     with pytest.raises(SettingsError, match=r"batch_size = 3 can not be dealt to 1 processes x 4 micro-batches"):
         tuned({"batch_size": 3, "accumulation": 4})

@@ -56,6 +56,12 @@ def test_each_training_of_the_recipe_takes_its_first_steps(warm, tmp_path):
     assert made.settings["distill"]["epochs"] == 50
 
 
+def test_a_batch_larger_than_the_data_takes_no_more_steps(warm):
+    """Each has the shape of the training's own batch, which is clamped to all images."""
+    report = warm(distill=STUDENT | {"batch_size": 3000})
+    assert report["distill"]["steps"] == STEPS
+
+
 def test_nothing_stays_but_the_report(warm, tmp_path, monkeypatch):
     """Neither models, evidence and checkpoints nor a run in MLflow, also where checkpoints of real trainings stand."""
     monkeypatch.setenv("TRAINER_CHECKPOINTS", str(tmp_path / "checkpoints"))

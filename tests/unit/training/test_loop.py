@@ -1,0 +1,29 @@
+import dataclasses
+
+import pytest
+
+from trainer.config import TrainingSettings
+from trainer.training.devices import choose_device
+from trainer.training.loop import check_batch, fit_batch
+from trainer.training.processes import Processes
+
+
+def processes(*, traces=False, rank=0):
+    device = dataclasses.replace(choose_device("cpu"), traces=traces)
+    return Processes(rank=rank, world_size=4, local_rank=rank, device=device)
+
+
+@pytest.mark.parametrize(("traces", "size"), [(False, 643), (True, 640)])
+def test_a_clamped_batch_can_be_dealt_to_the_processes(traces, size):
+    """XLA, which compiles each size by itself, refuses one that cannot be dealt evenly."""
+    group, settings = processes(traces=traces), TrainingSettings(batch_size=1024, accumulation=2)
+    fitted = fit_batch("distill", settings, 643, group)
+    assert fitted.batch_size == size
+    check_batch(fitted, group)
+
+
+def test_the_first_of_the_processes_warns_of_a_clamped_batch(caplog):
+    for rank in range(4):
+        fit_batch("pretrain.mae", TrainingSettings(batch_size=1024), 643, processes(rank=rank))
+    (message,) = caplog.messages
+    assert message.startswith("pretrain.mae.batch_size = 1024 is larger than the 643 images to train on")
