@@ -472,7 +472,7 @@ def _tell(made: Tuning, *, active: bool) -> None:
     if not active:
         return
     for tried in made.tried:
-        rate = f"{tried.trial.images_per_second:,.1f} images/s" if tried.run_s else "out of memory"
+        rate = f"{tried.trial.images_per_second:,.1f} images/s" if tried.run_s else tried.trial.ended
         logger.info("tune  %s  %s  (%s)", rate, tried.idea, tried.verdict)
     for what, why in made.untried.items():
         logger.info("tune  not tried: %s (%s)", what, why)

@@ -296,6 +296,11 @@ class Loop:
         """The model to keep."""
         return self._average.model if self._average else self._model
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether something was compiled, or nothing was to be."""
+        return self._graphs is None or self._graphs.count > 0
+
     def steps(self, first_step: int, recorder: Recorder) -> Generator[tuple[int, Feed]]:
         """Each step with the feed of micro-batches, of which it takes `accumulation`."""
         training, processes = self._training, self._processes

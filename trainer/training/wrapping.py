@@ -91,10 +91,12 @@ def wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> 
     graphs = Graphs() if processes.device.compiles_with(settings.compile) else None
     if graphs is None:
         use_fast_kernels(model, processes.device, settings.precision)
-    elif processes.world_size == 1:
-        whole: Any = torch.compile(model, backend=graphs)
-        return whole, graphs
     else:
+        # What an earlier training of this process compiled would count against the graphs that torch allows this one.
+        torch.compiler.reset()
+        if processes.world_size == 1:
+            whole: Any = torch.compile(model, backend=graphs, dynamic=False)
+            return whole, graphs
         compile_blocks(model, graphs)
     if processes.world_size == 1 or processes.device.share_weights(model):
         return model, graphs
@@ -105,8 +107,9 @@ def compile_blocks(model: nn.Module, graphs: Graphs) -> None:
     """Compile the repeated blocks of a model, in place; all of it in one where nothing repeats."""
     blocks = list(repeated_blocks(model)) or [model]
     for block in blocks:
-        # Blocks share graphs where they are alike; with stochastic depth each rate needs its own, and torch would give up after 8.
-        block.compile(backend=graphs, recompile_limit=2 * len(blocks))
+        # Blocks share graphs where they are alike; with stochastic depth each rate needs its own, and torch would give up after 8. Shapes
+        # are static: a training has two at most, and so has a validation.
+        block.compile(backend=graphs, dynamic=False, recompile_limit=max(8, 4 * len(blocks)))
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:

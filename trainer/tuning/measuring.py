@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ from trainer.training.schedules import step_count
 from trainer.tuning.laps import Laps
 from trainer.tuning.schema import Trial
 from trainer.tuning.trials import MakeTraining, endless, new_recorder, ride, warm_steps
+
+logger = logging.getLogger(__name__)
 
 THOROUGHNESS = 6.0
 """How many times longer than in a trial the steps are measured, since hours and dollars are told from them."""
@@ -54,6 +57,10 @@ def measure(
     recorder = new_recorder(training, window_at=(warm,) if window else ())
     report = _report(training, recorder, tracker)
     ridden = ride(training, laps, recorder, report.add)
+    if not ridden.loop.is_compiled:
+        logger.warning(
+            "%s  nothing of the model was compiled, so what is forecast is an uncompiled training", training.name
+        )
     validate = training.validate
     passes = 2 if processes.device.traces else 1  # the first one compiles, too
     validations = (

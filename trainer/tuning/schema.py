@@ -58,10 +58,10 @@ class Trial(_Record):
     """A candidate, measured."""
 
     candidate: Candidate
-    ended: Literal["measured", "outrun", "out of memory"]
-    """`outrun`: stopped as soon as it was clear that it would not be the best."""
+    ended: Literal["measured", "outrun", "out of memory", "not compiled"]
+    """`outrun`: stopped as soon as it was clear that it would not be the best; `not compiled`: nothing was, where something should be."""
     images_per_second: float = 0.0
-    """Median over the trial's laps, of all processes together; 0 where the candidate did not fit into memory."""
+    """Median over the trial's laps, of all processes together; 0 where the trial failed."""
     low: float = 0.0
     high: float = 0.0
     """95 % interval of that median."""
@@ -80,6 +80,11 @@ class Trial(_Record):
     memory_bytes: int = 0
     """Most that a process used: of its GPU, or else of the machine."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether there is no rate of these settings."""
+        return self.ended in ("out of memory", "not compiled")
+
 
 class Tried(_Record):
     """A step of the search."""
@@ -88,7 +93,7 @@ class Tried(_Record):
     idea: str
     """What was changed, and why that might help."""
     run_s: float | None
-    """Seconds of the whole distillation at this rate; none where the candidate did not fit into memory."""
+    """Seconds of the whole distillation at this rate; none where the trial failed."""
     gain: float | None
     """How many times shorter the distillation is than with the best settings before; none likewise."""
     taken: bool

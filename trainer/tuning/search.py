@@ -18,6 +18,12 @@ LEAST_GAIN = 1.03
 ANOTHER_CHANCE = 1.2
 """What brought nothing is tried again when the best has since become so many times faster or shorter: what held it up may be gone."""
 
+FAILURES = {
+    "out of memory": "does not fit into memory",
+    "not compiled": "nothing of the model was compiled, so it does not show how fast these settings are",
+}
+"""How a trial without a rate ended -> the verdict."""
+
 Measure = Callable[[Candidate, float], Trial]
 """A candidate, and the rate in images a second below which it can not be the best, to its trial."""
 
@@ -103,24 +109,23 @@ def search(start: Candidate, job: Job, measure: Measure, *, limit_s: float) -> F
 
 
 def _begin(start: Candidate, job: Job, measure: Measure) -> _State:
-    """The given settings, in as many parts as it takes for them to fit."""
+    """The given settings, in as many parts as it takes for them to fit; uncompiled where nothing of them is compiled."""
     tried: list[Tried] = []
     candidate: Candidate | None = start
+    idea = "the given settings"
     while candidate is not None:
         trial = measure(candidate, 0.0)
-        fits = trial.ended != "out of memory"
-        idea = (
-            "the given settings"
-            if not tried
-            else "the same batch in twice as many parts, because it did not fit into memory"
-        )
-        run_s = job.run_s(trial) if fits else None
-        verdict = "this is what is to be bettered" if fits else "does not fit into memory"
-        tried.append(Tried(trial=trial, idea=idea, run_s=run_s, gain=None, taken=fits, verdict=verdict))
-        if fits:
+        run_s = None if trial.failed else job.run_s(trial)
+        verdict = FAILURES.get(trial.ended, "this is what is to be bettered")
+        tried.append(Tried(trial=trial, idea=idea, run_s=run_s, gain=None, taken=not trial.failed, verdict=verdict))
+        if not trial.failed:
             known = candidate.model_copy(update={"workers": trial.workers})  # what `auto` found need not be found again
             return _State(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
-        candidate = less_memory(candidate, job)
+        if trial.ended == "not compiled":
+            candidate, idea = candidate.model_copy(update={"compile": "off"}), "the same, uncompiled on purpose"
+        else:
+            candidate = less_memory(candidate, job)
+            idea = "the same batch in twice as many parts, because it did not fit into memory"
     raise SettingsError(
         f"distill.batch_size = {start.batch_size} does not fit into memory on {job.world_size} processes, not even in "
         f"{tried[-1].trial.candidate.accumulation} micro-batches; choose a smaller batch, a smaller student, or a larger pool"
@@ -142,8 +147,8 @@ def _try(state: _State, name: str, idea: Idea, measure: Measure) -> None:
     job, best = state.job, state.best
     before = job.run_s(best)
     trial = measure(idea.candidate, rate_to_beat(job, best, idea.candidate))
-    if trial.ended == "out of memory":
-        run_s, gain, taken, verdict = None, None, False, "does not fit into memory"
+    if trial.failed:
+        run_s, gain, taken, verdict = None, None, False, FAILURES[trial.ended]
     else:
         run_s = job.run_s(trial)
         gain = before / run_s

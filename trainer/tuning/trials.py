@@ -84,7 +84,7 @@ class Trials:
 
     def learn(self, trial: Trial) -> None:
         """Take what a trial, also one of an earlier try, tells of the memory that others will need."""
-        if trial.ended == "out of memory":
+        if trial.failed:
             return
         held, alike = trial.candidate.held, _beside_images(trial.candidate)
         self._memory.learn(held // self._processes.world_size, trial.memory_bytes)
@@ -132,6 +132,8 @@ class Trials:
             if self._processes.world_size > 1 or not self._processes.device.is_out_of_memory(error):
                 raise
             return None
+        if not all(self._processes.gather(ridden.loop.is_compiled)):
+            return Trial(candidate=candidate, ended="not compiled", seconds=time.perf_counter() - began)
         rate, low, high = laps.rates
         shares = shares_of(recorder, warm_steps(settings))
         computing_s = (1 - shares["data"]) * candidate.batch_size / rate / candidate.accumulation
@@ -233,5 +235,6 @@ def shares_of(recorder: Recorder, warm: int) -> Mapping[str, float]:
 def release() -> None:
     """Let go of a trial's models, so that the next one has their memory."""
     gc.collect()
+    torch.compiler.reset()  # what is compiled may hold CUDA graphs, and these their memory
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

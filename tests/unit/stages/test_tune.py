@@ -8,20 +8,28 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distillations import QUICK
+from tests.distillations import QUICK, TINY
 from trainer import artifacts, config
 from trainer.config import ReinforceSettings, TuneSettings
 from trainer.costs import PLACE_VARIABLE
+from trainer.data.dataset import open_dataset
 from trainer.errors import BudgetError, SettingsError
+from trainer.profiling.startup import Startup
 from trainer.stages import reinforce, tune
 from trainer.storage import sealed
+from trainer.training import wrapping
+from trainer.training.devices import choose_device
+from trainer.training.processes import Processes
+from trainer.training.wrapping import Graphs
 from trainer.tuning import laps
-from trainer.tuning.schema import read_tuning
+from trainer.tuning.schema import Candidate, read_tuning
+from trainer.tuning.trials import Trials
 
 VIEWS = QUICK["views"]
 
@@ -198,6 +206,68 @@ def test_a_priced_pool_is_forecast_in_dollars_also_with_more_nodes(tuned, monkey
     assert made.forecast.dollars == pytest.approx(36 * made.forecast.hours)
     more = made.alternatives["nodes=2"]
     assert any("assumed" in assumption for assumption in more.assumptions)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiled
+
+
+@pytest.fixture
+def trials(trained_digits, tmp_path):
+    """Measures candidates of a distillation."""
+
+    def make(**settings):
+        tuned = config.validate(TuneSettings, section(settings))
+        processes = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
+        subject = tune.open_subject(
+            tuned,
+            open_dataset(trained_digits.dataset),
+            processes,
+            Startup(),
+            tmp_path,
+            dataset=trained_digits.dataset,
+            teacher=trained_digits.teacher,
+            teacher_outputs=None,
+        )
+        return Trials(partial(subject.training, str(tmp_path)), subject.settings, processes)
+
+    return make
+
+
+def test_each_of_ten_trials_is_compiled_for_its_own_batch(trials, monkeypatch):
+    """Torch compiles one code at most eight times, and for any size from the second size on."""
+    made = []
+
+    class Shapes(Graphs):
+        def __init__(self):
+            super().__init__("eager")
+            self.sizes = []
+            made.append(self)
+
+        def __call__(self, graph, inputs):
+            if torch.is_grad_enabled():
+                self.sizes += [one.shape[0] for one in inputs if one.dtype == torch.uint8]
+            return super().__call__(graph, inputs)
+
+    monkeypatch.setattr(wrapping, "Graphs", Shapes)
+    monkeypatch.setattr(laps, "LEAST_S", (0.0, 0.0))
+    monkeypatch.setattr(laps, "LONGEST_S", (0.0, 0.0))
+    student = QUICK["student"] | {"args": TINY | {"depth": 1}}
+    measured = trials(compile="on", logit_weight=0.0, student=student)
+    given = Candidate.of(measured._settings)
+    batches = range(4, 14)
+    for size in batches:
+        trial = measured.measure(given.model_copy(update={"batch_size": size}))
+        assert trial.ended == "measured"
+    assert [(graphs.count, graphs.sizes) for graphs in made] == [(1, [size]) for size in batches]
+    assert all(type(size) is int for graphs in made for size in graphs.sizes)
+
+
+def test_a_trial_that_compiles_nothing_where_it_should_fails(trials):
+    measured = trials(compile="on", logit_weight=0.0)
+    with torch.compiler.set_stance("force_eager"):
+        trial = measured.measure(Candidate.of(measured._settings))
+    assert (trial.ended, trial.images_per_second) == ("not compiled", 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,13 @@ from trainer.training.loop import check_batch, fit_batch
 from trainer.training.processes import Processes
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+
+
 def processes(*, traces=False, rank=0):
-    device = dataclasses.replace(choose_device("cpu"), traces=traces)
+    device = dataclasses.replace(choose_device(), traces=traces)
     return Processes(rank=rank, world_size=4, local_rank=rank, device=device)
 
 

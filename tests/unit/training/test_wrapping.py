@@ -13,6 +13,7 @@ from torch import nn
 from trainer import models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.pretraining.masked_autoencoder import MaskedAutoencoder
+from trainer.training import wrapping
 from trainer.training.devices import choose_device
 from trainer.training.processes import Processes
 from trainer.training.wrapping import WARM_STEPS, Graphs, compile_blocks, repeated_blocks, wrap
@@ -89,6 +90,49 @@ def test_a_compiler_that_does_nothing_or_too_much_is_noticed(graphs, caplog):
     assert caplog.messages == ["distill  compiled again after 5 steps (2 graphs by now), which costs time"]
     graphs.check("distill", WARM_STEPS + 3)
     assert len(caplog.messages) == 1
+
+
+class Shapes(Graphs):
+    """Counts graphs, also a validation's, runs them as they are, and notes which of them take a size that is not a number."""
+
+    def __init__(self):
+        super().__init__("eager")
+        self.all = self.symbolic = 0
+
+    def __call__(self, graph, inputs):
+        self.all += 1
+        sizes = [size for one in inputs for size in (one.shape if isinstance(one, torch.Tensor) else [one])]
+        self.symbolic += any(isinstance(size, torch.SymInt) for size in sizes)
+        return super().__call__(graph, inputs)
+
+
+def test_blocks_of_one_training_after_another_are_compiled_for_their_own_shape(monkeypatch):
+    """As those of tune's trials: a size that changes would become a symbol, and from the ninth training on torch would give up."""
+    monkeypatch.setattr(wrapping, "Graphs", Shapes)
+    monkeypatch.setattr(wrapping, "_share", lambda model, _: model)
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    processes = Processes(rank=0, world_size=2, local_rank=0, device=choose_device())
+    counts = []
+    for size in range(2, 12):
+        called, graphs = wrap(make(depth=2).train(), TrainingSettings(compile="on"), processes)
+        for _ in range(2):
+            called(torch.zeros(size, 3, 16, 16, dtype=torch.uint8)).sum().backward()
+        counts.append((graphs.count, graphs.symbolic))
+    assert counts == [(1, 0)] * 10
+
+
+def test_blocks_with_stochastic_depth_are_compiled_for_two_sizes_of_a_step_and_of_a_validation():
+    """Where processes cannot share a batch evenly, there are two of each."""
+    torch.compiler.reset()
+    model, graphs = make(drop_path=0.2, depth=5), Shapes()
+    compile_blocks(model, graphs)
+    for _ in range(2):
+        for size in (3, 4):
+            model.train()(images()[:size]).sum().backward()
+        with torch.inference_mode():
+            for size in (1, 2):
+                model.eval()(images()[:size])
+    assert (graphs.count, graphs.all, graphs.symbolic) == (10, 20, 0)
 
 
 def test_one_process_gets_its_own_model_unless_it_is_compiled(monkeypatch):

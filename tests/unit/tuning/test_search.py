@@ -124,6 +124,37 @@ def test_given_settings_that_do_not_fit_are_halved_until_they_do():
     assert found.best.candidate.batch_size == START.batch_size
 
 
+def uncompiled(rate):
+    """Measures candidates on a machine where torch.compile compiles nothing."""
+    whole = machine(rate)
+
+    def measure(candidate, rate_to_beat):
+        if candidate.compile == "on":
+            return Trial(candidate=candidate, ended="not compiled", seconds=1.0)
+        return whole(candidate, rate_to_beat)
+
+    return measure
+
+
+def test_given_settings_of_which_nothing_is_compiled_are_measured_uncompiled():
+    start = START.model_copy(update={"compile": "on"})
+    found = search(start, JOB, uncompiled(lambda _: 100.0), limit_s=ENDLESS)
+    first, second = found.tried[:2]
+    assert (first.run_s, first.taken) == (None, False)
+    assert first.verdict == "nothing of the model was compiled, so it does not show how fast these settings are"
+    assert second.trial.candidate == START
+    assert found.best.candidate == START
+
+
+def test_a_trial_that_compiled_nothing_is_not_taken_however_fast_it_was():
+    gpu = dataclasses.replace(JOB, device="cuda")
+    found = search(START, gpu, uncompiled(lambda _: 100.0), limit_s=ENDLESS)
+    (failed,) = [tried for tried in found.tried if tried.trial.candidate.compile == "on"]
+    assert (failed.run_s, failed.gain, failed.taken) == (None, None, False)
+    assert failed.verdict.startswith("nothing of the model was compiled")
+    assert found.best.candidate.compile == "off"
+
+
 def test_settings_of_which_no_part_fits_are_refused():
     with pytest.raises(
         SettingsError,
