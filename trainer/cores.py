@@ -1,11 +1,20 @@
-"""How many processor cores there are to use."""
+"""How many processor cores there are to use, and of which processor."""
 
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
+
+
+def processor_name() -> str:
+    """The model of this machine's processor, as far as the operating system says."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def usable_cores(cgroups: Path = _CGROUPS) -> int:

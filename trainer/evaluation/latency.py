@@ -6,17 +6,17 @@ B: images in a batch.
 from __future__ import annotations
 
 import itertools
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+
+from trainer.cores import processor_name
 
 _WARM_UP_RUNS = 5
 
@@ -46,14 +46,7 @@ class Machine:
 
 def machine() -> Machine:
     """This machine's processor and torch's threads and version."""
-    return Machine(processor=_processor(), threads=torch.get_num_threads(), torch=torch.__version__)
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return Machine(processor=processor_name(), threads=torch.get_num_threads(), torch=torch.__version__)
 
 
 def measure(

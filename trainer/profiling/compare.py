@@ -11,7 +11,7 @@ from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.profiling import words
 from trainer.profiling.findings import Answer
-from trainer.profiling.rules.outcomes import Finding
+from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.profiling.sides import Side
 from trainer.profiling.summary import OperatorSummary, TrainingSummary, is_core, operator_ms
 
@@ -19,6 +19,7 @@ _MOVERS = 10
 _ALIKE = 0.005
 """Relative change that is told as none."""
 _SAME_BATCH = 0.01
+_UNRECORDED = "not recorded"
 
 Row = tuple[str, ...]
 
@@ -62,6 +63,8 @@ class Comparison:
     before: Side
     after: Side
     pairs: Sequence[Pair]
+    differences: Sequence[str]
+    """Why not everything can be compared, a sentence each: other data, hardware, or numbers of processes."""
     verdict: str
     general: Sequence[Table]
     """Of the runs as wholes."""
@@ -83,12 +86,14 @@ def compare(before: Side, after: Side) -> Comparison:
             "give two that trained the same"
         )
     pairs = [Pair(name=name, before=before.trainings[name], after=after.trainings[name]) for name in names]
-    general = [_outcome(before, after), _settings(before, after), _findings(before, after)]
+    same_data = _is_of_same_data(before, after)
+    general = [_outcome(before, after, same_data), _settings(before, after), _findings(before, after)]
     return Comparison(
         before=before,
         after=after,
         pairs=pairs,
-        verdict=_verdict(pairs[-1], _accuracy(before, after)),
+        differences=[] if all(pair.before == pair.after for pair in pairs) else _differences(same_data, pairs),
+        verdict=_verdict(pairs[-1], _accuracy(before, after) if same_data is not False else ""),
         general=[table for table in general if len(table.rows) > 1],
         tables={
             pair.name: [table for table in _tables(pair) if len(table.rows) > 1]
@@ -100,7 +105,7 @@ def compare(before: Side, after: Side) -> Comparison:
 
 def text(comparison: Comparison) -> str:
     """The comparison for a terminal."""
-    parts = [comparison.verdict]
+    parts = [*comparison.differences, comparison.verdict]
     for table in comparison.general:
         parts.append("\n".join([table.title, *_lines(table)]))
     for pair in comparison.pairs:
@@ -126,6 +131,51 @@ def change(before: float | None, after: float | None) -> str:
     if not before:
         return "new"
     return f"{100 * (after / before - 1):+,.0f} %" if after < 10 * before else f"{after / before:,.0f} x"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What keeps the two apart
+
+
+def _is_of_same_data(before: Side, after: Side) -> bool | None:
+    """Whether both trained and tested on the same images; none where neither a fingerprint nor a count says."""
+    if before.dataset and after.dataset:
+        return before.dataset == after.dataset
+    counts = [side.run.get("dataset") if side.run else None for side in (before, after)]
+    return False if all(counts) and counts[0] != counts[1] else None
+
+
+def _differences(same_data: bool | None, pairs: Sequence[Pair]) -> list[str]:
+    told = []
+    if same_data is None:
+        told.append("Whether both sides are of the same data was not recorded.")
+    elif not same_data:
+        told.append("Other data: the two sides are of different data sets, so their accuracy is not compared.")
+    for what, described in (("hardware", _hardware), ("processes", _processes)):
+        seen = dict.fromkeys(described(pair) for pair in pairs)
+        told += [f"Other {what}: {text}." for text in seen if text]
+    return told
+
+
+def _hardware(pair: Pair) -> str:
+    """The machines in words, where they are not alike; what one side did not record is not compared."""
+    sides = (pair.before, pair.after)
+    facts = [
+        (_device(one), f"{one.cores} cores", one.processor, one.place.instance if one.place else "") for one in sides
+    ]
+    alike = all(a == b or not a or not b for a, b in zip(*facts, strict=True))
+    return "" if alike else "{} before, {} after".format(*(", ".join(filter(None, fact)) for fact in facts))
+
+
+def _device(one: TrainingSummary) -> str:
+    """`cuda (NVIDIA A100-SXM4-40GB)`, of whatever index."""
+    kind, _, model = one.device.partition(" ")
+    return f"{kind.partition(':')[0]} {model}".rstrip()
+
+
+def _processes(pair: Pair) -> str:
+    a, b = pair.before.world_size, pair.after.world_size
+    return "" if a == b else f"{a} before, {b} after"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,9 +232,12 @@ def _tables(pair: Pair) -> Iterator[Table]:
     a, b = pair.before.operators, pair.after.operators
     if a and b:
         before, after = _kind_ms(pair, pair.before, a), _kind_ms(pair, pair.after, b)
-        clocks = "" if a.clock == b.clock else f", on the {a.clock} before and on the {b.clock} after"
-        yield _times(f"operators by kind of work{clocks}", pair, before, after)
-        yield _movers(pair, a, b)
+        if a.clock == b.clock:
+            yield _times("operators by kind of work", pair, before, after)
+            yield _movers(pair, a, b)
+        else:  # what a device computes is not set against what a host hands over
+            clocks = f"operators by kind of work, on the {a.clock} before and on the {b.clock} after"
+            yield _times(clocks, pair, before, after, told=lambda _before, _after: "")
     yield _use(pair)
 
 
@@ -194,15 +247,15 @@ def _overview(pair: Pair) -> Table:
         "device": [one.device for one in sides],
         "where": [str(one.place or one.host) for one in sides],
         "processes": [str(one.world_size) for one in sides],
-        "loader processes": ["unknown" if one.workers is None else str(one.workers) for one in sides],
-        "images a step": [_or_unknown(words.short, one.images_a_step) for one in sides],
+        "loader processes": [_or_unrecorded(str, one.workers) for one in sides],
+        "images a step": [_or_unrecorded(words.short, one.images_a_step) for one in sides],
     }
     rows: list[Row] = [("", "before", "after", "change")]
     rows += [(title, *told, "") for title, told in texts.items() if told[0] != told[1]]
     for title, shown, value in _OVERVIEW:
         first, second = value(pair.before), value(pair.after)
         if first is not None or second is not None:
-            rows.append((title, _or_unknown(shown, first), _or_unknown(shown, second), change(first, second)))
+            rows.append((title, _or_unrecorded(shown, first), _or_unrecorded(shown, second), change(first, second)))
     return Table(title="in short", rows=rows)
 
 
@@ -216,19 +269,25 @@ _OVERVIEW: Sequence[tuple[str, Callable[[float], str], Callable[[TrainingSummary
 )
 
 
-def _or_unknown(shown: Callable[[float], str], value: float | None) -> str:
-    return "unknown" if value is None else shown(value)
+def _or_unrecorded(shown: Callable[[Any], str], value: float | None) -> str:
+    return _UNRECORDED if value is None else shown(value)
 
 
 def _times(
-    title: str, pair: Pair, before: Mapping[str, float], after: Mapping[str, float], spoken: Callable[[str], str] = str
+    title: str,
+    pair: Pair,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    spoken: Callable[[str], str] = str,
+    told: Callable[[float, float], str] = change,
 ) -> Table:
+    """Times that exclude one another and together are all there was: what is not among them took none."""
     rows: list[Row] = [(pair.unit, "before", "after", "change")]
     for name in {**before, **after}:
         a, b = before.get(name, 0.0), after.get(name, 0.0)
-        rows.append((spoken(name), words.short(a), words.short(b), change(a, b)))
+        rows.append((spoken(name), *("none" if not ms else words.short(ms) for ms in (a, b)), told(a, b)))
     total = sum(before.values()), sum(after.values())
-    rows.append(("together", words.short(total[0]), words.short(total[1]), change(*total)))
+    rows.append(("together", words.short(total[0]), words.short(total[1]), told(*total)))
     return Table(title=title, rows=rows)
 
 
@@ -244,7 +303,7 @@ def _movers(pair: Pair, a: OperatorSummary, b: OperatorSummary) -> Table:
     rows: list[Row] = [(pair.unit, "before", "after", "change")]
     for name in most:
         first, second = before.get(name), after.get(name)
-        shown = [words.short(value or 0.0) for value in (first, second)]
+        shown = ["none" if not value else words.short(value) for value in (first, second)]
         rows.append((name, *shown, change(first or 0.0, second or 0.0)))
     return Table(title="operators that moved most", rows=rows)
 
@@ -261,10 +320,11 @@ def _use(pair: Pair) -> Table:
     """How much of the machine was used: means, and the largest memory."""
     rows: list[Row] = [("mean, memory: most", "before", "after", "change")]
     before, after = _signals(pair.before), _signals(pair.after)
-    for name in before:
-        if name in after:
-            title, a = words.named_number(name, before[name])
-            rows.append((title, a, words.named_number(name, after[name])[1], change(before[name], after[name])))
+    for name in {**before, **after}:
+        a, b = before.get(name), after.get(name)
+        title, _ = words.named_number(name, 0.0)
+        shown = [_UNRECORDED if value is None else words.named_number(name, value)[1] for value in (a, b)]
+        rows.append((title, *shown, change(a, b)))
     return Table(title="use of the machine", rows=rows)
 
 
@@ -279,8 +339,8 @@ def _signals(one: TrainingSummary) -> dict[str, float]:
 # Of the runs
 
 
-def _outcome(before: Side, after: Side) -> Table:
-    """Accuracy, time and dollars of whole runs."""
+def _outcome(before: Side, after: Side, same_data: bool | None) -> Table:
+    """Accuracy, time and dollars of whole runs; accuracy has no change where the images are others."""
     rows: list[Row] = [("", "before", "after", "change")]
     if before.run is None or after.run is None:
         return Table(title="The runs", rows=rows)
@@ -292,17 +352,18 @@ def _outcome(before: Side, after: Side) -> Table:
         ("teacher, test top-1", ("teacher", "test", "top1")),
     ):
         first, second = _at(a, keys), _at(b, keys)
-        if first is not None and second is not None:
-            rows.append((title, f"{first:.2%}", f"{second:.2%}", f"{100 * (second - first):+.2f} points"))
+        shown = [_or_unrecorded("{:.2%}".format, value) for value in (first, second)]
+        points = "" if first is None or second is None else f"{100 * (second - first):+.2f} points"
+        rows.append((title, *shown, "other data" if same_data is False else points))
     seconds = [sum(stage["seconds"] for stage in run["stages"].values()) for run in (a, b)]
     rows.append(("all stages", words.duration(seconds[0]), words.duration(seconds[1]), change(*seconds)))
-    for name in a["stages"]:
-        if name in b["stages"]:
-            taken = [run["stages"][name]["seconds"] for run in (a, b)]
-            rows.append((f"  {name}", words.duration(taken[0]), words.duration(taken[1]), change(*taken)))
+    for name in {**a["stages"], **b["stages"]}:
+        taken = [run["stages"].get(name, {}).get("seconds") for run in (a, b)]
+        shown = ["did not run" if value is None else words.duration(value) for value in taken]
+        rows.append((f"  {name}", *shown, change(*taken)))
     cost = [_at(run, ("bill", "dollars")) for run in (a, b)]
     if any(value is not None for value in cost):
-        rows.append(("dollars", *(_or_unknown(dollars_text, value) for value in cost), change(*cost)))
+        rows.append(("dollars", *(_or_unrecorded(dollars_text, value) for value in cost), change(*cost)))
     return Table(title="The runs", rows=rows)
 
 
@@ -343,9 +404,18 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _findings(before: Side, after: Side) -> Table:
     """What the rules found on one side or both."""
     a, b = _found(before.answers), _found(after.answers)
+    judged = [
+        {(one.rule, one.training) for one in side.answers if not isinstance(one.outcome, NotJudged)}
+        for side in (before, after)
+    ]
     rows: list[Row] = [("finding", "training", "saving before", "saving after", "")]
     for key in {**a, **b}:
-        state = "still there" if key in a and key in b else "new" if key in b else "gone"
+        state = "still there"
+        if key not in a or key not in b:
+            other = judged[1 if key in a else 0]
+            state = (
+                ("gone" if key in a else "new") if key in other else f"not judged {'after' if key in a else 'before'}"
+            )
         title, training = (a.get(key) or b[key])[0].title, words.training(key[1])
         rows.append((title, training, _saving(a.get(key)), _saving(b.get(key)), state))
     return Table(title="Findings", rows=rows)
@@ -360,5 +430,5 @@ def _saving(one: tuple[Answer, Finding] | None) -> str:
         return ""
     answer, finding = one
     if finding.saving is None:
-        return "none that can be told"
+        return "not known"
     return " ".join(filter(None, (words.duration(finding.saving.seconds), dollars_text(answer.dollars))))

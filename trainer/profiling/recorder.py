@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from trainer.config import EvidenceSettings
-from trainer.cores import usable_cores
+from trainer.cores import processor_name, usable_cores
 from trainer.costs import place_here
 from trainer.profiling.compilation import Compilations
 from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorLooks, TrainingEvidence, write_rank
@@ -250,6 +250,7 @@ class Recorder:
             device=_device_name(self._device),
             host=platform.node(),
             cores=usable_cores(),
+            processor=processor_name(),
             memory_bytes=psutil.virtual_memory().total,
             workers=self.workers,
             process=ProcessRecord(pid=process.pid, started_unix=process.create_time(), imported_unix=IMPORTED_UNIX),

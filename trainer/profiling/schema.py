@@ -189,6 +189,8 @@ class RankRecord(Record):
     host: str
     cores: Annotated[int, Field(ge=1)]
     """Cores that the process may use."""
+    processor: str = ""
+    """Its model; empty in recordings that were made before this was recorded."""
     memory_bytes: Count
     """Memory of the machine."""
     workers: Count | None = None

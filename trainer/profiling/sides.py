@@ -38,6 +38,8 @@ class Side:
     """What the trainings recorded, as far as it is at hand."""
     run: Mapping[str, Any] | None = None
     """The run's `summary.json`; none where a training is compared and not a run."""
+    dataset: str | None = None
+    """Fingerprint of the data set; none where it was not recorded."""
 
 
 def read_side(uri: str) -> Side:
@@ -68,7 +70,8 @@ def _read_artifact(uri: str) -> Side:
 
 
 def _read_report(uri: str) -> Side:
-    path = artifacts.read(uri, "report").path
+    report = artifacts.read(uri, "report")
+    path = report.path
     try:
         trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json((path / SUMMARY).read_bytes())
     except ValidationError as error:
@@ -78,7 +81,7 @@ def _read_report(uri: str) -> Side:
             f"report {uri}: its {SUMMARY} is of another version ({where}: {first['msg']}); run the stage profile again"
         ) from error
     answers = findings.from_json((path / FINDINGS).read_text(), f"report {uri}: {FINDINGS}")
-    return Side(name=uri, trainings=trainings, answers=answers)
+    return Side(name=uri, trainings=trainings, answers=answers, dataset=report.figures.get("dataset"))
 
 
 def _read_evidence(uri: str) -> Side:
@@ -88,6 +91,7 @@ def _read_evidence(uri: str) -> Side:
         trainings={training.name: summarize(training) for training in evidence.trainings},
         answers=findings.judged(evidence, RuleSettings()),
         evidence={training.name: training for training in evidence.trainings},
+        dataset=_dataset_of([uri]),
     )
 
 
@@ -97,9 +101,19 @@ def _read_run(uri: str) -> Side:
         raise ArtifactError(f"{storage.join(uri, SUMMARY)}: is not the summary of a run; {_CHOICE}")
     report = _report_of(uri, content)
     read = _read_report(report)
-    recorded = [read_evidence(place).trainings for place in _evidence_of(uri, report)]
+    places = _evidence_of(uri, report)
+    recorded = [read_evidence(place).trainings for place in places]
     evidence = {training.name: training for trainings in recorded for training in trainings}
-    return Side(name=uri, trainings=read.trainings, answers=read.answers, evidence=evidence, run=content)
+    dataset = read.dataset or _dataset_of(places)
+    return Side(
+        name=uri, trainings=read.trainings, answers=read.answers, evidence=evidence, run=content, dataset=dataset
+    )
+
+
+def _dataset_of(places: Sequence[str]) -> str | None:
+    """Fingerprint of the data set that evidence is of."""
+    known = [artifacts.manifest(place, "evidence").parents.get("dataset") for place in places]
+    return next(filter(None, known), None)
 
 
 def _report_of(uri: str, content: Mapping[str, Any]) -> str:

@@ -157,6 +157,8 @@ class TrainingSummary:
     last: Mapping[str, float]
     """Each curve -> its last value, of those that are finite."""
     missing: Mapping[str, str]
+    processor: str = ""
+    """Its model; empty where it was not recorded."""
 
 
 def phase_of(path: str) -> str:
@@ -203,6 +205,7 @@ def summarize(training: TrainingEvidence) -> TrainingSummary:
         system=_system(first),
         last=_last(training),
         missing=record.missing,
+        processor=record.processor,
     )
 
 

@@ -70,6 +70,8 @@ def run(
         (draft.path / REPORT).write_text(page.build(trainings, answers, bill, top_operators=settings.top_operators))
         draft.figures.update({summary.name: _figures(summary) for summary in summaries})
         tracker.metrics(0, tracking.numbers(draft.figures))
+        if dataset := artifacts.manifest(distill_evidence, "evidence").parents.get("dataset"):
+            draft.figures["dataset"] = dataset  # a comparison of reports asks for it
         verdict = findings.verdict(answers, summaries)
         draft.figures |= {"verdict": verdict.text, "outcome": verdict.outcome}
         tracker.tag("trainer.profile", verdict.text)

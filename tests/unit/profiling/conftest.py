@@ -72,7 +72,7 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
         record_training(rank=0, world_size=2, steps=40),
         record_training(rank=1, world_size=2, steps=40),
     ]
-    with artifacts.create(path, "evidence", settings={}) as draft:
+    with artifacts.create(path, "evidence", settings={}, parents={"dataset": "the digits"}) as draft:
         for recorder in recorders:
             recorder.write(draft.path)
     return path

@@ -12,6 +12,7 @@ from trainer.errors import EXIT_CODE, ArtifactError
 from trainer.profiling.compare import Comparison, change, compare, text
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.report.comparison import build
+from trainer.profiling.rules.outcomes import Healthy, NotJudged
 from trainer.profiling.sides import Side
 from trainer.profiling.summary import PhaseSummary, Spread, TrainingSummary, summarize
 
@@ -87,7 +88,9 @@ def test_a_slower_training_is_not_called_a_gain(training: TrainingEvidence) -> N
 def test_findings_are_gone_new_or_still_there(training: TrainingEvidence) -> None:
     summary = summarize(training)
     first, second, third = [one for one in made_up_answers() if one.rule not in ("start_up", "host_syncs")]
-    comparison = compare(side("a", summary, answers=[first, second]), side("b", summary, answers=[second, third]))
+    cured, sound = (replace(one, outcome=Healthy(text="fine")) for one in (first, third))
+    before, after = [first, second, sound], [cured, second, third]
+    comparison = compare(side("a", summary, answers=before), side("b", summary, answers=after))
     (findings,) = [one for one in comparison.general if one.title == "Findings"]
     assert [(row[0], row[-1]) for row in findings.rows[1:]] == [
         (first.title, "gone"),
@@ -95,6 +98,81 @@ def test_findings_are_gone_new_or_still_there(training: TrainingEvidence) -> Non
         (third.title, "new"),
     ]
     assert findings.rows[2][2] == "66 min 40 s $195.20"
+
+
+def test_a_finding_that_the_other_side_could_not_judge_is_neither_gone_nor_new(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    first, second = made_up_answers()[:2]
+    short = [replace(one, outcome=NotJudged(reason="only 6 steps", too_short=True)) for one in (first, second)]
+    sides = side("a", summary, answers=[first, short[1]]), side("b", summary, answers=[short[0], second])
+    (findings,) = [one for one in compare(*sides).general if one.title == "Findings"]
+    assert [(row[0], row[-1]) for row in findings.rows[1:]] == [
+        (first.title, "not judged after"),
+        (second.title, "not judged before"),
+    ]
+
+
+def test_other_data_is_said_first_and_accuracy_is_not_compared(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    faster = with_steps(summary, images=8, data=4)
+    before = side("a", with_steps(summary, images=8, data=8), run=run(0.95, 100.0, None), dataset="abc")
+    after = side("b", faster, run=run(0.65, 50.0, None), dataset="def")
+    comparison = compare(before, after)
+    first = text(comparison).splitlines()[0]
+    assert first == "Other data: the two sides are of different data sets, so their accuracy is not compared."
+    assert first in build(comparison).partition("<table")[0]
+    assert comparison.verdict.startswith("Distillation: 2.0x as fast")
+    assert "top-1" not in comparison.verdict
+    assert table(comparison, "The runs")["student, test top-1"] == ("95.00%", "65.00%", "other data")
+    alike = compare(before, replace(after, dataset="abc"))
+    assert alike.differences == []
+    assert "the student's test top-1: 95.0% before and 65.0% after" in alike.verdict
+
+
+def test_other_counts_of_images_are_other_data_where_no_fingerprint_is_known(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    slower = with_steps(summary, images=8, data=9)
+
+    def counted(one: TrainingSummary, train: int | None) -> Side:
+        counts = {} if train is None else {"dataset": {"train": train, "val": 10}}
+        return side("", one, run=run(0.9, 10.0, None) | counts)
+
+    assert compare(counted(summary, 100), counted(slower, 200)).differences[0].startswith("Other data")
+    for one, other in ((100, 100), (100, None)):
+        told = compare(counted(summary, one), counted(slower, other)).differences[0]
+        assert told == "Whether both sides are of the same data was not recorded."
+
+
+def test_other_hardware_and_processes_are_said_before_the_times(training: TrainingEvidence) -> None:
+    summary = replace(summarize(training), processor="a CPU", host="node-1", device="cuda:0 (a GPU)", place=PLACE)
+
+    def differences(**changes: Any) -> list[str]:
+        changed = replace(with_steps(summary, images=8, data=9), **changes)
+        return list(compare(side("a", summary, dataset="x"), side("b", changed, dataset="x")).differences)
+
+    assert differences(host="node-2", device="cuda:3 (a GPU)") == [], "another machine of the same kind"
+    assert differences(world_size=8) == ["Other processes: 2 before, 8 after."]
+    assert differences(processor="another CPU")[0].endswith("another CPU, p4d.24xlarge after.")
+    assert differences(processor="", place=None) == [], "what was not recorded is not other"
+    (told,) = differences(cores=64, device="cpu")
+    assert told.startswith(
+        f"Other hardware: cuda (a GPU), {summary.cores} cores, a CPU, p4d.24xlarge before, cpu, 64 cores, "
+    )
+
+
+def test_what_was_not_recorded_is_not_nothing(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    signals = {name: signal for name, signal in summary.system.items() if name != "memory_used_bytes"}
+    fewer = replace(summary, system=signals, images_per_second=None, workers=4)
+    before, after = run(0.9, 10.0, None), run(0.9, 10.0, None)
+    after["student"] = {"test": {"top1": 0.9}}
+    after["stages"] = after["stages"] | {"tune": {"seconds": 5.0}}
+    comparison = compare(side("a", summary, run=before), side("b", fewer, run=after))
+    assert table(comparison, "use of the machine")["memory of the machine"][1:] == ("not recorded", "")
+    assert table(comparison, "in short")["images a second"][1:] == ("not recorded", "")
+    assert table(comparison, "in short")["loader processes"] == ("not recorded", "4", "")
+    assert table(comparison, "The runs")["agrees with the teacher"] == ("90.00%", "not recorded", "")
+    assert table(comparison, "The runs")["  tune"] == ("did not run", "5 s", "")
 
 
 def test_settings_that_differ_are_named(training: TrainingEvidence) -> None:
@@ -135,7 +213,7 @@ def test_runs_are_compared_by_accuracy_time_and_dollars(training: TrainingEviden
     slower = replace(after, trainings={"distill": with_steps(summary, images=8, data=4)})
     assert compare(faster, slower).verdict.endswith("; the student's test top-1: 95.0% before and 96.2% after.")
     priced = compare(side("a", replace(summary, place=PLACE)), side("b", summary))
-    assert table(priced, "in short")["dollars"][1:] == ("unknown", "")
+    assert table(priced, "in short")["dollars"][1:] == ("not recorded", "")
 
 
 def test_the_operators_that_moved_most_stand_first(training: TrainingEvidence) -> None:
@@ -163,12 +241,14 @@ def test_the_text_and_the_page_hold_every_table(large: TrainingEvidence, trainin
         "in short",
         "phases",
         "operators by kind of work",
-        "operators that moved most",
         "use of the machine",
     ):
         assert f"Distillation: {wanted}" in told
         assert wanted[1:] in page
     assert "still there" in told
+    assert told.splitlines()[2].startswith("Other hardware: cpu, "), "a sentence on the data stands before it"
+    assert "on the cpu before and on the device after" in told
+    assert "operators that moved most" not in told, "of other clocks"
     assert "<script" not in page
     assert "The training and the machine over time" in page
     assert len(page.encode()) < 2_000_000

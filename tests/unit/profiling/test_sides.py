@@ -39,6 +39,7 @@ def test_a_run_its_report_and_its_evidence_tell_the_same_numbers(run: Path) -> N
     assert whole.trainings == report.trainings == recorded.trainings
     assert list(whole.trainings) == ["mae", "distill"]
     assert whole.answers == report.answers == recorded.answers
+    assert whole.dataset == report.dataset == recorded.dataset == "the digits"
     assert whole.run is not None
     assert set(whole.evidence) == set(recorded.evidence) == {"mae", "distill"}
     assert report.run is None

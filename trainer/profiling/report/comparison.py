@@ -29,7 +29,7 @@ def build(comparison: Comparison) -> str:
     sections = [drawing.STYLE, html.paragraph(names)]
     sections += [html.section(table.title, _table(table)) for table in comparison.general]
     sections += [_training(comparison, pair) for pair in comparison.pairs]
-    return html.page("Before and after", comparison.verdict, sections)
+    return html.page("Before and after", " ".join([*comparison.differences, comparison.verdict]), sections)
 
 
 def _training(comparison: Comparison, pair: Pair) -> str:
