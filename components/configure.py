@@ -31,6 +31,7 @@ def configure(
         ("register", str),
         ("source_version", str),
         ("weights_version", str),
+        ("device", str),
         ("resolved", str),
     ],
 ):

@@ -8,6 +8,7 @@ from components.image import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def distill(
     settings: str,
+    device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
     pool: str,
     nodes: int,
     processes_per_node: int,
@@ -22,6 +23,7 @@ def distill(
 
     Args:
         settings: The section `distill`, as JSON.
+        device: Kind of the devices that it runs on; another one makes a cached result stale.
         pool: Node pool to train on; empty: this task's own machine.
         nodes: How many machines of the pool.
         processes_per_node: Training processes on each machine; 0: one for each of its devices.

@@ -64,6 +64,22 @@ class Place:
         elif self.nodes > 1:
             raise SettingsError(f"nodes = {self.nodes}, but this machine is one; name a node pool with pool")
 
+    def device(self, wanted: str) -> str:
+        """Kind of the devices that trainings here run on, where `run.device` is as wanted: the pool's own goes before.
+
+        Raises:
+            SettingsError: there is no such pool.
+        """
+        if self.pool:
+            from components.launch import pools
+
+            return pools.get(self.pool).device
+        if wanted != "auto":
+            return wanted
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:

@@ -9,6 +9,7 @@ from components.image import IMAGE
 def pretrain(
     settings: str,
     weights_version: str,  # noqa: ARG001  # changes with given weights, and with it KFP's cache key
+    device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
     pool: str,
     nodes: int,
     processes_per_node: int,
@@ -22,6 +23,7 @@ def pretrain(
     Args:
         settings: The section `pretrain`, as JSON.
         weights_version: What given weights are now; another value makes a cached teacher stale.
+        device: Kind of the devices that it runs on; another one makes a cached result stale.
         pool: Node pool to train on; empty: this task's own machine.
         nodes: How many machines of the pool.
         processes_per_node: Training processes on each machine; 0: one for each of its devices.

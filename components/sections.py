@@ -18,7 +18,7 @@ from trainer.errors import TrackingError
 
 
 class Sections(NamedTuple):
-    """Each stage's own section, as JSON; what the images and the teacher's given weights are now."""
+    """Each stage's own section, as JSON; and what else decides whether a cached result is still right."""
 
     prepare: str
     warm_up: str
@@ -31,6 +31,8 @@ class Sections(NamedTuple):
     register: str
     source_version: str
     weights_version: str
+    device: str
+    """Kind of the devices that the trainings run on."""
     resolved: str
     """All settings, for the record."""
 
@@ -73,6 +75,7 @@ def configure(settings: config.Settings, place: Place) -> Sections:
         **own,
         source_version=source_version,
         weights_version=weights_version(settings.pretrain.weights),
+        device=place.device(settings.run.device),
         resolved=canonical_json(resolved),
     )
 

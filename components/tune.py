@@ -10,6 +10,7 @@ from components.image import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def tune(
     settings: str,
+    device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
     pool: str,
     nodes: int,
     processes_per_node: int,
@@ -24,6 +25,7 @@ def tune(
 
     Args:
         settings: The section `tune`, as JSON.
+        device: Kind of the devices that it runs on; another one makes a cached result stale.
         pool: Node pool to run on; empty: this task's own machine.
         nodes: How many machines of the pool.
         processes_per_node: Processes on each machine; 0: one for each of its devices.

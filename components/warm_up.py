@@ -8,6 +8,7 @@ from components.image import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def warm_up(
     settings: str,
+    device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
     pool: str,
     nodes: int,
     processes_per_node: int,
@@ -19,6 +20,7 @@ def warm_up(
 
     Args:
         settings: The section `warm_up`, as JSON.
+        device: Kind of the devices that it runs on; another one makes a cached result stale.
         pool: Node pool of the trainings; empty: this task's own machine.
         nodes: How many machines of the pool.
         processes_per_node: Processes on each machine; 0: one for each of its devices.

@@ -79,6 +79,7 @@ def distillation(
         prepared = on_cluster(preparing, WORK, retries=RETRIES).outputs["dataset"]
         warming = warm_up(
             settings=settings.outputs["warm_up"],
+            device=settings.outputs["device"],
             pool=pool,
             nodes=nodes,
             processes_per_node=processes_per_node,
@@ -88,6 +89,7 @@ def distillation(
         pretraining = pretrain(
             settings=settings.outputs["pretrain"],
             weights_version=settings.outputs["weights_version"],
+            device=settings.outputs["device"],
             pool=pool,
             nodes=nodes,
             processes_per_node=processes_per_node,
@@ -96,6 +98,7 @@ def distillation(
         pretrained = on_cluster(pretraining, SMALL, retries=RETRIES).outputs
         tuning = tune(
             settings=settings.outputs["tune"],
+            device=settings.outputs["device"],
             pool=pool,
             nodes=nodes,
             processes_per_node=processes_per_node,
@@ -107,6 +110,7 @@ def distillation(
         with dsl.If(tuned["distill_teacher"] == "recorded", name="recorded"):
             reinforcing = reinforce(
                 settings=settings.outputs["reinforce"],
+                device=settings.outputs["device"],
                 pool=pool,
                 nodes=nodes,
                 processes_per_node=processes_per_node,
@@ -119,6 +123,7 @@ def distillation(
         recorded = dsl.OneOf(reinforcing.outputs["Output"], skipping.output)
         distilling = distill(
             settings=tuned["distill"],
+            device=settings.outputs["device"],
             pool=pool,
             nodes=nodes,
             processes_per_node=processes_per_node,

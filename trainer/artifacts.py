@@ -6,7 +6,7 @@ exist. Reading checks kind, schema version and checksums, and names what is wron
 when it is complete; reading fetches it, once for all processes of this machine.
 
 The fingerprint covers kind, schema version, settings, parents and file checksums; it does not cover the time, the duration, the
-place or the figures, so the same input and settings give the same fingerprint.
+place, the device or the figures, so the same input and settings give the same fingerprint.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ class Manifest:
     """From the launch of its stage until it was begun; none for a stage that nobody launches."""
     place: Place | None
     """On which machines; none where nobody told."""
+    device: str | None
+    """Kind of the devices that it was trained on, `cpu`, `cuda` or `xla`; none of what no training made."""
     figures: Mapping[str, Any]
     """The main numbers of the stage, as `summary.json` shows them."""
 
@@ -124,6 +126,8 @@ class Draft:
     figures: dict[str, Any] = field(default_factory=dict)
     startup_seconds: float | None = None
     """From the launch of its stage until it was begun."""
+    device: str | None = None
+    """Kind of the devices that it is trained on."""
     contributed: dict[str, FileRecord] = field(default_factory=dict)
     """Files that `contribute` has sent from other machines."""
 
@@ -178,6 +182,7 @@ def create(
             "seconds": round(seconds, 3),
             "startup_seconds": draft.startup_seconds,
             "place": place.model_dump() if place else None,
+            "device": draft.device,
             "figures": draft.figures,
         }
         text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)

@@ -178,11 +178,14 @@ def _run_stage(
 
 
 def _is_complete(stage: stages.Stage, section: Mapping[str, Any], directories: Mapping[str, str]) -> bool:
-    """Whether all outputs are there, whole, made with these settings from these inputs.
+    """Whether all outputs are there, whole, made with these settings from these inputs, by a training on this kind of device.
 
     Raises:
         ArtifactError: an input is damaged.
+        SettingsError: the device that is named is not there.
     """
+    from trainer.training import devices  # here, because it brings in torch
+
     if stage.name == "prepare" or not all(artifacts.exists(directories[keyword]) for keyword in stage.outputs):
         return False  # the images may have changed, and only preparing them again can tell
     inputs = {
@@ -190,9 +193,17 @@ def _is_complete(stage: stages.Stage, section: Mapping[str, Any], directories: M
         for keyword, kind in stage.all_inputs.items()
         if keyword in directories
     }
+    weights = section.get("weights", "")  # pretrain's; the section names the commit of timm's
+    if weights and artifacts.exists(weights):
+        inputs.add(artifacts.manifest(weights, "model").fingerprint)
     try:
         outputs = [artifacts.read(directories[keyword], kind) for keyword, kind in stage.outputs.items()]
     except ArtifactError as error:
         logger.warning("%s  is done again: %s", stage.name, error)
+        return False
+    if stage.launched and any(output.device != devices.choose_device().kind for output in outputs):
+        logger.info(
+            "%s  is done again: it was done on %s", stage.name, outputs[0].device or "a device that is not known"
+        )
         return False
     return all(output.settings == section and inputs <= set(output.parents.values()) for output in outputs)

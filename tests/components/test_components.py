@@ -102,8 +102,9 @@ def test_a_training_takes_its_place(name):
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_only_launched_stages_take_processes(name):
-    assert ("processes_per_node" in component(name).component_spec.inputs) == STAGES[name].launched
+def test_only_launched_stages_take_processes_and_a_device(name):
+    for key in ("processes_per_node", "device"):
+        assert (key in component(name).component_spec.inputs) == STAGES[name].launched
 
 
 def test_a_reinforce_that_is_not_needed_gives_no_place():

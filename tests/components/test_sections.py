@@ -6,6 +6,7 @@ import json
 
 import fsspec
 import pytest
+import torch
 
 from components import sections
 from components.configure import configure
@@ -50,6 +51,7 @@ def test_each_stage_gets_its_own_section_only():
         ("data.image_size=64", {"prepare"}),
         ("evaluate.gate.max_accuracy_drop=0.5", {"evaluate"}),
         ("tracking.experiment=other", set()),
+        ("run.device=cuda", {"device"}),
         ("warm_up.enabled=true", {"warm_up"}),
         ("warm_up.enabled=true distill.temperature=3.5", {"warm_up", "tune", "distill"}),
     ],
@@ -58,6 +60,18 @@ def test_a_changed_setting_changes_the_sections_that_read_it_and_no_other(overri
     before = configured("digits")._asdict()
     after = configured("digits", overrides)._asdict()
     assert {name for name in before if before[name] != after[name]} == changed | {"resolved"}
+
+
+def test_the_device_is_what_trainings_find_and_the_pools_own_on_a_pool(monkeypatch):
+    def device(overrides="", place=HERE):
+        return configured("digits", overrides, place=place).device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (device(), device("run.device=cpu"), device("run.device=xla")) == ("cpu", "cpu", "xla")
+    assert device(place=Place(pool="gpu-a100")) == "cuda"
+    assert device("run.device=cpu", place=Place(pool="neuron-trn1")) == "xla"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device() == "cuda"
 
 
 def test_a_warm_up_is_of_the_trainings_that_follow():

@@ -73,6 +73,7 @@ def manifest(**changes):
         "created": datetime.datetime.fromtimestamp(BEGAN + 113, datetime.UTC),
         "seconds": 104.0,
         "startup_seconds": 9.0,
+        "device": "cuda",
         "place": None,
         "figures": {},
     }

@@ -19,9 +19,9 @@ def shared_artifact(
 ) -> Iterator[Draft]:
     """Like `artifacts.create`, on every process of every machine.
 
-    The first process makes the artifact, and notes how long after the launch; all write into one directory. In a store there is no
-    such directory: the processes of a machine write into a folder of theirs, which the first of them sends when all have written. Then
-    the first process of all writes the manifest.
+    The first process makes the artifact, and notes how long after the launch and on what kind of device; all write into one directory.
+    In a store there is no such directory: the processes of a machine write into a folder of theirs, which the first of them sends when
+    all have written. Then the first process of all writes the manifest.
 
     Args:
         processes: this process among the others.
@@ -40,6 +40,7 @@ def shared_artifact(
         if processes.is_first:
             own = stack.enter_context(artifacts.create(uri, kind, settings=settings, parents=parents))
             own.startup_seconds = round(launch.seconds_since_launch(), 3)
+            own.device = processes.device.kind
         elif processes.rank == leader:
             own = Draft(path=stack.enter_context(artifacts.folder_for(uri)))
         paths = processes.gather(own.path if own else Path(), f"the beginning of {kind} {uri}")

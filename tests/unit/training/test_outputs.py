@@ -69,6 +69,7 @@ def test_every_node_adds_its_files_to_one_artifact(object_store, tmp_path):
     }
     assert artifact.figures == {"rank": 0}
     assert 0 < artifact.startup_seconds < 60
+    assert artifact.device == "cpu"
     writes = [one.path for one in object_store.requests if one.method == "PUT"]
     assert writes[-1] == "/artifacts/e/manifest.json"
     assert len(writes) == 5

@@ -1,0 +1,65 @@
+"""What a run takes over from an earlier one in the same output."""
+
+from dataclasses import replace
+
+import pytest
+
+from trainer import artifacts, runs, stages
+from trainer.training import devices
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Teacher outputs that were recorded on a CPU, with what they were made of."""
+    directories = {name: str(tmp_path / name) for name in ("dataset", "teacher", "teacher_outputs")}
+    parents = {}
+    for name, kind in stages.STAGES["reinforce"].inputs.items():
+        with artifacts.create(directories[name], kind, settings={}):
+            pass
+        parents[name] = artifacts.manifest(directories[name], kind).fingerprint
+    with artifacts.create(
+        directories["teacher_outputs"], "teacher_outputs", settings={"views": 2}, parents=parents
+    ) as draft:
+        draft.device = "cpu"
+    return directories
+
+
+def is_complete(directories, **settings):
+    return runs._is_complete(stages.STAGES["reinforce"], settings, directories)
+
+
+def test_what_the_same_settings_made_on_the_same_device_is_kept(recorded, monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    assert is_complete(recorded, views=2)
+    assert not is_complete(recorded, views=3)
+
+
+def test_what_another_device_made_is_done_again(recorded, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(devices, "choose_device", lambda: replace(devices.HOST, kind="cuda"))
+    assert not is_complete(recorded, views=2)
+    assert "reinforce  is done again: it was done on cpu" in caplog.text
+
+
+def test_weights_that_have_changed_where_they_lie_are_taken_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    weights = str(tmp_path / "given")
+    directories = {name: str(tmp_path / name) for name in ("dataset", "teacher", "evidence")}
+
+    def give(content):
+        with artifacts.create(weights, "model", settings={}) as draft:
+            (draft.path / "weights").write_text(content)
+
+    give("one")
+    with artifacts.create(directories["dataset"], "dataset", settings={}):
+        pass
+    parents = {
+        name: artifacts.manifest(uri, kind).fingerprint
+        for name, uri, kind in (("dataset", directories["dataset"], "dataset"), ("weights", weights, "model"))
+    }
+    for name, kind in stages.STAGES["pretrain"].outputs.items():
+        with artifacts.create(directories[name], kind, settings={"weights": weights}, parents=parents) as draft:
+            draft.device = "cpu"
+    assert runs._is_complete(stages.STAGES["pretrain"], {"weights": weights}, directories)
+    give("another")
+    assert not runs._is_complete(stages.STAGES["pretrain"], {"weights": weights}, directories)
