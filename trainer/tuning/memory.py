@@ -1,10 +1,15 @@
-"""How much memory a candidate will need, from what those before it did: a host out of memory kills the process that measures."""
+"""How much memory a candidate will need, from what those before it did: a host out of memory kills the process that measures.
+
+A process needs a fixed part (weights, the optimiser's state, the teacher) and so many bytes for each image of a micro-batch.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import psutil
 import torch
@@ -18,46 +23,160 @@ SHARE = 0.9
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-class Memory:
-    """The memory that the micro-batches of this process use: its GPU's, or else the machine's."""
+class Gauge(Protocol):
+    """Reads the memory that micro-batches lie in; all in bytes."""
 
-    def __init__(self, processes: Processes) -> None:
-        """Of one of these processes, before its first trial."""
-        self._device, self._sharing = processes.device.torch_device, processes.local_world_size
-        self._before = self._used()
-        self._free = self._unused()
-        self._each = 0.0
-        """Bytes an image of a micro-batch."""
+    exact: bool
+    """Whether a peak is that of the trial alone, and not the highest since the process began."""
 
     def begin(self) -> None:
         """A trial begins."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
 
-    def learn(self, images: int, peak: int) -> None:
-        """A trial with so many images in a micro-batch has run, and used `peak` bytes."""
-        self._each = max(self._each, (peak - self._before) / images)
+    def used(self) -> int:
+        """What this process uses now."""
+
+    def unused(self) -> int:
+        """What this process may use beside that."""
+
+    def peak(self) -> int:
+        """The most that this process used."""
+
+
+class GpuGauge:
+    """Of a process's own GPU."""
+
+    exact = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self) -> None:
+        """Forget the peak of the trial before."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def used(self) -> int:
+        """What tensors hold."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def unused(self) -> int:
+        """What is free: the context of this process is counted already."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def peak(self) -> int:
+        """The most that the allocator held, since the trial began."""
+        return torch.cuda.max_memory_reserved(self._device)
+
+
+class HostGauge:
+    """Of the machine, which its processes share."""
+
+    exact = False
+
+    def __init__(self, sharing: int) -> None:
+        self._sharing = sharing
+
+    def begin(self) -> None:
+        """The operating system's peak cannot be reset."""
+
+    def used(self) -> int:
+        """Resident memory."""
+        return int(psutil.Process().memory_info().rss)
+
+    def unused(self) -> int:
+        """An even share of what is free."""
+        return min(int(psutil.virtual_memory().available), container_room()) // self._sharing
+
+    def peak(self) -> int:
+        """The most that was ever resident."""
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def gauge_of(processes: Processes) -> Gauge:
+    """The gauge of this process."""
+    device = processes.device.torch_device
+    return GpuGauge(device) if device.type == "cuda" else HostGauge(processes.local_world_size)
+
+
+class _Ran(NamedTuple):
+    """A micro-batch that ran."""
+
+    images: int
+    peak: int
+    fixed: int
+    """Bytes that surely belong to the fixed part."""
+    is_exact: bool
+    """Whether the peak is its own; else it needed no more than that."""
+
+
+class Memory:
+    """Judges by the micro-batches that ran whether others will fit."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        """Before the first trial of this process."""
+        self._gauge = gauge
+        self._before = gauge.used()
+        self._limit = self._before + SHARE * gauge.unused()
+        self._highest = gauge.peak()
+        self._fixed = self._before
+        self._ran: dict[Hashable, list[_Ran]] = {}
+
+    def begin(self) -> None:
+        """A trial begins, whose teacher is on the device already; its student and the optimiser's state are not."""
+        self._gauge.begin()
+        # What the host's allocator has kept of the trial before would be counted, too.
+        self._fixed = self._gauge.used() if self._gauge.exact else self._before
 
     @property
     def peak(self) -> int:
         """Most bytes that this process used: on a GPU since the trial began, else ever."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device)
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return self._gauge.peak()
 
-    def has_room(self, images: int) -> bool:
-        """Whether a micro-batch of so many images will fit, if each takes what those before took."""
-        return self._each * images <= SHARE * self._free / self._sharing
+    @property
+    def fixed(self) -> int:
+        """Bytes that were in use when the trial began."""
+        return self._fixed
 
-    def _used(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.memory_reserved(self._device)
-        return int(psutil.Process().memory_info().rss)
+    def learn(self, kind: Hashable, images: int, peak: int, *, fixed: int) -> None:
+        """A trial has run.
 
-    def _unused(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.mem_get_info(self._device)[0]
-        return min(int(psutil.virtual_memory().available), container_room())
+        Args:
+            kind: what takes memory beside the images.
+            images: of its micro-batch.
+            peak: bytes that it used.
+            fixed: bytes in use when it began.
+        """
+        ran = _Ran(images, peak, max(fixed, self._before), self._gauge.exact or peak > self._highest)
+        self._ran.setdefault(kind, []).append(ran)
+        self._highest = max(self._highest, peak)
+        self._limit = max(self._limit, peak)  # so much there is
+
+    def ran(self, kind: Hashable, images: int) -> bool:
+        """Whether a micro-batch of as many images, or more, has run."""
+        return any(images <= one.images for one in self._ran.get(kind, ()))
+
+    def has_room(self, kind: Hashable, images: int) -> bool:
+        """Whether a micro-batch of so many images will fit; where none of its kind has run, judged by the other kinds."""
+        alike = [self._ran[kind]] if kind in self._ran else list(self._ran.values())
+        return all(needed(ran, images) <= self._limit for ran in alike)
+
+
+def needed(ran: list[_Ran], images: int) -> float:
+    """Most bytes that a micro-batch of so many images needs: the least of the bounds that those which ran set."""
+    return min(_bounds(ran, images))
+
+
+def _bounds(ran: list[_Ran], images: int) -> Iterator[float]:
+    for large in ran:
+        if images <= large.images:
+            yield large.peak
+            continue
+        # With one measurement all but what was there before is taken to grow with the images, ...
+        yield large.fixed + (large.peak - large.fixed) * images / large.images
+        # ... with two the slope between them is known, unless the smaller one may have needed less than its peak.
+        for small in ran:
+            if small.is_exact and small.images < large.images:
+                slope = max(0.0, (large.peak - small.peak) / (large.images - small.images))
+                yield large.peak + slope * (images - large.images)
 
 
 def container_room(cgroups: Path = _CGROUPS) -> int:

@@ -79,6 +79,8 @@ class Trial(_Record):
     """As many as keep up with this step by the measured time that loading takes."""
     memory_bytes: int = 0
     """Most that a process used: of its GPU, or else of the machine."""
+    fixed_bytes: int = 0
+    """What it used before the first step, which does not grow with the images: on a GPU with the teacher."""
 
     @property
     def failed(self) -> bool:

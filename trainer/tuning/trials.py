@@ -22,7 +22,7 @@ from trainer.training.loop import Loop, Losses, Training
 from trainer.training.processes import Processes
 from trainer.training.schedules import step_count
 from trainer.tuning.laps import Laps
-from trainer.tuning.memory import Memory
+from trainer.tuning.memory import Memory, gauge_of
 from trainer.tuning.schema import Candidate, Trial
 
 WARM_STEPS = 2
@@ -56,10 +56,8 @@ class Trials:
             processes: this process among the others.
         """
         self._make, self._settings, self._processes = make, settings, processes
-        self._memory = Memory(processes)
+        self._memory = Memory(gauge_of(processes))
         self._loading: LoadingTime | None = None
-        self._fitted: dict[Candidate, int] = {}
-        """What takes memory beside the images -> most images that fitted."""
 
     def measure(self, candidate: Candidate, rate_to_beat: float = 0.0) -> Trial:
         """Run a trial; gives the same on every process.
@@ -78,6 +76,7 @@ class Trials:
             trial = Trial(candidate=candidate, ended="out of memory", seconds=time.perf_counter() - began)
         everyone = self._processes.gather(trial)
         most = {name: max(getattr(one, name) for one in everyone) for name in ("memory_bytes", "advised_workers")}
+        most["fixed_bytes"] = min(one.fixed_bytes for one in everyone)
         trial = everyone[0].model_copy(update=most)
         self.learn(trial)
         return trial
@@ -86,19 +85,22 @@ class Trials:
         """Take what a trial, also one of an earlier try, tells of the memory that others will need."""
         if trial.failed:
             return
-        held, alike = trial.candidate.held, _beside_images(trial.candidate)
-        self._memory.learn(held // self._processes.world_size, trial.memory_bytes)
-        self._fitted[alike] = max(self._fitted.get(alike, 0), held)
+        kind, images = _beside_images(trial.candidate), self._images(trial.candidate)
+        self._memory.learn(kind, images, trial.memory_bytes, fixed=trial.fixed_bytes)
+
+    def _images(self, candidate: Candidate) -> int:
+        """Of the larger micro-batches."""
+        return -(-candidate.held // self._processes.world_size)
 
     def _fits(self, candidate: Candidate) -> bool:
         """Whether a micro-batch will fit, on all processes: judged by those before it, then by one that each process does alone.
 
         A process that ran out of memory in a step with the others would let them wait for it.
         """
-        if candidate.held <= self._fitted.get(_beside_images(candidate), 0):
+        kind, images = _beside_images(candidate), self._images(candidate)
+        if self._memory.ran(kind, images):
             return True
-        images = candidate.held // self._processes.world_size
-        if not all(self._processes.gather(self._memory.has_room(images))):
+        if not all(self._processes.gather(self._memory.has_room(kind, images))):
             return False
         return self._processes.world_size == 1 or all(self._processes.gather(self._fits_alone(candidate, images)))
 
@@ -150,6 +152,7 @@ class Trials:
             workers=recorder.workers or 0,
             advised_workers=self._advise(training, computing_s),
             memory_bytes=self._memory.peak,
+            fixed_bytes=self._memory.fixed,
             seconds=time.perf_counter() - began,
         )
 
