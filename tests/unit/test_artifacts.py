@@ -214,6 +214,15 @@ def test_the_maker_and_a_second_reader_fetch_nothing(object_store):
     assert len(data_requests(object_store)) == 1
 
 
+def test_what_is_larger_than_the_cache_is_not_fetched_again_by_its_maker(object_store, monkeypatch):
+    monkeypatch.setenv("TRAINER_CACHE_GIB", "0")
+    uri = make(object_store.uri("a"))
+    assert (artifacts.read(uri, "model").path / "sub" / "weights.bin").read_bytes() == b"weights"
+    make(object_store.uri("b"), content=b"other")
+    artifacts.read(uri, "model")
+    assert data_requests(object_store) == []
+
+
 def test_the_manifest_alone_fetches_no_files(object_store, remote):
     assert artifacts.manifest(remote, "model").files["sub/weights.bin"]["size"] == 7
     assert data_requests(object_store) == []

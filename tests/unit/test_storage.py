@@ -1,6 +1,8 @@
 import hashlib
 import os
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -370,14 +372,35 @@ def test_what_somebody_has_tampered_with_is_fetched_again(object_store, caplog):
 def test_what_was_not_used_for_longest_goes_unless_it_is_in_use(object_store, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_CACHE_GIB", str(2500 / 2**30))
     keep("in use, oldest")
-    for key in ("older", "newer"):
-        with cache.draft() as folder:
-            fill(folder)
-            cache.adopt(folder, key)
+    for key in ("older", "newer"):  # as processes left them that have ended
+        (tmp_path / "cache" / key).mkdir()
+        fill(tmp_path / "cache" / key)
         os.utime(tmp_path / "cache" / key, (1, 1 if key == "older" else 2))
     os.utime(tmp_path / "cache" / "in use, oldest", (0, 0))
     cache.evict()
     assert {path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()} == {"in use, oldest", "newer"}
+
+
+ADOPT = """
+from trainer.storage import cache
+with cache.draft() as folder:
+    (folder / "file").write_bytes(b"x" * 1000)
+    cache.adopt(folder, "adopted")
+assert (cache.root() / "adopted" / "file").is_file()
+"""
+
+
+def test_what_a_process_has_adopted_is_in_use_until_it_ends(object_store, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINER_CACHE_GIB", str(500 / 2**30))
+    with cache.draft() as folder:
+        fill(folder)
+        cache.adopt(folder, "mine")
+    cache.evict()
+    assert keep("mine", refuse) == tmp_path / "cache" / "mine"
+    subprocess.run([sys.executable, "-c", ADOPT], check=True)
+    cache.evict()
+    assert not (tmp_path / "cache" / "adopted").exists()
+    assert (tmp_path / "cache" / "mine").exists()
 
 
 def test_a_draft_that_is_written_is_not_evicted_and_a_left_one_is(object_store, tmp_path, monkeypatch):

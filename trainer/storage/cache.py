@@ -4,7 +4,7 @@ Below `TRAINER_CACHE` every content has a folder, named by its key. It is filled
 checked, so what is in place needs no check. The locks are flocks, which the system drops with the process that held them:
 
     KEY.lock    held by the process that fills the folder; the others wait for it and find the folder in place
-    KEY/        held, shared, by every process that uses the folder, until it ends
+    KEY/        held, shared, by every process that made or uses the folder, until it ends
 
 What nobody holds may be evicted; `rm -r` of the whole cache is safe while no training runs.
 """
@@ -94,10 +94,12 @@ def draft() -> Iterator[Path]:
 
 
 def adopt(folder: Path, key: str) -> None:
-    """Take a draft, which is whole and checked, as the folder of a content."""
+    """Take a draft, which is whole and checked, as the folder of a content; it is in use from then on."""
+    place = root() / key
     with _exclusively(key, folder.name):
-        if not (root() / key).is_dir():
-            folder.rename(root() / key)
+        if not place.is_dir():
+            folder.rename(place)
+        _use(place)
     evict()
 
 
