@@ -195,6 +195,13 @@ def _disk_counters() -> tuple[float, float]:
     return (counters.read_bytes, counters.write_bytes)
 
 
+def _swap_counters() -> tuple[float, float]:
+    memory = psutil.swap_memory()
+    if not memory.total:
+        raise LookupError("the machine has no swap")
+    return (memory.sin, memory.sout)
+
+
 def _network_counters() -> tuple[float, float]:
     outside = [counters for name, counters in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     if not outside:
@@ -224,6 +231,7 @@ def signals(
         "cpu": CpuSignal,
         "memory": MemorySignal,
         "disk": lambda: CounterSignal("disk", ("disk_read_bytes_per_s", "disk_write_bytes_per_s"), _disk_counters),
+        "swap": lambda: CounterSignal("swap", ("swap_in_bytes_per_s", "swap_out_bytes_per_s"), _swap_counters),
         "network": lambda: CounterSignal(
             "network", ("network_received_bytes_per_s", "network_sent_bytes_per_s"), _network_counters
         ),

@@ -23,6 +23,10 @@ from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
 _SLOWEST_STEPS = 8
 _SLOW = 1.25
 """Times the median."""
+_DISTURBING = ("checkpoint", "evaluate")
+"""Ranges between steps after which the next one may be slow: files are still written, caches hold other data."""
+_ROUNDING_S = 1e-3
+"""By how much a kept range may seem to end after the step that follows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,12 @@ class SlowStep:
     """How long the training's thread was ready and had no core; none where the kernel does not tell."""
     machine: Mapping[str, float]
     """Signal of the system -> its mean while the step ran, as far as the samples tell; `cores_percent` is the mean of all cores."""
+    no_batch_ready: bool = False
+    """Whether the loader processes had none ready, though they usually had."""
+    follows: str = ""
+    """`checkpoint` or `evaluate`, where that lay between this step and the one before."""
+    graphs: int = 0
+    """Compiled in this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +290,8 @@ def _slowest(rank: RankEvidence, measured: Rows) -> list[SlowStep]:
         return []
     slow = measured[seconds[measured] > _SLOW * np.median(seconds[measured])]
     chosen = slow[np.argsort(-seconds[slow], kind="stable")][:_SLOWEST_STEPS]
-    phases, delayed = phase_seconds(rank), rank.steps["host_delayed_seconds"]
+    phases, delayed, queued = phase_seconds(rank), rank.steps["host_delayed_seconds"], rank.steps["queued"]
+    has_queue = bool(np.isfinite(queued).any() and np.nanmedian(queued) > 0)
     return [
         SlowStep(
             step=int(rank.steps["step"][row]),
@@ -289,9 +300,24 @@ def _slowest(rank: RankEvidence, measured: Rows) -> list[SlowStep]:
             phase_ms={name: 1000 * float(values[row]) for name, values in phases.items()},
             delayed_ms=1000 * float(delayed[row]) if np.isfinite(delayed[row]) else None,
             machine=_machine_between(rank.system, rank.steps["start_s"][row], seconds[row]),
+            no_batch_ready=has_queue and bool(queued[row] == 0),
+            follows=_before_step(rank, rank.steps["start_s"][row], float(np.median(seconds[measured]))),
+            graphs=sum(one.graphs for one in rank.record.compilations if one.step == row_number(rank, row)),
         )
         for row in chosen.tolist()
     ]
+
+
+def row_number(rank: RankEvidence, row: int) -> int:
+    """How many steps the process had completed before the step of a row, as compilations are counted."""
+    return int(rank.steps["step"][row] - rank.steps["step"][0])
+
+
+def _before_step(rank: RankEvidence, start_s: float, step_s: float) -> str:
+    """The checkpoint or evaluation that ended less than a usual step before a step."""
+    ends = rank.spans.start_s + rank.spans.seconds
+    near = np.flatnonzero((ends > start_s - step_s) & (ends < start_s + _ROUNDING_S))
+    return next((name for name in (rank.spans.names[index] for index in near[::-1]) if name in _DISTURBING), "")
 
 
 def _machine_between(system: Mapping[str, Series], start_s: float, seconds: float) -> dict[str, float]:

@@ -29,6 +29,8 @@ SIGNALS = {
     "memory_used_bytes": "memory of the machine",
     "disk_read_bytes_per_s": "disk, read",
     "disk_write_bytes_per_s": "disk, written",
+    "swap_in_bytes_per_s": "swapped in",
+    "swap_out_bytes_per_s": "swapped out",
     "network_received_bytes_per_s": "network, received",
     "network_sent_bytes_per_s": "network, sent",
     "process_rss_bytes": "memory of the process",

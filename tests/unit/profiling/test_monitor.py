@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -132,6 +133,19 @@ def test_a_gpu_that_is_not_there_is_missing_with_the_reason() -> None:
         "gpu_memory": "the training runs on cpu",
     }
     assert "gpu_percent" not in monitor.columns
+
+
+def test_swapping_is_sampled_where_there_is_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def machine_with(swap: int) -> Monitor:
+        moved = iter(range(0, 10**9, 10**6))
+        memory = lambda: SimpleNamespace(total=swap, sin=next(moved), sout=0)  # noqa: E731
+        monkeypatch.setattr(psutil, "swap_memory", memory)
+        return Monitor({"swap": signals(CPU, machine=True)["swap"]}, 0.02, origin_ns=0)
+
+    assert machine_with(0).missing == {"swap": "the machine has no swap"}
+    columns = sampled(machine_with(2**30), 0.1)
+    assert (columns["swap_in_bytes_per_s"] > 0).all()
+    assert (columns["swap_out_bytes_per_s"] == 0).all()
 
 
 def test_a_signal_that_can_not_be_set_up_is_missing_and_the_others_go_on() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from trainer import html
 from trainer.profiling import drawing, words
 from trainer.profiling.drawing import Bar, Part
@@ -9,20 +11,17 @@ from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.summary import PhaseSummary, SlowStep, Spread, TrainingSummary, is_core, measured_steps
 
 _FEWEST_DRAWN = 20
-_MACHINE = (
-    "cores_percent",
-    "iowait_percent",
-    "gpu_percent",
-    "disk_read_bytes_per_s",
-    "disk_write_bytes_per_s",
-    "network_received_bytes_per_s",
-)
 _UNUSUAL = 1.5
-"""Times what is usual, or its inverse."""
+"""Times what is usual."""
 _DELAYED = 0.1
-"""Share of a slow step from which on it is told that the training had no core."""
-_LEAST = {"_percent": 5.0, "_bytes_per_s": 5e6}
-"""Unit -> difference from what is usual below which nothing is told."""
+"""Share of a slow step from which on a lack of cores can have made it slow."""
+_FULL_PERCENT = 90.0
+"""Use of the cores from which on other programs take them from the training."""
+_MORE_PERCENT = 5.0
+"""Points above what is usual below which waiting for storage, or other programs, explain no slow step."""
+_SWAP_BYTES_PER_S = 1e6
+"""Less swapping than this explains no slow step."""
+_AFTER = {"checkpoint": "just after a checkpoint", "evaluate": "just after an evaluation"}
 
 
 def recording(summary: TrainingSummary) -> str:
@@ -113,25 +112,45 @@ def _longer(step: SlowStep, summary: TrainingSummary) -> str:
 
 
 def _machine(step: SlowStep, summary: TrainingSummary) -> str:
-    """What the machine did otherwise than usual."""
-    told = []
+    """What can have slowed the step: what the training lacked, and what it follows; not what a slow step leads to, such as an idle GPU."""
+    told = [_AFTER[step.follows]] if step.follows else []
+    if step.graphs:
+        told.append("1 graph was compiled" if step.graphs == 1 else f"{step.graphs} graphs were compiled")
+    if step.no_batch_ready:
+        told.append("no batch was ready")
     if step.delayed_ms and step.delayed_ms > _DELAYED * step.ms:
         told.append(f"no core for the training for {words.milliseconds(step.delayed_ms)}")
-    for name in _MACHINE:
-        now, usual = step.machine.get(name), _usual(name, summary)
-        if now is not None and usual is not None and _differs(name, now, usual):
-            title, value = words.named_number(name, now)
-            told.append(f"{title} {value} (usually {words.named_number(name, usual)[1]})")
-    return ", ".join(told) or ("as usual" if step.machine else "not sampled")
+    means = {name: signal.mean for name, signal in summary.system.items()}
+    cores = [mean for name, mean in means.items() if is_core(name)]
+    usual = means | ({"cores_percent": sum(cores) / len(cores)} if cores else {})
+    told += _lacking(step.machine, usual, len(cores))
+    return ", ".join(told) or ("nothing that slows a step" if step.machine else "not sampled")
 
 
-def _usual(name: str, summary: TrainingSummary) -> float | None:
-    cores = [signal.mean for signal_name, signal in summary.system.items() if is_core(signal_name)]
-    if name == "cores_percent":
-        return sum(cores) / len(cores) if cores else None
-    return summary.system[name].mean if name in summary.system else None
+def _lacking(now: Mapping[str, float], usual: Mapping[str, float], cores: int) -> Iterator[str]:
+    """Signals that say what the machine did not give to the training, where they are above what is usual."""
+    waiting = [values.get("iowait_percent", 0.0) for values in (now, usual)]
+    if _is_more(*waiting):
+        yield _against("waiting for storage", *waiting)
+    others = [_other_programs_percent(values, cores) for values in (now, usual)]
+    if now.get("cores_percent", 0.0) >= _FULL_PERCENT and _is_more(*others):
+        yield _against("cores busy with other programs", *others)
+    swapped = sum(now.get(f"swap_{way}_bytes_per_s", 0.0) for way in ("in", "out"))
+    if swapped > _SWAP_BYTES_PER_S:
+        yield f"memory swapped, {words.size(swapped)}/s"
 
 
-def _differs(name: str, now: float, usual: float) -> bool:
-    least = next(least for unit, least in _LEAST.items() if name.endswith(unit))
-    return abs(now - usual) > least and max(now, usual) > _UNUSUAL * min(now, usual)
+def _is_more(now: float, usual: float) -> bool:
+    return now > usual + _MORE_PERCENT and now > _UNUSUAL * usual
+
+
+def _against(what: str, now: float, usual: float) -> str:
+    return f"{what} {words.percent(now / 100)} (usually {words.percent(usual / 100)})"
+
+
+def _other_programs_percent(signals: Mapping[str, float], cores: int) -> float:
+    """Use of all cores by anything but this process and its loader processes."""
+    if "cores_percent" not in signals or "process_cpu_percent" not in signals:
+        return 0.0
+    own = signals["process_cpu_percent"] + signals.get("loaders_cpu_percent", 0.0)
+    return max(0.0, signals["cores_percent"] - own / cores)
