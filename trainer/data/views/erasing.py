@@ -24,13 +24,29 @@ def erase(views: Tensor, boxes: Tensor) -> Tensor:
     """
     rows = (boxes[:, 2] > boxes[:, 0]).nonzero().squeeze(1)
     if len(rows):
-        size = views.shape[-1]
-        edges = send((boxes[rows] * size).round(), views.device)
-        left, top, right, bottom = edges.view(-1, 4, 1).unbind(1)
-        place = torch.arange(size, device=views.device)
-        columns, lines = (place >= left) & (place < right), (place >= top) & (place < bottom)
-        inside = (lines.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)  # [rows, 1, V, V]
-        on_device = send(rows, views.device)
-        chosen = views.index_select(0, on_device)
-        views.index_copy_(0, on_device, torch.where(inside, levels(channel_means(chosen)), chosen))
+        fill = _fill_one_by_one if views.device.type == "cpu" else fill_together
+        fill(views, rows, (boxes[rows] * views.shape[-1]).round().long())
     return views
+
+
+def _fill_one_by_one(views: Tensor, rows: Tensor, edges: Tensor) -> None:
+    means = levels(channel_means(views.index_select(0, rows)))
+    for row, (left, top, right, bottom), mean in zip(rows.tolist(), edges.tolist(), means, strict=True):
+        views[row, :, top:bottom, left:right] = mean
+
+
+def fill_together(views: Tensor, rows: Tensor, edges: Tensor) -> None:
+    """The same in a few operations for all views, each of which the host would have to start.
+
+    Args:
+        views: uint8 [B, 3, V, V]; changed in place.
+        rows: of the n views to change, int64 [n], on the CPU.
+        edges: of their rectangles, in pixels: left, top, right, bottom; int64 [n, 4], on the CPU.
+    """
+    rows, edges = send(rows, views.device), send(edges, views.device)
+    left, top, right, bottom = edges.view(-1, 4, 1).unbind(1)
+    place = torch.arange(views.shape[-1], device=views.device)
+    columns, lines = (place >= left) & (place < right), (place >= top) & (place < bottom)
+    inside = (lines.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)  # [n, 1, V, V]
+    chosen = views.index_select(0, rows)
+    views.index_copy_(0, rows, torch.where(inside, levels(channel_means(chosen)), chosen))

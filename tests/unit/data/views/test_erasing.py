@@ -1,6 +1,6 @@
 import torch
 
-from trainer.data.views.erasing import erase
+from trainer.data.views.erasing import erase, fill_together
 
 
 def test_a_rectangle_is_filled_with_the_mean_and_the_rest_stays(images):
@@ -17,3 +17,11 @@ def test_a_rectangle_is_filled_with_the_mean_and_the_rest_stays(images):
 def test_nothing_is_erased_where_no_view_has_a_rectangle(images):
     views = images(3, 16)
     assert torch.equal(erase(views.clone(), torch.zeros(3, 4)), views)
+
+
+def test_views_are_filled_one_by_one_or_together_to_the_same_bits(images):
+    views = images(4, 40, "noise")
+    boxes = torch.tensor([[0.26, 0.5, 0.74, 0.75], [0, 0, 1, 1], [0.9, 0.1, 0.99, 1.0], [0, 0, 0, 0]])
+    together = views.clone()
+    fill_together(together, torch.arange(3), (boxes[:3] * 40).round().long())
+    assert torch.equal(together, erase(views.clone(), boxes))
