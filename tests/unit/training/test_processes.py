@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,21 @@ def test_a_device_that_is_not_there_is_named(monkeypatch, device, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingsError, match=message):
         choose_device()
+
+
+@pytest.mark.parametrize(("major", "has_bf16"), [(7, False), (8, True), (9, True)])
+def test_a_gpu_without_bf16_instructions_does_not_take_it_by_itself(monkeypatch, major, has_bf16):
+    """Those before Ampere emulate it, which is slower than float32."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
+    monkeypatch.setenv("TRAINER_DEVICE", "cuda")
+    device = choose_device()
+    assert device.has_bf16 is device.uses_bf16("auto") is has_bf16
+    assert device.uses_bf16("bf16")
 
 
 def test_a_seed_is_that_of_torch(monkeypatch):

@@ -44,6 +44,6 @@ def choose_gpu(local_rank: int) -> CudaDevice:
         kind="cuda",
         torch_device=torch.device("cuda", local_rank),
         backend="nccl",
-        has_bf16=torch.cuda.is_bf16_supported(),
+        has_bf16=torch.cuda.is_bf16_supported(including_emulation=False),  # emulated, it is slower than fp32
         compiles=True,
     )
