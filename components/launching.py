@@ -124,7 +124,7 @@ def _launch_here(training: Training) -> None:
         inputs=training.given,
         outputs={name: artifact.path for name, artifact in training.outputs.items()},
         nodes=place.nodes,
-        processes_per_node=place.processes_per_node or _devices(),
+        processes_per_node=place.processes_per_node or gpus() or 1,
     )
     record = Path(training.job.path)
     record.mkdir(parents=True, exist_ok=True)
@@ -132,11 +132,17 @@ def _launch_here(training: Training) -> None:
     LocalLauncher().run(spec)
 
 
-def _devices() -> int:
-    """One process for each GPU of this machine; one on its processor if it has none."""
+def gpus() -> int:
+    """GPUs of this machine that torch would use; torch, which takes seconds to load, is asked only where there is a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
     import torch
 
-    return torch.cuda.device_count() or 1
+    return torch.cuda.device_count()
 
 
 def _launch_on_a_pool(training: Training) -> None:

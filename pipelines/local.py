@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,6 +40,9 @@ CACHE = runs.RUNS / ".cache"
 """What earlier runs made, by what it was made from; the artifacts themselves lie in those runs' directories."""
 CHECKPOINTS = runs.RUNS / ".checkpoints"
 """Where an interrupted training is found by the next run with the same settings and inputs."""
+
+_WITHOUT_GPU = 2
+"""Training processes here where there is no GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +93,17 @@ def _request(arguments: Sequence[str] | None) -> Request:
     parser.add_argument(
         "--processes",
         type=int,
-        default=None,
-        help="training processes on each machine (default: 2 here, one for each device on a pool)",
+        default=0,
+        help="training processes on each machine (default: one for each GPU or other device of it; here without a GPU 2)",
     )
     parser.add_argument("--output", default=None, metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
     parser.add_argument("--fresh", action="store_true", help="take nothing from earlier runs")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(arguments)
     named = ("recipe", "overrides", "dataset", "teacher", "experiment")
-    processes = (0 if options.pool else 2) if options.processes is None else options.processes
     return Request(
         parameters={name: getattr(options, name) for name in named},
-        place=Place(pool=options.pool, nodes=options.nodes, processes_per_node=processes),
+        place=Place(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes),
         output=options.output or None,
         fresh=options.fresh,
         debug=options.debug,
@@ -119,6 +121,7 @@ def run(request: Request) -> dict[str, Any]:
     """
     settings = sections.resolve(**request.parameters)
     request.place.check(warms_up=settings.warm_up.enabled)
+    request = replace(request, place=with_processes(request.place, settings.run.device))
     if request.place.pool:
         storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
     directory = runs.new_directory(request.parameters["recipe"], request.output)
@@ -132,6 +135,19 @@ def run(request: Request) -> dict[str, Any]:
     _print_results(summary, directory)
     _close_tracking("FINISHED")
     return summary
+
+
+def with_processes(place: Place, device: str) -> Place:
+    """The place with training processes, where none are asked for here: one for each GPU; two without, which shows what several do.
+
+    Args:
+        place: as asked for.
+        device: `run.device`.
+    """
+    if place.pool or place.processes_per_node:
+        return place
+    gpus = launching.gpus() if device in {"auto", "cuda"} else 0
+    return replace(place, processes_per_node=gpus or _WITHOUT_GPU)
 
 
 def _environment(settings: config.Settings, directory: Path, request: Request) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from components import launching
 from components.launching import Place
 from pipelines import local
 from pipelines.compile import compiled_text
@@ -66,6 +67,23 @@ def test_wrong_input_ends_in_one_message_before_anything_starts(tmp_path, argume
     assert_one_message(ended, pattern)
     assert ended.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "asked", "expected"),
+    [
+        (1, "auto", {}, 1),
+        (8, "auto", {}, 8),
+        (8, "cuda", {}, 8),
+        (0, "auto", {}, 2),
+        (8, "cpu", {}, 2),
+        (8, "auto", {"processes_per_node": 3}, 3),
+        (8, "auto", {"pool": "cpu"}, 0),  # the pool's own number
+    ],
+)
+def test_one_process_for_each_gpu_and_two_without(monkeypatch, gpus, device, asked, expected):
+    monkeypatch.setattr(launching, "gpus", lambda: gpus)
+    assert local.with_processes(Place(**asked), device).processes_per_node == expected
 
 
 def test_a_store_that_is_not_there_is_told_before_anything_starts(tmp_path):
