@@ -47,7 +47,8 @@ def half_labelled(dataset, directory):
     lost = splits["train"].select(np.flatnonzero(without)).map(lambda row: row | {"label": UNLABELED})
     splits["train"] = splits["train"].select(np.flatnonzero(np.logical_not(without)))
     splits["unlabeled"] = datasets.concatenate_datasets([splits["unlabeled"], lost])
-    with artifacts.create(directory, "dataset", settings={}) as draft:
+    settings = dict(artifacts.manifest(dataset, "dataset").settings)
+    with artifacts.create(directory, "dataset", settings=settings) as draft:
         for name, split in splits.items():
             split.cast(features()).save_to_disk(str(draft.path / name))
         images = {name: len(split) for name, split in splits.items()}

@@ -39,8 +39,6 @@ FOLDER_DEPTH = 32
 """Folders within one another below `data.source`."""
 FOLDERS = 1_000_000
 """Folders below `data.source`; one that several links lead to counts for each."""
-JPEG_SCANS = 500
-"""Scans of a JPEG file: an ordinary one has up to ten, and each costs the time of a whole picture."""
 NAME_CHARACTERS = 200
 """The name of a class."""
 MODEL_ARGUMENT = 16_384

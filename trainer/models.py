@@ -13,18 +13,19 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import timm
 import torch
-import torch.nn.functional as F
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from trainer import artifacts, limits, storage
 from trainer.config import ModelSettings
 from trainer.errors import ModelError, StorageError
+from trainer.served_student.network_input import Preprocessing
+from trainer.served_student.preprocessing import Square
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -64,36 +65,21 @@ class ModelCard:
     """Mean of each channel of the normalised input, with pixels in [0, 1]."""
     std: tuple[float, float, float]
     """Standard deviation of each channel, with pixels in [0, 1]."""
+    interpolation: Literal["bilinear"] = "bilinear"
+    """How a square is resized to the network's input, with antialiasing; older directories do not say it, and mean this one."""
+    square: Square | None = None
+    """How a photo becomes the square that it was trained and measured on; None before it was, and in older directories."""
     origin: Origin | None = None
     """Whose weights its training began with; none where it began from scratch."""
 
+    def __post_init__(self) -> None:
+        """Check the size, of which a description may ask for any.
 
-class Preprocessing(nn.Module):
-    """Raw images to what a network takes; a module, so that its statistics go wherever a model that holds it goes."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, card: ModelCard) -> None:
-        super().__init__()
-        self._size = card.image_size
-        self.register_buffer("mean", torch.tensor(card.mean).view(1, 3, 1, 1) * 255, persistent=False)
-        self.register_buffer("std", torch.tensor(card.std).view(1, 3, 1, 1) * 255, persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Resize and normalise.
-
-        Args:
-            images: uint8 or float pixels in 0..255, [B, 3, H, W].
-
-        Returns:
-            float32 [B, 3, image_size, image_size].
+        Raises:
+            ValueError: it is too large, or none.
         """
-        pixels = images.float()
-        size = (self._size, self._size)
-        if images.shape[-2:] != size:
-            pixels = F.interpolate(pixels, size=size, mode="bilinear", antialias=True, align_corners=False)
-        return (pixels - self.mean) / self.std
+        if not 0 < self.image_size <= limits.MODEL_ARGUMENT:
+            raise ValueError(f"image_size must be from 1 to {limits.MODEL_ARGUMENT:,}, got {self.image_size}")
 
 
 class Classifier(nn.Module):
@@ -103,7 +89,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.network = network
         self.card = card
-        self.preprocess = Preprocessing(card)
+        self.preprocess = Preprocessing(card.image_size, card.mean, card.std, card.interpolation)
 
     def forward(self, images: Tensor) -> Tensor:
         """Raw images [B, 3, H, W] (0..255) to logits [B, K]."""

@@ -21,11 +21,12 @@ from PIL import Image
 from components.launch import pools
 from tests.hostile.targets import SIZE, TARGETS, _make_dataset, _make_model, _make_recording, sign
 from trainer import artifacts, config, limits, models, storage
-from trainer.data.decoding import decode, decode_square
+from trainer.data.decoding import decode_square
 from trainer.data.sources import list_source, read_file
 from trainer.distillation import recording
 from trainer.distillation.recording import describe
 from trainer.environment import variables
+from trainer.served_student.preprocessing import decode
 
 MAX_PIXELS = 10_000_000
 MEMORY_BYTES = 400 * 2**20

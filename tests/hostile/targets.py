@@ -24,13 +24,14 @@ from components.launch import pools
 from trainer import artifacts, config, limits, models, storage
 from trainer.config import ModelSettings
 from trainer.data.dataset import open_dataset
-from trainer.data.decoding import BadImageError, decode, decode_square, encode
+from trainer.data.decoding import decode_square, encode
 from trainer.data.schema import SPLITS, Description, features
 from trainer.data.sources import list_source
 from trainer.distillation import recording, shards
 from trainer.distillation.recording import open_recording
 from trainer.environment import variables
 from trainer.errors import TrainerError
+from trainer.served_student.preprocessing import BadImageError, decode
 
 MAX_PIXELS = 1_000_000
 SIZE = 16

@@ -24,8 +24,8 @@ from trainer import artifacts, config, models
 from trainer.data.dataset import Split
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError, TrainingError
-from trainer.models import Preprocessing
 from trainer.profiling.evidence import read_evidence
+from trainer.served_student.network_input import Preprocessing
 from trainer.stages import prepare, pretrain, reinforce
 from trainer.thresholds import RuleSettings, StalledTraining
 from trainer.training.loop import Loop

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from trainer import artifacts, models
 from trainer.config import ModelSettings
 from trainer.errors import ArtifactError, ModelError
+from trainer.served_student.preprocessing import Square
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 SETTINGS = ModelSettings(architecture="vit_tiny_patch16_224", args=TINY)
@@ -35,6 +37,21 @@ def test_a_model_comes_back_from_its_directory(model, tmp_path):
     assert loaded.card == model.card
     assert not loaded.training
     assert torch.equal(loaded(IMAGES), model(IMAGES))
+
+
+def test_the_card_of_an_older_directory_says_nothing_of_photos(model, tmp_path):
+    square = Square(fit="stretch", size=24, max_pixels=99)
+    model.card = replace(model.card, square=square)
+    path = saved(model, tmp_path / "model")
+    assert models.load(path).card.square == square
+    config = json.loads((path / "config.json").read_text())
+    assert config.pop("square") == {"fit": "stretch", "size": 24, "interpolation": "bicubic", "max_pixels": 99}
+    assert config.pop("interpolation") == "bilinear"
+    (path / "config.json").write_text(json.dumps(config))
+    reseal(path)
+    older = models.load(path)
+    assert older.card == replace(model.card, square=None)
+    assert torch.equal(older(IMAGES), model(IMAGES))
 
 
 def test_images_are_normalised_as_the_network_wants_it(model):

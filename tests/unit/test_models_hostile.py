@@ -77,6 +77,9 @@ def test_an_absurd_argument_is_refused_before_anything_is_built(directory, name,
             {"args": {"depth": [1]}},
             {"args": {"depth": None}},
             {"image_size": "large"},
+            {"image_size": 0},
+            {"image_size": 10**9},
+            {"interpolation": "nearest"},
             {"architecture": 3},
         ),
     ],
@@ -84,6 +87,24 @@ def test_an_absurd_argument_is_refused_before_anything_is_built(directory, name,
 def test_a_description_of_another_form_is_refused(directory, changes):
     with pytest.raises(ModelError, match=r"config.json is not the description of a model"):
         models.load(describe(directory, **changes))
+
+
+SQUARE = {"fit": "crop", "size": 24, "interpolation": "bicubic", "max_pixels": 99}
+
+
+@pytest.mark.parametrize(
+    "square",
+    [
+        *("crop", [], {}, {"fit": "crop"}, SQUARE | {"fit": "pad"}, SQUARE | {"fit": None}, SQUARE | {"size": 0}),
+        *(SQUARE | {"size": 2049}, SQUARE | {"size": 2**62}, SQUARE | {"size": "large"}),
+        *(SQUARE | {"interpolation": "nearest"}, SQUARE | {"interpolation": 3}),
+        *(SQUARE | {"max_pixels": 0}, SQUARE | {"max_pixels": -1}, SQUARE | {"max_pixels": None}),
+    ],
+)
+def test_a_square_that_can_not_be_is_refused(directory, square):
+    assert models.load(describe(directory, square=SQUARE)).card.square is not None
+    with pytest.raises(ModelError, match=r"(?s)config.json is not the description of a model .*square"):
+        models.load(describe(directory, square=square))
 
 
 @pytest.mark.parametrize(

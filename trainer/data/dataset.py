@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from trainer import artifacts, limits
-from trainer.data.decoding import BadImageError, Pixels, decode_square, decoder_of
+from trainer.artifacts import Artifact
+from trainer.data.decoding import Pixels, decode_square, decoder_of
 from trainer.data.schema import DESCRIPTION, SPLITS, Description, SplitName
 from trainer.errors import ArtifactError, DataError
+from trainer.served_student.preprocessing import BadImageError, Square
 
 IN_MEMORY_BYTES = 512 * 1024**2
 """A split whose decoded images take at most this is kept decoded, in each process that reads it."""
@@ -172,11 +174,12 @@ def _channels_first(images: Tensor) -> Tensor:
 class PreparedDataset:
     """A prepared data set: four splits and what they have in common."""
 
-    def __init__(self, directory: Path, fingerprint: str, description: Description) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, artifact: Artifact, description: Description) -> None:
+        self.fingerprint = artifact.fingerprint
         self.classes = description.classes
         self.image_size = description.image_size
-        self._directory = directory
+        self._directory = artifact.path
+        self._settings = artifact.settings
         self._images = description.images
         self._most: int | None = None
 
@@ -185,6 +188,20 @@ class PreparedDataset:
         part = copy.copy(self)
         part._most = count
         return part
+
+    @property
+    def square(self) -> Square:
+        """How an original became a stored image.
+
+        Raises:
+            ArtifactError: the settings that made the data set do not say it.
+        """
+        try:
+            return Square(fit=self._settings["fit"], size=self.image_size, max_pixels=self._settings["max_pixels"])
+        except (KeyError, ValueError) as error:
+            raise ArtifactError(
+                f"dataset {self._directory}: its manifest does not say how images became squares ({error!r}); prepare it again"
+            ) from error
 
     def decoder_name(self) -> str:
         """What decodes the stored images, such as `simplejpeg 1.9.0`: another one may give slightly different pixels.
@@ -235,4 +252,4 @@ def open_dataset(uri: str | Path) -> PreparedDataset:
         ArtifactError: it is missing, damaged, of another kind or of another schema version.
     """
     artifact = artifacts.read(uri, "dataset")
-    return PreparedDataset(artifact.path, artifact.fingerprint, Description.read(artifact.path))
+    return PreparedDataset(artifact, Description.read(artifact.path))

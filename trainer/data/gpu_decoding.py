@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.data.decoding import is_jpeg
 from trainer.errors import DataError, SettingsError
+from trainer.served_student.preprocessing import is_jpeg
 
 _BACK = "set data.decode_on=cpu"
 

@@ -37,12 +37,13 @@ from trainer.config import LOADING, DataSettings
 from trainer.cores import usable_cores
 from trainer.data import decoding, selection
 from trainer.data.card import CardContent, data_card
-from trainer.data.decoding import BadImageError
 from trainer.data.schema import CARD, DROPPED, QUARANTINE, SPLITS, Description, SplitName, features
 from trainer.data.selection import Candidate, Dropped, Quarantined
 from trainer.data.sources import Item, Listing, list_source
 from trainer.data.spool import Decoded, Outcome, Spool
 from trainer.errors import DataError, ObjectTooLargeError, writing_to
+from trainer.served_student import preprocessing
+from trainer.served_student.preprocessing import BadImageError, Square
 
 logger = logging.getLogger(__name__)
 
@@ -285,10 +286,11 @@ def _read(item: Item, read: Read) -> bytes:
 
 def _decode_item(item: Item, content: bytes, settings: DataSettings) -> tuple[Decoded, bytes]:
     try:
-        image = decoding.decode(content, max_pixels=settings.max_pixels, min_edge=settings.min_edge)
+        image = preprocessing.decode(content, max_pixels=settings.max_pixels, min_edge=settings.min_edge)
     except MemoryError as error:
         raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
-    square = decoding.to_square(image, settings.image_size, settings.fit)
+    how = Square(fit=settings.fit, size=settings.image_size, max_pixels=settings.max_pixels)
+    square = preprocessing.to_square(image, how)
     decoded = Decoded(item=item, key=decoding.content_key(image), width=image.width, height=image.height)
     return decoded, decoding.encode(square, settings.encoding, settings.jpeg_quality)
 

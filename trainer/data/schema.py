@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from trainer import limits, storage
 from trainer.errors import ArtifactError, StorageError
+from trainer.served_student.preprocessing import LARGEST_SQUARE
 
 SplitName = Literal["train", "val", "test", "unlabeled"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
@@ -23,9 +24,6 @@ DESCRIPTION = "dataset.json"
 QUARANTINE = "quarantine.json"
 DROPPED = "dropped.json"
 CARD = "card.html"
-
-LARGEST_IMAGE = 2048
-"""Longest edge of stored images, in pixels, as `data.image_size` has it."""
 
 UNLABELED = -1
 """The label of an image without one."""
@@ -84,5 +82,5 @@ class Description:
         return (
             all(isinstance(name, str) for name in (*self.classes, *self.images))
             and all(type(count) is int and count >= 0 for count in counts)
-            and 0 < self.image_size <= LARGEST_IMAGE
+            and 0 < self.image_size <= LARGEST_SQUARE
         )

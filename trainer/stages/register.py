@@ -23,7 +23,7 @@ from trainer.config import RegisterSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.schema import CARD
 from trainer.distillation import recording
-from trainer.errors import TrackingError
+from trainer.errors import ModelError, TrackingError
 from trainer.launch import flag
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import STAGES, evaluate
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 PROFILE_PAGE = "report.html"
 
-_REQUIREMENTS = ("mlflow", "numpy", "pandas", "safetensors", "timm", "torch", "torchvision")
-_EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes images of any size
+_REQUIREMENTS = ("mlflow", "numpy", "pandas", "pillow", "safetensors", "timm", "torch", "torchvision")
+_EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes photos of any size
 _PICTURES = "**/*.png"
 
 _MADE = {
@@ -94,6 +94,7 @@ def run(
         warmed: input, the report on what was compiled beforehand, where something was; for the bill.
 
     Raises:
+        ModelError: the student does not say how it wants photos.
         TrackingError: MLflow does not answer or refuses; says where the student is and how to register it later.
         TrainerError: as the parts that it calls.
     """
@@ -108,6 +109,8 @@ def run(
         "evaluation": evaluation,
     }
     inputs = {name: artifacts.read(given[name], kind) for name, kind in STAGES["register"].inputs.items()}
+    if tracking.uri():
+        _check_servable(inputs["student"].path)
     made: dict[str, Manifest] = dict(inputs)
     if teacher_outputs:  # of the records, which may be many gigabytes, only what they say of themselves is needed
         given["teacher_outputs"] = teacher_outputs
@@ -161,6 +164,14 @@ def _retold(settings: RegisterSettings, places: Mapping[str, str | Path], recipe
         raise TrackingError(
             f"{error}. The student is safe in {places['student']}; register it later with `{shlex.join(words)}`"
         ) from error
+
+
+def _check_servable(student: Path) -> None:
+    if models.load(student).card.square is None:
+        raise ModelError(
+            f"student {student}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
+            "remove the directory and distil it again"
+        )
 
 
 def _stage_bill(stage: str, made: Manifest, given: Mapping[str, str | Path]) -> StageBill:
@@ -236,9 +247,11 @@ def _log_model(client: MlflowClient, run_id: str, inputs: Mapping[str, Artifact]
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
-    student, loader = inputs["student"].path, Path(served_student.__file__)
+    student, folder = inputs["student"].path, Path(served_student.__file__).parent
     card = models.load(student).card
-    any_image = TensorSpec(np.dtype(np.uint8), (-1, -1, -1, 3), name=None)
+    # The one specification that lets arrays of any shape and type through. MLflow refuses a list in any case where inputs are described,
+    # and without a description MLServer, with which KServe serves models of MLflow, does not load the model.
+    any_images = TensorSpec(np.dtype(object), (-1,), name=None)
     logged = client.create_logged_model(
         experiment_id=client.get_run(run_id).info.experiment_id,
         name="student",
@@ -250,10 +263,10 @@ def _log_model(client: MlflowClient, run_id: str, inputs: Mapping[str, Artifact]
         flavor=mlflow.pyfunc,
         run_id=run_id,
         model_id=logged.model_id,
-        loader_module=loader.stem,
-        code_paths=[str(loader)],
+        loader_module=f"{folder.name}.student",
+        code_paths=[str(folder)],
         data_path=str(student),
-        signature=ModelSignature(Schema([any_image]), Schema([ColSpec("double", label) for label in card.labels])),
+        signature=ModelSignature(Schema([any_images]), Schema([ColSpec("double", label) for label in card.labels])),
         input_example=example(inputs["dataset"].path),
         conda_env=conda_environment(),
         metadata={"labels": list(card.labels), "architecture": card.architecture},

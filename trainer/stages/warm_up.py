@@ -168,6 +168,7 @@ class Rehearsal:
                 processes=self.processes,
                 tracker=untracked,
                 data=self.data.first(_steps(part) * part.batch_size),
+                square=self.data.square,
                 values=settings.model_dump(mode="json"),
                 parents={"dataset": self.data.fingerprint},
                 seed=settings.seed or 0,

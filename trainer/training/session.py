@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from trainer.models import Classifier
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.schema import ContextRecord
 from trainer.profiling.startup import Startup
+from trainer.served_student.preprocessing import Square
 from trainer.tracking import Tracker
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared
 from trainer.training.checkpoints.compatibility import compatible
@@ -53,6 +54,8 @@ class Session:
     processes: Processes
     tracker: Tracker
     data: PreparedDataset
+    square: Square
+    """How a photo became the squares of the data set."""
     values: Mapping[str, Any]
     """The stage's whole section: a training depends on those before it."""
     parents: Mapping[str, str]
@@ -231,6 +234,7 @@ class Session:
             self._measure(settings, model.to(self.processes.device.torch_device))
         self.check_ours()
         if self.processes.is_first:
+            model.card = replace(model.card, square=self.square)
             models.save(model, self.model.path)
             self.model.figures.update(models.describe(model) | {"val_top1": self._measured["val_top1"]})
 
@@ -276,6 +280,7 @@ def open_session(
         TrainerError: as the parts that it calls.
     """
     values = settings.model_dump(mode="json")
+    square = data.square  # a data set that does not say it is refused before anything is trained
     startup = startup or Startup()
     with ExitStack() as stack:
         with startup.part("join"):
@@ -294,6 +299,7 @@ def open_session(
                 processes=processes,
                 tracker=tracker,
                 data=data,
+                square=square,
                 values=values,
                 parents=parents,
                 seed=settings.seed or 0,

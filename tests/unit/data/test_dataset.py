@@ -20,6 +20,7 @@ from trainer.data import dataset as reading
 from trainer.data.dataset import open_dataset
 from trainer.data.schema import SPLITS, Description, features
 from trainer.errors import ArtifactError, DataError
+from trainer.served_student.preprocessing import Square
 
 SIZE = 12
 CHUNKS = (slice(0, 3), slice(3, 4), slice(4, 7))
@@ -165,6 +166,21 @@ def rewrite_manifest(path: Path) -> None:
     """Give a directory that was tampered with a manifest that fits it."""
     with artifacts.create(path, "dataset", settings={}):
         pass
+
+
+def test_how_images_became_squares_is_known_from_its_settings(prepared: Path) -> None:
+    def made_with(settings: dict[str, object]) -> Square:
+        with artifacts.create(prepared, "dataset", settings=settings):
+            pass
+        return open_dataset(prepared).square
+
+    settings = {"fit": "stretch", "max_pixels": 99}
+    assert made_with(settings) == Square(fit="stretch", size=SIZE, max_pixels=99)
+    for wrong in ({}, {"fit": "stretch"}, settings | {"fit": "pad"}, settings | {"max_pixels": "many"}):
+        with pytest.raises(
+            ArtifactError, match=r"its manifest does not say how images became squares .*prepare it again"
+        ):
+            made_with(wrong)
 
 
 def test_a_damaged_data_set_is_refused_by_name(prepared: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from trainer.data.decoding import BadImageError, content_key, decode, decode_square, decoder_of, encode, to_square
+from trainer.data.decoding import content_key, decode_square, decoder_of, encode
+from trainer.served_student.preprocessing import BadImageError, Fit, Square, decode, to_square
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -211,20 +212,24 @@ def test_the_content_key_depends_on_pixels_and_shape_only() -> None:
     assert content_key(Image.fromarray(pixels)) not in keys
 
 
+def fitted(image: Image.Image, size: int, fit: Fit) -> Pixels:
+    return np.asarray(to_square(image, Square(fit=fit, size=size, max_pixels=1)))
+
+
 def test_crop_keeps_the_middle_and_stretch_keeps_everything() -> None:
     wide = np.zeros((10, 30, 3), np.uint8)
     wide[:, :10, 0] = wide[:, 10:20, 1] = wide[:, 20:, 2] = 255
     for image in (Image.fromarray(wide), Image.fromarray(wide.transpose(1, 0, 2))):
-        cropped = np.asarray(to_square(image, 10, "crop"))
+        cropped = fitted(image, 10, "crop")
         np.testing.assert_array_equal(cropped, np.full((10, 10, 3), (0, 255, 0)))
-    stretched = np.asarray(to_square(Image.fromarray(wide), 30, "stretch"))
+    stretched = fitted(Image.fromarray(wide), 30, "stretch")
     np.testing.assert_array_equal(stretched[:, [4, 15, 25]].argmax(-1), np.tile([0, 1, 2], (30, 1)))
 
 
 def test_reduction_is_antialiased() -> None:
     """A fine checkerboard becomes grey, where taking every fourth pixel would leave it black or white."""
     board = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
-    small = np.asarray(to_square(Image.fromarray(board).convert("RGB"), 16, "crop"))
+    small = fitted(Image.fromarray(board).convert("RGB"), 16, "crop")
     np.testing.assert_allclose(small, 127.5, atol=3)
 
 

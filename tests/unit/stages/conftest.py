@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
@@ -18,8 +18,11 @@ from sklearn.datasets import load_digits
 from trainer import artifacts, models
 from trainer.config import ModelSettings
 from trainer.data.schema import Description, features
+from trainer.served_student.preprocessing import Square
 
 EDGE = 16
+DATA = {"source": "digits", "fit": "crop", "max_pixels": 100_000}
+SQUARE = Square(fit="crop", size=EDGE, max_pixels=100_000)
 IMAGES = {"train": range(1000), "val": range(1000, 1200), "test": range(1200, 1500), "unlabeled": range(1500, 1520)}
 
 
@@ -49,7 +52,7 @@ def png(image: torch.Tensor) -> bytes:
 
 def write_dataset(path: Path) -> None:
     labels = load_digits().target
-    with artifacts.create(path, "dataset", settings={"source": "digits"}) as draft:
+    with artifacts.create(path, "dataset", settings=DATA) as draft:
         for name, indices in IMAGES.items():
             encoded = [png(image) for image in pixels(indices)]
             columns = {
@@ -77,6 +80,7 @@ def write_model(path: Path, dim: int, depth: int, steps: int) -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
+    model.card = replace(model.card, square=SQUARE)
     with artifacts.create(path, "model", settings=args) as draft:
         models.save(model, draft.path)
 

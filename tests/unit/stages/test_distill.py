@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distillations import QUICK, TINY, half_labelled
+from tests.unit.stages.conftest import SQUARE
 from trainer import artifacts, config, models
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.errors import ArtifactError, SettingsError, TrainingError
@@ -125,6 +126,18 @@ def test_recorded_outputs_stand_in_for_the_teachers_weights(trained_digits, spar
     parents = artifacts.manifest(recorded.student, "model").parents
     assert parents["teacher_outputs"] == artifacts.manifest(sparse, "teacher_outputs").fingerprint
     assert parents["teacher"] == artifacts.manifest(trained_digits.teacher, "model").fingerprint
+    assert models.load(online.student).card.square == SQUARE, "how a photo is served is what the student was trained on"
+
+
+def test_a_data_set_that_does_not_say_how_it_was_made_is_refused_before_the_training(
+    trained_digits, monkeypatch, tmp_path
+):
+    shutil.copytree(trained_digits.dataset, tmp_path / "dataset")
+    with artifacts.create(tmp_path / "dataset", "dataset", settings={"source": "digits"}):
+        pass
+    monkeypatch.delattr(Loop, "step")
+    with pytest.raises(ArtifactError, match="its manifest does not say how images became squares"):
+        Distillation(dataclasses.replace(trained_digits, dataset=tmp_path / "dataset"), tmp_path / "none")
 
 
 def interrupt(distilled, monkeypatch, *inputs, **settings):

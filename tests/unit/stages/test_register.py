@@ -7,18 +7,20 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
+from tests.unit.stages.photos import measure, write_photos
 from trainer import artifacts, cli, models, tracking
 from trainer.billing import Bill
 from trainer.config import EvaluateSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
 from trainer.costs import PLACE_VARIABLE, Place, Price
 from trainer.distillation import recording
-from trainer.errors import EXIT_CODE, TrackingError
+from trainer.errors import EXIT_CODE, ModelError, TrackingError
+from trainer.evaluation import metrics
 from trainer.forecast import Measurement, Work, forecast
 from trainer.stages import evaluate, register
 from trainer.tuning.schema import FILE, Tuning
@@ -93,29 +95,64 @@ def read_summary(artifact):
 
 
 PREDICT = """
-    import importlib.util, json, sys
-    import mlflow.pyfunc, numpy
-    model = mlflow.pyfunc.load_model(sys.argv[1])
-    images = numpy.load(sys.argv[2])
-    probabilities = model.predict(images)
+    import json, pathlib, sys
+    import mlflow.models, mlflow.pyfunc, numpy, pandas
+    from PIL import Image
+    uri, listed = sys.argv[1:]
+    model = mlflow.pyfunc.load_model(uri)
+    files = [pathlib.Path(name) for name in json.loads(pathlib.Path(listed).read_text())]
+    probabilities = model.predict(numpy.array(files, dtype=object))
     assert not any(name.split(".")[0] == "trainer" for name in sys.modules), "needs this package"
-    print(json.dumps({"labels": list(probabilities.columns), "values": probabilities.values.tolist(),
-                      "larger": model.predict(numpy.repeat(images, 3, axis=1)).shape,
-                      "example": model.input_example.shape}))
+
+    def kind(name):
+        path = next(path for path in files if path.name.startswith(name))
+        return path, probabilities.values[files.index(path)]
+
+    asked, answers, expected = [], [], []
+    for name in ("wide", "grey", "transparent", "deep"):
+        path, right = kind(name)
+        array = numpy.asarray(Image.open(path))
+        for given in (array, (array if array.ndim == 3 else array[..., None])[None]):
+            asked.append(f"{name} {given.shape} {given.dtype}")
+            answers.append(model.predict(given).values[0].tolist())
+            expected.append(right.tolist())
+    contents = [path.read_bytes() for path in files[:9]]
+    mixed = numpy.empty(9, dtype=object)
+    for index, content in enumerate(contents):
+        mixed[index] = files[index] if index % 2 else content
+    several = {
+        "objects": model.predict(mixed),
+        "column": model.predict(pandas.DataFrame({"image": contents})),
+        "list": model.get_raw_model().predict(list(mixed)),
+    }
+    example = mlflow.models.convert_input_example_to_serving_input(model.input_example)
+    served = mlflow.models.validate_serving_input(uri, example)
+    print(json.dumps({
+        "labels": list(probabilities.columns),
+        "values": probabilities.values.tolist(),
+        "asked": asked, "answers": answers, "expected": expected,
+        "several": {name: table.values.tolist() for name, table in several.items()},
+        "example": model.input_example.shape,
+        "example over HTTP": served.values.tolist(),
+        "example itself": model.predict(model.input_example).values.tolist(),
+    }))
 """
 
 
-def test_registered_model_predicts_from_raw_images_in_a_clean_process(
-    inputs, evaluations, tracked, trained_digits, tmp_path
+def test_registered_model_answers_about_files_what_was_measured_in_a_clean_process(
+    inputs, tracked, trained_digits, tmp_path
 ):
-    artifact = run(inputs, evaluations[PASSING], tmp_path / "registration", model_name="clean")
+    write_photos(tmp_path / "photos")
+    measured = measure(trained_digits.student, tmp_path / "photos", tmp_path, image_size=64)
+    given = {"dataset": measured.dataset, "teacher": trained_digits.teacher, "student": measured.student}
+    evaluation = evaluate.run(EvaluateSettings(latency_runs=10), **given, evaluation=tmp_path / "evaluation")
+    artifact = run(inputs | given, evaluation.path, tmp_path / "registration", model_name="clean")
     version = read_summary(artifact)["mlflow"]["model_version"]
-    images = trained_digits.images[:7].permute(0, 2, 3, 1).contiguous()
-    np.save(tmp_path / "images.npy", images.numpy())
+    (tmp_path / "files.json").write_text(json.dumps([str(file) for file in measured.files]))
     (tmp_path / "elsewhere").mkdir()
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRAINER_RUN")}
     process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PREDICT), f"models:/clean/{version}", str(tmp_path / "images.npy")],
+        [sys.executable, "-c", textwrap.dedent(PREDICT), f"models:/clean/{version}", str(tmp_path / "files.json")],
         cwd=tmp_path / "elsewhere",
         env=environment,
         capture_output=True,
@@ -125,12 +162,19 @@ def test_registered_model_predicts_from_raw_images_in_a_clean_process(
     )
     assert process.returncode == 0, process.stderr
     answer = json.loads(process.stdout.splitlines()[-1])
-    with torch.inference_mode():
-        expected = models.load(trained_digits.student)(trained_digits.images[:7]).softmax(dim=1).numpy()
     assert answer["labels"] == list("0123456789")
-    np.testing.assert_allclose(answer["values"], expected, atol=1e-6)
-    assert answer["larger"] == [7, 10]
-    assert answer["example"] == [1, 16, 16, 3]
+    values = np.array(answer["values"])
+    np.testing.assert_allclose(values, metrics.probabilities(measured.logits), atol=1e-5)
+    top1 = evaluation.figures["student"]["test"]["top1"]
+    assert metrics.top_k(values, measured.labels, 1) == top1 > 0.6
+    for asked, values_of_array, values_of_file in zip(
+        answer["asked"], answer["answers"], answer["expected"], strict=True
+    ):
+        np.testing.assert_allclose(values_of_array, values_of_file, atol=1e-5, err_msg=asked)
+    for name, values_of_nine in answer["several"].items():
+        np.testing.assert_allclose(values_of_nine, values[:9], atol=1e-5, err_msg=name)
+    assert answer["example"] == [1, 64, 64, 3]
+    np.testing.assert_allclose(answer["example over HTTP"], answer["example itself"], atol=1e-5)
 
 
 def test_model_has_signature_and_pinned_requirements(inputs, evaluations, tracked, tmp_path):
@@ -140,12 +184,34 @@ def test_model_has_signature_and_pinned_requirements(inputs, evaluations, tracke
     from mlflow.models import get_model_info
 
     info = get_model_info(f"models:/described/{version}")
-    assert str(info.signature.inputs.inputs[0].type) == "uint8"
-    assert info.signature.inputs.inputs[0].shape == (-1, -1, -1, 3)
+    assert str(info.signature.inputs.inputs[0].type) == "object"
+    assert info.signature.inputs.inputs[0].shape == (-1,)
     assert info.signature.outputs.input_names() == list("0123456789")
     requirements = Path(mlflow.pyfunc.get_model_dependencies(f"models:/described/{version}")).read_text().splitlines()
+    assert f"pillow=={importlib.metadata.version('pillow')}" in requirements
     assert f"timm=={importlib.metadata.version('timm')}" in requirements
     assert all(requirement.count("==") == 1 and "+" not in requirement for requirement in requirements)
+
+
+def test_a_student_that_does_not_say_how_it_wants_photos_is_not_registered(
+    inputs, evaluations, tracked, trained_digits, tmp_path
+):
+    model = models.load(trained_digits.student)
+    with artifacts.create(tmp_path / "student", "model", settings={}) as draft:
+        models.save(model, draft.path)
+        config = json.loads((draft.path / "config.json").read_text())
+        older = {name: value for name, value in config.items() if name not in ("square", "interpolation")}
+        (draft.path / "config.json").write_text(json.dumps(older))
+    assert models.load(tmp_path / "student").card == replace(model.card, square=None)
+    with pytest.raises(ModelError, match=r"config.json does not say how a photo becomes its input.*distil it again"):
+        run(
+            inputs | {"student": tmp_path / "student"},
+            evaluations[PASSING],
+            tmp_path / "registration",
+            model_name="older",
+        )
+    assert not artifacts.exists(tmp_path / "registration")
+    assert tracked.search_model_versions("name = 'older'") == []
 
 
 def test_alias_moves_only_if_the_gate_passed(inputs, evaluations, tracked, tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.stages.conftest import write_dataset
+from tests.unit.stages.conftest import DATA, write_dataset
 from trainer import artifacts, models, stages, storage
 from trainer.config import DistillSettings, ReinforceSettings, ViewSettings
 from trainer.data.dataset import open_dataset
@@ -247,7 +247,7 @@ def test_a_changed_data_set_is_refused_with_its_settings_and_images(outputs, tra
     )
     write_dataset(tmp_path / "dataset")
     manifest = json.loads((tmp_path / "dataset" / "manifest.json").read_text())
-    manifest["settings"] = {"source": "digits", "image_size": 16}
+    manifest["settings"] = DATA | {"image_size": 16}
     covered = ("kind", "schema_version", "settings", "parents", "files")
     manifest["fingerprint"] = artifacts.digest({key: manifest[key] for key in covered})
     (tmp_path / "dataset" / "manifest.json").write_text(json.dumps(manifest))
@@ -261,7 +261,7 @@ def test_a_changed_data_set_is_refused_with_its_settings_and_images(outputs, tra
 
 def test_the_same_images_stored_differently_are_refused(outputs, trained_digits, tmp_path):
     shutil.copytree(trained_digits.dataset, tmp_path / "dataset")
-    with artifacts.create(tmp_path / "dataset", "dataset", settings={"source": "digits"}) as draft:
+    with artifacts.create(tmp_path / "dataset", "dataset", settings=DATA) as draft:
         (draft.path / "card.html").write_text("<p>another card</p>")
     with pytest.raises(ArtifactError, match="its settings and images are the same, but stored differently"):
         check(outputs, trained_digits, dataset=tmp_path / "dataset")

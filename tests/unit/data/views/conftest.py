@@ -5,8 +5,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from trainer.config import ViewSettings
-from trainer.data.decoding import to_square
 from trainer.data.views.parameters import OPERATIONS, draw_views
+from trainer.served_student.preprocessing import Square, to_square
 
 
 def _smooth(count, size):
@@ -20,8 +20,9 @@ def _noise(count, size):
 
 
 def _digits(count, size):
+    square = Square(fit="crop", size=size, max_pixels=64)
     pictures = [
-        to_square(Image.fromarray((digit * 15).astype(np.uint8)).convert("RGB"), size, "crop")
+        to_square(Image.fromarray((digit * 15).astype(np.uint8)).convert("RGB"), square)
         for digit in load_digits().images[:count]
     ]
     return torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2).contiguous()

@@ -1,0 +1,189 @@
+"""The student that is served answers about a photo's file what was measured on its stored square."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.unit.stages.photos import KINDS, measure, write_photos
+from trainer import models
+from trainer.evaluation import metrics
+from trainer.served_student.preprocessing import BadImageError, decode, from_array
+from trainer.served_student.student import ServedStudent
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Photos, below `test/CLASS/`."""
+    folder = tmp_path_factory.mktemp("photos")
+    write_photos(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "top1"), [({"fit": "crop", "image_size": 64}, 0.6), ({"fit": "stretch", "image_size": 16}, 0.3)]
+)
+def test_a_photos_file_gets_the_answer_that_was_measured(trained_digits, files, tmp_path, settings, top1):
+    known = measure(trained_digits.student, files, tmp_path, **settings)
+    assert len(known.files) == 300
+    assert {file.name.partition("-")[0] for file in known.files} == {kind.__name__.strip("_") for kind in KINDS}
+    served = ServedStudent(known.student).predict(known.files).to_numpy()
+    np.testing.assert_allclose(served, metrics.probabilities(known.logits), atol=1e-5)
+    assert metrics.top_k(served, known.labels, 1) == metrics.top_k(known.logits, known.labels, 1) > top1
+
+
+def test_that_squares_were_stored_as_jpeg_changes_no_answer_but_a_draw(trained_digits, files, tmp_path):
+    known = measure(trained_digits.student, files, tmp_path, image_size=64, encoding="jpeg")
+    served = ServedStudent(known.student).predict(known.files).to_numpy()
+    probabilities = metrics.probabilities(known.logits)
+    assert 1e-4 < np.abs(served - probabilities).max() < 0.05
+    best = np.sort(probabilities, axis=1)
+    clear = best[:, -1] - best[:, -2] > 0.02
+    assert clear.mean() > 0.95
+    np.testing.assert_array_equal(served.argmax(1)[clear], probabilities.argmax(1)[clear])
+
+
+@pytest.fixture(scope="module")
+def student(trained_digits):
+    return ServedStudent(trained_digits.student)
+
+
+def one(files, kind):
+    """A photo's file of this kind."""
+    return min((files / "test").glob(f"*/{kind}-*"))
+
+
+@pytest.mark.parametrize("kind", ["wide", "transparent", "grey", "deep"])
+def test_an_array_gets_the_answer_of_the_file_with_its_pixels(student, files, kind):
+    path = one(files, kind)
+    array = np.asarray(Image.open(path))
+    expected = student.predict([path])
+    assert student.predict(array).equals(expected), "one image without a batch axis"
+    assert student.predict(array[..., None] if array.ndim == 2 else array[None])[:1].equals(expected)
+    assert student.predict(path).equals(expected)
+    assert student.predict(path.read_bytes()).equals(expected)
+    assert array.dtype == (np.uint16 if kind == "deep" else np.uint8)
+
+
+def test_photos_of_different_shapes_and_kinds_in_one_call(student, files):
+    paths = [one(files, kind) for kind in ("wide", "tall", "turned", "transparent", "grey", "deep", "printed")]
+    mixed = [
+        path
+        if index % 3 == 0
+        else path.read_bytes()
+        if index % 3 == 1 or path.suffix == ".jpg"
+        else np.asarray(Image.open(path))
+        for index, path in enumerate(paths)
+    ]
+    alone = np.concatenate([student.predict(path).to_numpy() for path in paths])
+    assert len({tuple(row) for row in alone.round(4)}) > 4
+    for given in (mixed, tuple(mixed), as_objects(mixed)):
+        np.testing.assert_allclose(student.predict(given).to_numpy(), alone, atol=1e-6)
+
+
+def as_objects(items):
+    array = np.empty(len(items), dtype=object)
+    for index, item in enumerate(items):
+        array[index] = item
+    return array
+
+
+def test_a_batch_is_larger_than_what_is_computed_at_once_or_empty(student, trained_digits):
+    images = trained_digits.images.permute(0, 2, 3, 1).numpy()
+    assert len(images) > 2 * 128
+    with torch.inference_mode():
+        expected = models.load(trained_digits.student)(trained_digits.images).softmax(1)
+    np.testing.assert_allclose(student.predict(images).to_numpy(), expected, atol=1e-5)
+    assert student.predict(images[:0]).shape == (0, 10)
+    assert student.predict([]).shape == (0, 10)
+
+
+def test_whole_numbers_of_json_are_pixels(student, trained_digits):
+    image = trained_digits.images[0].permute(1, 2, 0).numpy()
+    expected = student.predict(image)
+    for given in (
+        image.astype(np.int64),
+        np.array(image.tolist(), dtype=object),
+        np.array([image.tolist()], dtype=object),
+    ):
+        assert student.predict(given).equals(expected)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "expected"),
+    [
+        (np.array([[7, 255]], np.uint8), [7, 255]),
+        (np.array([[0x07FF, 0xFF00]], np.uint16), [7, 255]),
+        (np.array([[0x07FF, 0xFF00]], ">u2"), [7, 255]),
+        (np.array([[False, True]]), [0, 255]),
+        (np.array([[7, 255]], np.int64), [7, 255]),
+        (np.array([[[7], [255]]], np.uint8), [7, 255]),
+        (np.array([[[7, 255], [7, 0]]], np.uint8), [7, 255]),
+        (np.array([[[7, 7, 7, 255], [7, 7, 7, 0]]], np.uint8), [7, 255]),
+        (np.array([[[7, 7, 7], [255, 255, 255]]], np.uint16) << 8, [7, 255]),
+    ],
+)
+def test_arrays_become_rgb_as_files_do(pixels, expected):
+    picture = np.asarray(from_array(pixels))
+    np.testing.assert_array_equal(picture, np.array(expected, np.uint8)[None, :, None].repeat(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (np.zeros((4, 4, 3), np.float32), "image 0: floating-point pixels: their range is not known"),
+        (np.full((2, 4, 4, 3), 256), "image 0: int64 pixels outside of 0..255: give uint8, or uint16 for 16-bit pixels"),
+        (np.full((4, 4), -1), "image 0: int64 pixels outside of 0..255"),
+        (np.zeros((2, 3, 9, 9), np.uint8), r"image 0: no image: an array of the shape \(3, 9, 9\) is neither"),
+        (np.zeros((0, 4, 3), np.uint8), "image 0: no image: an array of the shape"),
+        (np.zeros((2, 2, 4, 4, 3), np.uint8), "holds no images: give one image as"),
+        (np.array(["a.jpg", "b.jpg"]), "holds no images: give one image as"),
+        ([np.zeros((4, 4), np.uint8), "/etc/hostname"], "image 1: no image: .* or a pathlib.Path, not str"),
+        (np.array([[[1, 2]], [[1]]], dtype=object), "images of different shapes in one array: give a list"),
+        ([Path("/nowhere/a.jpg")], "image 0: .*No such file"),
+        ([b"", b"x"], "image 0: empty file"),
+        ([b"no image"], "image 0: no image that can be read"),
+        (None, "image 0: no image: give an array"),
+    ],
+)  # fmt: skip
+def test_what_is_no_image_is_named(student, images, message):
+    with pytest.raises(BadImageError, match=message):
+        student.predict(images)
+
+
+def test_a_file_with_more_pixels_than_were_prepared_is_not_decoded(student):
+    buffer = io.BytesIO()
+    Image.new("L", (400, 300)).save(buffer, "PNG")
+    with pytest.raises(BadImageError, match="image 0: too many pixels: more than 100,000"):
+        student.predict(buffer.getvalue())
+
+
+def test_pillows_limit_is_of_one_thread_at_a_time(files, monkeypatch):
+    """It is the whole process's, and a server answers in several threads."""
+    content = one(files, "wide").read_bytes()
+    opened, first_may_go_on = [], threading.Event()
+    plain = Image.open
+
+    def slow(*arguments, **keywords):
+        opened.append(Image.MAX_IMAGE_PIXELS)
+        first_may_go_on.wait(30)
+        return plain(*arguments, **keywords)
+
+    monkeypatch.setattr(Image, "open", slow)
+    before = Image.MAX_IMAGE_PIXELS
+    with ThreadPoolExecutor(2) as pool:
+        decoded = [pool.submit(decode, content, max_pixels=limit) for limit in (10_000, 20_000)]
+        time.sleep(0.2)
+        assert len(opened) == 1
+        first_may_go_on.set()
+        assert all(future.result(timeout=30).size == (64, 48) for future in decoded)
+    assert sorted(opened) == [10_000, 20_000]
+    assert before == Image.MAX_IMAGE_PIXELS

@@ -1,0 +1,240 @@
+"""From an image, a file or an array, to the square that a network's input is made of.
+
+`prepare` stores these squares, the served student makes them of what it is asked about. Imports nothing heavy, because every process
+that decodes loads it.
+
+Shapes: H x W pixels, C channels.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF")
+"""What is read: Pillow's formats that have a signature and start no other program (as EPS would)."""
+
+JPEG_SCANS = 500
+"""Scans of a JPEG file: an ordinary one has up to ten, and each costs the time of a whole picture."""
+
+LARGEST_SQUARE = 2048
+"""Longest edge of a square, in pixels."""
+
+Fit: TypeAlias = Literal["crop", "stretch"]
+Interpolation: TypeAlias = Literal["bicubic"]
+
+_SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""EXIF orientation -> what makes the picture upright."""
+
+_JPEG_SIGNATURE = b"\xff\xd8\xff"
+_JPEG_SCAN = b"\xff\xda"
+"""What a scan begins with; nothing else in a JPEG file looks like it."""
+_LONGEST_REASON = 200
+"""Characters of what a decoder says."""
+_UNKNOWN_RANGE = "floating-point pixels: their range is not known"
+_LIMITS_LOCK = threading.Lock()
+"""Pillow's limit and Python's warnings are of the whole process, and a server answers in several threads."""
+
+
+class BadImageError(ValueError):
+    """An image that can not be used; its text is the reason, which starts with a few words that many images share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Square:
+    """How an upright RGB picture becomes a square."""
+
+    fit: Fit
+    """Cut the longer side's ends off, or stretch."""
+    size: int
+    """Edge, in pixels."""
+    interpolation: Interpolation = "bicubic"
+    """With antialiasing."""
+    max_pixels: int
+    """A file with more pixels is not decoded."""
+
+    def __post_init__(self) -> None:
+        """Check what a file may have said.
+
+        Raises:
+            ValueError: a member is not what it should be.
+        """
+        if self.fit not in get_args(Fit):
+            raise ValueError(f"fit must be one of {', '.join(get_args(Fit))}, got {self.fit!r}")
+        if self.interpolation not in get_args(Interpolation):
+            raise ValueError(f"interpolation must be {', '.join(get_args(Interpolation))}, got {self.interpolation!r}")
+        if type(self.size) is not int or not 0 < self.size <= LARGEST_SQUARE:
+            raise ValueError(f"size must be a whole number from 1 to {LARGEST_SQUARE}, got {self.size!r}")
+        if type(self.max_pixels) is not int or self.max_pixels <= 0:
+            raise ValueError(f"max_pixels must be a whole number above 0, got {self.max_pixels!r}")
+
+
+def to_square(image: Image.Image, square: Square) -> Image.Image:
+    """Resize an RGB picture to `square.size` x `square.size` pixels; one much larger is first averaged down to thrice that."""
+    edge = min(image.size)
+    left, top = (image.width - edge) / 2, (image.height - edge) / 2
+    whole = (0.0, 0.0, float(image.width), float(image.height))
+    box = (left, top, left + edge, top + edge) if square.fit == "crop" else whole
+    resample = Image.Resampling[square.interpolation.upper()]
+    return image.resize((square.size, square.size), resample, box=box, reducing_gap=3.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def decode(content: bytes, *, max_pixels: int, min_edge: int = 1) -> Image.Image:
+    """Decode the first frame of an image file into an upright 8-bit RGB picture.
+
+    EXIF orientation is applied. Transparent pixels are laid over white. 16-bit greys keep their upper 8 bits. Colour profiles are
+    not applied.
+
+    Args:
+        content: the file's bytes.
+        max_pixels: a picture with more pixels is refused before it is decoded.
+        min_edge: a picture with a shorter edge is refused, in pixels.
+
+    Raises:
+        BadImageError: with the reason.
+    """
+    if not content:
+        raise BadImageError("empty file")
+    if is_jpeg(content) and content.count(_JPEG_SCAN) > JPEG_SCANS:
+        raise BadImageError(f"too many scans: more than {JPEG_SCANS}")
+    try:
+        with _at_most(max_pixels), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
+            _check_size(image, max_pixels, min_edge)
+            image.load()
+            return _to_rgb(_upright(image))
+    except (BadImageError, MemoryError):
+        raise
+    except UnidentifiedImageError as error:
+        raise BadImageError("no image that can be read") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadImageError(f"too many pixels: more than {max_pixels:,}") from error
+    except Exception as error:  # Pillow's decoders raise nearly anything for a damaged file
+        raise BadImageError(reason(error)) from error
+
+
+def is_jpeg(encoded: bytes | memoryview) -> bool:
+    """Whether these are the bytes of a JPEG file."""
+    return bytes(encoded[:3]) == _JPEG_SIGNATURE
+
+
+def reason(error: Exception) -> str:
+    """What a decoder's exception says of a file, in a line."""
+    text = re.sub(r"0x[0-9a-f]+", "0x", str(error), flags=re.IGNORECASE)  # an address differs from run to run
+    kind = "truncated" if re.search(r"truncated|unexpected end|broken png", text, re.IGNORECASE) else "damaged"
+    cut = f"{text[:_LONGEST_REASON]}..." if len(text) > _LONGEST_REASON else text
+    printable = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in cut)
+    return f"{kind}: {printable or type(error).__name__}"
+
+
+def _known_formats() -> list[str]:
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+@contextmanager
+def _at_most(max_pixels: int) -> Iterator[None]:
+    """Let Pillow itself refuse larger pictures, in any of the places where it reads a size; its other warnings are not for users."""
+    with _LIMITS_LOCK:
+        before = Image.MAX_IMAGE_PIXELS
+        Image.MAX_IMAGE_PIXELS = max_pixels
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = before
+
+
+def _check_size(image: Image.Image, max_pixels: int, min_edge: int) -> None:
+    width, height = image.size
+    if width * height > max_pixels:
+        raise BadImageError(f"too many pixels: {width} x {height}")
+    if min(width, height) < min_edge:
+        raise BadImageError(f"too small: {width} x {height} pixels")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Undo the EXIF orientation. (`ImageOps.exif_transpose` also writes the other tags anew, and fails where one of them is damaged.)"""
+    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    return image if turn is None else image.transpose(turn)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in _SIXTEEN_BIT or image.mode == "I":
+        return _from_sixteen_bit(image)
+    if image.mode == "F":
+        raise BadImageError(_UNKNOWN_RANGE)
+    if image.has_transparency_data:
+        with_alpha = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), with_alpha).convert("RGB")
+    return image.convert("RGB")
+
+
+def _from_sixteen_bit(image: Image.Image) -> Image.Image:
+    greys = np.asarray(image)
+    if greys.min() < 0 or greys.max() > 0xFFFF:
+        raise BadImageError("32-bit pixels: their range is not known")
+    return from_array(greys.astype(np.uint16))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arrays
+
+
+def from_array(pixels: npt.NDArray[np.generic]) -> Image.Image:
+    """Make an RGB picture of an array, as `decode` makes it of a file with the same pixels.
+
+    Args:
+        pixels: [H, W] or [H, W, C], where C is 1 (grey), 2 (grey, alpha), 3 (RGB) or 4 (RGBA). uint8; uint16, of which the upper 8 bits
+            are kept; bool; or other whole numbers in 0..255.
+
+    Raises:
+        BadImageError: with the reason.
+    """
+    channels = pixels.shape[2] if pixels.ndim == 3 else 1
+    if pixels.ndim not in (2, 3) or channels not in (1, 2, 3, 4) or 0 in pixels.shape:
+        raise BadImageError(
+            f"no image: an array of the shape {pixels.shape} is neither [H, W] nor [H, W, 1 to 4 channels]"
+        )
+    eight_bit = _to_eight_bit(pixels)
+    return _to_rgb(Image.fromarray(eight_bit[..., 0] if pixels.ndim == 3 and channels == 1 else eight_bit))
+
+
+def _to_eight_bit(pixels: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
+    kind, size = pixels.dtype.kind, pixels.dtype.itemsize
+    if kind == "f":
+        raise BadImageError(_UNKNOWN_RANGE)
+    if kind == "b":
+        return pixels.astype(np.uint8) * np.uint8(255)
+    if kind not in "iu":
+        raise BadImageError(f"no image: its pixels are {pixels.dtype}, not whole numbers")
+    if kind == "u" and size == 2:
+        return (pixels.astype(np.uint16) >> 8).astype(np.uint8)
+    if (kind, size) != ("u", 1) and not 0 <= int(pixels.min()) <= int(pixels.max()) <= 255:
+        raise BadImageError(f"{pixels.dtype} pixels outside of 0..255: give uint8, or uint16 for 16-bit pixels")
+    return pixels.astype(np.uint8)

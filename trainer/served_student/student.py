@@ -1,0 +1,118 @@
+"""The registered student as MLflow loads it: photos to a probability for each label.
+
+A photo takes the way of those that the student was measured on: upright 8-bit RGB, a square as `prepare` stores it, the network's input.
+One thing differs: `prepare` stores squares as JPEG files unless `data.encoding` is png, and what that loses is not lost here.
+
+Shapes: B images, H x W pixels of any size, C channels, K labels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import safetensors.torch
+import timm
+import torch
+
+from .network_input import Preprocessing
+from .preprocessing import BadImageError, Square, decode, from_array, to_square
+
+Photo: TypeAlias = npt.NDArray[np.generic] | bytes | os.PathLike[str]
+"""An array [H, W] or [H, W, C] (`preprocessing.from_array`), an image file's bytes, or its path."""
+
+_BATCH_SIZE = 128
+
+
+class ServedStudent:
+    """A student with its preprocessing."""
+
+    def __init__(self, directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        self.labels: list[str] = config["labels"]
+        self._square = Square(**config["square"])
+        self._preprocess = Preprocessing(config["image_size"], config["mean"], config["std"], config["interpolation"])
+        self._network = timm.create_model(config["architecture"], num_classes=len(self.labels), **config["args"])
+        self._network.load_state_dict(safetensors.torch.load_file(directory / "model.safetensors"))
+        self._network.eval()
+
+    def get_raw_model(self) -> ServedStudent:
+        """The student without MLflow's checks, as `mlflow.pyfunc.PyFuncModel.get_raw_model` gives it: its `predict` takes lists too."""
+        return self
+
+    def predict(self, images: Photo | Sequence[Photo]) -> pd.DataFrame:
+        """Classify photos of any size.
+
+        Args:
+            images: one photo; several in an array [B, H, W, C]; or several of any sizes and kinds in a list or an array of objects [B].
+
+        Returns:
+            The probability of each label: B rows, K columns named by the labels.
+
+        Raises:
+            BadImageError: one of them is no image, or can not be used; names it, and nothing is classified.
+        """
+        photos = _each(images)
+        batches = [torch.empty(0, len(self.labels))]
+        with torch.inference_mode():
+            for start in range(0, len(photos), _BATCH_SIZE):
+                batch = enumerate(photos[start : start + _BATCH_SIZE], start)
+                squares = np.stack([self._read(index, photo) for index, photo in batch])
+                inputs = self._preprocess(torch.from_numpy(squares).permute(0, 3, 1, 2))
+                batches.append(torch.softmax(self._network(inputs), dim=1))
+        return pd.DataFrame(torch.cat(batches).double().numpy(), columns=self.labels)
+
+    def _read(self, index: int, photo: Any) -> npt.NDArray[np.uint8]:
+        """A photo's square, uint8 [S, S, 3]."""
+        try:
+            if isinstance(photo, os.PathLike):
+                photo = Path(photo).read_bytes()
+            if isinstance(photo, bytes):
+                picture = decode(photo, max_pixels=self._square.max_pixels)
+            elif isinstance(photo, np.ndarray):
+                picture = from_array(photo)
+            else:
+                raise BadImageError(f"no image: {_ADVICE}, not {type(photo).__name__}")
+        except (BadImageError, OSError) as error:
+            raise BadImageError(f"image {index}: {error}") from error
+        return np.asarray(to_square(picture, self._square))
+
+
+_ADVICE = "give an array, the bytes of an image file, or a pathlib.Path"
+"""Text is not taken for a path: what reaches a server over the network could name any file there."""
+
+
+def _each(images: Any) -> Sequence[Any]:
+    """The photos one by one."""
+    if isinstance(images, list | tuple):
+        return images
+    if not isinstance(images, np.ndarray):
+        return [images]
+    if images.dtype == object and images.ndim == 1:
+        return list(images)
+    if images.dtype == object:  # MLflow's server makes this of numbers in JSON
+        try:
+            images = np.array(images.tolist())
+        except ValueError as error:
+            raise BadImageError(
+                "images of different shapes in one array: give a list, or an array of objects [B]"
+            ) from error
+    if images.ndim == 4:
+        return list(images)
+    if images.ndim in (2, 3):
+        return [images]
+    raise BadImageError(
+        f"an array of the shape {images.shape} and type {images.dtype} holds no images: give one image as [H, W] or [H, W, C], several "
+        "as [B, H, W, C], or several of different shapes as a list or an array of objects"
+    )
+
+
+def _load_pyfunc(path: str) -> ServedStudent:
+    """MLflow's entry point: `path` is the copied model directory."""
+    return ServedStudent(Path(path))
