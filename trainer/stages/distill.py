@@ -25,6 +25,9 @@ from trainer.training.session import open_session
 
 logger = logging.getLogger(__name__)
 
+_FEW_LABELLED = 8
+"""Labelled images in a step, in the mean; with as many, one step in three thousand has none."""
+
 
 def run(
     settings: DistillSettings,
@@ -71,8 +74,7 @@ def run(
     ) as session:
         samples = open_samples(settings, data)
         if session.processes.is_first:
-            labelled = len(samples) - samples.unlabeled
-            logger.info("distill  %s labelled and %s unlabelled images", f"{labelled:,}", f"{samples.unlabeled:,}")
+            _tell(samples, settings)
         trained = session.train(
             "distill",
             make_objective(settings, classifier, teacher_model, recording, session.processes.device),
@@ -91,6 +93,20 @@ def run(
 def open_samples(settings: DistillSettings, data: PreparedDataset) -> Samples:
     """What the student learns from: the training images, and those without labels where there is a teacher to speak of them."""
     return Samples(data.training_splits(unlabeled=settings.reads_unlabeled))
+
+
+def _tell(samples: Samples, settings: DistillSettings) -> None:
+    """Say how many images there are of each kind, and whether labelled ones may be lacking in a step."""
+    labelled = len(samples) - samples.unlabeled
+    logger.info("distill  %s labelled and %s unlabelled images", f"{labelled:,}", f"{samples.unlabeled:,}")
+    in_a_step = settings.batch_size * labelled / len(samples)
+    if samples.unlabeled and settings.label_weight and not settings.labeled_share and in_a_step < _FEW_LABELLED:
+        logger.warning(
+            "distill  of %d images in a step %.1f are labelled in the mean, and a step without any counts as 0 in the curve of the label "
+            "loss; hold a share of them in each step with distill.labeled_share",
+            settings.batch_size,
+            in_a_step,
+        )
 
 
 def _context(settings: DistillSettings, teacher: Manifest, teacher_outputs: str | Path | None) -> ContextRecord:

@@ -374,6 +374,13 @@ def test_outputs_of_labelled_images_alone_do_not_serve_the_others(half, tmp_path
         Distillation(half, tmp_path / "refused", outputs, teacher="recorded", views=MIXED_VIEWS)
 
 
+@pytest.mark.parametrize(("share", "warns"), [(0.0, True), (0.1, False)])
+def test_steps_that_may_lack_labelled_images_are_warned_of(half, tmp_path, caplog, share, warns):
+    Distillation(half, tmp_path, epochs=1, batch_size=15, labeled_share=share, validate_every_epochs=0)
+    warning = "of 15 images in a step 7.4 are labelled in the mean, and a step without any counts as 0"
+    assert any(warning in line for line in caplog.messages) is warns
+
+
 def test_from_labels_alone_images_without_labels_are_not_read(half, tmp_path):
     settings = {"logit_weight": 0, "batch_size": 100, "epochs": 1}
     curves = [Distillation(half, tmp_path / str(one), unlabeled=one, **settings).curves() for one in (True, False)]

@@ -145,6 +145,14 @@ def test_recorded_outputs_that_are_there_cost_nothing_more(tuned, trained_digits
     assert "teacher_outputs" in artifacts.read(tmp_path / "tuning", "tuning").parents
 
 
+def test_epochs_and_recording_are_counted_over_the_images_that_are_read(tuned):
+    """1,000 images with a label, and 20 more of which outputs are recorded, but not learned from."""
+    distilled = {"teacher": "recorded", "unlabeled": False, "batch_size": 100, "epochs": 3}
+    made = tuned(distilled, search=False, reinforce={"views": 2, "augmentation": VIEWS, "unlabeled": True})
+    assert made.work.steps == 30
+    assert tuned({"batch_size": 100, "epochs": 3}, search=False).work.steps == 31
+
+
 @pytest.mark.parametrize(
     ("distill", "reason"),
     [

@@ -8,7 +8,7 @@ from trainer.data.views.mixing import draw_mixing, mix
 from trainer.data.views.parameters import draw_views
 from trainer.data.views.rendering import make_views
 from trainer.training.devices import choose_device
-from trainer.training.feeding import Feed, render
+from trainer.training.feeding import Feed, _moved, _parted, render
 
 SETTINGS = ViewSettings(min_scale=0.5, color_jitter=0.3, mixup=1.0)
 
@@ -67,6 +67,18 @@ def test_what_comes_out_is_what_went_in_one_ahead(device, timeline):
     columns = dict(zip(timeline.steps.columns, row, strict=True))
     assert columns["data"] > 0
     assert columns["to_device"] > 0
+
+
+def test_what_is_sent_ahead_is_put_together_again():
+    whole = batch(recorded=recorded(), mixing=parameters()[1], label_weights=torch.ones(4))
+    tensors, held = _parted(whole)
+    sent = iter([tensor + 1 for tensor in tensors])
+    arrived = _moved(held.batch, lambda _: next(sent))
+    assert torch.equal(arrived.label_weights, torch.full((4,), 2.0))
+    assert torch.equal(arrived.labels, whole.labels + 1)
+    assert torch.equal(arrived.recorded.logits, whole.recorded.logits + 1)
+    assert torch.equal(arrived.mixing.share, whole.mixing.share + 1)
+    assert next(sent, None) is None
 
 
 def test_views_are_made_and_mixed_where_the_loader_left_them(device):
