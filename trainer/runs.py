@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 RUNS = Path("runs")
 """Where runs are kept unless an output is given."""
 LATEST = "latest"
+IDENTITY = ".run-id"
+"""Name of the file in a run's directory by which MLflow's runs of it are known."""
 
 PLAN: Mapping[str, Mapping[str, str]] = {
     "prepare": {"dataset": "dataset"},
@@ -148,8 +151,18 @@ def _closed_if_it_fails() -> Iterator[None]:
 
 def environment(settings: config.Settings, directory: Path) -> dict[str, str]:
     """Environment variables that the stages of a run read."""
-    tracked = tracking.environment(settings.tracking, directory=directory.parent.resolve(), run=directory.name)
+    tracked = tracking.environment(
+        settings.tracking, directory=directory.parent.resolve(), run=directory.name, identity=_identity(directory)
+    )
     return tracked | {config.DEVICE_VARIABLE: settings.run.device}
+
+
+def _identity(directory: Path) -> str:
+    """What tells the run in this directory from others of the same name, on this machine or another: made once, and kept there."""
+    file = directory / IDENTITY
+    if not storage.exists(file):
+        storage.write_bytes(file, uuid.uuid4().hex.encode())
+    return storage.read_bytes(file).decode().strip()
 
 
 def _run_stage(

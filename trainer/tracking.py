@@ -7,9 +7,11 @@ whose change would break caching:
     MLFLOW_EXPERIMENT_ID      the experiment, or
     MLFLOW_EXPERIMENT_NAME    its name; created where missing
     MLFLOW_RUN_ID             the parent run, made by somebody else (Kubeflow's MLflow plugin), who also ends it; or
-    TRAINER_RUN               the name of the pipeline run; its parent run is found or created by the tag `trainer.run`
+    TRAINER_RUN               the name of the pipeline run; its parent run is found or created by the tag `trainer.run`, or
+    TRAINER_RUN_ID            by the tag `trainer.run_id`, where names may be alike: of runs on one machine, whose directories name them
 
-A pipeline run is one parent run, each stage a run nested in it. A server that is down stops a stage at its start
+A pipeline run is one parent run, each stage a run nested in it. MLflow never changes a parameter, so a run that starts again with other
+settings gets a new parent, which names the former one in the tag `trainer.former_run`. A server that is down stops a stage at its start
 (`TrackingError`); one that goes away later costs points on a curve and never the training: metrics are sent by a thread
 of their own, which retries, and gives up at exit after a bounded time.
 
@@ -30,7 +32,7 @@ import threading
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +58,12 @@ EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
 EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
 RUN_ID = "MLFLOW_RUN_ID"
 RUN = "TRAINER_RUN"
+IDENTITY = "TRAINER_RUN_ID"
 
 RUN_TAG = "trainer.run"
+IDENTITY_TAG = "trainer.run_id"
+FORMER_TAG = "trainer.former_run"
+"""MLflow's id of the parent run that the same run had before its settings changed."""
 STAGE_TAG = "trainer.stage"
 TRAINING_TAG = "trainer.training"
 """Which training a stage's run is of, so that a later try of it finds the run."""
@@ -86,13 +92,15 @@ _POINTS_A_BATCH = 1000  # MLflow's limit, as the next three
 _PARAMS_A_BATCH = 100
 _TAGS_A_BATCH = 100
 _PARAM_LENGTH = 6000
+_SHOWN = 5
+"""Changed settings that a line of the log names."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Where
 
 
-def environment(settings: TrackingSettings, *, directory: Path, run: str) -> dict[str, str]:
+def environment(settings: TrackingSettings, *, directory: Path, run: str, identity: str = "") -> dict[str, str]:
     """The variables that make every stage of a run record to the same place.
 
     Args:
@@ -100,6 +108,7 @@ def environment(settings: TrackingSettings, *, directory: Path, run: str) -> dic
             experiment that is not the default goes before `MLFLOW_EXPERIMENT_NAME`.
         directory: where `mlflow.db` and `mlartifacts` lie if no URI is given.
         run: name of the pipeline run.
+        identity: tells it from other runs of that name; empty where its name does.
     """
     tracking_uri = settings.uri or os.environ.get(URI) or f"sqlite:///{local_store(directory)}"
     default_experiment = TrackingSettings.model_fields["experiment"].default
@@ -108,6 +117,7 @@ def environment(settings: TrackingSettings, *, directory: Path, run: str) -> dic
         URI: tracking_uri if settings.enabled else "",
         EXPERIMENT_NAME: chosen or os.environ.get(EXPERIMENT_NAME) or default_experiment,
         RUN: run,
+        IDENTITY: identity,
     }
 
 
@@ -261,7 +271,7 @@ def _artifact_location() -> str | None:
 
 
 def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str]) -> str | None:
-    """Find or create the parent run and record the run's settings and tags on it.
+    """Find or create the parent run and record the run's settings and tags on it; it is a new one where the settings are others.
 
     Returns:
         Its id; None if nothing is tracked, or this process belongs to no named run (`TRAINER_RUN`).
@@ -273,7 +283,7 @@ def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str]) -> str | 
         return None
     with _http_limits(_STAGE_LIMITS), explained():
         mlflow = client()
-        run_id = _parent(mlflow)
+        run_id = _parent(mlflow, settings)
         if run_id is not None:
             _record_params(mlflow, run_id, settings)
             for name, value in tags.items():
@@ -293,6 +303,8 @@ def parent_run() -> str | None:
 def finish_parent(status: str = "FINISHED", error: str = "") -> None:
     """End the parent run as FINISHED, FAILED or KILLED; one that was injected is left to who made it.
 
+    One that has ended stays as it is: of an earlier try, where this one failed before it had begun.
+
     Args:
         status: how it ended.
         error: why it failed, for a tag.
@@ -304,28 +316,56 @@ def finish_parent(status: str = "FINISHED", error: str = "") -> None:
         return
     with _http_limits(_STAGE_LIMITS), explained():
         mlflow = client()
-        run_id = _parent(mlflow)
+        newest = _newest_parent(mlflow)
+        run_id = _parent(mlflow) if newest is None or newest.info.status == "RUNNING" else None
         if run_id is not None:
             if error:
                 mlflow.set_tag(run_id, ERROR_TAG, error[:_PARAM_LENGTH])
             mlflow.set_terminated(run_id, status)
 
 
-def _parent(mlflow: MlflowClient) -> str | None:
+def _parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None) -> str | None:
+    """The parent run of these settings, or whichever the run has."""
     injected = os.environ.get(RUN_ID)
     if injected:
         return str(mlflow.get_run(injected).info.run_id)
-    name = os.environ.get(RUN)
+    if not os.environ.get(RUN):
+        return None
+    found = _newest_parent(mlflow)
+    if found is None:
+        return _new_parent(mlflow)
+    run_id, is_running = str(found.info.run_id), found.info.status == "RUNNING"
+    changed = _changed(found.data.params, flatten(settings or {}))
+    if not changed:
+        if not is_running:  # a run that was interrupted or failed goes on
+            mlflow.update_run(run_id, status="RUNNING")
+        return run_id
+    if is_running:  # it was killed, and could not say so
+        mlflow.set_terminated(run_id, "KILLED")
+    new = _new_parent(mlflow, former=run_id)
+    logger.info(
+        "MLflow: a new run %s, since %s changed; the former one, %s, stays as it is", new, _listed(changed), run_id
+    )
+    return new
+
+
+def _newest_parent(mlflow: MlflowClient) -> Run | None:
+    name, identity = os.environ.get(RUN), os.environ.get(IDENTITY)
     if not name:
         return None
+    tag, value = (IDENTITY_TAG, identity) if identity else (RUN_TAG, name)
+    quote = '"' if "'" in value else "'"
+    wanted = f"tags.`{tag}` = {quote}{value}{quote}"
     experiments = _where_the_parent_may_be(mlflow)
-    quote = '"' if "'" in name else "'"
-    found = mlflow.search_runs(experiments, filter_string=f"tags.`{RUN_TAG}` = {quote}{name}{quote}", max_results=1)
-    if found:
-        if found[0].info.status != "RUNNING":  # a run that was interrupted or failed goes on
-            mlflow.update_run(found[0].info.run_id, status="RUNNING")
-        return str(found[0].info.run_id)
-    return str(mlflow.create_run(_experiment(mlflow), run_name=name, tags={RUN_TAG: name}).info.run_id)
+    found = mlflow.search_runs(experiments, filter_string=wanted, order_by=["start_time DESC"], max_results=1)
+    return found[0] if found else None
+
+
+def _new_parent(mlflow: MlflowClient, *, former: str = "") -> str:
+    name = os.environ[RUN]
+    tags = {RUN_TAG: name, IDENTITY_TAG: os.environ.get(IDENTITY), FORMER_TAG: former}
+    given = {tag: value for tag, value in tags.items() if value}
+    return str(mlflow.create_run(_experiment(mlflow), run_name=name, tags=given).info.run_id)
 
 
 def _where_the_parent_may_be(mlflow: MlflowClient) -> list[str]:
@@ -399,15 +439,25 @@ def numbers(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return flat
 
 
+def _changed(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    """Names of the parameters that a run has with another value."""
+    return sorted(name for name, value in given.items() if known.get(name, value) != value)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
 def _record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:
     """Record settings; MLflow keeps a parameter's first value, so one that differs now is only named in the log."""
     from mlflow.entities import Param
 
     known = mlflow.get_run(run_id).data.params
     flat = flatten(settings)
-    changed = sorted(name for name, value in flat.items() if known.get(name, value) != value)
+    changed = _changed(known, flat)
     if changed:
-        logger.warning("MLflow run %s keeps the first values of %s", run_id, ", ".join(changed))
+        logger.warning("MLflow run %s keeps the first values of %s", run_id, _listed(changed))
     params = [Param(name, value) for name, value in flat.items() if name not in known]
     for start in range(0, len(params), _PARAMS_A_BATCH):
         mlflow.log_batch(run_id, params=params[start : start + _PARAMS_A_BATCH])

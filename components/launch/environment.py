@@ -29,6 +29,7 @@ HANDED_ON = (
     "AWS_REGION",
     "AWS_DEFAULT_REGION",
     "TRAINER_RUN",
+    "TRAINER_RUN_ID",
     "TRAINER_DEBUG",
 )
 """Variables of a task that its job gets too, besides MLflow's. Other AWS variables speak of files and roles of the task's pod."""

@@ -165,7 +165,7 @@ def test_a_store_that_refuses_is_told_without_its_keys(
     ],
 )
 def test_an_address_with_a_password_is_refused_or_hidden(planted, capsys, monkeypatch, tmp_path, arguments):
-    for name in ("MLFLOW_EXPERIMENT_NAME", "TRAINER_RUN", "TRAINER_DEVICE"):  # which a run sets
+    for name in ("MLFLOW_EXPERIMENT_NAME", "TRAINER_RUN", "TRAINER_RUN_ID", "TRAINER_DEVICE"):  # which a run sets
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{URI_PASSWORD}@127.0.0.1:9")
     monkeypatch.chdir(tmp_path)

@@ -4,8 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from trainer import artifacts, runs, stages
+from trainer import artifacts, config, runs, stages
 from trainer.training import devices
+
+
+def test_an_output_is_one_run_also_when_it_is_moved_and_no_other_of_its_name(tmp_path):
+    def identity(place):
+        return runs.environment(config.resolve("digits"), runs.new_directory("digits", str(place)))["TRAINER_RUN_ID"]
+
+    first = identity(tmp_path / "a" / "shelf")
+    assert identity(tmp_path / "b" / "shelf") != first
+    (tmp_path / "a" / "shelf").rename(tmp_path / "moved")
+    assert identity(tmp_path / "moved") == first
+    assert identity(tmp_path / "a" / "shelf") != first
 
 
 @pytest.fixture

@@ -22,7 +22,14 @@ from trainer.errors import PreemptedError, TrackingError
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
-VARIABLES = (tracking.URI, tracking.EXPERIMENT_ID, tracking.EXPERIMENT_NAME, tracking.RUN_ID, tracking.RUN)
+VARIABLES = (
+    tracking.URI,
+    tracking.EXPERIMENT_ID,
+    tracking.EXPERIMENT_NAME,
+    tracking.RUN_ID,
+    tracking.RUN,
+    tracking.IDENTITY,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -387,13 +394,65 @@ def test_more_and_longer_settings_than_mlflow_takes_at_once(store):
     assert len(params["long"]) == 6000
 
 
-def test_a_changed_setting_is_named_and_the_run_goes_on(store, caplog):
+def test_an_interrupted_run_goes_on_in_its_parent(store):
     parent = tracking.start_parent({"seed": 1}, {})
     tracking.finish_parent("FAILED")
-    assert tracking.start_parent({"seed": 2, "new": 5}, {}) == parent
+    assert tracking.start_parent({"seed": 1, "new": 5}, {}) == parent
     assert store.get_run(parent).info.status == "RUNNING"
     assert store.get_run(parent).data.params == {"seed": "1", "new": "5"}
-    assert "keeps the first values of seed" in caplog.text
+    assert tracking.parent_run() == parent
+
+
+@pytest.mark.parametrize("ended", ["FINISHED", "FAILED", ""])
+def test_other_settings_open_a_new_parent_that_names_the_former_one(store, caplog, ended):
+    caplog.set_level(logging.INFO)
+    former = tracking.start_parent({"seed": 1, "run": {"device": "cpu"}}, {"recipe": "digits"})
+    if ended:
+        tracking.finish_parent(ended)
+    new = tracking.start_parent({"seed": 2, "run": {"device": "cpu"}}, {"recipe": "digits"})
+    assert new != former
+    assert store.get_run(new).data.params == {"seed": "2", "run.device": "cpu"}
+    assert store.get_run(new).data.tags[tracking.FORMER_TAG] == former
+    assert store.get_run(former).data.params["seed"] == "1"
+    assert store.get_run(former).info.status == (ended or "KILLED")
+    (line,) = [line for line in caplog.messages if "changed" in line]
+    assert new in line
+    assert former in line
+    assert "seed" in line
+    with tracking.stage_run("distill", {}) as tracker:  # in another process, which knows no settings of the run
+        pass
+    assert store.get_run(tracker.run_id).data.tags["mlflow.parentRunId"] == new
+    assert tracking.start_parent({"seed": 2}, {}) == new
+    tracking.finish_parent()
+    assert store.get_run(new).info.status == "FINISHED"
+
+
+def test_a_parent_that_somebody_else_made_keeps_its_first_values(store, monkeypatch, caplog):
+    injected = store.create_run(store.create_experiment("of somebody else")).info.run_id
+    monkeypatch.setenv(tracking.RUN_ID, injected)
+    assert tracking.start_parent({"seed": 1}, {}) == tracking.start_parent({"seed": 2}, {}) == injected
+    assert f"MLflow run {injected} keeps the first values of seed" in caplog.text
+
+
+def test_a_try_that_fails_before_it_begins_does_not_change_how_the_former_one_ended(store):
+    former = tracking.start_parent({"seed": 1}, {})
+    tracking.finish_parent()
+    tracking.finish_parent("FAILED", "prepare: the disk is full")
+    assert store.get_run(former).info.status == "FINISHED"
+    assert tracking.ERROR_TAG not in store.get_run(former).data.tags
+
+
+def test_runs_of_one_name_in_two_places_have_each_their_parent(directory, store, monkeypatch):
+    def parent(identity):
+        variables = tracking.environment(TrackingSettings(), directory=directory, run="shelf", identity=identity)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return tracking.parent_run()
+
+    here, there = parent("one"), parent("two")
+    assert here != there
+    assert parent("one") == here
+    assert {store.get_run(run).info.run_name for run in (here, there)} == {"shelf"}
 
 
 def test_a_quote_in_the_name_of_the_run(store, monkeypatch):

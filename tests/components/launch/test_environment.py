@@ -21,6 +21,7 @@ TASK = {
     "MLFLOW_TRACKING_PASSWORD": "leaked",
     "MLFLOW_TRACKING_TOKEN": "leaked",
     "TRAINER_RUN": "run",
+    "TRAINER_RUN_ID": "0123",
     "TRAINER_CHECKPOINTS": "s3://bucket/checkpoints",
     "TRAINER_ARTIFACTS": "s3://bucket/artifacts",
     "TRAINER_DEVICE": "cuda",
@@ -50,6 +51,7 @@ def test_a_task_hands_on_where_things_are_and_no_secret():
         "MLFLOW_EXPERIMENT_ID": "7",
         "MLFLOW_RUN_ID": "r",
         "TRAINER_RUN": "run",
+        "TRAINER_RUN_ID": "0123",
         "TRAINER_CHECKPOINTS": "s3://bucket/checkpoints",
     }
 
