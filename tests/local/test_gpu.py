@@ -112,7 +112,7 @@ def test_a_step_makes_the_host_wait_for_nothing(digits, teacher, tmp_path, stric
         EvidenceSettings(operators_steps=0), name="distill", device=device.torch_device, rank=0, world_size=1
     )
 
-    def after_the_last_step(_model):
+    def after_the_last_step(_model, _ends, **_):
         strict("default")
         return {}
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -326,7 +326,7 @@ def make_loader(
     pin_memory: bool,
     timeout_s: float = 0,
     observer: LoaderObserver | None = None,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """The micro-batches at `starts`, in this order, made ahead by `workers` processes.
 
     It is meant to be read once, for a whole training: its processes live as long as that. They have one thread each, and share what the

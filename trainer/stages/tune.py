@@ -34,7 +34,7 @@ from trainer.training.checkpoints import Checkpoints, checkpoint_root
 from trainer.training.loop import Training, fit_batch
 from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
-from trainer.training.validation import validate
+from trainer.training.validation import batch_size_of, validate
 from trainer.tuning import measuring, outlook
 from trainer.tuning.blank import blank_recording
 from trainer.tuning.ideas import Job
@@ -190,7 +190,7 @@ class Subject:
                 validate,
                 split=self.data.split("val"),
                 processes=processes,
-                batch_size=settings.batch_size,
+                batch_size=batch_size_of(settings, processes),
                 precision=settings.precision,
             ),
         )

@@ -6,8 +6,16 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.training.devices import HOST, Device
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """The running means and variances of a model's batch normalisations, of which each process sees its own images."""
+    normalisations = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    found = [part for module in normalisations for part in (module.running_mean, module.running_var)]
+    return [part for part in found if part is not None]
 
 
 class AveragedModel:

@@ -22,8 +22,8 @@ VALIDATION = "validation"
 class Validate(Protocol):
     """Measures a model on the validation split."""
 
-    def __call__(self, model: nn.Module, ends: Ends | None = None) -> Mapping[str, float] | None:
-        """Its figures; None where it was broken off."""
+    def __call__(self, model: nn.Module, ends: Ends | None = None, *, workers: int = 0) -> Mapping[str, float] | None:
+        """Its figures, with images from `workers` loader processes; None where it was broken off."""
         ...
 
 
@@ -33,6 +33,11 @@ class Trained(Protocol):
     @property
     def result(self) -> nn.Module:
         """The model to keep."""
+        ...
+
+    @property
+    def loaders(self) -> int:
+        """Loader processes beside this process."""
         ...
 
     def is_best(self, top1: float | None) -> bool:
@@ -117,7 +122,7 @@ class Boundary:
         if self._validate is None:
             return {}
         with self._timeline.range("evaluate"):
-            measured = self._validate(self._trained.result, ends)
+            measured = self._validate(self._trained.result, ends, workers=self._trained.loaders)
             if measured is not None:
                 self._report.metrics(step, measured)
         return measured

@@ -38,7 +38,7 @@ from trainer.profiling.timeline import Timeline
 from trainer.profiling.watch import Watch
 from trainer.tracking import Tracker
 from trainer.training.attempts import Attempts
-from trainer.training.averages import AveragedModel
+from trainer.training.averages import AveragedModel, running_statistics
 from trainer.training.boundaries import Boundary, Validate
 from trainer.training.checkpoints import Checkpoints, newest
 from trainer.training.checkpoints.state import State, capture, restore
@@ -288,6 +288,8 @@ class Loop:
         self._optimizer = make_optimizer(groups, settings, processes)
         self._average = AveragedModel(self._model, settings.ema_decay, processes.device) if settings.ema_decay else None
         self._best: float | None = None
+        self._recorder: Recorder | None = None
+        self._statistics = running_statistics(self._model) if processes.world_size > 1 else []
         self.pending: tuple[str, ...] = ()
         """What belongs to the step before the first one and is still to be done, where the training goes on."""
 
@@ -301,9 +303,14 @@ class Loop:
         """Whether something was compiled, or nothing was to be."""
         return self._graphs is None or self._graphs.count > 0
 
+    @property
+    def loaders(self) -> int:
+        """Loader processes beside this process: none before it is known how many the training needs."""
+        return (self._recorder.workers if self._recorder is not None else None) or 0
+
     def steps(self, first_step: int, recorder: Recorder) -> Generator[tuple[int, Feed]]:
         """Each step with the feed of micro-batches, of which it takes `accumulation`."""
-        training, processes = self._training, self._processes
+        training, processes, self._recorder = self._training, self._processes, recorder
         if self._exchange is not None:
             recorder.communication = self._exchange.record
         alike = processes.device.traces and processes.world_size > 1
@@ -384,6 +391,8 @@ class Loop:
             nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._statistics:
+            self._processes.device.average(self._statistics, world_size=self._processes.world_size)
         if self._average:
             self._average.update(step)
 

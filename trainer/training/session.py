@@ -38,7 +38,7 @@ from trainer.training.checkpoints.compatibility import compatible
 from trainer.training.loop import Objective, Training, fit_batch, train
 from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
-from trainer.training.validation import Ends, validate
+from trainer.training.validation import Ends, batch_size_of, validate
 
 logger = logging.getLogger(__name__)
 
@@ -209,16 +209,17 @@ class Session:
         )
 
     def _measure(
-        self, settings: TrainingSettings, model: nn.Module, ends: Ends | None = None
+        self, settings: TrainingSettings, model: nn.Module, ends: Ends | None = None, *, workers: int = 0
     ) -> Mapping[str, float] | None:
         """Accuracy and loss on the validation split; None where `ends` has broken it off."""
         measured = validate(
             model,
             split=self.data.split("val"),
             processes=self.processes,
-            batch_size=settings.batch_size,
+            batch_size=batch_size_of(settings, self.processes),
             precision=settings.precision,
             ends=ends,
+            workers=workers,
         )
         self._measured.update(measured or {})
         return measured

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset as TorchDataset
 
-from trainer.config import Precision
+from trainer.config import Precision, TrainingSettings
+from trainer.data.batch import Batch
 from trainer.data.dataset import Split
+from trainer.data.loader import make_loader
+from trainer.data.sending import send
 from trainer.training.devices import Device
+from trainer.training.meetings import wait_limit_s
 from trainer.training.processes import Processes
 from trainer.training.readback import ReadBack
 
 Ends = Callable[[], bool]
 """Whether to break off; all processes ask equally often and get the same answer."""
+
+
+def batch_size_of(settings: TrainingSettings, processes: Processes) -> int:
+    """Images a forward pass: the training's micro-batch, which is known to fit the device's memory."""
+    return -(-settings.batch_size // (processes.world_size * settings.accumulation))
 
 
 def validate(
@@ -26,6 +38,7 @@ def validate(
     batch_size: int,
     precision: Precision,
     ends: Ends | None = None,
+    workers: int = 0,
 ) -> dict[str, float] | None:
     """Top-1 accuracy and cross-entropy of a classifier on a split; the same on every process.
 
@@ -36,6 +49,7 @@ def validate(
         batch_size: images a forward pass.
         precision: of the forward pass.
         ends: whether to break off; asked after each batch.
+        workers: loader processes beside this process.
 
     Returns:
         `val_top1` and `val_loss`; None where it was broken off.
@@ -48,15 +62,23 @@ def validate(
     measured: list[Tensor] = []
     mine = range(processes.rank, len(split), processes.world_size)
     most = -(-len(split) // processes.world_size)
+    own = [list(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
+    loader = make_loader(
+        _Batches(split, device, batch_size),
+        own,
+        workers=min(workers, len(own)),
+        pin_memory=device.pins_memory,
+        timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
+    )
     broken_off = False
-    for start in range(0, most, batch_size):
-        indices = list(mine[start : start + batch_size])
-        if indices:
-            measured.append(_measure(model, split, indices, device, precision, batch_size))
-        device.dispatch()
-        if ends is not None and ends():
-            broken_off = True
-            break
+    with closing(loader):
+        for turn in range(-(-most // batch_size)):
+            if turn < len(own):
+                measured.append(_measure(model, next(loader), len(own[turn]), device, precision))
+            device.dispatch()
+            if ends is not None and ends():
+                broken_off = True
+                break
     model.train(training)
     if broken_off:
         return None
@@ -65,17 +87,27 @@ def validate(
     return {"val_top1": correct / len(split), "val_loss": loss / len(split)}
 
 
-def _measure(
-    model: nn.Module, split: Split, indices: Sequence[int], device: Device, precision: Precision, batch_size: int
-) -> Tensor:
-    """Number of right answers and sum of the losses of some images; float32 [2] on the device.
+class _Batches(TorchDataset[Batch]):
+    """Items are the images of a split at some indices, whole as they are stored."""
 
-    Where another number of images would be another graph, the last image fills the batch up, and does not count.
-    """
-    filled = device.filled(indices, batch_size)
-    counts = (torch.arange(len(filled)) < len(indices)).to(device.torch_device)
-    labels = torch.from_numpy(split.labels[filled]).to(device.torch_device)
-    images = split.read(filled).to(device.torch_device)
+    def __init__(self, split: Split, device: Device, batch_size: int) -> None:
+        self._split, self._device, self._batch_size = split, device, batch_size
+
+    def __getitem__(self, indices: Sequence[int]) -> Batch:
+        """Where another number of images would be another graph, the last image fills the batch up."""
+        filled = self._device.filled(indices, self._batch_size)
+        return Batch(
+            images=self._split.read(filled),
+            labels=torch.from_numpy(self._split.labels[filled]),
+            keys=torch.from_numpy(self._split.keys[filled].view(np.int64)),
+            numbers=torch.zeros(len(filled), dtype=torch.int64),
+        )
+
+
+def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precision: Precision) -> Tensor:
+    """Number of right answers and sum of the losses of the first `count` images; float32 [2] on the device."""
+    counts = send(torch.arange(len(batch.labels)) < count, device.torch_device)
+    images, labels = (part.to(device.torch_device, non_blocking=True) for part in (batch.images, batch.labels))
     with device.inference():
         with device.autocast(precision):
             logits = model(images)

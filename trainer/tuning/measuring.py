@@ -61,10 +61,12 @@ def measure(
         logger.warning(
             "%s  nothing of the model was compiled, so what is forecast is an uncompiled training", training.name
         )
-    validate = training.validate
+    validate, loop = training.validate, ridden.loop
     passes = 2 if processes.device.traces else 1  # the first one compiles, too
     validations = (
-        [_timed(processes, lambda: validate(ridden.loop.result)) for _ in range(passes)] if validate else [0.0]
+        [_timed(processes, lambda: validate(loop.result, workers=loop.loaders)) for _ in range(passes)]
+        if validate
+        else [0.0]
     )
     checkpoint_s = _timed(processes, lambda: ridden.loop.save(laps.steps)) if settings.checkpoint_every else 0.0
     if processes.is_first:

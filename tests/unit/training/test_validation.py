@@ -1,13 +1,15 @@
+import multiprocessing
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from trainer import models
-from trainer.config import ModelSettings
+from trainer.config import ModelSettings, TrainingSettings
 from trainer.training.devices import choose_device
 from trainer.training.processes import Processes
-from trainer.training.validation import validate
+from trainer.training.validation import batch_size_of, validate
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
@@ -17,6 +19,7 @@ class Images:
         generator = torch.Generator().manual_seed(0)
         self.images = torch.randint(0, 256, (count, 3, 16, 16), dtype=torch.uint8, generator=generator)
         self.labels = np.arange(count) % 3
+        self.keys = np.arange(count, dtype=np.uint64)
 
     def __len__(self):
         return len(self.labels)
@@ -54,6 +57,24 @@ def test_processes_share_the_images_out_without_leaving_one(model, monkeypatch):
     for rank in range(3):
         validate(model, split, processes(rank, 3), batch_size=2, precision="fp32")
     assert sorted(seen) == list(range(11))
+
+
+def test_loader_processes_read_the_images(model, monkeypatch):
+    split, read_here = Images(20), []
+    read = split.read
+    split.read = lambda indices: (read_here.extend(indices), read(indices))[1]
+    alone = validate(model, split, processes(), batch_size=6, precision="fp32")
+    assert len(read_here) == 20
+    read_here.clear()
+    assert validate(model, split, processes(), batch_size=6, precision="fp32", workers=2) == alone
+    assert read_here == []
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 25), (2, 13)])
+def test_a_batch_is_the_micro_batch_of_the_training(world_size, expected):
+    settings = TrainingSettings(batch_size=100, accumulation=4)
+    assert batch_size_of(settings, processes(0, world_size)) == expected
 
 
 def test_it_is_broken_off_after_a_batch_and_equally_often_asked_on_all_processes(model):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -108,6 +109,13 @@ class Device:
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], *, world_size: int, bf16: bool) -> None:
         """Replace each gradient by its mean over all processes, where DistributedDataParallel has not; `bf16`: sent as that."""
+
+    def average(self, tensors: Sequence[Tensor], *, world_size: int) -> None:
+        """Replace each tensor by its mean over all processes."""
+        together = torch.cat([tensor.flatten() for tensor in tensors]) / world_size
+        dist.all_reduce(together)
+        for tensor, mean in zip(tensors, together.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
 
     # The update
 

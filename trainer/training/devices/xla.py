@@ -154,6 +154,10 @@ class XlaDevice(Device):
         for gradient, mean in zip(gradients, sent, strict=True):
             gradient.copy_(mean)
 
+    def average(self, tensors: Sequence[Tensor], *, world_size: int) -> None:
+        """Replace each tensor by its mean over all processes."""
+        xla_model.all_reduce(xla_model.REDUCE_SUM, [*tensors], scale=1 / world_size)
+
     @property
     def adamw_options(self) -> dict[str, Any]:
         """The number of steps is on the device, or it would be a constant of the graph; XLA fuses what it is given."""
