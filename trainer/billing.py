@@ -58,6 +58,7 @@ class StageBill(_Record):
     iterations_per_second: float | None = None
     """Optimiser steps, while it trained; none for a stage that does not train."""
     images_per_second: float | None = None
+    """Over all of the part `training`, between steps too; the report has the rate within steps."""
 
     def dollars_of(self, part: str) -> float | None:
         """What a part cost; none where the price is not known."""

@@ -11,9 +11,10 @@ from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.profiling import words
 from trainer.profiling.findings import Answer
+from trainer.profiling.pace import is_core
 from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.profiling.sides import Side
-from trainer.profiling.summary import OperatorSummary, TrainingSummary, is_core, operator_ms
+from trainer.profiling.summary import OperatorSummary, TrainingSummary, operator_ms
 
 _MOVERS = 10
 _ALIKE = 0.005
@@ -263,6 +264,7 @@ _OVERVIEW: Sequence[tuple[str, Callable[[float], str], Callable[[TrainingSummary
     ("step (median)", words.milliseconds, lambda one: one.step_ms.p50 if one.step_ms else None),
     ("step (95 %)", words.milliseconds, lambda one: one.step_ms.p95 if one.step_ms else None),
     ("images a second", words.short, lambda one: one.images_per_second),
+    ("waits for gradients", words.percent, lambda one: one.communication_share),
     ("steps", words.short, lambda one: one.steps),
     ("recorded", words.duration, lambda one: one.recorded_s),
     ("dollars", dollars_text, lambda one: one.place.dollars(one.recorded_s) if one.place else None),

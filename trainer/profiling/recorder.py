@@ -23,6 +23,7 @@ from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorLooks, 
 from trainer.profiling.gpu_clock import CudaClock
 from trainer.profiling.looks import Looks
 from trainer.profiling.monitor import Monitor, signals
+from trainer.profiling.pace import images_per_second
 from trainer.profiling.schema import (
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
@@ -185,6 +186,11 @@ class Recorder:
     def batches_ready(self, count: float) -> None:
         """So many batches are ready as the training asks for one."""
         self.timeline.queued = count
+
+    def images_per_second(self) -> float | None:
+        """As the report will show it, over the measured steps so far; none where there are none."""
+        steps = self.timeline.steps
+        return images_per_second({name: steps.column(name) for name in ("profiled", "images", "seconds")})
 
     def cost(self, part: str, seconds: float) -> None:
         """Count what a part of watching has cost."""

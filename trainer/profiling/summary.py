@@ -1,7 +1,7 @@
 """The numbers of the profile report, computed from the evidence; `summary.json` of the report holds exactly these.
 
-Times of steps are taken from the steps that torch.profiler did not slow, without the first one, which also warms up. Shares of the
-whole recording are taken from sums over everything.
+Times of steps are those of the measured steps (`trainer.profiling.pace`). Shares of the whole recording are taken from sums over
+everything.
 """
 
 from __future__ import annotations
@@ -16,9 +16,23 @@ from trainer.costs import Place
 from trainer.profiling.binning import mean_in_bins
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
 from trainer.profiling.operators import Operator
+from trainer.profiling.pace import (
+    Spread,
+    images_per_second,
+    is_core,
+    measured_steps,
+    phase_of,
+    phase_seconds,
+    phase_shares,
+    spread,
+    step_ms,
+)
+from trainer.profiling.rules.outcomes import Case
+from trainer.profiling.rules.system.processes import communication_share
 from trainer.profiling.schema import AttemptRecord, CommunicationRecord
 from trainer.profiling.series import Rows, Series
 from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
+from trainer.thresholds import RuleSettings
 
 _SLOWEST_STEPS = 8
 _SLOW = 1.25
@@ -27,17 +41,6 @@ _DISTURBING = ("checkpoint", "evaluate")
 """Ranges between steps after which the next one may be slow: files are still written, caches hold other data."""
 _ROUNDING_S = 1e-3
 """By how much a kept range may seem to end after the step that follows it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How a quantity is distributed over the steps."""
-
-    p5: float
-    p50: float
-    p95: float
-    mean: float
-    max: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,19 +172,21 @@ class TrainingSummary:
     missing: Mapping[str, str]
     processor: str = ""
     """Its model; empty where it was not recorded."""
+    communication_share: float | None = None
+    """Share of the undisturbed step that waits for gradients that travel, as the rule on communication has it; none where it cannot say."""
 
 
-def phase_of(path: str) -> str:
-    """The phase or outermost range that a range's path belongs to."""
-    return path.split("/", 1)[0]
+def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> TrainingSummary:
+    """Reduce the evidence of one training to its numbers.
 
-
-def summarize(training: TrainingEvidence) -> TrainingSummary:
-    """Reduce the evidence of one training to its numbers."""
+    Args:
+        training: its evidence.
+        rules: thresholds; what they call a stall is no step to compare. The defaults where not given.
+    """
     first = training.ranks[0]
     record = first.record
     measured = measured_steps(first)
-    seconds, images = first.steps["seconds"][measured], first.steps["images"][measured]
+    images = first.steps["images"][measured]
     return TrainingSummary(
         name=training.name,
         world_size=record.world_size,
@@ -196,11 +201,11 @@ def summarize(training: TrainingEvidence) -> TrainingSummary:
         failed=record.failed,
         recorded_s=record.ended_s,
         steps=record.steps.count,
-        steps_measured=len(seconds),
+        steps_measured=len(measured),
         steps_kept_of=record.steps.kept_of,
-        step_ms=spread(seconds * 1000),
+        step_ms=step_ms(first),
         images_a_step=float(images.mean()) if images.any() else None,
-        images_per_second=_rate(images, seconds),
+        images_per_second=images_per_second(first.steps),
         phases=_phases(first, measured),
         slowest=_slowest(first, measured),
         recorded_shares=_recorded_shares(first),
@@ -208,6 +213,7 @@ def summarize(training: TrainingEvidence) -> TrainingSummary:
         compiled_graphs=sum(compilation.graphs for compilation in record.compilations),
         compile_s=sum(compilation.seconds for compilation in record.compilations),
         communication=record.communication,
+        communication_share=communication_share(Case(training=training, rules=rules or RuleSettings())),
         overhead=record.overhead,
         attempts=list(record.attempts),
         ranks=[_rank(rank) for rank in training.ranks],
@@ -217,38 +223,6 @@ def summarize(training: TrainingEvidence) -> TrainingSummary:
         missing=record.missing,
         processor=record.processor,
     )
-
-
-def measured_steps(rank: RankEvidence) -> Rows:
-    """Positions of the rows that are neither the first step nor under the profiler (all rows, if none remain)."""
-    rows = np.arange(len(rank.steps["step"]))
-    usual = rows[(rows > 0) & (rank.steps["profiled"] == 0)]
-    return usual if len(usual) else rows
-
-
-def spread(values: Series) -> Spread | None:
-    """Percentiles, mean and maximum; none of no values."""
-    if not len(values):
-        return None
-    p5, p50, p95 = np.percentile(values, [5, 50, 95]).tolist()
-    return Spread(p5=p5, p50=p50, p95=p95, mean=float(values.mean()), max=float(values.max()))
-
-
-def phase_seconds(rank: RankEvidence) -> dict[str, Series]:
-    """Seconds of each phase in each step, user-named ranges counted with the phase around them; phases that never ran are left out."""
-    sums: dict[str, Series] = {}
-    for path in rank.ranges:
-        phase = phase_of(path)
-        sums[phase] = sums[phase] + rank.steps[path] if phase in sums else rank.steps[path]
-    order = [*PHASES, *(name for name in sums if name not in PHASES and name != OTHER), OTHER]
-    return {name: sums[name] for name in order if name in sums and sums[name].any()}
-
-
-def phase_shares(rank: RankEvidence) -> dict[str, float]:
-    """Share of the measured steps' time of each phase."""
-    measured = measured_steps(rank)
-    total = max(float(rank.steps["seconds"][measured].sum()), 1e-12)
-    return {name: float(seconds[measured].sum()) / total for name, seconds in phase_seconds(rank).items()}
 
 
 def _phases(rank: RankEvidence, measured: Rows) -> dict[str, PhaseSummary]:
@@ -265,11 +239,6 @@ def _phases(rank: RankEvidence, measured: Rows) -> dict[str, PhaseSummary]:
             ranges={path: float(rank.steps[path][measured].sum()) / total for path in inner},
         )
     return summaries
-
-
-def _rate(images: Series, seconds: Series) -> float | None:
-    total = float(images.sum())
-    return total / float(seconds.sum()) if total and len(seconds) else None
 
 
 def _recorded_shares(rank: RankEvidence) -> dict[str, float]:
@@ -333,11 +302,6 @@ def _machine_between(system: Mapping[str, Series], start_s: float, seconds: floa
     return ({"cores_percent": float(np.mean(cores)), "busiest_core_percent": max(cores)} if cores else {}) | others
 
 
-def is_core(signal: str) -> bool:
-    """Whether a signal of the system is how busy one core is."""
-    return signal.startswith("cpu") and signal.endswith("_percent")
-
-
 def _rank(rank: RankEvidence) -> RankSummary:
     measured = measured_steps(rank)
     phases = {name: spread(seconds[measured] * 1000) for name, seconds in phase_seconds(rank).items()}
@@ -345,7 +309,7 @@ def _rank(rank: RankEvidence) -> RankSummary:
         rank=rank.record.rank,
         host=rank.record.host,
         device=rank.record.device,
-        step_ms=spread(rank.steps["seconds"][measured] * 1000),
+        step_ms=step_ms(rank),
         phase_ms={name: distribution.p50 for name, distribution in phases.items() if distribution},
         memory_bytes=_largest(rank.system.get("process_rss_bytes")),
         gpu_memory_bytes=_largest(rank.system.get("gpu_memory_used_bytes")),

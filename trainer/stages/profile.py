@@ -48,7 +48,9 @@ def run(
         "pretrain_evidence": read_evidence(pretrain_evidence),
         "distill_evidence": read_evidence(distill_evidence),
     }
-    trainings = [(training, summarize(training)) for source in sources.values() for training in source.trainings]
+    trainings = [
+        (training, summarize(training, settings.rules)) for source in sources.values() for training in source.trainings
+    ]
     summaries = [summary for _, summary in trainings]
     answers = [answer for source in sources.values() for answer in findings.judged(source, settings.rules)]
     bill = make_bill(

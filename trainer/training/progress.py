@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -46,8 +46,15 @@ class Progress:
         elif self._active:
             logger.info("%s", text)
 
-    def show(self, step: int, values: Mapping[str, float]) -> None:
-        """After step `step`: its numbers, the speed and the time left."""
+    def show(self, step: int, values: Mapping[str, float], measured: Callable[[], float | None] = lambda: None) -> None:
+        """After step `step`: its numbers, the speed and the time left.
+
+        Args:
+            step: the last one that ended.
+            values: its numbers.
+            measured: gives images a second within the steps, where they are measured. Where they are not, all images by all the time
+                since the start are shown, and called `so far`.
+        """
         if not self._active:
             return
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -59,13 +66,13 @@ class Progress:
         if now - self._last_line < LINE_INTERVAL_S and done < self._total:
             return
         self._last_line = now
-        rate = (done - self._first) / max(now - self._start, 1e-9)
+        rate, within_steps = (done - self._first) / max(now - self._start, 1e-9), measured()
         logger.info(
-            "%s  step %d/%d  %s  %.0f images/s  %.0f s left",
+            "%s  step %d/%d  %s  %s  %.0f s left",
             self._name,
             done,
             self._total,
             text,
-            rate * self._images,
+            f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s",
             (self._total - done) / rate,
         )

@@ -111,7 +111,7 @@ class Report:
         self._check_finite(table, sent.steps)
         step, means = sent.steps[-1], table.mean((0, 1)).tolist()
         values = dict(zip(sent.names, means, strict=True)) | {"learning_rate": self._learning_rate(step)}
-        self.progress.show(step, values)
+        self.progress.show(step, values, self._recorder.images_per_second)
         self.metrics(step, values)
 
     def _check_finite(self, table: Tensor, steps: Sequence[int]) -> None:

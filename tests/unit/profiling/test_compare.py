@@ -11,10 +11,11 @@ from trainer import cli
 from trainer.errors import EXIT_CODE, ArtifactError
 from trainer.profiling.compare import Comparison, change, compare, text
 from trainer.profiling.evidence import TrainingEvidence
+from trainer.profiling.pace import Spread
 from trainer.profiling.report.comparison import build
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
 from trainer.profiling.sides import Side
-from trainer.profiling.summary import PhaseSummary, Spread, TrainingSummary, summarize
+from trainer.profiling.summary import PhaseSummary, TrainingSummary, summarize
 
 
 @pytest.fixture

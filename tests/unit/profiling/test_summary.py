@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from trainer.profiling.evidence import TrainingEvidence, read_evidence
-from trainer.profiling.summary import measured_steps, summarize
+from trainer.profiling.pace import measured_steps
+from trainer.profiling.summary import summarize
 
 
 @pytest.fixture

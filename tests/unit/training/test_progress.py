@@ -34,8 +34,16 @@ def test_a_log_gets_a_line_every_few_seconds_and_one_at_the_end(caplog, clock):
             shown.show(step, {"loss": 0.5})
     lines = caplog.messages
     assert len(lines) == 21
-    assert lines[0] == "distill  step 1/100  loss 0.5  32 images/s  99 s left"
-    assert lines[-1] == "distill  step 100/100  loss 0.5  32 images/s  0 s left"
+    assert lines[0] == "distill  step 1/100  loss 0.5  32 images/s so far  99 s left"
+    assert lines[-1] == "distill  step 100/100  loss 0.5  32 images/s so far  0 s left"
+
+
+def test_the_speed_within_the_steps_is_shown_where_it_is_measured(caplog, clock):
+    caplog.set_level(logging.INFO)
+    with make() as shown:
+        clock[0] = 10.0
+        shown.show(49, {"loss": 0.5}, lambda: 640.0)
+    assert caplog.messages == ["distill  step 50/100  loss 0.5  640 images/s  10 s left"]
 
 
 def test_the_speed_after_a_resume_counts_the_steps_of_this_process(caplog, clock):
@@ -43,7 +51,7 @@ def test_the_speed_after_a_resume_counts_the_steps_of_this_process(caplog, clock
     with make(first_step=90) as shown:
         clock[0] = 5.0
         shown.show(94, {"loss": 0.5})
-    assert caplog.messages == ["distill  step 95/100  loss 0.5  32 images/s  5 s left"]
+    assert caplog.messages == ["distill  step 95/100  loss 0.5  32 images/s so far  5 s left"]
 
 
 def test_a_terminal_gets_a_bar_with_lines_above_it(monkeypatch, caplog):

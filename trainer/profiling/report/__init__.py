@@ -11,8 +11,9 @@ from trainer.html import escape
 from trainer.profiling import drawing, words
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer, Found, found, verdict
+from trainer.profiling.pace import is_core
 from trainer.profiling.report import course, expenses, judged, machine, steps, tensors
-from trainer.profiling.summary import TrainingSummary, is_core
+from trainer.profiling.summary import TrainingSummary
 
 Numbered = Sequence[tuple[int, Found]]
 

@@ -11,8 +11,9 @@ from trainer.profiling import binning, drawing, words
 from trainer.profiling.drawing import BINS, Curve, Lane, Window
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
 from trainer.profiling.findings import Found
+from trainer.profiling.pace import is_core, phase_seconds
 from trainer.profiling.series import Series
-from trainer.profiling.summary import TrainingSummary, is_core, phase_seconds
+from trainer.profiling.summary import TrainingSummary
 from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
 
 _METRICS = (

@@ -8,7 +8,8 @@ from trainer import html
 from trainer.profiling import drawing, words
 from trainer.profiling.drawing import Bar, Part
 from trainer.profiling.operators import Operator
-from trainer.profiling.summary import OperatorSummary, TrainingSummary, is_core, operator_ms
+from trainer.profiling.pace import is_core
+from trainer.profiling.summary import OperatorSummary, TrainingSummary, operator_ms
 
 _MOST_RANKS_DRAWN = 64
 
@@ -75,14 +76,19 @@ def ranks(summary: TrainingSummary) -> str:
 
 
 def _communication(summary: TrainingSummary) -> str:
-    seen = summary.communication
-    if seen is None:
-        return ""
-    shown = [words.milliseconds(1000 * value) for value in (seen.exchange_s, seen.hidden_s, seen.backward_s)]
-    return html.paragraph(
-        "Exchanging gradients takes {} a step, of which {} pass while the backward pass of {} computes".format(*shown)
-        + f" (means over {seen.steps} steps)."
-    )
+    seen, told = summary.communication, []
+    if seen is not None:
+        shown = [words.milliseconds(1000 * value) for value in (seen.exchange_s, seen.hidden_s, seen.backward_s)]
+        exchanging = "Exchanging gradients takes {} a step, of which {} pass while the backward pass of {} computes"
+        told.append(
+            f"{exchanging.format(*shown)} (means over {seen.steps} steps, waiting for slower processes included)."
+        )
+    if summary.communication_share is not None:
+        share = words.percent(summary.communication_share)
+        told.append(
+            f"{share} of an undisturbed step waits for gradients that travel, as the rule on communication has it."
+        )
+    return html.paragraph(" ".join(told)) if told else ""
 
 
 def _hosts(summary: TrainingSummary) -> str:

@@ -8,7 +8,8 @@ from trainer import html
 from trainer.profiling import drawing, words
 from trainer.profiling.drawing import Bar, Part
 from trainer.profiling.evidence import TrainingEvidence
-from trainer.profiling.summary import PhaseSummary, SlowStep, Spread, TrainingSummary, is_core, measured_steps
+from trainer.profiling.pace import Spread, is_core, measured_steps
+from trainer.profiling.summary import PhaseSummary, SlowStep, TrainingSummary
 
 _FEWEST_DRAWN = 20
 _UNUSUAL = 1.5
@@ -43,7 +44,8 @@ def phases(summary: TrainingSummary) -> str:
     caption = (
         f"A step takes {words.milliseconds(summary.step_ms.p50)} (median; 5 % take less than {words.milliseconds(summary.step_ms.p5)}, "
         f"5 % more than {words.milliseconds(summary.step_ms.p95)}). Bars: median of each phase; whiskers: 5th to 95th percentile; "
-        "the percentage is the phase's share of all measured steps."
+        "the percentage is the phase's share of all measured steps. These are times as they were; findings speak of undisturbed steps, "
+        "without what other programs and the recorder's looks took."
     )
     named = [(path, share) for phase in summary.phases.values() for path, share in phase.ranges.items()]
     table = html.table(

@@ -9,13 +9,13 @@ import numpy as np
 
 from trainer.costs import duration_text
 from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.pace import phase_of, step_ms
 from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
 from trainer.profiling.rules.system.steps import Steps, within_steps
 from trainer.profiling.rules.system.tracing import cause_of, is_traced
 from trainer.profiling.series import Rows, Series
-from trainer.profiling.summary import phase_of
 
 _AVOIDABLE: Mapping[str, str] = {
     "compile": "keep compiled graphs between runs (TORCHINDUCTOR_CACHE_DIR on a volume that stays), or set compile=off",
@@ -95,9 +95,11 @@ def _step_outliers(case: Case) -> Outcome:
     far = np.flatnonzero(seconds > limit)
     excess_s = float((seconds[far] - median).sum()) * steps.record.steps.kept_of
     share = excess_s / max(steps.total_s, 1e-9)
+    usual = step_ms(steps.ranks[0])
+    assert usual is not None, "there are steps to compare"
     told = (
-        f"{len(far)} of {len(steps)} steps took longer than {1e3 * limit:.3g} ms (median {1e3 * median:.3g} ms), which cost "
-        f"{share:.1%} of the steps' time"
+        f"{len(far)} of {len(steps)} steps took longer than {1e3 * limit:.3g} ms, without what other programs took of them (median of all "
+        f"steps {usual.p50:.3g} ms), which cost {share:.1%} of the steps' time"
     )
     if share <= limits.share:
         return Healthy(text=f"{told}.")
@@ -113,8 +115,8 @@ def _step_outliers(case: Case) -> Outcome:
             "Look at what else happened at these steps: storage, other programs on the machine, garbage collection, or what "
             f"`{phase}` does now and then."
         ),
-        saving=Saving(seconds=excess_s, reason="these steps' time above the median"),
-        numbers={"outliers": float(len(far)), "limit_s": limit, "median_s": median, "excess_s": excess_s},
+        saving=Saving(seconds=excess_s, reason="these steps' time above the median of the undisturbed ones"),
+        numbers={"outliers": float(len(far)), "limit_s": limit, "median_step_ms": usual.p50, "excess_s": excess_s},
         steps=(int(steps.numbers[far[0]]), int(steps.numbers[far[-1]])),
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.operators import OperatorTable
+from trainer.profiling.pace import is_core
 from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
@@ -16,7 +17,6 @@ from trainer.profiling.rules.system.steps import Steps, usual, within_steps
 from trainer.profiling.rules.system.tracing import is_traced, transfers
 from trainer.profiling.schema import RankRecord
 from trainer.profiling.series import Series
-from trainer.profiling.summary import is_core
 
 FEWEST_SAMPLES = 20
 """Fewer samples of the system than this tell nothing that lasts."""
@@ -138,7 +138,7 @@ def _host_to_device(case: Case) -> Outcome:
         return steps.too_few
     seconds = float(np.median(usual(steps.phase("to_device"))))
     share = seconds / steps.step_s
-    told = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms)"
+    told = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
     if share <= limit:
         return Healthy(text=f"{told} goes into copies to the GPU and views made there.")
     return Finding(
@@ -151,7 +151,7 @@ def _host_to_device(case: Case) -> Outcome:
             "images (data.image_size); let the GPU decode (data.decode_on=cuda), so that compressed files travel."
         ),
         saving=Saving(seconds=share * steps.total_s, reason="the steps without them"),
-        numbers={"to_device_share": share, "to_device_s": seconds, "step_s": steps.step_s},
+        numbers={"to_device_share": share, "to_device_s": seconds, "undisturbed_step_s": steps.step_s},
         steps=steps.span,
     )
 

@@ -14,10 +14,10 @@ from typing import Literal
 import numpy as np
 
 from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.pace import is_core
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.steps import Steps, at_steps, had_core, usual
 from trainer.profiling.series import Series
-from trainer.profiling.summary import is_core
 
 Cause = Literal["storage", "processor", "nothing"]
 """What batches that are waited for wait for."""
@@ -172,7 +172,7 @@ def _io_bottleneck(case: Case) -> Outcome:
             "the prepared data set on a disk of the machine."
         ),
         saving=Saving(seconds=share * steps.total_s, reason="the steps without that waiting"),
-        numbers={"waiting_share": share, "storage_s": loading.storage_s, "step_s": loading.step_s},
+        numbers={"waiting_share": share, "storage_s": loading.storage_s, "undisturbed_step_s": loading.step_s},
         steps=steps.span,
     )
 
@@ -275,7 +275,7 @@ def _waits_for_storage(loading: Loading, waiting_share: float) -> bool:
 
 def _told(loading: Loading, share: float, seconds: float) -> str:
     verb = "goes into batches" if loading.itself else "waits for batches"
-    return f"{share:.0%} of each step ({_ms(seconds)} of {_ms(loading.step_s)}) {verb}"
+    return f"{share:.0%} of each step ({_ms(seconds)} of {_ms(loading.step_s)} undisturbed) {verb}"
 
 
 def _processes(loading: Loading) -> str:
@@ -294,7 +294,7 @@ def _ms(seconds: float) -> str:
 def _numbers(loading: Loading, share: float) -> dict[str, float]:
     return {
         "waiting_share": share,
-        "step_s": loading.step_s,
+        "undisturbed_step_s": loading.step_s,
         "workers": float(loading.workers),
         "processes_per_core": loading.per_core,
     }

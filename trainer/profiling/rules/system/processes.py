@@ -6,6 +6,8 @@ processes, S steps.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
@@ -71,7 +73,7 @@ def _stragglers(case: Case) -> Outcome:
             "pools to machines of one kind."
         ),
         saving=Saving(seconds=share * steps.total_s, reason="the time that the others wait in each step"),
-        numbers={"rank": float(slowest), "behind_s": behind_s, "step_s": steps.step_s},
+        numbers={"rank": float(slowest), "behind_s": behind_s, "undisturbed_step_s": steps.step_s},
         steps=steps.span,
     )
 
@@ -140,8 +142,23 @@ def _distance(steps: Steps) -> float | None:
     return max(float(np.abs(one - other).sum() / 2) for one in shares for other in shares)
 
 
-def _communication(case: Case) -> Outcome:
-    steps, limit = Steps(case), case.rules.communication.share
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The time that no process can use, because gradients travel."""
+
+    steps: Steps
+    seconds: float
+    """Of an undisturbed step."""
+
+    @property
+    def share(self) -> float:
+        """As a share of the undisturbed step: what the rule judges and the page shows."""
+        return self.seconds / self.steps.step_s
+
+
+def exchange(case: Case) -> Exchange | NotJudged:
+    """How long gradients travel with nothing to compute meanwhile, the waiting for slower processes taken off."""
+    steps = Steps(case)
     unjudgeable = _judgeable(case, steps)
     if unjudgeable:
         return unjudgeable
@@ -151,8 +168,21 @@ def _communication(case: Case) -> Outcome:
     if seconds is None:
         reason = steps.record.missing.get("communication", "too few steps")
         return NotJudged(reason=f"how long gradients travel was not measured: {reason}")
-    share = seconds / steps.step_s
-    told = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms)"
+    return Exchange(steps=steps, seconds=seconds)
+
+
+def communication_share(case: Case) -> float | None:
+    """Share of an undisturbed step in which gradients travel and nothing else goes on; none where it was not measured."""
+    seen = exchange(case)
+    return None if isinstance(seen, NotJudged) else seen.share
+
+
+def _communication(case: Case) -> Outcome:
+    seen, limit = exchange(case), case.rules.communication.share
+    if isinstance(seen, NotJudged):
+        return seen
+    steps, share = seen.steps, seen.share
+    told = f"{share:.0%} of each step ({1e3 * seen.seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
     if share <= limit:
         return Healthy(text=f"{told} waits for gradients that travel.")
     return Finding(
@@ -165,7 +195,7 @@ def _communication(case: Case) -> Outcome:
             "fewer nodes, or ones with a faster network."
         ),
         saving=Saving(seconds=share * steps.total_s, reason="the steps if computation hid the exchange"),
-        numbers={"communication_share": share, "exposed_s": seconds, "step_s": steps.step_s},
+        numbers={"communication_share": share, "exposed_s": seen.seconds, "undisturbed_step_s": steps.step_s},
         steps=steps.span,
     )
 
