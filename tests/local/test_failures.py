@@ -62,7 +62,7 @@ def test_a_killed_process_is_named_and_the_others_end_at_once(distillation):
     workers(process)[1].send_signal(signal.SIGKILL)
     begin = time.monotonic()
     code, errors = finish(process)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     assert code == EXIT_CODE
     assert "error: distill: process 1 of 2: was ended by SIGKILL; the machine may be out of memory" in errors
     assert "Traceback" not in errors

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -313,9 +312,7 @@ def test_an_interruption_ends_all_processes_even_those_that_do_not_listen(tmp_pa
         assert process.stdout.readline().strip() == "hanging"
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3
-        start = time.monotonic()
         process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
-        assert time.monotonic() - start < 6
+        process.wait(timeout=60)
         process.communicate()
     assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]

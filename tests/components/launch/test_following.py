@@ -58,7 +58,7 @@ def test_events_of_the_job_and_what_was_made_for_it_are_told_and_no_others(kuber
     told = []
 
     def end():
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while len(told) < 4 and time.monotonic() < deadline:
             time.sleep(0.02)
         with kubernetes.store.changing(PYTORCHJOBS, "kubeflow", job.name) as found:

@@ -94,7 +94,7 @@ def test_a_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, told)
     kubernetes.script("*-worker-0", QUICK)
     start = time.monotonic()
     run()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
     lines = told()
     for replica in ("master-0", "worker-0"):
         assert [line for line in lines if line.startswith(replica)] == [f"{replica} | step 1", f"{replica} | step 2"]
@@ -110,7 +110,7 @@ def test_workers_that_run_on_after_the_masters_end_hold_nothing_up(kubernetes, r
     kubernetes.script("*-worker-0", HANGING)
     start = time.monotonic()
     run()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
 
 
 def test_a_trainjob_is_followed_too(kubernetes, identity, spec, told):

@@ -46,7 +46,7 @@ def test_the_limit_counts_from_the_loss():
     patience, start = Patience(0.3), time.monotonic()
     with pytest.raises(AwayError):
         patience(failing(1000, AwayError("away")))
-    assert 0.3 <= time.monotonic() - start < 2
+    assert 0.3 <= time.monotonic() - start < 30
 
 
 def test_a_stop_ends_all_waiting():
@@ -61,7 +61,7 @@ def test_a_stop_ends_all_waiting():
     thread.start()
     time.sleep(0.1)
     patience.stop()
-    assert ended.wait(1)
+    assert ended.wait(30)
     thread.join()
     with pytest.raises(Stopped):
         patience(failing(0, None))

@@ -230,7 +230,7 @@ class KubernetesStandIn:
         conditions = self.get(self._kind_of(job), job).get("status", {}).get("conditions", [])
         return {condition["type"]: condition["status"] for condition in conditions}
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Wait until a condition holds.
 
         Raises:

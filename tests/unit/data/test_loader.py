@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from torch.utils.data import get_worker_info
 from trainer import artifacts
 from trainer.config import TrainingSettings, ViewSettings
 from trainer.data import dataset as reading
+from trainer.data import loader as module
 from trainer.data.batch import Recorded
 from trainer.data.dataset import open_dataset
 from trainer.data.gpu_decoding import decode_jpegs
@@ -473,41 +475,55 @@ def test_a_gpu_that_is_not_there_is_said_before_anything_is_loaded(pairs, monkey
         views_of(pairs[1], 64, on_device=True, decode_on="cuda")
 
 
-class Paced(torch.utils.data.Dataset):
-    """Items that take a while to make."""
+class Allowed(torch.utils.data.Dataset):
+    """Items that are made when that is allowed."""
 
-    def __init__(self, seconds):
-        self.seconds = seconds
+    def __init__(self, items):
+        self.allowed = multiprocessing.Semaphore(items)
 
     def __getitem__(self, position):
-        time.sleep(self.seconds)
+        self.allowed.acquire()
         return torch.tensor(position)
 
 
 class Heard:
     """What a loader tells."""
 
-    def __init__(self):
-        self.pids, self.ready = [], []
+    def __init__(self, then=lambda: None):
+        self.pids, self.ready, self.then = [], [], then
 
     def loader_processes(self, pids):
         self.pids = list(pids)
 
     def batches_ready(self, count):
         self.ready.append(count)
+        self.then()
 
 
-@pytest.mark.parametrize(("loading", "training", "found"), [(0.0, 0.15, PREFETCHED), (0.1, 0.0, 0)])
-def test_how_many_batches_are_ready_shows_who_waits_for_whom(loading, training, found):
-    heard, parent = Heard(), os.getpid()
-    for _ in make_loader(Paced(loading), range(6), workers=1, pin_memory=False, observer=heard):
+def test_a_training_that_waits_for_each_batch_finds_none_ready():
+    items = Allowed(0)
+    heard, parent = Heard(then=items.allowed.release), os.getpid()
+    for _ in make_loader(items, range(6), workers=1, pin_memory=False, observer=heard):
         assert [psutil.Process(pid).ppid() for pid in heard.pids] == [parent]
-        time.sleep(training)
-    assert heard.ready[3] == found, "the training waits for nothing, or for each batch"
-    assert len(heard.ready) == 7
+    assert heard.ready == [0] * 7
+
+
+def test_a_training_that_asks_late_finds_batches_ready(monkeypatch):
+    """Late: when no further one is made ahead."""
+    ready, heard, end = module._ready, Heard(), time.monotonic() + 60
+
+    def late(outcomes):
+        while ready(outcomes) < min(PREFETCHED, 6 - len(heard.ready)) and time.monotonic() < end:
+            time.sleep(0.001)
+        return ready(outcomes)
+
+    monkeypatch.setattr(module, "_ready", late)
+    for _ in make_loader(Allowed(6), range(6), workers=1, pin_memory=False, observer=heard):
+        pass
+    assert heard.ready == [PREFETCHED] * 5 + [1, 0]
 
 
 def test_without_loader_processes_there_is_nothing_to_hear():
     heard = Heard()
-    assert len(list(make_loader(Paced(0), range(3), workers=0, pin_memory=False, observer=heard))) == 3
+    assert len(list(make_loader(Allowed(3), range(3), workers=0, pin_memory=False, observer=heard))) == 3
     assert (heard.pids, heard.ready) == ([], [])

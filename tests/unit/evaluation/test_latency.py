@@ -1,45 +1,59 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 import timm
 import torch
 from torch import nn
 
+from tests.clocks import Clock
 from trainer.evaluation import latency
 
 
 class Sleeper(nn.Module):
     """Takes a known time for a batch and remembers who was called when."""
 
-    def __init__(self, seconds: float, calls: list[tuple[str, int, bool]], name: str) -> None:
+    def __init__(self, clock: Clock, seconds: float, calls: list[tuple[str, int, bool]], name: str) -> None:
         super().__init__()
-        self.seconds, self.calls, self.name = seconds, calls, name
+        self.clock, self.seconds, self.calls, self.name = clock, seconds, calls, name
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.calls.append((self.name, len(images), torch.is_inference_mode_enabled()))
-        time.sleep(self.seconds)
+        self.clock.pass_by(self.seconds)
         return images
 
 
-def measure(runs: int = 10, batch_sizes: tuple[int, ...] = (1, 4)):
-    calls: list[tuple[str, int, bool]] = []
-    models = {"teacher": Sleeper(0.004, calls, "teacher"), "student": Sleeper(0.001, calls, "student")}
-    images = torch.zeros(3, 3, 8, 8, dtype=torch.uint8)
-    return latency.measure(models, images, batch_sizes=batch_sizes, runs=runs), calls
+@pytest.fixture
+def measure(monkeypatch):
+    """Measures two models by a clock of its own."""
+    clock = Clock()
+    monkeypatch.setattr(latency, "time", clock)
+
+    def run(runs: int = 10, batch_sizes: tuple[int, ...] = (1, 4)):
+        calls: list[tuple[str, int, bool]] = []
+        models = {
+            "teacher": Sleeper(clock, 0.004, calls, "teacher"),
+            "student": Sleeper(clock, 0.001, calls, "student"),
+        }
+        images = torch.zeros(3, 3, 8, 8, dtype=torch.uint8)
+        return latency.measure(models, images, batch_sizes=batch_sizes, runs=runs), calls
+
+    return run
 
 
-def test_known_times_are_found():
+def test_known_times_are_found(measure):
     latencies, _ = measure()
-    for name, least_ms in (("teacher", 4), ("student", 1)):
+    for name, takes_ms in (("teacher", 4), ("student", 1)):
         for measured in latencies[name]:
-            assert least_ms <= measured.p50_ms <= measured.p95_ms
-            assert 0 < measured.images_per_second <= measured.batch_size / (least_ms / 1e3)
-    assert latencies["student"][0].p50_ms < latencies["teacher"][0].p50_ms
+            assert (measured.p50_ms, measured.p95_ms) == pytest.approx((takes_ms, takes_ms))
+            assert measured.images_per_second == pytest.approx(measured.batch_size / (takes_ms / 1e3))
 
 
-def test_models_take_turns_in_inference_mode_with_whole_batches():
+def test_a_real_model_takes_a_time():
+    (measured,) = latency.measure({"model": nn.Flatten()}, torch.zeros(1, 3, 8, 8), batch_sizes=[2], runs=10)["model"]
+    assert 0 < measured.p50_ms <= measured.p95_ms
+
+
+def test_models_take_turns_in_inference_mode_with_whole_batches(measure):
     latencies, calls = measure(runs=12, batch_sizes=(2, 5))
     names = [name for name, _, _ in calls]
     assert set(names[::2]) == {"teacher"}

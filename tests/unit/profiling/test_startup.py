@@ -35,7 +35,9 @@ def test_the_parts_make_up_the_time_from_the_launch_to_the_recording() -> None:
     passed = time.time() - launched
     first, second = json.loads(printed)
     assert set(first) == {"launch", "imports", "fetch", "preparation"}
-    assert first["launch"] == pytest.approx(1.5, abs=0.3)
+    assert 1.4 < first["launch"] < passed + 1.6, (
+        "the operating system counts a process's start in hundredths of a second"
+    )
     assert first["fetch"] >= 0.2
     assert 0 < first["imports"] < passed
     assert sum(first.values()) <= passed + 1.6
@@ -43,13 +45,14 @@ def test_the_parts_make_up_the_time_from_the_launch_to_the_recording() -> None:
 
 
 def test_a_part_that_comes_twice_is_added_and_a_later_training_begins_anew() -> None:
+    began = time.time()
     startup = Startup()
     for _ in range(2):
         with startup.part("fetch"):
             time.sleep(0.02)
     now = time.time()
     parts = startup.until(now + 10)
-    assert 0.04 <= parts["fetch"] < 5
-    assert parts["preparation"] == pytest.approx(10, abs=1)
+    assert 0.04 <= parts["fetch"] <= now - began
+    assert parts["fetch"] + parts["preparation"] == pytest.approx(now + 10 - began, abs=0.01 + now - began)
     startup.begin_again()
     assert set(startup.until(time.time())) == {"preparation"}

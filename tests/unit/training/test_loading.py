@@ -1,16 +1,25 @@
-import itertools
 import json
 import logging
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from trainer.config import EvidenceSettings
+from trainer.data.workers import LoadingTime
 from trainer.profiling.recorder import Recorder
+from trainer.training import loading as module
 from trainer.training.devices import Device, choose_device
 from trainer.training.loading import TIMED_STEPS, WARM_STEPS, Loading
 from trainer.training.processes import Processes
+
+# Here stands a CPU for a GPU, and there may be fewer cores than processes.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
 
 STEPS = WARM_STEPS + TIMED_STEPS + 4
 GPU = Device(kind="cuda", torch_device=torch.device("cpu"), backend="gloo", has_bf16=False, compiles=False)
@@ -69,24 +78,49 @@ def test_the_order_does_not_depend_on_who_loads(recorder, workers, monkeypatch, 
     assert caplog.messages[-1] == f"distill  loader processes beside each training process: {chosen} ({reason})"
 
 
+@pytest.fixture
+def takes(monkeypatch):
+    """Gives what loading and a step are measured to take, in seconds, so that the choice is the same on any machine."""
+
+    def give(loading, step):
+        monkeypatch.setattr(module, "measure_loading", lambda *_: loading)
+        monkeypatch.setattr(Loading, "_step_seconds", lambda _: step)
+
+    return give
+
+
 @pytest.mark.parametrize("reads", [True, False])
-def test_where_the_cpu_trains_only_waiting_for_storage_is_worth_a_process(recorder, monkeypatch, reads):
+def test_where_the_cpu_trains_only_waiting_for_storage_is_worth_a_process(recorder, monkeypatch, takes, reads):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
-    faults = itertools.count() if reads else itertools.repeat(0)
-    monkeypatch.setattr("trainer.data.workers._reads", lambda: next(faults))
-    assert run(recorder, "auto", choose_device(), Batches(0.03), seconds_a_step=0.02) == list(range(0, 10 * STEPS, 10))
+    takes(LoadingTime(seconds=0.03, waiting=0.03 if reads else 0.0), step=0.02)
+    assert run(recorder, "auto", choose_device(), Batches()) == list(range(0, 10 * STEPS, 10))
     assert (recorder.workers > 0) == reads
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
-@pytest.mark.parametrize(("loading", "step", "beside"), [(0.03, 0.02, True), (0.0, 0.02, False)])
-def test_beside_a_gpu_the_number_is_measured(recorder, monkeypatch, caplog, loading, step, beside):
+@pytest.mark.parametrize(("loading", "chosen"), [(0.03, 2), (0.0, 0)])
+def test_beside_a_gpu_the_number_follows_what_was_measured(recorder, monkeypatch, caplog, takes, loading, chosen):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("trainer.training.loading.usable_cores", lambda: 3)
-    batches = Batches(loading)
-    assert run(recorder, "auto", GPU, batches, seconds_a_step=step) == list(range(0, 10 * STEPS, 10))
-    assert recorder.workers == (2 if beside else 0)
+    monkeypatch.setattr(module, "usable_cores", lambda: 3)
+    takes(LoadingTime(seconds=loading, waiting=0.0), step=0.02)
+    assert run(recorder, "auto", GPU, Batches()) == list(range(0, 10 * STEPS, 10))
+    assert recorder.workers == chosen
     assert caplog.messages[-1].endswith(f"{recorder.workers} (measured)")
+
+
+def test_whatever_is_measured_the_batches_are_the_same(recorder, monkeypatch):
+    monkeypatch.setattr(module, "usable_cores", lambda: 3)
+    assert run(recorder, "auto", GPU, Batches(0.01), seconds_a_step=0.01) == list(range(0, 10 * STEPS, 10))
+    assert recorder.workers in (0, 1, 2)
+
+
+def test_a_step_is_measured_without_its_wait_for_data_and_by_the_micro_batch(monkeypatch):
+    seconds = [9.0] * WARM_STEPS + [0.5, 0.5, 0.7, 0.5, 4.0]
+    columns = {"seconds": np.array(seconds), "data": np.full(len(seconds), 0.1)}
+    timeline = SimpleNamespace(catch_up=lambda: None, steps=SimpleNamespace(column=columns.__getitem__))
+    processes = Processes(rank=0, world_size=1, local_rank=0, device=GPU)
+    recorder = SimpleNamespace(timeline=timeline)
+    loading = Loading(Batches(), iter([]), accumulation=2, workers="auto", processes=processes, recorder=recorder)
+    assert loading._step_seconds() == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("steps", [1, WARM_STEPS, WARM_STEPS + TIMED_STEPS])

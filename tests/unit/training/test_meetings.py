@@ -95,7 +95,7 @@ class Silent(HashStore):
     """A store that takes what is given and answers nothing."""
 
     def check(self, keys):
-        time.sleep(5)
+        time.sleep(60)
 
 
 def test_a_meeting_place_that_does_not_answer_holds_nobody_up(monkeypatch):
@@ -104,7 +104,7 @@ def test_a_meeting_place_that_does_not_answer_holds_nobody_up(monkeypatch):
     began = time.monotonic()
     with pytest.raises(LostProcessError, match="who is missing is not known"):
         wait(one, "step 4", TIMED_OUT)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "ten", "inf", "nan"])
