@@ -59,12 +59,12 @@ def configure(settings: config.Settings, place: Place) -> Sections:
 
     Raises:
         SettingsError: there is no such place, or a warm-up there would be lost.
-        ModelError: timm has no such weights.
+        TrainerError: a late stage would end, as `preflight.checked` says.
         DataError: the images are not there.
         TrackingError: MLflow does not answer or refuses.
     """
     place.check(warms_up=settings.warm_up.enabled)
-    settings = preflight.pinned(settings)
+    settings = preflight.checked(settings, trains_here=not place.pool)
     source_version = _source_version(settings.data)
     resolved = settings.model_dump(mode="json")
     with variables(_experiment(settings.tracking)):

@@ -73,7 +73,7 @@ def distillation(
                 nodes=nodes,
                 processes_per_node=processes_per_node,
             ),
-            SMALL,
+            WORK,
         ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
         preparing = prepare(settings=settings.outputs["prepare"], source_version=settings.outputs["source_version"])
         prepared = on_cluster(preparing, WORK, retries=RETRIES).outputs["dataset"]

@@ -340,6 +340,10 @@ class PretrainSettings(LoadingSettings):
                 f"pretrain.teacher.architecture={given.name}, "
                 "and pretrain.teacher.args to what differs from it, such as {img_size=256}, or to {}"
             )
+        if not self.weights and not self.finetune.epochs:
+            raise ValueError(
+                "finetune.epochs is 0 and weights is empty, so the teacher would never see a label; give weights or let it be fine-tuned"
+            )
         if self.label_map and not self.weights:
             raise ValueError(
                 "label_map says what classes of weights mean, but weights is empty; give weights, or leave it out"

@@ -10,7 +10,8 @@ Shapes: B images, C = 3 channels, H x W pixels, K classes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -235,10 +236,21 @@ def linear_head(model: Classifier) -> nn.Linear | None:
     size, was_training = model.card.image_size, model.training
     image = torch.full((1, 3, size, size), 128, dtype=torch.uint8, device=head.weight.device)
     model.eval()
-    logits, _ = model.forward_with_features(image)
-    found = torch.allclose(logits, model(image), atol=1e-4)
+    if image.is_meta:  # there are no numbers to compare
+        found = _ends_with(head, model, image)
+    else:
+        logits, _ = model.forward_with_features(image)
+        found = torch.allclose(logits, model(image), atol=1e-4)
     model.train(was_training)
     return head if found else None
+
+
+def _ends_with(head: nn.Linear, model: Classifier, image: Tensor) -> bool:
+    """Whether the model's logits are what its head gives for something of the pooled features' shape."""
+    calls: list[tuple[Tensor, Tensor]] = []
+    with head.register_forward_hook(lambda _, inputs, output: calls.append((inputs[0], output))):
+        logits = model(image)
+    return len(calls) == 1 and calls[0][1] is logits and calls[0][0].shape == model.pooled(image).shape
 
 
 def save(model: Classifier, directory: Path) -> None:
@@ -257,21 +269,44 @@ def load(uri: str | Path) -> Classifier:
         ModelError: its config or weights do not make a model.
     """
     path = artifacts.read(uri, "model").path
+    card = _outline(path).card
+    with _fitting(path, card):
+        network = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels).network
+        network.load_state_dict(safetensors.torch.load_file(path / WEIGHTS))
+    return Classifier(network, card).eval()
+
+
+def outline(uri: str | Path) -> Classifier:
+    """Open a model directory on the meta device: checked as by `load`, and without memory for its weights.
+
+    Raises:
+        ArtifactError: the directory is missing or damaged.
+        ModelError: its config or weights do not make a model.
+    """
+    return _outline(artifacts.read(uri, "model").path)
+
+
+def _outline(path: Path) -> Classifier:
     card = _read_card(path)
-    settings = ModelSettings(architecture=card.architecture, args=card.args)
-    try:
+    with _fitting(path, card):
         shapes = _shapes(path / WEIGHTS)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             # Without memory, of which the description may ask for any amount.
-            plan = create(settings, card.labels).network.state_dict()
-        _check_shapes(shapes, {name: tuple(tensor.shape) for name, tensor in plan.items()})
-        network = create(settings, card.labels).network
-        network.load_state_dict(safetensors.torch.load_file(path / WEIGHTS))
+            model = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels)
+        wanted = {name: tuple(tensor.shape) for name, tensor in model.network.state_dict().items()}
+        _check_shapes(shapes, wanted)
+        return Classifier(model.network, card).to("meta")
+
+
+@contextmanager
+def _fitting(path: Path, card: ModelCard) -> Iterator[None]:
+    """Say of a model directory that its weights do not fit its description, where the block finds that."""
+    try:
+        yield
     except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
         raise ModelError(
             f"model {path}: {WEIGHTS} does not fit {card.architecture} ({limits.cut(str(error), 500)}); make it again"
         ) from error
-    return Classifier(network, card).eval()
 
 
 _CARD = TypeAdapter(ModelCard)

@@ -1,8 +1,59 @@
-"""What a run finds out before its first stage, beyond the meaning of its settings."""
+"""What a run finds out before its first stage: the revision of its weights, and what would otherwise end a late stage.
+
+Teacher and student are built on the meta device, without memory or weights. Classes and images are looked at where listing the source
+is cheap. torch is imported inside, since recipes are resolved without it.
+"""
 
 from __future__ import annotations
 
-from trainer.config import Settings
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from trainer import limits, storage
+from trainer.config import DataSettings, DistillSettings, PretrainSettings, Settings, TrainingSettings
+from trainer.data import sources
+from trainer.data.schema import UNLABELED
+from trainer.data.sources import Listing
+from trainer.errors import ModelError, SettingsError, TrainerError
+
+if TYPE_CHECKING:
+    from trainer.models import Classifier
+
+logger = logging.getLogger(__name__)
+
+_SOME_CLASSES = ("a", "b")
+"""For heads where the data set's classes are not known yet."""
+
+
+def checked(settings: Settings, *, trains_here: bool) -> Settings:
+    """Refuse what would end a late stage, and fix the revision of timm's weights.
+
+    Args:
+        settings: of a run.
+        trains_here: whether this machine trains, so that its devices and files count.
+
+    Raises:
+        SettingsError: there is no such device here, or stored images are smaller than the views of them.
+        ModelError: teacher or student cannot be built, or do not fit the classes, the trainings or each other.
+        ArtifactError: the given weights are missing or damaged.
+        TrainerError: as the listing of the images.
+    """
+    settings = pinned(settings)
+    if trains_here:
+        from trainer.training.devices import check_device
+
+        check_device(settings.run.device)
+    listing = _listing(settings.data)
+    classes = listing.classes if listing else ()
+    teacher = _teacher(settings.pretrain, classes, trains_here=trains_here)
+    student = _student(settings.distill, classes)
+    _check_features(settings, teacher, student)
+    _check_sizes(settings, teacher, student)
+    if listing:
+        _warn_of_batches(settings, listing)
+    return settings
 
 
 def pinned(settings: Settings) -> Settings:
@@ -14,10 +65,144 @@ def pinned(settings: Settings) -> Settings:
     weights = settings.pretrain.timm_weights
     if weights is None or weights.revision:
         return settings
-    from trainer import pretrained  # here, because it brings in torch
+    from trainer import pretrained
 
     pretrain = settings.pretrain.model_copy(update={"weights": str(pretrained.pin(weights))})
     warm_up = settings.warm_up
     if warm_up.pretrain == settings.pretrain:
         warm_up = warm_up.model_copy(update={"pretrain": pretrain})
     return settings.model_copy(update={"pretrain": pretrain, "warm_up": warm_up})
+
+
+def _listing(settings: DataSettings) -> Listing | None:
+    """What the source holds; none where listing it takes long, or fetches it."""
+    kind, _, place = settings.source.partition(":")
+    if kind == "hub" or storage.is_remote(place):
+        return None
+    return sources.list_source(settings.source, outside=settings.outside)
+
+
+def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here: bool) -> Classifier | None:
+    """The teacher on the meta device, after a look at each of its trainings; none where its weights cannot be seen from here."""
+    import torch
+
+    from trainer import models, pretrained
+    from trainer.pretraining.masked_autoencoder import MaskedAutoencoder
+
+    with _tried("pretrain.teacher"):
+        if settings.timm_weights:
+            model = pretrained.outline(settings.timm_weights, settings.teacher.args)
+        elif not settings.weights:
+            model = models.create(settings.teacher, classes or _SOME_CLASSES)
+        elif trains_here or storage.is_remote(settings.weights):
+            model = models.outline(settings.weights)
+        else:
+            return None
+        if classes and settings.weights and (settings.label_map or not settings.finetune.epochs):
+            name = f"pretrain.weights {settings.weights}"
+            model = pretrained.with_classes(model, classes, settings.label_map, name)
+        _step(model)
+    if settings.finetune.epochs:
+        with _tried("pretrain.finetune"):
+            model = models.with_labels(model, classes or _SOME_CLASSES, drop_path=settings.finetune.drop_path)
+    if settings.mae.epochs:
+        with _tried("pretrain.mae"):
+            autoencoder = MaskedAutoencoder(model, settings.mae)
+            size = model.card.image_size
+            patches = autoencoder.encoder.patch_embed.num_patches
+            autoencoder(torch.empty(2, 3, size, size, dtype=torch.uint8), torch.empty(2, patches))
+    return model
+
+
+def _student(settings: DistillSettings, classes: Sequence[str]) -> Classifier:
+    from trainer import models
+
+    with _tried("distill.student"):
+        model = models.create(settings.student, classes or _SOME_CLASSES, drop_path=settings.drop_path)
+        _step(model)
+        return model
+
+
+def _check_features(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
+    """Make sure that features can be compared, or recorded, where they are asked for."""
+    from trainer import models
+
+    compares = settings.distill.feature_weight > 0
+    records = settings.distill.reads_recording and settings.reinforce.features
+    if compares:
+        with _tried("distill.student"):
+            models.feature_size(student)
+    if teacher is not None and (compares or records):
+        with _tried("pretrain.teacher"):
+            models.feature_size(teacher)
+
+
+def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
+    """Make sure that no view is larger than the stored image that it is cut from, and no input larger than a recorded view."""
+    sizes = {"pretrain.teacher": teacher.card.image_size} if teacher is not None else {}
+    sizes["distill.student"] = student.card.image_size
+    recorded = settings.reinforce.view_size or sizes.get("pretrain.teacher")
+    if settings.distill.reads_recording and recorded:
+        if recorded < student.card.image_size:
+            raise SettingsError(
+                f"distill.student takes images of {student.card.image_size} pixels, but the recorded views have {recorded}; set "
+                f"reinforce.view_size={student.card.image_size}, or choose a student with a smaller input"
+            )
+        sizes["reinforce.view_size"] = recorded
+    name, largest = max(sizes.items(), key=lambda item: item[1])
+    stored = settings.data.image_size
+    if largest > stored:
+        raise SettingsError(
+            f"{name} asks for views of {largest} pixels, but data.image_size stores images of {stored}; set data.image_size={largest}, or "
+            "choose a smaller input, such as with the argument img_size"
+        )
+
+
+def _warn_of_batches(settings: Settings, listing: Listing) -> None:
+    """Name the trainings whose batch will be clamped even if all images of the source could be trained on."""
+    unlabeled = sum(item.label == UNLABELED for item in listing.items)
+    labelled = sum(item.split == "train" for item in listing.items if item.label != UNLABELED)
+    trainings: list[tuple[str, TrainingSettings, bool]] = [
+        ("pretrain.mae", settings.pretrain.mae, True),
+        ("pretrain.finetune", settings.pretrain.finetune, False),
+        ("distill", settings.distill, settings.distill.reads_unlabeled),
+    ]
+    for name, training, reads_unlabeled in trainings:
+        most = labelled + unlabeled * reads_unlabeled
+        if training.epochs and training.batch_size > most:
+            logger.warning(
+                "%s.batch_size = %d, but %s has %d images for it before val and test are taken; it will be clamped to those that are left",
+                name,
+                training.batch_size,
+                settings.data.source,
+                most,
+            )
+
+
+@contextmanager
+def _tried(name: str) -> Iterator[None]:
+    """Build on the meta device, and say which settings are wrong where that fails.
+
+    Raises:
+        TrainerError: with the settings' name before its message, where it names none.
+        ModelError: for whatever timm's networks or torch raise.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]), torch.no_grad():
+            yield
+    except TrainerError as error:
+        named = str(error) if str(error).startswith(name.partition(".")[0]) else f"{name}: {error}"
+        raise type(error)(named) from error
+    except Exception as error:  # each network has its own words for what does not fit
+        reason = limits.cut(" ".join(str(error).split()) or type(error).__name__, 500)
+        raise ModelError(f"{name}: a step cannot be computed with these settings ({reason}); change them") from error
+
+
+def _step(model: Classifier) -> None:
+    """A forward pass of two images."""
+    import torch
+
+    size = model.card.image_size
+    model(torch.empty(2, 3, size, size, dtype=torch.uint8))

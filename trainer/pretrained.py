@@ -71,6 +71,23 @@ def load(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
     return models.wrap(network, settings, _labels(name, network), origin)
 
 
+def outline(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
+    """What `load` would give, on the meta device; no weights are fetched, so whether they fit the arguments is not known.
+
+    Raises:
+        ModelError: timm has no such model or weights, or refuses the arguments.
+    """
+    name = weights.name
+    _source(name)
+    models.check_arguments(name, args)
+    with torch.device("meta"):
+        try:
+            network = timm.create_model(name, **args)
+        except Exception as error:  # timm passes any argument on to any model
+            raise ModelError(f"{TIMM}{name} cannot be built with the arguments {dict(args)}: {error}") from error
+        return models.wrap(network, ModelSettings(architecture=name, args=args), _labels(name, network))
+
+
 def _source(name: str) -> PretrainedCfg:
     """What timm knows of pretrained weights."""
     models.check_architecture(name)
@@ -124,7 +141,7 @@ def with_classes(
     chosen = models.create(ModelSettings(architecture=card.architecture, args=card.args), classes).network
     weights, shapes = model.network.state_dict(), {key: value.shape for key, value in chosen.state_dict().items()}
     for key in filter(models.is_of_head(model.network), weights):
-        weights[key] = weights[key].index_select(0, torch.tensor(rows))
+        weights[key] = weights[key].index_select(0, torch.tensor(rows, device=weights[key].device))
         if weights[key].shape != shapes[key]:
             raise ModelError(
                 f"{name}: classes of its head cannot be chosen, since {key} has no row for each; {_FINETUNE}"

@@ -93,7 +93,7 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     Raises:
         TrainerError: as the stages.
     """
-    settings = preflight.pinned(config.resolve_run(recipe, overrides))
+    settings = preflight.checked(config.resolve_run(recipe, overrides), trains_here=True)
     directory = new_directory(recipe, output)
     os.environ.update(environment(settings, directory))
     resolved = settings.model_dump(mode="json")

@@ -11,6 +11,7 @@ import torch
 from components import sections
 from components.configure import configure
 from components.launching import Place
+from tests.distillations import blank_teacher
 from trainer import artifacts, config, tracking
 from trainer.errors import DataError, SettingsError, TrackingError
 
@@ -51,12 +52,13 @@ def test_each_stage_gets_its_own_section_only():
         ("data.image_size=64", {"prepare"}),
         ("evaluate.gate.max_accuracy_drop=0.5", {"evaluate"}),
         ("tracking.experiment=other", set()),
-        ("run.device=cuda", {"device"}),
+        ("run.device=cpu", {"device"}),
         ("warm_up.enabled=true", {"warm_up"}),
         ("warm_up.enabled=true distill.temperature=3.5", {"warm_up", "tune", "distill"}),
     ],
 )
-def test_a_changed_setting_changes_the_sections_that_read_it_and_no_other(overrides, changed):
+def test_a_changed_setting_changes_the_sections_that_read_it_and_no_other(monkeypatch, overrides, changed):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = configured("digits")._asdict()
     after = configured("digits", overrides)._asdict()
     assert {name for name in before if before[name] != after[name]} == changed | {"resolved"}
@@ -67,7 +69,7 @@ def test_the_device_is_what_trainings_find_and_the_pools_own_on_a_pool(monkeypat
         return configured("digits", overrides, place=place).device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert (device(), device("run.device=cpu"), device("run.device=xla")) == ("cpu", "cpu", "xla")
+    assert (device(), device("run.device=cpu"), HERE.device("xla")) == ("cpu", "cpu", "xla")
     assert device(place=Place(pool="gpu-a100")) == "cuda"
     assert device("run.device=cpu", place=Place(pool="neuron-trn1")) == "xla"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -163,8 +165,9 @@ def test_images_of_which_nothing_is_known_have_a_version_of_their_own_in_each_ru
 def test_given_weights_that_change_change_their_version_alone(tmp_path):
     versions = []
     for content in ("one", "another"):
-        with artifacts.create(tmp_path / "teacher", "model", settings={}) as draft:
-            (draft.path / "weights").write_text(content)
+        blank_teacher(tmp_path / "teacher")
+        with artifacts.create(tmp_path / "teacher", "model", settings={"content": content}):
+            pass
         versions.append(configured("digits", teacher=str(tmp_path / "teacher")))
     changed = {name for name, value in versions[0]._asdict().items() if getattr(versions[1], name) != value}
     assert changed == {"weights_version"}

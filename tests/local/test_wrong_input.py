@@ -51,6 +51,10 @@ def write_photos(folder, classes, count=4):
         ),
         (["run", "digits", "--set", "distill.temperature=0"], r"distill.temperature must be > 0\.0, got 0"),
         (["run", "digits", "--set", "distill"], r"override 'distill': is not key=value"),
+        (
+            ["run", "digits", "--set", "pretrain.finetune.epochs=0"],
+            r"finetune\.epochs is 0 and weights is empty, so the teacher would never see a label",
+        ),
         (["config", "nothing"], r"unknown recipe 'nothing'"),
         ([*stage("evaluate", "dataset teacher student evaluation"), "--settings", "{"], r"--settings '\{' is not JSON"),
         (
@@ -149,14 +153,64 @@ def test_labels_of_teacher_and_data_set_that_do_not_match(capsys, teacher, tmp_p
     assert_message(capsys, rf"teacher {teacher}: has 10 classes, but the data set has 2", "stage", "distill", *places)
 
 
-def test_a_teacher_that_would_never_see_a_label(capsys, digits, tmp_path, monkeypatch):
-    settings = config.resolve("digits", "pretrain.finetune.epochs=0").pretrain
-    with pytest.raises(TrainerError, match=r"finetune.epochs is 0 and pretrain.weights is empty"):
-        stages.call(
-            "pretrain",
-            json.dumps(settings.model_dump(mode="json")),
-            {"dataset": digits, "teacher": str(tmp_path / "t"), "evidence": str(tmp_path / "e")},
-        )
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        (
+            ["distill.student.architecture=vit_tinyy"],
+            r"distill\.student: architecture 'vit_tinyy': timm has no such model",
+        ),
+        (
+            ["distill.student.args.heads=3"],
+            r"distill\.student: architecture .* with the arguments .* can not be built: .*heads",
+        ),
+        (
+            ["distill.student.architecture=vgg11", "distill.student.args={}", "distill.drop_path=0.1"],
+            r"distill\.student: .*drop_path_rate",
+        ),
+        (
+            ["distill.student.args.img_size=48"],
+            r"distill\.student asks for views of 48 pixels, .* stores images of 32; set data\.im",
+        ),
+        (
+            ["data.image_size=16"],
+            r"pretrain\.teacher asks for views of 32 pixels, but data\.image_size stores images of 16",
+        ),
+        (
+            ["pretrain.teacher.architecture=resnet18", "pretrain.teacher.args={}"],
+            r"pretrain\.mae needs a timm Vi",
+        ),
+        (
+            ["pretrain.mae.decoder_heads=5"],
+            r"pretrain\.mae: a step cannot be computed with these settings \(.*num_heads",
+        ),
+        (["pretrain.weights=/nowhere"], r"pretrain\.teacher: .*/nowhere"),
+        (
+            [
+                "distill.student.architecture=levit_128",
+                "distill.student.args={}",
+                "distill.feature_weight=1",
+                "data.image_size=224",
+            ],
+            r"distill\.student: architecture 'levit_128' can not be compared by its features",
+        ),
+        (
+            ["distill.teacher=recorded", "reinforce.view_size=16"],
+            r"distill\.student takes images of 32 pixels, but the recorded views have 16; set reinforce\.view_size=32",
+        ),
+        (["run.device=xla"], r"run\.device is xla, but torch_xla can not be loaded here"),
+        (["run.device=cuda"], r"run\.device is cuda, but torch finds no GPU on this machine"),
+        (
+            ["pretrain.weights=timm:vit_tiny_patch16_224@main", "pretrain.finetune.epochs=0"],
+            r"pretrain\.weights timm:vit_tiny_patch16_224@main: of the data set's 10 classes 10 are not among",
+        ),
+    ],
+)
+def test_what_a_late_stage_would_find(capsys, tmp_path, monkeypatch, settings, pattern):
+    """Said before the first stage, and before anything is written."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_message(capsys, pattern, "run", "digits", "--set", *settings, "--output", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("place", ["/proc/nothing/out", "{}/file/out"])

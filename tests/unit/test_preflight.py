@@ -1,10 +1,14 @@
 """What a run finds out before its first stage."""
 
+import logging
+
 import huggingface_hub.constants
 import pytest
+import torch
 
+from tests.distillations import blank_teacher
 from trainer import config, preflight
-from trainer.errors import ModelError
+from trainer.errors import ArtifactError, ModelError
 
 WEIGHTS = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
@@ -49,3 +53,73 @@ def test_weights_that_timm_does_not_have_are_refused_before_anything_starts():
         ModelError, match=r"timm:vit_tiny_patch16_224\.nobody: timm has no such weights; similar: vit_tiny"
     ):
         pinned("pretrain.weights=timm:vit_tiny_patch16_224.nobody")
+
+
+def checked(*overrides, trains_here=True):
+    return preflight.checked(config.resolve_run("digits", ["run.device=cpu", *overrides]), trains_here=trains_here)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("distill.teacher=recorded", "distill.feature_weight=1", "reinforce.features=true"),
+        (
+            "distill.student.architecture=resnet10t",
+            "distill.student.args={}",
+            "data.image_size=176",
+            "distill.feature_weight=1",
+        ),
+    ],
+)
+def test_what_can_be_trained_is_let_through(overrides):
+    assert checked(*overrides) == config.resolve_run("digits", ["run.device=cpu", *overrides])
+
+
+def test_nothing_is_drawn_from_torchs_generator():
+    before = torch.get_rng_state()
+    checked()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_given_weights_are_looked_at_where_they_can_be_seen(tmp_path):
+    given = [
+        f"pretrain.weights={blank_teacher(tmp_path / 'teacher')}",
+        "pretrain.mae.epochs=0",
+        "pretrain.finetune.epochs=0",
+    ]
+    checked(*given)
+    with pytest.raises(ModelError, match=r"^pretrain\.label_map: the data set has no class 'x'"):
+        checked(*given, "pretrain.label_map={x=1}")
+    nowhere = "pretrain.weights=/nowhere"
+    with pytest.raises(ArtifactError, match=r"pretrain\.teacher: .*/nowhere"):
+        checked(nowhere)
+    checked(nowhere, trains_here=False)  # a node of the pool may have it
+
+
+def test_a_device_of_the_pool_is_not_looked_for_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    checked("run.device=cuda", trains_here=False)
+
+
+def test_batches_that_will_be_clamped_are_named_before_the_first_stage(caplog, tmp_path):
+    caplog.set_level(logging.WARNING)
+    checked("distill.batch_size=1797")
+    assert not caplog.messages
+    checked(
+        "distill.batch_size=1798",
+        "pretrain.finetune.batch_size=5000",
+        "pretrain.mae.batch_size=5000",
+        "pretrain.mae.epochs=0",
+    )
+    assert [line.partition(", but digits has 1797 images for it")[0] for line in caplog.messages] == [
+        "pretrain.finetune.batch_size = 5000",
+        "distill.batch_size = 1798",
+    ]
+
+
+@pytest.mark.parametrize(
+    "source", ["hub:someone/photos", "imagefolder:s3://bucket/photos", "manifest:memory://photos.csv"]
+)
+def test_a_source_that_takes_long_to_list_is_not_listed(source):
+    checked(f"data.source={source}")

@@ -11,7 +11,6 @@ from trainer import artifacts, models, pretrained
 from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
-from trainer.errors import SettingsError
 from trainer.models import Classifier
 from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
@@ -55,16 +54,12 @@ def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier
     """The model before training, and the fingerprints of what it comes from.
 
     Raises:
-        SettingsError: there are neither weights nor labels to learn from.
+        ModelError: it cannot be built, or its classes are not the data set's.
+        ArtifactError: the given weights are missing or damaged.
     """
     torch.manual_seed(settings.seed or 0)
     parents = {"dataset": data.fingerprint}
     if not settings.weights:
-        if not settings.finetune.epochs:
-            raise SettingsError(
-                "pretrain.finetune.epochs is 0 and pretrain.weights is empty, so the teacher would never see a label; "
-                "give weights or let it be fine-tuned"
-            )
         return models.create(settings.teacher, data.classes), parents
     if settings.timm_weights:
         model = pretrained.load(settings.timm_weights, settings.teacher.args)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -152,10 +153,9 @@ def choose_device(local_rank: int = 0) -> Device:
     wanted = os.environ.get(DEVICE_VARIABLE) or "auto"
     if wanted not in {"auto", "cpu", "cuda", "xla"}:
         raise SettingsError(f"{DEVICE_VARIABLE} must be auto, cpu, cuda or xla, got {wanted!r}")
+    check_device(wanted)
     if wanted == "xla":
         return _xla()
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("run.device is cuda, but torch finds no GPU on this machine; set run.device=cpu or auto")
     if wanted == "cpu" or not torch.cuda.is_available():
         return HOST
     from trainer.training.devices.cuda import choose_gpu
@@ -163,12 +163,28 @@ def choose_device(local_rank: int = 0) -> Device:
     return choose_gpu(local_rank)
 
 
+def check_device(wanted: str) -> None:
+    """Make sure that this machine has a device of this kind, without opening it.
+
+    Raises:
+        SettingsError: it has none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("run.device is cuda, but torch finds no GPU on this machine; set run.device=cpu or auto")
+    if wanted == "xla" and importlib.util.find_spec("torch_xla") is None:
+        raise SettingsError(_no_xla("there is none"))
+
+
+def _no_xla(reason: object) -> str:
+    return (
+        f"run.device is xla, but torch_xla can not be loaded here ({reason}); take the Neuron image (docs/neuron.md), or set "
+        "run.device=auto"
+    )
+
+
 def _xla() -> Device:
     try:
         from trainer.training.devices.xla import XlaDevice
     except ImportError as error:
-        raise SettingsError(
-            f"run.device is xla, but torch_xla can not be loaded here ({error}); take the Neuron image (docs/neuron.md), or set "
-            "run.device=auto"
-        ) from error
+        raise SettingsError(_no_xla(error)) from error
     return XlaDevice.choose()
