@@ -18,7 +18,7 @@ from trainer.data.loader import Views
 from trainer.data.views.mixing import mix
 from trainer.data.views.rendering import make_views
 from trainer.profiling.timeline import Timeline
-from trainer.training.devices import HOST, Device
+from trainer.training.devices import Device
 
 
 def feed_for(batches: Iterator[Batch], views: Views, device: Device) -> Feed:
@@ -29,8 +29,8 @@ def feed_for(batches: Iterator[Batch], views: Views, device: Device) -> Feed:
 class Feed:
     """Sends the next micro-batch to the device while that computes with the present one.
 
-    On a GPU the copy goes over a stream of its own, from page-locked memory, so neither the host nor the computation waits for it. On a CPU
-    nothing is copied; the order of things is the same.
+    On a GPU the copy goes over a stream of its own, from page-locked memory, so neither the host nor the computation waits for it; images
+    that the loader left encoded are decoded on that stream too. On a CPU nothing is copied; the order of things is the same.
     """
 
     def __init__(self, batches: Iterator[Batch], views: Views, device: Device) -> None:
@@ -47,7 +47,7 @@ class Feed:
             batch, self._sent = self._sent, None
             assert batch is not None, "no more is taken than the loader gives"
             self._receive(batch)
-            return render(batch, self._views, self._device)
+            return render(batch, self._views)
 
     def send(self, timeline: Timeline) -> None:
         """Start to send the next micro-batch, if there is one more; call it when the device has enough to do."""
@@ -55,7 +55,7 @@ class Feed:
             batch = next(self._batches, None)
         if batch is not None:
             with timeline.range("to_device"), self._on_stream():
-                self._sent = _moved(batch, self._move)
+                self._sent = _decoded(_moved(batch, self._move), self._device)
 
     def _move(self, tensor: Tensor) -> Tensor:
         """From page-locked memory the host does not wait for the copy."""
@@ -87,7 +87,7 @@ class AheadFeed(Feed):
     def __init__(self, batches: Iterator[Batch], views: Views, device: Device) -> None:
         """As `Feed`."""
         super().__init__(batches, views, device)
-        self._ahead = device.send_ahead(_parted(render(batch, views, HOST)) for batch in batches)
+        self._ahead = device.send_ahead(_parted(render(batch, views)) for batch in batches)
 
     def take(self, timeline: Timeline) -> Batch:
         """The next micro-batch, on the device."""
@@ -124,22 +124,26 @@ def _parted(batch: Batch) -> tuple[list[Tensor], _Held]:
     return tensors, _Held(_moved(batch, note))
 
 
-def render(batch: Batch, views: Views, device: Device) -> Batch:
+def render(batch: Batch, views: Views) -> Batch:
     """The batch with its views, made where the loader left them to the device, and mixed: uint8 [b, 3, V, V].
 
     Args:
-        batch: on the device, but for what `Batch` says is on the CPU.
+        batch: on the device, decoded, but for what `Batch` says is on the CPU.
         views: tells how views are made.
-        device: where that is.
     """
     images = batch.images
-    if batch.lengths is not None:
-        images = decode_jpegs(images, batch.lengths, device.torch_device)
     if batch.views is not None:
         images = make_views(images, batch.views, views.size, views.settings)
     if batch.mixing is not None:
         images = mix(images, batch.mixing)
-    return batch._replace(images=images, views=None, lengths=None)
+    return batch._replace(images=images, views=None)
+
+
+def _decoded(batch: Batch, device: Device) -> Batch:
+    """The batch with stored images, where the loader left them encoded."""
+    if batch.lengths is None:
+        return batch
+    return batch._replace(images=decode_jpegs(batch.images, batch.lengths, device.torch_device), lengths=None)
 
 
 def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:

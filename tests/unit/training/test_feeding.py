@@ -81,12 +81,12 @@ def test_what_is_sent_ahead_is_put_together_again():
     assert next(sent, None) is None
 
 
-def test_views_are_made_and_mixed_where_the_loader_left_them(device):
+def test_views_are_made_and_mixed_where_the_loader_left_them():
     views, mixing = parameters()
     made = make_views(batch().images, views, Size.size, SETTINGS)
-    assert torch.equal(render(batch(), Size(), device).images, batch().images)
-    assert torch.equal(render(batch(views=views), Size(), device).images, made)
-    both = render(batch(views=views, mixing=mixing), Size(), device)
+    assert torch.equal(render(batch(), Size()).images, batch().images)
+    assert torch.equal(render(batch(views=views), Size()).images, made)
+    both = render(batch(views=views, mixing=mixing), Size())
     assert torch.equal(both.images, mix(made, mixing))
     assert both.views is None
     assert isinstance(both.mixing, Mixing)

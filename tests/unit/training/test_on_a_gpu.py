@@ -12,13 +12,14 @@ from tests.distillations import QUICK, TINY
 from tests.stand_ins.gpu import DEVICE, Gpu
 from trainer import config, models
 from trainer.config import DistillSettings, MaeSettings, ModelSettings, PretrainSettings, ReinforceSettings
+from trainer.data.batch import Batch
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.student import ProjectedStudent
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.stages import distill, pretrain, reinforce
-from trainer.training import processes
+from trainer.training import feeding, processes
 from trainer.training.devices import HOST
 
 VIEWS = {
@@ -103,6 +104,30 @@ def test_recording_and_distilling_from_the_records(digits, teacher, tmp_path, gp
         **places(tmp_path, "student", "evidence"),
         **outputs,
     )
+
+
+def test_files_are_decoded_on_the_stream_that_sends(monkeypatch, timeline, gpu):
+    streams = []
+
+    def decode(files, lengths, device):
+        streams.append(torch.cuda.current_stream())
+        return torch.zeros(len(lengths), 3, 16, 16, dtype=torch.uint8, device=device)
+
+    def batches():
+        for _ in range(2):
+            numbers = torch.zeros(2, dtype=torch.int64).pin_memory()
+            files, lengths = torch.zeros(30, dtype=torch.uint8), torch.tensor([10, 20])
+            yield Batch(images=files, labels=numbers, keys=numbers, numbers=numbers, lengths=lengths)
+
+    monkeypatch.setattr(feeding, "decode_jpegs", decode)
+    feed = feeding.Feed(batches(), None, DEVICE)
+    for _ in range(2):
+        taken = feed.take(timeline)
+        feed.send(timeline)
+        assert taken.lengths is None
+        assert (taken.images.float() / 255).sum().device == DEVICE.torch_device  # the computation may use them
+    assert len(streams) == 2
+    assert torch.cuda.current_stream() not in streams
 
 
 # ---------------------------------------------------------------------------------------------------------------------
