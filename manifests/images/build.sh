@@ -20,5 +20,8 @@ run() {
 run python -m trainer --version
 run python -m trainer config digits >/dev/null
 run python -c 'import torch, timm, mlflow, kfp, kubernetes, s3fs, components.launch'
+if [[ "$dockerfile" == Dockerfile ]]; then # what Triton does before its first kernel, which needs a GPU
+    run python -c "$(<"$MANIFESTS/images/compile_driver.py")"
+fi
 [[ "$(run id --user)" == 1000 ]] || fail "$IMAGE does not run as user 1000"
 printf '%s works\n' "$IMAGE"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ("Dockerfile", "Dockerfile.neuron")
@@ -67,6 +68,33 @@ def test_the_neuron_image_keeps_its_torch():
     assert packages["torch"] == "; sys_platform == 'never' "
     assert not [name for name in packages if name.startswith(("nvidia-cu", "nvidia-nccl", "triton"))]
     assert {"timm", "torchvision", "mlflow", "kubernetes"} <= set(packages)
+
+
+def test_the_image_has_what_triton_compiles_with():
+    """Without a C compiler and libc's headers its first kernel on a GPU fails."""
+    (installing,) = [rest for instruction, rest in instructions("Dockerfile") if "apt-get install" in rest]
+    assert {"gcc", "libc6-dev", "--no-install-recommends"} <= set(installing.split())
+    assert installing.endswith("rm -rf /var/lib/apt/lists/*")
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+@pytest.mark.parametrize("compiler", ["there", "missing"])
+def test_the_build_notices_where_triton_could_not_compile(tmp_path, compiler):
+    script = ROOT / "manifests/images/compile_driver.py"
+    assert f"$MANIFESTS/images/{script.name}" in (ROOT / "manifests/images/build.sh").read_text()
+    path = os.environ["PATH"] if compiler == "there" else str(tmp_path)
+    environment = {"PATH": path, "HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (ended.returncode == 0) is (compiler == "there"), ended.stderr
+    assert compiler == "there" or "C compiler" in ended.stderr
+
+
+def test_the_driver_that_the_documentation_names_is_that_of_torchs_cuda():
+    """NVIDIA's table of drivers goes by the major version."""
+    assert torch.version.cuda.startswith("13.")
+    assert f"built with CUDA {torch.version.cuda}" in (ROOT / "docs/cluster.md").read_text()
 
 
 def context():
