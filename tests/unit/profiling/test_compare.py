@@ -176,6 +176,18 @@ def test_what_was_not_recorded_is_not_nothing(training: TrainingEvidence) -> Non
     assert table(comparison, "The runs")["  tune"] == ("did not run", "5 s", "")
 
 
+def test_operators_that_one_side_did_not_record_are_no_bar_of_0_ms(training: TrainingEvidence) -> None:
+    summary = summarize(training)
+    page = build(compare(side("a", replace(summary, operators=None)), side("b", summary)))
+    chart = page.partition("Operators by kind of work")[2].partition("</svg>")[0]
+    assert "not recorded" in chart
+    assert ">0 ms" not in chart
+    assert summary.operators is not None
+    other_clock = replace(summary, operators=replace(summary.operators, clock="device"))
+    drawn = build(compare(side("a", summary), side("b", other_clock))).partition("In short")[0]
+    assert "Operators by kind of work" not in drawn, "times of a device and of a host on one scale"
+
+
 def test_settings_that_differ_are_named(training: TrainingEvidence) -> None:
     summary = summarize(training)
     before = replace(summary, settings={"batch_size": 32, "views": {"flip": True}, "workers": None})

@@ -45,6 +45,9 @@ def _training(comparison: Comparison, pair: Pair) -> str:
 def charts(pair: Pair) -> str:
     """Phases, and operators by kind of work, before and after."""
     phases = _bars(pair, "Where a step's time goes", {name: name for name in drawing.COLOURS}, words.label, _phases)
+    clocks = {one.operators.clock for one in (pair.before, pair.after) if one.operators}
+    if len(clocks) > 1:  # one bar would be of the device's time and one of the host's
+        return phases
     return phases + _bars(pair, "Operators by kind of work", _KIND_COLOURS, str, _kinds)
 
 
@@ -78,7 +81,8 @@ def _bars(
             )
             for name in seen
         ]
-        rows.append((when, parts, f"{words.short(sum(part.share for part in parts))} {pair.unit}"))
+        total = sum(part.share for part in parts)
+        rows.append((when, parts, f"{words.short(total)} {pair.unit}" if total else "not recorded"))
     most = max(sum(part.share for part in parts) for _, parts, _ in rows)
     if not most:
         return ""
