@@ -95,6 +95,8 @@ class LoadingSettings(Section):
     """Where views are made; as `data.views_on` where not given."""
     decode_on: DecodeOn | None = None
     """Where stored images are decoded; as `data.decode_on` where not given."""
+    deterministic: bool | None = None
+    """Whether a GPU adds in the same order each time; as `run.deterministic` where not given."""
 
 
 LOADING = frozenset({"workers", "views_on", "decode_on"})
@@ -606,6 +608,9 @@ class RunSettings(Section):
     """Seed of every stage that has none of its own."""
     device: Literal["auto", "cpu", "cuda", "xla"] = "auto"
     """Where models are trained and evaluated; auto takes a GPU if there is one."""
+    deterministic: bool = False
+    """Whether a GPU takes only operations that give the same bits each time, so that a resume ends with the same bits; it is slower then,
+    by how much was not measured. A CPU does so anyway."""
     budget_usd: NonNegativeFloat = 0.0
     """Most dollars that the distillation may cost; a forecast above it ends the run before the money is spent. 0 sets no limit."""
     budget_hours: NonNegativeFloat = 0.0
@@ -802,6 +807,7 @@ def _inherit(settings: Settings) -> Settings:
         "workers": data.workers,
         "views_on": data.views_on,
         "decode_on": data.decode_on,
+        "deterministic": settings.run.deterministic,
         "augmentation": settings.distill.views,
         "unlabeled": settings.distill.unlabeled,
         "top_k": "all" if settings.distill.needs_all_logits else TOP_K,

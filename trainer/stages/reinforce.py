@@ -41,7 +41,7 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
     parents = {"dataset": data.fingerprint, "teacher": artifacts.manifest(teacher, "model").fingerprint}
     values = settings.model_dump(mode="json")
     with (
-        join_processes() as processes,
+        join_processes(deterministic=settings.deterministic) as processes,
         tracking.stage_run("reinforce", values, active=processes.is_first) as tracker,
     ):
         job = _prepare(settings, data, dataset, model, processes, parents, checkpoint_root(teacher_outputs))

@@ -93,8 +93,9 @@ def run(
         parents["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs").fingerprint
     values = settings.model_dump(mode="json")
     elsewhere = _elsewhere(settings, parents)
+    deterministic = settings.distill is not None and settings.distill.deterministic
     with ExitStack() as stack:
-        processes = stack.enter_context(join_processes())
+        processes = stack.enter_context(join_processes(deterministic=deterministic))
         tracker = stack.enter_context(tracking.stage_run(NAME, values, active=processes.is_first))
         forecast.check_budget(measuring.place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))

@@ -81,8 +81,9 @@ def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) ->
     """
     data = open_dataset(dataset)
     values, parents = settings.model_dump(mode="json"), {"dataset": data.fingerprint}
+    deterministic = settings.distill is not None and settings.distill.deterministic  # which makes other graphs
     with ExitStack() as stack:
-        processes = stack.enter_context(join_processes())
+        processes = stack.enter_context(join_processes(deterministic=deterministic))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-up-")))
         draft = stack.enter_context(shared_artifact(processes, warmed, "warm_up", settings=values, parents=parents))
         distinct = artifacts.digest([values, parents, place_of(processes).model_dump(mode="json")])[:16]

@@ -114,8 +114,11 @@ class Processes:
 
 
 @contextmanager
-def join_processes() -> Iterator[Processes]:
+def join_processes(*, deterministic: bool | None = False) -> Iterator[Processes]:
     """Join the group that the environment describes (torchrun's variables; without them one process alone).
+
+    Args:
+        deterministic: whether the device is to give the same bits each time.
 
     Raises:
         TrainingError: the group does not sum over all its processes.
@@ -125,13 +128,14 @@ def join_processes() -> Iterator[Processes]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(local_rank)
-    if world_size == 1:
-        yield Processes(rank=0, world_size=1, local_rank=local_rank, device=device.open())
-        return
-    processes = _join(device, local_rank)
-    device.open()
-    prove_one_group(processes, expected=world_size)
-    yield processes
+    with device.deterministic() if deterministic else nullcontext():
+        if world_size == 1:
+            yield Processes(rank=0, world_size=1, local_rank=local_rank, device=device.open())
+            return
+        processes = _join(device, local_rank)
+        device.open()
+        prove_one_group(processes, expected=world_size)
+        yield processes
     # Not after an exception: the others must not miss this process before it has left its message.
     dist.destroy_process_group()
 

@@ -285,7 +285,7 @@ def open_session(
     startup = startup or Startup()
     with ExitStack() as stack:
         with startup.part("join"):
-            processes = stack.enter_context(join_processes())
+            processes = stack.enter_context(join_processes(deterministic=settings.deterministic))
         root = checkpoint_root(model)
         identity = artifacts.digest({"settings": compatible(values), "parents": parents, "checkpoints": root})
         tracker = stack.enter_context(

@@ -1,6 +1,7 @@
 """Whole stages on a GPU, as far as a machine without one can tell: what is where, how it came there, and on which stream."""
 
 import gc
+import os
 import types
 from functools import partial
 
@@ -21,6 +22,7 @@ from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencod
 from trainer.stages import distill, pretrain, reinforce
 from trainer.training import feeding, processes
 from trainer.training.devices import HOST
+from trainer.training.loop import Loop
 
 VIEWS = {
     "min_scale": 0.5,
@@ -104,6 +106,21 @@ def test_recording_and_distilling_from_the_records(digits, teacher, tmp_path, gp
         **places(tmp_path, "student", "evidence"),
         **outputs,
     )
+
+
+def test_a_training_is_deterministic_where_the_run_is(digits, teacher, tmp_path, monkeypatch, gpu):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # a person's own stays
+    deterministic, step = [], Loop.step
+    watched = lambda *arguments: deterministic.append(torch.are_deterministic_algorithms_enabled()) or step(*arguments)  # noqa: E731
+    monkeypatch.setattr(Loop, "step", watched)
+    settings = config.resolve("digits", ["run.deterministic=true"]).for_stage("distill")
+    assert settings["deterministic"] is True
+    few = TWO_STEPS | IN_THE_MAIN_PROCESS | {"student": MODEL, "logit_weight": 0.0, "feature_weight": 0.0}
+    for asked in (True, False):
+        chosen = config.validate(DistillSettings, few | {"deterministic": asked})
+        distill.run(chosen, dataset=digits, teacher=teacher, **places(tmp_path / str(asked), "student", "evidence"))
+    assert deterministic == [True, True, False, False]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 def test_files_are_decoded_on_the_stream_that_sends(monkeypatch, timeline, gpu):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.stand_ins.gpu import DEVICE
 from trainer.errors import SettingsError, TrainingError
 from trainer.training.devices import choose_device
 from trainer.training.processes import Processes, join_processes, prove_one_group
@@ -99,6 +100,24 @@ def test_a_gpu_without_bf16_instructions_does_not_take_it_by_itself(monkeypatch,
     device = choose_device()
     assert device.has_bf16 is device.uses_bf16("auto") is has_bf16
     assert device.uses_bf16("bf16")
+
+
+def test_a_gpu_is_deterministic_while_it_is_asked_to_be(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    with DEVICE.deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+        assert torch._inductor.config.deterministic
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch._inductor.config.deterministic
+
+
+def test_a_cpu_is_so_anyway(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    with join_processes(deterministic=True):
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_seed_is_that_of_torch(monkeypatch):

@@ -23,6 +23,7 @@ FREE = frozenset(
         "zero",
         "accumulation",
         "teacher_batch",
+        "deterministic",
     }
 )
 """Settings, of whatever section, with which a training goes on. `precision` and `gradient_compression` are not among them: they change

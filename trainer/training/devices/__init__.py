@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
@@ -69,6 +69,10 @@ class Device:
     def seed(self, seed: int) -> None:
         """Seed what draws here; `torch.manual_seed` asks every kind of device there is, in every step a tenth of a millisecond."""
         torch.default_generator.manual_seed(seed)
+
+    def deterministic(self) -> AbstractContextManager[object]:
+        """Around what has to give the same bits each time, where that is not so anyway."""
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Wait for all that was given to the device."""

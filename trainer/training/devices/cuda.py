@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +21,23 @@ class CudaDevice(Device):
         """Seed the CPU's generator and the GPU's."""
         super().seed(seed)
         torch.cuda.manual_seed(seed)
+
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """Only operations that add in the same order each time; one that has no such way ends the training with torch's message.
+
+        Convolutions, scattered sums and the backward pass of fused attention then go their deterministic way by themselves.
+        """
+        import torch._inductor.config  # here, because few need it
+
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # is read at the first matrix product
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads what was never written
+        torch.use_deterministic_algorithms(True)
+        try:
+            with torch._inductor.config.patch(deterministic=True):  # which would choose kernels by timing
+                yield
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     def synchronize(self) -> None:
         """Wait for all that was given to the GPU."""
