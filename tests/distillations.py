@@ -44,7 +44,14 @@ def half_labelled(dataset, directory):
     train = whole.split("train")
     without = [index % 2 == 1 for index in range(len(train))]
     splits = {name: datasets.load_from_disk(str(Path(dataset) / name)) for name in SPLITS}
-    lost = splits["train"].select(np.flatnonzero(without)).map(lambda row: row | {"label": UNLABELED})
+    lost = (
+        splits["train"]
+        .select(np.flatnonzero(without))
+        .map(
+            lambda row: row | {"label": UNLABELED},
+            keep_in_memory=True,  # else a file comes into the data set that is read
+        )
+    )
     splits["train"] = splits["train"].select(np.flatnonzero(np.logical_not(without)))
     splits["unlabeled"] = datasets.concatenate_datasets([splits["unlabeled"], lost])
     settings = dict(artifacts.manifest(dataset, "dataset").settings)
