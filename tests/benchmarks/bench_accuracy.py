@@ -1,0 +1,236 @@
+"""What each part of the method gains in accuracy: `python tests/benchmarks/bench_accuracy.py COMPARISON [RECIPE] [--set KEY=VALUE ...]`.
+
+Trains the variants of a comparison with several seeds on the same prepared data, and prints the top-1 of each on the test and the
+validation split. Where the folder of a former call is given as `--output`, what it has finished is kept.
+
+    labels      the student: distilled; on the labels alone; the same with the regularisation of the teacher's fine-tuning
+    pretraining the teacher: pretrained as a masked autoencoder and fine-tuned; fine-tuned from scratch for as many epochs together
+    unlabeled   the student of a teacher that knows half of the labels: on the labelled images; on all, in as many steps
+
+    python tests/benchmarks/bench_accuracy.py labels digits
+    python tests/benchmarks/bench_accuracy.py unlabeled grocery --set data.source=imagefolder:/photos/grocery --output runs/unlabeled
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer import artifacts, config
+from trainer.data.dataset import open_dataset
+from trainer.data.schema import SPLITS
+
+Scores = Mapping[str, Sequence[tuple[float, float]]]
+"""Variant -> test and validation top-1 of each seed, in percent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A recipe, and where its stages write."""
+
+    recipe: str
+    overrides: Sequence[str]
+    seeds: Sequence[int]
+    jobs: int
+    output: Path
+
+    @property
+    def settings(self) -> config.Settings:
+        """As the recipe and the overrides say."""
+        return config.resolve(self.recipe, self.overrides)
+
+    def stage(self, stage: str, made: str, *changes: str, **places: str) -> Path:
+        """Run a stage, unless what it makes stands there already; places are names within the output."""
+        target = self.output / made
+        if not (target / artifacts.MANIFEST).exists():
+            options = [text for name, place in places.items() for text in (f"--{name}", str(self.output / place))]
+            command = [sys.executable, "-m", "trainer", "stage", stage, "--recipe", self.recipe, *options]
+            command += ["--set", *self.overrides, *changes]
+            log = self.output / f"{made}.log"
+            with log.open("w") as file:
+                environment = {"OMP_NUM_THREADS": "1", **os.environ}
+                ended = subprocess.run(command, check=False, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            if ended.returncode:
+                raise SystemExit(f"{made}: exit code {ended.returncode}; see {log}")
+        return target
+
+    def prepare(self, name: str = "data", *changes: str) -> None:
+        """A prepared data set of this name."""
+        self.stage("prepare", name, *changes, dataset=name)
+
+    def pretrain(self, name: str, *changes: str, dataset: str = "data") -> None:
+        """A teacher of this name."""
+        self.stage("pretrain", name, *changes, dataset=dataset, teacher=name, evidence=f"{name}-evidence")
+
+    def distill(self, name: str, *changes: str, dataset: str = "data") -> tuple[float, float]:
+        """A student of this name, of the teacher `teacher`; its test and validation top-1."""
+        places = {"dataset": dataset, "teacher": "teacher", "student": name, "evidence": f"{name}-evidence"}
+        self.stage("distill", name, *changes, **places)
+        return self.score(name, dataset=dataset)
+
+    def score(self, name: str, *, dataset: str = "data") -> tuple[float, float]:
+        """Test and validation top-1 of a model, in percent."""
+        made = f"{name}-evaluation"
+        folder = self.stage("evaluate", made, dataset=dataset, teacher=name, student=name, evaluation=made)
+        metrics = json.loads((folder / "metrics.json").read_text())
+        val: float = artifacts.manifest(self.output / name, "model").figures["val_top1"]
+        return 100 * metrics["student"]["test"]["top1"], 100 * val
+
+    def scores(self, variants: Mapping[str, Callable[[int], tuple[float, float]]]) -> Scores:
+        """Train and measure each variant with each seed."""
+        with ThreadPoolExecutor(self.jobs) as pool:
+            under_way = {name: [pool.submit(train, seed) for seed in self.seeds] for name, train in variants.items()}
+            return {name: [one.result() for one in measured] for name, measured in under_way.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comparisons
+
+
+def labels(bench: Bench) -> Scores:
+    """What a teacher adds to labels."""
+    bench.prepare()
+    bench.pretrain("teacher")
+    like = bench.settings.pretrain.finetune
+    alone = ("distill.logit_weight=0", "distill.label_weight=1", "distill.unlabeled=false")
+    regularised = (
+        f"distill.label_smoothing={like.label_smoothing}",
+        f"distill.drop_path={like.drop_path}",
+        f"distill.views.mixup={like.views.mixup}",
+        f"distill.views.cutmix={like.views.cutmix}",
+    )
+    return bench.scores(
+        {
+            "distilled": lambda seed: bench.distill(f"distilled-{seed}", f"distill.seed={seed}"),
+            "labels alone": lambda seed: bench.distill(f"alone-{seed}", *alone, f"distill.seed={seed}"),
+            "labels alone, regularised": lambda seed: bench.distill(
+                f"regularised-{seed}", *alone, *regularised, f"distill.seed={seed}"
+            ),
+        }
+    )
+
+
+def pretraining(bench: Bench) -> Scores:
+    """What a masked autoencoder adds to a teacher that is then fine-tuned."""
+    bench.prepare()
+    given = bench.settings.pretrain
+    epochs = given.mae.epochs + given.finetune.epochs
+
+    def pretrained(seed: int) -> tuple[float, float]:
+        bench.pretrain(f"pretrained-{seed}", f"pretrain.seed={seed}")
+        return bench.score(f"pretrained-{seed}")
+
+    def from_scratch(seed: int) -> tuple[float, float]:
+        changes = ("pretrain.mae.epochs=0", f"pretrain.finetune.epochs={epochs}", f"pretrain.seed={seed}")
+        bench.pretrain(f"scratch-{seed}", *changes)
+        return bench.score(f"scratch-{seed}")
+
+    return bench.scores(
+        {
+            f"{given.mae.epochs} epochs of pretraining, {given.finetune.epochs} of fine-tuning": pretrained,
+            f"{epochs} of fine-tuning": from_scratch,
+        }
+    )
+
+
+def unlabeled(bench: Bench) -> Scores:
+    """What images without labels add, where half of the training images have lost theirs."""
+    bench.prepare("data-labelled")
+    manifest = bench.output / "half.csv"
+    if not manifest.exists():
+        remove_labels(bench.output / "data-labelled", manifest)
+    bench.prepare("data", f"data.source=manifest:{manifest}")
+    bench.pretrain("teacher", f"data.source=manifest:{manifest}")
+    data, given = open_dataset(bench.output / "data"), bench.settings.distill
+    few, whole = len(data.split("train")), len(data.split("train")) + len(data.split("unlabeled"))
+    more = whole / few  # epochs over the labelled images for one over all
+    on_labelled = (
+        "distill.unlabeled=false",
+        f"distill.epochs={round(given.epochs * more)}",
+        f"distill.warmup_epochs={given.warmup_epochs * more}",
+        f"distill.validate_every_epochs={round(given.validate_every_epochs * more)}",
+    )
+    return bench.scores(
+        {
+            f"{few:,} labelled images": lambda seed: bench.distill(
+                f"labelled-{seed}", *on_labelled, f"distill.seed={seed}"
+            ),
+            f"all {whole:,} images": lambda seed: bench.distill(f"all-{seed}", f"distill.seed={seed}"),
+        }
+    )
+
+
+def remove_labels(dataset: Path, manifest: Path) -> None:
+    """Write a data set's stored images as files, and a manifest of them in which half of each class's training images have no label.
+
+    Which half is decided by the smaller hashes of the images' keys; all stay in their splits.
+    """
+    data, folder = open_dataset(dataset), manifest.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name in SPLITS:
+        split = data.split(name)
+        of_class: dict[int, list[int]] = defaultdict(list)
+        for place, label in enumerate(split.labels.tolist()):
+            of_class[label].append(place)
+        for label, places in of_class.items():
+            drawn = sorted(places, key=lambda place: hashlib.sha256(split.names[place].encode()).hexdigest())
+            without = set(drawn[: len(drawn) // 2]) if name == "train" else set()
+            for place in places:
+                file = folder / f"{split.names[place]}.image"
+                file.write_bytes(split.encoded(place))
+                is_labelled = label >= 0 and place not in without
+                rows.append((file, data.classes[label] if is_labelled else "", name if is_labelled else "unlabeled"))
+    with manifest.open("w", newline="") as file:
+        csv.writer(file).writerows([("path", "label", "split"), *rows])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+COMPARISONS = {"labels": labels, "pretraining": pretraining, "unlabeled": unlabeled}
+
+
+def table(scores: Scores, seeds: Sequence[int]) -> list[str]:
+    """Top-1 of each variant and seed on test and val, their means, and largest less smallest, as a table of Markdown."""
+    heads = [f"{name}, {split}" for name in scores for split in ("test", "val")]
+    columns = [[seed[split] for seed in scores[name]] for name in scores for split in (0, 1)]
+    rows = [(str(seed), [column[place] for column in columns]) for place, seed in enumerate(seeds)]
+    rows.append(("mean", [statistics.mean(column) for column in columns]))
+    rows.append(("largest - smallest", [max(column) - min(column) for column in columns]))
+    lines = [f"| seed | {' | '.join(heads)} |", f"|---{'|---' * len(heads)}|"]
+    return [*lines, *(f"| {name} | {' | '.join(f'{value:.1f}' for value in values)} |" for name, values in rows)]
+
+
+def main() -> None:
+    """Train, measure, and print the table."""
+    parser = argparse.ArgumentParser(description="Compare the accuracy of variants, with several seeds each.")
+    parser.add_argument("comparison", choices=COMPARISONS)
+    parser.add_argument("recipe", nargs="?", default="digits", help="default: %(default)s")
+    parser.add_argument("--set", dest="overrides", action="extend", nargs="+", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--jobs", type=int, default=1, help="how many train at a time, on a core each (default: 1)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="keep what is made there (default: thrown away)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="accuracy-") as spare:
+        output = (options.output or Path(spare)).resolve()
+        output.mkdir(parents=True, exist_ok=True)
+        given = ["tracking.enabled=false", *options.overrides]
+        bench = Bench(recipe=options.recipe, overrides=given, seeds=options.seeds, jobs=options.jobs, output=output)
+        print("\n".join(table(COMPARISONS[options.comparison](bench), options.seeds)))
+
+
+if __name__ == "__main__":
+    main()
