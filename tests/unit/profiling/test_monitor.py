@@ -138,8 +138,7 @@ def test_a_gpu_that_is_not_there_is_missing_with_the_reason() -> None:
 def test_swapping_is_sampled_where_there_is_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     def machine_with(swap: int) -> Monitor:
         moved = iter(range(0, 10**9, 10**6))
-        memory = lambda: SimpleNamespace(total=swap, sin=next(moved), sout=0)  # noqa: E731
-        monkeypatch.setattr(psutil, "swap_memory", memory)
+        monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=swap, sin=next(moved), sout=0))
         return Monitor({"swap": signals(CPU, machine=True)["swap"]}, 0.02, origin_ns=0)
 
     assert machine_with(0).missing == {"swap": "the machine has no swap"}

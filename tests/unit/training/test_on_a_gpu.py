@@ -111,7 +111,11 @@ def test_recording_and_distilling_from_the_records(digits, teacher, tmp_path, gp
 def test_a_training_is_deterministic_where_the_run_is(digits, teacher, tmp_path, monkeypatch, gpu):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # a person's own stays
     deterministic, step = [], Loop.step
-    watched = lambda *arguments: deterministic.append(torch.are_deterministic_algorithms_enabled()) or step(*arguments)  # noqa: E731
+
+    def watched(*arguments):
+        deterministic.append(torch.are_deterministic_algorithms_enabled())
+        return step(*arguments)
+
     monkeypatch.setattr(Loop, "step", watched)
     settings = config.resolve("digits", ["run.deterministic=true"]).for_stage("distill")
     assert settings["deterministic"] is True
