@@ -44,20 +44,14 @@ def half_labelled(dataset, directory):
     train = whole.split("train")
     without = [index % 2 == 1 for index in range(len(train))]
     splits = {name: datasets.load_from_disk(str(Path(dataset) / name)) for name in SPLITS}
-    lost = (
-        splits["train"]
-        .select(np.flatnonzero(without))
-        .map(
-            lambda row: row | {"label": UNLABELED},
-            keep_in_memory=True,  # else a file comes into the data set that is read
-        )
-    )
+    in_memory = {"keep_in_memory": True}  # else a cache file comes into the data set that is read
+    lost = splits["train"].select(np.flatnonzero(without)).map(lambda row: row | {"label": UNLABELED}, **in_memory)
     splits["train"] = splits["train"].select(np.flatnonzero(np.logical_not(without)))
     splits["unlabeled"] = datasets.concatenate_datasets([splits["unlabeled"], lost])
     settings = dict(artifacts.manifest(dataset, "dataset").settings)
     with artifacts.create(directory, "dataset", settings=settings) as draft:
         for name, split in splits.items():
-            split.cast(features()).save_to_disk(str(draft.path / name))
+            split.cast(features(), **in_memory).save_to_disk(str(draft.path / name))
         images = {name: len(split) for name, split in splits.items()}
         Description(classes=whole.classes, image_size=whole.image_size, images=images).write(draft.path)
     return str(directory)
