@@ -8,6 +8,7 @@ from components.image import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def reinforce(
     settings: str,
+    distill_teacher: str,
     device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
     pool: str,
     nodes: int,
@@ -18,10 +19,11 @@ def reinforce(
     page: dsl.Output[dsl.HTML],
     job: dsl.Output[dsl.Artifact],
 ) -> str:
-    """Record the teacher's outputs on augmented views of the training images; gives where they are.
+    """Record the teacher's outputs on augmented views of the training images; gives where they are. Without `recorded` nothing is launched.
 
     Args:
         settings: The section `reinforce`, as JSON.
+        distill_teacher: `recorded`, or `online` where the teacher runs in every step of the distillation.
         device: Kind of the devices that it runs on; another one makes a cached result stale.
         pool: Node pool to run on; empty: this task's own machine.
         nodes: How many machines of the pool.
@@ -32,16 +34,15 @@ def reinforce(
         page: What they hold, as a page.
         job: What was launched where, how it ended, and its logs.
     """
-    from components import launching, task
+    from components import task
+    from components.launching import Place, Training
 
-    training = launching.Training(
+    training = Training(
         stage="reinforce",
         settings=settings,
         inputs={"dataset": dataset.uri, "teacher": teacher.uri},
         outputs={"teacher_outputs": teacher_outputs},
-        place=launching.Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
+        place=Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
         job=job,
     )
-    task.train(training)
-    task.show_page(teacher_outputs, "report.html", page)
-    return str(teacher_outputs.uri)
+    return task.reinforce(training, distill_teacher, page)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 DEBUG = "TRAINER_DEBUG"
 """Environment variable, set to show the traceback of an error that has a message."""
+RECORDED, ONLINE = "recorded", "online"
+"""Where a distillation takes the teacher's outputs from: a recording, or the teacher itself in every step."""
 ERROR_FILE = "TRAINER_ERROR_FILE"
 """Environment variable that names the file for the message, where somebody waits to show it; else it is printed."""
 
@@ -144,9 +146,23 @@ def tune(training: Training) -> Tuned:
     return _tuned(DistillSettings.model_validate(made.settings), str(output.uri))
 
 
+def reinforce(training: Training, distill_teacher: str, page: dsl.HTML) -> str:
+    """Run the stage reinforce if the distillation reads what it records; gives the URI of that, empty where nothing was recorded.
+
+    Raises:
+        SystemExit: the stage failed with a message, which was told.
+    """
+    if distill_teacher != RECORDED:
+        return ""
+    train(training)
+    made = training.outputs["teacher_outputs"]
+    show_page(made, "report.html", page)
+    return str(made.uri)
+
+
 def _tuned(settings: DistillSettings, uri: str = "") -> Tuned:
     text = artifacts.canonical_json(settings.model_dump(mode="json"))
-    return Tuned(text, "recorded" if settings.reads_recording else "online", uri)
+    return Tuned(text, RECORDED if settings.reads_recording else ONLINE, uri)
 
 
 def _describe(artifact: dsl.Artifact, kind: artifacts.Kind) -> None:

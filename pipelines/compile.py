@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -56,26 +55,6 @@ def task_names(text: str) -> set[str]:
         return found
 
     return names(specification["root"]["dag"])
-
-
-def left_out(text: str, ran: Collection[str]) -> set[str]:
-    """Names of a compiled pipeline's tasks that should have run and did not; of branches, one has to have run."""
-    specification = next(iter(yaml.safe_load_all(text)))
-    components: dict[str, Any] = specification["components"]
-
-    def missing(dag: dict[str, Any]) -> set[str]:
-        found: set[str] = set()
-        branches: list[set[str]] = []
-        for name, task in dag["tasks"].items():
-            inner = components[task["componentRef"]["name"]].get("dag")
-            own = missing(inner) if inner else {name} - set(ran)
-            if "condition" in task.get("triggerPolicy", {}):
-                branches.append(own)
-            else:
-                found |= own
-        return found | min(branches, key=len, default=set())
-
-    return missing(specification["root"]["dag"])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,13 +1,13 @@
-"""The pipeline: configure -> prepare -> warm_up -> pretrain -> tune -> [reinforce] -> distill -> profile -> evaluate -> register;
+"""The pipeline: configure -> prepare -> warm_up -> pretrain -> tune -> reinforce -> distill -> profile -> evaluate -> register;
 finish in any case.
 
 One definition for a cluster and for one machine. A task's name is the stage's name; the tasks hand artifacts to one another, and
 each gets its own section of the settings only, so that a changed distillation setting leaves the cached teacher valid.
 
-warm_up and tune run always, and do something only with `warm_up.enabled` and `tune.enabled`. pretrain waits for warm_up and takes nothing
-from it, so that a cached teacher stays valid; tune hands on the settings of the distillation, which it may change. reinforce runs only with
-`distill.teacher=recorded`. What reads its output gets a URI, not an artifact: KFP chooses between parameters of two branches, but not
-between artifacts (`kfp.local` raises, and so did the backend of 2.16). The lineage stands in our manifests.
+Every task is always in the graph: KFP cannot take an output from a branch (`dsl.OneOf`) whose task comes from its cache. warm_up, tune and
+reinforce do something only with `warm_up.enabled`, `tune.enabled` and `distill.teacher=recorded`, and else give an empty place. pretrain
+waits for warm_up and takes nothing from it, so that a cached teacher stays valid; tune hands on the settings of the distillation, which
+it may change. What reads an output that may be empty gets a URI, not an artifact.
 """
 
 from kfp import dsl
@@ -21,14 +21,11 @@ from components.pretrain import pretrain
 from components.profile import profile
 from components.register import register
 from components.reinforce import reinforce
-from components.skip_reinforce import skip_reinforce
 from components.tune import tune
 from components.warm_up import warm_up
 from pipelines.pods import SMALL, WORK, on_cluster
 
 NAME = "distillation"
-RETRIES = 2
-"""A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""
 KEPT_S = 7 * 24 * 3600
 """How long the pods of a run and their logs stay on the cluster after its end."""
 
@@ -36,7 +33,11 @@ KEPT_S = 7 * 24 * 3600
 @dsl.pipeline(
     name=NAME,
     display_name="Distil a vision transformer",
-    pipeline_config=dsl.PipelineConfig(ttl_seconds_after_finished=KEPT_S),
+    pipeline_config=dsl.PipelineConfig(
+        ttl_seconds_after_finished=KEPT_S,
+        ttl_seconds_after_success=KEPT_S,  # KFP's controller has an hour for each end that is left open
+        ttl_seconds_after_failure=KEPT_S,
+    ),
 )
 def distillation(
     recipe: str = "digits",
@@ -76,7 +77,7 @@ def distillation(
             WORK,
         ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
         preparing = prepare(settings=settings.outputs["prepare"], source_version=settings.outputs["source_version"])
-        prepared = on_cluster(preparing, WORK, retries=RETRIES).outputs["dataset"]
+        prepared = on_cluster(preparing, WORK).outputs["dataset"]
         warming = warm_up(
             settings=settings.outputs["warm_up"],
             device=settings.outputs["device"],
@@ -85,7 +86,7 @@ def distillation(
             processes_per_node=processes_per_node,
             dataset=prepared,
         )
-        warmed = on_cluster(warming, SMALL, retries=RETRIES).outputs["Output"]
+        warmed = on_cluster(warming, SMALL).outputs["Output"]
         pretraining = pretrain(
             settings=settings.outputs["pretrain"],
             weights_version=settings.outputs["weights_version"],
@@ -95,7 +96,7 @@ def distillation(
             processes_per_node=processes_per_node,
             dataset=prepared,
         ).after(warming)
-        pretrained = on_cluster(pretraining, SMALL, retries=RETRIES).outputs
+        pretrained = on_cluster(pretraining, SMALL).outputs
         tuning = tune(
             settings=settings.outputs["tune"],
             device=settings.outputs["device"],
@@ -105,22 +106,18 @@ def distillation(
             dataset=prepared,
             teacher=pretrained["teacher"],
         )
-        tuned = on_cluster(tuning, SMALL, retries=RETRIES).outputs
-        # A condition on a named output needs its Else here: without one, `kfp.local` can not resolve it and skips the branch.
-        with dsl.If(tuned["distill_teacher"] == "recorded", name="recorded"):
-            reinforcing = reinforce(
-                settings=settings.outputs["reinforce"],
-                device=settings.outputs["device"],
-                pool=pool,
-                nodes=nodes,
-                processes_per_node=processes_per_node,
-                dataset=prepared,
-                teacher=pretrained["teacher"],
-            )
-            on_cluster(reinforcing, SMALL, retries=RETRIES)
-        with dsl.Else(name="online"):
-            skipping = on_cluster(skip_reinforce(), SMALL, retries=RETRIES)
-        recorded = dsl.OneOf(reinforcing.outputs["Output"], skipping.output)
+        tuned = on_cluster(tuning, SMALL).outputs
+        reinforcing = reinforce(
+            settings=settings.outputs["reinforce"],
+            distill_teacher=tuned["distill_teacher"],
+            device=settings.outputs["device"],
+            pool=pool,
+            nodes=nodes,
+            processes_per_node=processes_per_node,
+            dataset=prepared,
+            teacher=pretrained["teacher"],
+        )
+        recorded = on_cluster(reinforcing, SMALL).outputs["Output"]
         distilling = distill(
             settings=tuned["distill"],
             device=settings.outputs["device"],
@@ -131,20 +128,20 @@ def distillation(
             dataset=prepared,
             teacher=pretrained["teacher"],
         )
-        distilled = on_cluster(distilling, SMALL, retries=RETRIES).outputs
+        distilled = on_cluster(distilling, SMALL).outputs
         profiling = profile(
             settings=settings.outputs["profile"],
             pretrain_evidence=pretrained["evidence"],
             distill_evidence=distilled["evidence"],
         )
-        profiled = on_cluster(profiling, WORK, retries=RETRIES).outputs
+        profiled = on_cluster(profiling, WORK).outputs
         evaluating = evaluate(
             settings=settings.outputs["evaluate"],
             dataset=prepared,
             teacher=pretrained["teacher"],
             student=distilled["student"],
         ).set_caching_options(False)  # latency is the machine's of this run
-        evaluated = on_cluster(evaluating, WORK, retries=RETRIES).outputs
+        evaluated = on_cluster(evaluating, WORK).outputs
         registering = register(
             settings=settings.outputs["register"],
             recipe=recipe,
@@ -160,4 +157,4 @@ def distillation(
             report=profiled["report"],
             evaluation=evaluated["evaluation"],
         ).set_caching_options(False)  # every run has its version in the registry
-        on_cluster(registering, WORK)
+        on_cluster(registering, WORK, retries=0)  # and no more than one

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
+from components.finishing import WORKFLOW
+
 CONFIG_MAP = "vit-distillation"
 ENVIRONMENT = (
     "MLFLOW_TRACKING_URI",
@@ -29,6 +31,10 @@ TRACKING_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW
 RUN_LABEL = "pipeline/runid"
 """The label by which KFP's pods know their run."""
 USER = 1000
+RETRIES = 2
+"""A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""
+TRIED_FOR = f"{30 * 24 * 3600}s"
+"""How long a task is tried again. Argo counts from the start of the first attempt, so the longest training has to fit into it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +53,22 @@ WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")
 """For a task that does its work itself."""
 
 
-def on_cluster(task: PipelineTask, size: Size, *, retries: int = 0) -> PipelineTask:
+def on_cluster(task: PipelineTask, size: Size, *, retries: int = RETRIES) -> PipelineTask:
     """Set how a task's pod is run.
 
     Args:
         task: the task.
         size: its resources.
-        retries: how often it is started again when it fails; only where that is safe.
+        retries: how often it is started again when it fails. 0 is said too, since the cluster has a default of its own.
     """
     task.set_cpu_request(size.cpu).set_cpu_limit(size.cpu_limit)
     task.set_memory_request(size.memory).set_memory_limit(size.memory_limit)
-    if retries:
-        task.set_retry(retries, backoff_duration="30s", backoff_factor=2, backoff_max_duration="300s")
+    task.set_retry(retries, backoff_duration="30s", backoff_factor=2, backoff_max_duration=TRIED_FOR)
     for variable, field in {
         "KFP_RUN_ID": f"metadata.labels['{RUN_LABEL}']",
         "TRAINER_RUN": f"metadata.labels['{RUN_LABEL}']",
         "TRAINER_NAMESPACE": "metadata.namespace",
+        WORKFLOW: "metadata.labels['workflows.argoproj.io/workflow']",
     }.items():
         kubernetes.use_field_path_as_env(task, variable, field)
     kubernetes.use_config_map_as_env(task, CONFIG_MAP, {name: name for name in ENVIRONMENT}, optional=True)

@@ -16,7 +16,7 @@ from components.launching import Place
 from trainer.stages import STAGES
 
 FOLDER = Path(components.__file__).parent
-NAMES = ["configure", *STAGES, "skip_reinforce", "finish"]
+NAMES = ["configure", *STAGES, "finish"]
 TRAININGS = [name for name, stage in STAGES.items() if stage.launched]
 TOLD = {
     "warm_up": {"Output": "String"},
@@ -81,7 +81,7 @@ def test_artifacts_are_those_of_the_stage(name):
         key: spec.type.split("@")[0] for key, spec in specification.inputs.items() if spec.type.startswith("system.")
     }
     assert inputs == {key: KFP_TYPES.get(kind, "system.Artifact") for key, kind in stage.inputs.items()}
-    # What may be missing comes as a URI: KFP can not choose between artifacts of two branches.
+    # What may be missing comes as a URI, which can be empty.
     optional = stage.optional_inputs.keys() - UNUSED.get(name, set())
     assert {specification.inputs[key].type for key in optional} <= {"String"}
     outputs = {key: spec.type.split("@")[0] for key, spec in specification.outputs.items()}
@@ -105,10 +105,6 @@ def test_a_training_takes_its_place(name):
 def test_only_launched_stages_take_processes_and_a_device(name):
     for key in ("processes_per_node", "device"):
         assert (key in component(name).component_spec.inputs) == STAGES[name].launched
-
-
-def test_a_reinforce_that_is_not_needed_gives_no_place():
-    assert component("skip_reinforce").python_func() == ""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
+from kfp.local.orchestrator import enhanced_dag_orchestrator
 
 from components import finishing
 from components.launch.identity import Identity
-from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
+from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, WORKFLOWS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 from trainer import tracking
 
@@ -24,16 +27,65 @@ def tracked(tmp_path, monkeypatch):
     return lambda: tracking.client().get_run(run_id)
 
 
+KFP_STATES = {
+    "a cluster": ("UNKNOWN", "NEW", "RUNNING", "COMPLETE", "FAILED", "CACHED", "CANCELED"),
+    "kfp.local": ("SUCCEEDED", "FAILED"),
+}
+"""Every word that KFP 2.17 can say: `Execution.State` of ml_metadata, whose name the driver (resolve.go) hands
+over; and what kfp/local/orchestrator/enhanced_dag_orchestrator.py writes."""
+
+
+def test_the_words_are_kfps():
+    assert set(finishing.ENDS) == {state for states in KFP_STATES.values() for state in states}
+    local_words = inspect.getsource(enhanced_dag_orchestrator)
+    assert all(f"'{state}'" in local_words for state in KFP_STATES["kfp.local"])
+
+
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 @pytest.mark.parametrize(
     ("state", "status"),
-    [("SUCCEEDED", "FINISHED"), ("FAILED", "FAILED"), ("CANCELED", "KILLED"), ("CANCELLED", "KILLED")],
+    [
+        ("COMPLETE", "FINISHED"),
+        ("SUCCEEDED", "FINISHED"),
+        ("FAILED", "FAILED"),
+        ("RUNNING", "FAILED"),
+        ("CANCELED", "KILLED"),
+    ],
 )
 def test_mlflow_learns_how_the_run_ended(tracked, state, status):
-    error = "" if state == "SUCCEEDED" else "distill: worker-0 was OOM-killed"
+    error = "" if status == "FINISHED" else "distill: worker-0 was OOM-killed"
     finishing.finish("", state, error)
     assert tracked().info.status == status
     assert tracked().data.tags.get(tracking.ERROR_TAG, "") == error
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+@pytest.mark.parametrize(
+    ("state", "specification", "status"),
+    [
+        ("RUNNING", {"activeDeadlineSeconds": 0}, "KILLED"),
+        ("FAILED", {"activeDeadlineSeconds": 0}, "KILLED"),
+        ("FAILED", {}, "FAILED"),
+        ("COMPLETE", {"activeDeadlineSeconds": 0}, "FINISHED"),
+    ],
+    ids=["stopped", "stopped at a launcher that could say so", "failed", "stopped too late"],
+)
+def test_a_run_that_somebody_stopped_was_killed(tracked, tmp_path, monkeypatch, state, specification, status):
+    """KFP stops a run by leaving its Workflow no time, and does not say CANCELED."""
+    with KubernetesStandIn(tmp_path, kubelet=False) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        monkeypatch.setenv(finishing.WORKFLOW, "distillation-x7k2p")
+        cluster.add(WORKFLOWS, {"metadata": {"name": "distillation-x7k2p"}, "spec": specification})
+        finishing.finish("", state, "")
+    assert tracked().info.status == status
+
+
+def test_a_workflow_that_cannot_be_read_is_said(tracked, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
+    monkeypatch.setenv(finishing.WORKFLOW, "distillation-x7k2p")
+    finishing.finish("", "FAILED", "")
+    assert tracked().info.status == "FAILED"
+    assert "whether the run was stopped is not known: " in caplog.text
 
 
 def job(run: str, attempt: int) -> dict:

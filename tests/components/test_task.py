@@ -132,3 +132,16 @@ def test_without_tuning_the_distillation_is_handed_on_as_it_is_and_nothing_is_la
     sections = configure(resolve("digits", overrides), Place())
     assert tuned(tmp_path, sections.tune) == (sections.distill, asked, "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_recording_nothing_is_launched_and_its_place_is_empty(tmp_path):
+    training = Training(
+        stage="reinforce",
+        settings="{}",
+        inputs={},
+        outputs={"teacher_outputs": dsl.Artifact(uri=str(tmp_path / "teacher_outputs"))},
+        place=Place(),
+        job=dsl.Artifact(uri=str(tmp_path / "job")),
+    )
+    assert task.reinforce(training, task.ONLINE, dsl.HTML(uri=str(tmp_path / "page"))) == ""
+    assert list(tmp_path.iterdir()) == []

@@ -13,10 +13,8 @@ from trainer.stages import STAGES
 ROOT = Path(__file__).parent.parent.parent
 TASKS = {name.replace("_", "-") for name in STAGES}
 """As KFP names them."""
-ONLINE = {"configure", *TASKS, "skip-reinforce", "finish"} - {"reinforce"}
-"""The tasks of a run in which the teacher runs in every step."""
-RECORDED = {"configure", *TASKS, "finish"}
-"""The tasks of a run that records the teacher's outputs."""
+ALL = {"configure", *TASKS, "finish"}
+"""The tasks of every run."""
 SMALL = "pretrain.mae.epochs=1 pretrain.finetune.epochs=1 distill.epochs=1 evaluate.latency_runs=10"
 
 

@@ -31,33 +31,18 @@ def pods():
 
 TASKS = {stage: stage.replace("_", "-") for stage in STAGES}
 """Stage -> its task: KFP puts hyphens."""
-GROUP, BRANCHES = "exit-handler-1", "condition-branches-2"
-"""What `finish` waits for; and in it, the branches of which one is run."""
-
-
-def group(compiled, name):
-    """The tasks of a group."""
-    return compiled["components"][f"comp-{name}"]["dag"]["tasks"]
-
-
-def branches_of(compiled):
-    """Name of each branch -> its tasks."""
-    return {task["taskInfo"]["name"]: group(compiled, name) for name, task in group(compiled, BRANCHES).items()}
+GROUP = "exit-handler-1"
+"""What `finish` waits for."""
 
 
 def stages_of(compiled):
-    """The tasks that `finish` waits for, those of the branches too."""
-    outer = {name: task for name, task in group(compiled, GROUP).items() if name != BRANCHES}
-    return outer | {name: task for tasks in branches_of(compiled).values() for name, task in tasks.items()}
+    """The tasks that `finish` waits for."""
+    return compiled["components"][f"comp-{GROUP}"]["dag"]["tasks"]
 
 
 def source_of(compiled, task, kind, name):
-    """Task and output that a task's artifact or parameter comes from, also where a branch takes it from outside."""
-    given = stages_of(compiled)[task]["inputs"][f"{kind}s"][name]
-    for inner, outer in (("condition-3", BRANCHES), (BRANCHES, GROUP)):
-        passed = given.get(f"componentInput{kind.title()}")
-        given = group(compiled, outer)[inner]["inputs"][f"{kind}s"][passed] if passed else given
-    output = given[f"taskOutput{kind.title()}"]
+    """Task and output that a task's artifact or parameter comes from."""
+    output = stages_of(compiled)[task]["inputs"][f"{kind}s"][name][f"taskOutput{kind.title()}"]
     return output["producerTask"], output[f"output{kind.title()}Key"]
 
 
@@ -86,7 +71,7 @@ def test_compiling_imports_nothing_heavy():
 
 
 def test_every_stage_is_a_task_of_its_name(compiled):
-    assert set(stages_of(compiled)) == {"configure", *TASKS.values(), "skip-reinforce"}
+    assert set(stages_of(compiled)) == {"configure", *TASKS.values()}
     assert compilation.task_names(compilation.compiled_text()) == {*stages_of(compiled), "finish"}
 
 
@@ -96,32 +81,15 @@ def test_finish_runs_however_the_stages_end(compiled):
     assert last["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
 
 
-def test_reinforce_alone_is_conditional(compiled):
-    """kfp.local skips a branch whose condition it can not resolve; that these two are resolved, the runs of the next file show."""
-    assert {name: set(tasks) for name, tasks in branches_of(compiled).items()} == {
-        "recorded": {"reinforce"},
-        "online": {"skip-reinforce"},
-    }
-    conditions = [task["triggerPolicy"]["condition"] for task in group(compiled, BRANCHES).values()]
-    asked = "inputs.parameter_values['pipelinechannel--tune-distill_teacher'] == 'recorded'"
-    assert conditions == [asked, f"!({asked})"]
-    others = [task for task in stages_of(compiled).values() if "triggerPolicy" in task or "iterator" in task]
-    assert others == []
-    groups = {name for name, component in compiled["components"].items() if "dag" in component}
-    assert groups == {f"comp-{name}" for name in (GROUP, BRANCHES, "condition-3", "condition-4")}
+def test_no_task_is_conditional(compiled):
+    assert not [task for task in stages_of(compiled).values() if "triggerPolicy" in task or "iterator" in task]
+    assert {name for name, component in compiled["components"].items() if "dag" in component} == {f"comp-{GROUP}"}
 
 
 @pytest.mark.parametrize("reader", ["distill", "register"])
-def test_the_place_of_the_recorded_outputs_comes_from_the_branch_that_ran(compiled, reader):
-    producer, output = source_of(compiled, reader, "parameter", "teacher_outputs")
-    assert producer == BRANCHES
-    outputs = compiled["components"][f"comp-{BRANCHES}"]["dag"]["outputs"]["parameters"]
-    selectors = outputs[output]["valueFromOneof"]["parameterSelectors"]
-    assert [selector["producerSubtask"] for selector in selectors] == list(group(compiled, BRANCHES))
-    for selector, maker in zip(selectors, ("reinforce", "skip-reinforce"), strict=True):
-        inner = compiled["components"][f"comp-{selector['producerSubtask']}"]["dag"]["outputs"]["parameters"]
-        made = {"producerSubtask": maker, "outputParameterKey": "Output"}
-        assert inner[selector["outputParameterKey"]]["valueFromParameter"] == made
+def test_the_place_of_the_recorded_outputs_comes_from_reinforce_which_knows_whether_there_are_any(compiled, reader):
+    assert source_of(compiled, reader, "parameter", "teacher_outputs") == ("reinforce", "Output")
+    assert source_of(compiled, "reinforce", "parameter", "distill_teacher") == ("tune", "distill_teacher")
 
 
 def test_artifacts_come_from_the_stage_that_makes_them(compiled):
@@ -142,20 +110,6 @@ def test_every_stage_gets_its_own_section_and_distill_what_tune_makes_of_it(comp
     assert source_of(compiled, "register", "parameter", "warmed") == ("warm-up", "Output")
 
 
-@pytest.mark.parametrize(
-    ("ran", "missing"),
-    [
-        ({*TASKS.values(), "configure", "finish"} - {"reinforce"} | {"skip-reinforce"}, set()),
-        ({*TASKS.values(), "configure", "finish"}, set()),
-        ({*TASKS.values(), "configure", "finish"} - {"reinforce", "register"}, {"register", "reinforce"}),
-        ({"configure", "finish"}, {*TASKS.values()}),
-    ],
-    ids=["online", "recorded", "no branch", "nothing"],
-)
-def test_what_should_have_run_and_did_not(ran, missing):
-    assert compilation.left_out(compilation.compiled_text(), ran) == missing
-
-
 def test_trainings_wait_for_the_warm_up_and_take_nothing_from_it(compiled):
     """So a cached teacher stays valid whether or not something was compiled before."""
     task = stages_of(compiled)["pretrain"]
@@ -168,7 +122,7 @@ def test_trainings_wait_for_the_warm_up_and_take_nothing_from_it(compiled):
 def test_caching(compiled):
     tasks = {**stages_of(compiled), "finish": compiled["root"]["dag"]["tasks"]["finish"]}
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
-    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "skip-reinforce", "distill", "profile"}
+    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile"}
 
 
 def test_every_parameter_has_a_default_and_a_description(compiled):
@@ -214,9 +168,4 @@ def test_a_task_that_only_launches_asks_for_little_and_all_have_limits(compiled)
         )
         memory[name.removeprefix("exec-")] = float(resources["resourceMemoryLimit"].removesuffix("Gi"))
     launching = {TASKS[name] for name, stage in STAGES.items() if stage.launched}
-    assert {name for name, limit in memory.items() if limit <= 2} == {*launching, "skip-reinforce", "finish"}
-
-
-def test_only_what_is_safe_is_repeated(compiled):
-    repeated = {name for name, task in stages_of(compiled).items() if "retryPolicy" in task}
-    assert repeated == {*TASKS.values(), "skip-reinforce"} - {"register"}
+    assert {name for name, limit in memory.items() if limit <= 2} == {*launching, "finish"}

@@ -16,7 +16,7 @@ from components import launching
 from components.launching import Place
 from pipelines import local
 from pipelines.compile import compiled_text
-from tests.pipelines.local_runs import ONLINE, RECORDED, SMALL, command, environment, happened, start
+from tests.pipelines.local_runs import ALL, SMALL, command, environment, happened, start
 from trainer import artifacts, config
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
 from trainer.stages import STAGES
@@ -145,7 +145,7 @@ def test_the_code_is_part_of_what_a_result_depends_on(tmp_path):
 
 
 def test_a_skipped_task_is_an_error():
-    some = {name: object() for name in ONLINE - {"evaluate", "register"}}
+    some = {name: object() for name in ALL - {"evaluate", "register"}}
     with pytest.raises(LaunchError, match="without running evaluate, register;"):
         local._check_all_ran(compiled_text(), some)
 
@@ -154,7 +154,7 @@ def test_a_skipped_task_is_an_error():
 def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     first = start(tmp_path, "--set", SMALL)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert happened(first.stdout, "done") == ONLINE
+    assert happened(first.stdout, "done") == ALL
     assert "KFP Executor" not in first.stdout
     before = read_summary(tmp_path / "runs" / "latest")
     assert set(before["stages"]) == set(STAGES) - {"reinforce", "tune", "warm_up"}
@@ -164,7 +164,7 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     second = start(tmp_path, "--set", f"{SMALL} {RECORD} {MEASURE} warm_up.enabled=true", "--output", "recorded")
     assert second.returncode == 0, second.stdout + second.stderr
     assert happened(second.stdout, "cached") == {"prepare", "pretrain"}
-    assert happened(second.stdout, "done") == RECORDED - {"prepare", "pretrain"}
+    assert happened(second.stdout, "done") == ALL - {"prepare", "pretrain"}
     recorded = read_summary(tmp_path / "recorded")
     for name in ("prepare", "pretrain"):
         assert recorded["stages"][name] == before["stages"][name] | {"cached": True}

@@ -34,5 +34,8 @@ PYTORCHJOBS = Resource(group="kubeflow.org", plural="pytorchjobs", kind="PyTorch
 TRAINJOBS = Resource(
     group="trainer.kubeflow.org", version="v1alpha1", plural="trainjobs", kind="TrainJob", has_status=True
 )
+WORKFLOWS = Resource(group="argoproj.io", version="v1alpha1", plural="workflows", kind="Workflow")
 
-RESOURCES = {resource.plural: resource for resource in (PODS, EVENTS, CONFIG_MAPS, SECRETS, PYTORCHJOBS, TRAINJOBS)}
+RESOURCES = {
+    resource.plural: resource for resource in (PODS, EVENTS, CONFIG_MAPS, SECRETS, PYTORCHJOBS, TRAINJOBS, WORKFLOWS)
+}
