@@ -65,7 +65,7 @@ def test_pods_are_restricted_and_limited(render, folder):
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_servers_are_probed(render, folder):
     for one in servers(render(folder)):
-        for container in containers(one):
+        for container in template(one)["spec"]["containers"]:
             assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
 
 
@@ -84,7 +84,7 @@ def test_an_image_that_is_not_pinned_is_found(image):
 
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_images_are_pinned(render, folder):
-    images = [container["image"] for one in workloads(render(folder)) for container in containers(one)]
+    images = {container["image"] for one in workloads(render(folder)) for container in containers(one)}
     assert len(images) == 3
     for image in images:
         assert_pinned(image)
@@ -146,7 +146,7 @@ def test_services_find_their_pods(render, folder):
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_probes_knock_at_open_ports(render, folder):
     for one in servers(render(folder)):
-        for container in containers(one):
+        for container in template(one)["spec"]["containers"]:
             probes = [probe for name, probe in container.items() if name.endswith("Probe")]
             asked = [probe[way]["port"] for probe in probes for way in ("httpGet", "tcpSocket") if way in probe]
             assert asked
@@ -212,9 +212,31 @@ def test_mlflow_is_where_tasks_look_for_it(render, folder):
     address = named(objects, "ConfigMap")[pods.CONFIG_MAP]["data"]["MLFLOW_TRACKING_URI"]
     service = named(objects, "Service")["mlflow"]
     assert address == f"http://mlflow:{service['spec']['ports'][0]['port']}"
-    (container,) = containers(named(objects, "Deployment")["mlflow"])
+    (container,) = template(named(objects, "Deployment")["mlflow"])["spec"]["containers"]
     allowed = next(text for text in container["command"] if text.startswith("--allowed-hosts="))
     assert address.removeprefix("http://") in allowed.removeprefix("--allowed-hosts=").split(",")
+
+
+def test_mlflows_database_is_migrated_once_before_its_workers_start(render):
+    """Two of them otherwise make the tables of an empty database at once, and one crashes."""
+    pod = template(named(render("mlflow"), "Deployment")["mlflow"])["spec"]
+    (migration,), (server,) = pod["initContainers"], pod["containers"]
+    assert migration["image"] == server["image"]
+    assert migration["command"] == ["mlflow", "db", "upgrade", "$(DATABASE)"]
+    assert "--backend-store-uri=$(DATABASE)" in server["command"]
+    addresses = [
+        one["value"] for container in (migration, server) for one in container["env"] if one["name"] == "DATABASE"
+    ]
+    assert len(set(addresses)) == 1
+    assert addresses[0].startswith("postgresql+psycopg2://"), "SQLAlchemy 2.1 has another driver by default"
+
+
+def test_mlflows_server_runs_no_jobs(render):
+    """They take it from 0.5 to 1.9 GiB, seen on a cluster, of the 2 that it has."""
+    from mlflow.environment_variables import MLFLOW_SERVER_ENABLE_JOB_EXECUTION
+
+    (server,) = template(named(render("mlflow"), "Deployment")["mlflow"])["spec"]["containers"]
+    assert {"name": MLFLOW_SERVER_ENABLE_JOB_EXECUTION.name, "value": "false"} in server["env"]
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
