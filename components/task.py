@@ -17,6 +17,7 @@ from components.launching import Training
 from trainer import artifacts, limits, stages, storage, tracking
 from trainer.config import DistillSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
+from trainer.launch import leave_last_words
 from trainer.signals import ended_by_sigterm
 from trainer.tuning.schema import read_tuning
 
@@ -43,7 +44,10 @@ def reporting(name: str) -> Iterator[None]:
         with ended_by_sigterm():
             yield
     except TrainerError as error:
-        _tell(str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}")
+        message = str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}"
+        _tell(message)
+        # Argo reads these, and tries a task again unless they begin with `error: ` (manifests/kfp).
+        leave_last_words(f"{'for now' if error.passing else 'error'}: {message}")
         if os.environ.get(DEBUG):
             traceback.print_exc()
         raise SystemExit(PREEMPTED_EXIT_CODE if isinstance(error, PreemptedError) else EXIT_CODE) from error

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs KFP, the training operator and our own manifests into the cluster of the current context. Can be repeated.
 #   manifests/install.sh OVERLAY        kind or eks
-# Not run yet against a cluster; the order is that of KFP's own end-to-end tests.
+# The order is that of KFP's own end-to-end tests.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/require.sh"
 
@@ -17,13 +17,17 @@ KFP="github.com/kubeflow/pipelines/manifests/kustomize"
 kubectl apply -k "$KFP/cluster-scoped-resources?ref=$KFP_VERSION"
 kubectl wait crd/applications.app.k8s.io --for condition=established --timeout=60s
 kubectl apply -k "$KFP/env/platform-agnostic?ref=$KFP_VERSION"
+patch() { kubectl --namespace "$NAMESPACE" patch "$1" "$2" --patch-file "$MANIFESTS/$3"; }
+patch configmap workflow-controller-configmap kfp/workflow-controller-configmap.yaml
+patch deployment workflow-controller kfp/workflow-controller.yaml
+patch deployment ml-pipeline kfp/api-server.yaml
 
 # The CRD of PyTorchJob is too large for the annotation that a client-side apply writes.
 kubectl apply --server-side --force-conflicts \
     -k "github.com/kubeflow/training-operator/manifests/overlays/standalone?ref=$TRAINING_OPERATOR_VERSION"
 kubectl wait crd/pytorchjobs.kubeflow.org --for condition=established --timeout=60s
 kubectl apply -k "$MANIFESTS/operator"
-kubectl --namespace "$NAMESPACE" patch deployment training-operator --patch-file "$MANIFESTS/operator/patch.yaml"
+patch deployment training-operator operator/patch.yaml
 
 # What our pods may not do is said at once, KFP's are left alone.
 kubectl label namespace "$NAMESPACE" --overwrite pod-security.kubernetes.io/warn=restricted
@@ -43,6 +47,8 @@ if [[ "$OVERLAY" == kind ]] && ! has_secret vit-distillation-store; then
 fi
 
 kubectl apply -k "$MANIFESTS/overlays/$OVERLAY"
+wait_with "$(kubectl --namespace "$NAMESPACE" get cronjob vit-distillation-reaper \
+    --output 'jsonpath={.spec.jobTemplate.spec.template.spec.containers[0].image}')"
 
 echo "Waiting for everything to be ready, 10 minutes at most"
 {

@@ -39,3 +39,9 @@ require_kubectl() {
 cluster_exists() {
     kind get clusters 2>/dev/null | grep -qxF "$CLUSTER"
 }
+
+# wait_with IMAGE [kubectl's options]: the training operator's container before every worker, which waits for the master, has this image
+wait_with() {
+    kubectl "${@:2}" --namespace "$NAMESPACE" patch deployment training-operator --patch \
+        "{\"spec\":{\"template\":{\"spec\":{\"containers\":[{\"name\":\"training-operator\",\"args\":[\"--pytorch-init-container-image=$1\"]}]}}}}"
+}

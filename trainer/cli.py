@@ -19,10 +19,8 @@ from trainer.errors import (
     INTERRUPTED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
     CrashError,
-    LostProcessError,
     PreemptedError,
     SettingsError,
-    StorageAwayError,
     TrainerError,
     make_directory,
     writing_to,
@@ -81,7 +79,7 @@ def _exit_code(error: TrainerError) -> int:
     """Tells whoever started this process whether to start it again: not after what would come again, such as the user's own mistake."""
     if isinstance(error, PreemptedError):
         return PREEMPTED_EXIT_CODE
-    return CRASH_EXIT_CODE if isinstance(error, LostProcessError | StorageAwayError) else EXIT_CODE
+    return CRASH_EXIT_CODE if error.passing else EXIT_CODE
 
 
 def _crash(message: str, *, worker: bool) -> int:

@@ -32,6 +32,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 from trainer import limits
 
@@ -47,6 +48,9 @@ PREEMPTED_EXIT_CODE = 143
 
 class TrainerError(Exception):
     """Base of all errors that a user can meet and mend."""
+
+    passing: ClassVar[bool] = False
+    """Whether it is nobody's mistake and need not come again, so that the same is worth another try."""
 
     def __str__(self) -> str:
         """The message, of a length that can be read; names in it that others gave can not steer a terminal."""
@@ -76,6 +80,8 @@ class TrainingError(TrainerError):
 class LostProcessError(TrainingError):
     """A process of the group did not come to a meeting, or is gone: nobody's mistake, so it may be tried again."""
 
+    passing = True
+
 
 class SupersededError(TrainingError):
     """A later try of the same training has begun: this one is not to write anything more, not even how it ended."""
@@ -83,6 +89,8 @@ class SupersededError(TrainingError):
 
 class PreemptedError(TrainerError):
     """A training was asked to end; its checkpoint is written, and the same command goes on."""
+
+    passing = True
 
 
 class LaunchError(TrainerError):
@@ -111,6 +119,8 @@ class StorageError(TrainerError):
 
 class StorageAwayError(StorageError):
     """The object store did not answer, or not in time: nobody's mistake, so it may be tried again."""
+
+    passing = True
 
 
 class ObjectNotFoundError(StorageError):

@@ -18,6 +18,7 @@ from components.launch.progress import Ending, Limits, Progress
 from components.launch.record import Record
 from components.launch.refusals import AwayError, ClusterError, NotInstalledError
 from components.launch.submitting import Job
+from trainer import storage
 from trainer.errors import LaunchError
 from trainer.launch import JobSpec
 
@@ -27,7 +28,15 @@ MINUTE_S = 60.0
 AWAY_LIMIT_S = 900.0
 """How long the API server may be away before the launcher gives up; the job then goes on."""
 DELETE_LIMIT_S, GONE_LIMIT_S = 5.0, 15.0
-"""How long a deletion is tried, and its end waited for: together less than the 30 s that a task's pod has after SIGTERM."""
+"""How long a deletion is tried, and its end waited for, after Ctrl-C."""
+ATTEMPTS = 3
+"""How many jobs a task may have in a run, one after the other, as long as they fail in a way that need not come again."""
+PAUSE_S = 10.0
+"""How long the next one is held back, for what has failed to be over."""
+
+
+class _JobFailedError(LaunchError):
+    """A job failed in a way that need not come again."""
 
 
 class ClusterLauncher:
@@ -40,6 +49,7 @@ class ClusterLauncher:
         *,
         cluster: Cluster | None = None,
         record: str | None = None,
+        attempts: int = ATTEMPTS,
         away_limit_s: float = AWAY_LIMIT_S,
     ) -> None:
         """Choose where.
@@ -48,19 +58,24 @@ class ClusterLauncher:
             pool: the node pool.
             identity: whose job it is; its attempt is counted here.
             cluster: where the pool is; None: found when a job is run.
-            record: URI below which job.json, status.json, events.json and logs/REPLICA.log are written, however the job ends.
+            record: URI below which job.json, status.json, events.json and logs/REPLICA.log are written, however the job ends; those
+                of further attempts go to attempt-2, attempt-3 below it.
+            attempts: how many jobs the task may have in its run.
             away_limit_s: how long the API server may be away.
         """
         self._pool, self._identity, self._cluster = pool, identity, cluster
-        self._record, self._away_limit_s = record, away_limit_s
+        self._record, self._attempts, self._away_limit_s = record, attempts, away_limit_s
 
     def run(self, spec: JobSpec) -> None:
         """Run a job to its end. One of the same run, task and specification that goes on already is followed further.
 
+        One that fails by what need not come again, such as a lost machine or a crash, is made again.
+
         Raises:
             LaunchError: naming the replica that failed, why, and the next move; or the limit that was reached; or what the
                 cluster refuses.
-            KeyboardInterrupt: Ctrl-C or SIGTERM; the job was deleted.
+            AwayError: the API server was away for too long, and the job goes on.
+            KeyboardInterrupt: Ctrl-C; the job was deleted.
         """
         if self._cluster:
             self._run(spec, self._cluster)
@@ -71,10 +86,26 @@ class ClusterLauncher:
     def _run(self, spec: JobSpec, cluster: Cluster) -> None:
         if doubt := self._pool.price.doubt() if self._pool.price else "":
             logger.warning("pool %s: %s", self._pool.name, doubt)
-        job = Job(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)
+        record, attempt = self._record, 0
+        while True:
+            job = Job(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)
+            try:
+                return self._follow(job, spec, cluster, record)
+            except _JobFailedError as failure:
+                attempt = max(
+                    attempt + 1, job.attempt
+                )  # a job that was ended here is deleted, and no longer counted there
+                if attempt >= self._attempts:
+                    raise
+                logger.warning("%s", failure)
+                logger.warning("made again in %g s: attempt %d of %d", PAUSE_S, attempt + 1, self._attempts)
+                record = self._record and storage.join(self._record, f"attempt-{attempt + 1}")
+                time.sleep(PAUSE_S)
+
+    def _follow(self, job: Job, spec: JobSpec, cluster: Cluster, record_uri: str | None) -> None:
         tell, progress, patience = _teller(job), self._progress(spec), Patience(self._away_limit_s)
         with (
-            Record(self._record) as record,
+            Record(record_uri) as record,
             Follower(cluster, job, progress, patience, record=record, tell=tell) as follower,
         ):
             with _abandoned_in_order(job, follower, tell):
@@ -86,7 +117,7 @@ class ClusterLauncher:
                 )
                 ending = follower.follow()
                 if ending.kind == "overdue":
-                    raise LaunchError(f"job {job.name} {ending.message}")
+                    raise (_JobFailedError if ending.passing else LaunchError)(f"job {job.name} {ending.message}")
             _conclude(ending, job, progress)
 
     def _progress(self, spec: JobSpec) -> Progress:
@@ -111,7 +142,7 @@ def _abandoned_in_order(job: Job, follower: Follower, tell: Callable[[str], None
     """Delete a job that nobody follows any more, whatever ended the block; but leave it where the API server is away.
 
     Raises:
-        LaunchError: the API server was away for too long.
+        AwayError: the API server was away for too long.
     """
     try:
         yield
@@ -119,8 +150,8 @@ def _abandoned_in_order(job: Job, follower: Follower, tell: Callable[[str], None
         left = (
             f"; job {job.name} is left to itself: the same task, run again, follows it further" if job.may_exist else ""
         )
-        raise LaunchError(f"{error}{left}") from error
-    except BaseException:  # Ctrl-C and SIGTERM too
+        raise type(error)(f"{error}{left}") from error
+    except BaseException:  # Ctrl-C too
         _delete(job, follower, tell)
         raise
 
@@ -145,8 +176,9 @@ def _conclude(ending: Ending, job: Job, progress: Progress) -> None:
     """
     if ending.kind == "failed":
         message = explain_failure(job.name, job.kubectl("describe"), progress)
-        if fails_again(progress):
-            _note_failure(job, message)
+        if not fails_again(progress):
+            raise _JobFailedError(message)
+        _note_failure(job, message)
         raise LaunchError(message)
     if ending.kind == "deleted":
         raise LaunchError(
@@ -156,7 +188,7 @@ def _conclude(ending: Ending, job: Job, progress: Progress) -> None:
 
 
 def _note_failure(job: Job, message: str) -> None:
-    """So that KFP's next attempt of the task does not pay for the same failure."""
+    """So that a next attempt of the task, where KFP makes one all the same, does not pay for the same failure."""
     try:
         Patience(DELETE_LIMIT_S)(lambda: job.note_failure(message))
     except ClusterError as error:

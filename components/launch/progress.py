@@ -44,6 +44,8 @@ class Ending:
     kind: Literal["succeeded", "failed", "deleted", "overdue"]
     message: str = ""
     """Of `overdue`, a job that is to be ended: which limit, and the next move."""
+    passing: bool = False
+    """Of `overdue`: whether another job need not reach that limit."""
 
 
 class Progress:
@@ -134,9 +136,9 @@ class Progress:
             return Ending(kind="deleted")
         if self._limits.retries and max(self._failures.values(), default=0) > self._limits.retries:
             return Ending(kind="overdue", message=self._too_often())
-        for limit_s, since, message in self._clocks():
+        for limit_s, since, overdue in self._clocks():
             if now - since >= limit_s:
-                return Ending(kind="overdue", message=message)
+                return overdue
         return None
 
     def patience_s(self, now: float) -> float:
@@ -157,35 +159,36 @@ class Progress:
             f"{self._last_failure}; mend that and run again, which goes on from the last checkpoint, or raise the pool's retries"
         )
 
-    def _clocks(self) -> list[tuple[float, float, str]]:
-        """The limits that hold now: seconds, when they began to count, and what to say when they are reached."""
+    def _clocks(self) -> list[tuple[float, float, Ending]]:
+        """The limits that hold now: seconds, when they began to count, and the end when they are reached."""
         return self._clocks_of_running() if self._running else self._clocks_of_waiting()
 
-    def _clocks_of_waiting(self) -> list[tuple[float, float, str]]:
+    def _clocks_of_waiting(self) -> list[tuple[float, float, Ending]]:
         limits, because = self._limits, f"; last trouble: {self.trouble}" if self.trouble else ""
         message = (
             f"was not running after {duration(limits.queued_s)} ({self._status}){because}; choose another pool or fewer nodes, "
             "or raise the pool's queued_minutes"
         )
-        clocks = [(limits.queued_s, self._since, message)]
+        clocks = [(limits.queued_s, self._since, Ending(kind="overdue", message=message))]
         if self._stuck:
             message = f"could not start for {duration(STUCK_S)}{because}; mend that and run again"
-            clocks.append((STUCK_S, self._stuck_since, message))
+            clocks.append((STUCK_S, self._stuck_since, Ending(kind="overdue", message=message)))
         return clocks
 
-    def _clocks_of_running(self) -> list[tuple[float, float, str]]:
+    def _clocks_of_running(self) -> list[tuple[float, float, Ending]]:
         limits = self._limits
         message = (
             f"ran for {duration(limits.running_s)}, the longest that its pool allows; run again, which goes on from the last "
             "checkpoint, or raise the pool's running_minutes"
         )
-        clocks = [(limits.running_s - self._ran_s, self._since, message)]
+        clocks = [(limits.running_s - self._ran_s, self._since, Ending(kind="overdue", message=message))]
         if not self._deaf:
             message = (
                 f"wrote no line for {duration(limits.silent_s)}, so it seems to hang{self._last_line()}; look into the lines above, "
                 "or raise the pool's silent_minutes"
             )
-            clocks.append((limits.silent_s, self._last_sign, message))
+            hanging = Ending(kind="overdue", message=message, passing=True)  # it goes on from the last checkpoint
+            clocks.append((limits.silent_s, self._last_sign, hanging))
         return clocks
 
     def _judge(self, now: float) -> None:

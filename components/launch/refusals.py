@@ -21,9 +21,13 @@ class ClusterError(LaunchError):
 class AwayError(ClusterError):
     """The API server does not answer now, or a stream broke; it may answer again."""
 
+    passing = True
+
 
 class LoginError(AwayError):
     """The API server does not know who is asking; if it did before, a token is being renewed or has run out."""
+
+    passing = False
 
 
 class DeniedError(ClusterError):

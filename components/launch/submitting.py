@@ -69,6 +69,11 @@ class Job:
         return str(self._made["metadata"]["uid"])
 
     @property
+    def attempt(self) -> int:
+        """Which of the task's jobs in its run it is, from 1 on; known when it is submitted."""
+        return _attempt(self.manifest)
+
+    @property
     def may_exist(self) -> bool:
         """Whether it was made, or asked for without an answer."""
         return bool(self._made) or self._sent

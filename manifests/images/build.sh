@@ -23,5 +23,6 @@ run python -c 'import torch, timm, mlflow, kfp, kubernetes, s3fs, components.lau
 if [[ "$dockerfile" == Dockerfile ]]; then # what Triton does before its first kernel, which needs a GPU
     run python -c "$(<"$MANIFESTS/images/compile_driver.py")"
 fi
+run python -c 'import getpass; getpass.getuser()'
 [[ "$(run id --user)" == 1000 ]] || fail "$IMAGE does not run as user 1000"
 printf '%s works\n' "$IMAGE"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Puts the image of tasks and jobs onto the node of the kind cluster that runs them: `make kind-load` (after `make image`). Not run yet.
-# The CronJob that deletes orphaned jobs runs on it from then on.
+# The CronJob that deletes orphaned jobs and the container before every worker run on it from then on.
 #   manifests/kind/load.sh IMAGE
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../require.sh"
@@ -15,3 +15,4 @@ docker image inspect "$IMAGE" >/dev/null 2>&1 || fail "the image $IMAGE is not o
 node="$(kubectl --context "kind-$CLUSTER" get nodes --selector vit-distillation/node=cpu --output 'jsonpath={.items[*].metadata.name}')"
 kind load docker-image "$IMAGE" --name "$CLUSTER" --nodes "$node"
 kubectl --context "kind-$CLUSTER" --namespace "$NAMESPACE" set image cronjob/vit-distillation-reaper "reaper=$IMAGE"
+wait_with "$IMAGE" --context "kind-$CLUSTER"

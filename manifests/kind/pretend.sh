@@ -8,15 +8,15 @@ require_kubectl
 # pretend NODE INSTANCE_TYPE TAINT RESOURCE=COUNT...
 pretend() {
     local node instance="$2" taint="$3" patch=""
-    node="$(kubectl get nodes --selector "vit-distillation/node=$1" --output name)"
+    node="$(kubectl get nodes --selector "vit-distillation/node=$1" --output 'jsonpath={.items[*].metadata.name}')"
     [[ -n "$node" ]] || fail "no node has the label vit-distillation/node=$1; is the current context the cluster of make kind-up?"
     shift 3
     for resource in "$@"; do # RFC 6901 writes the slash of a resource's name as ~1
         patch+="{\"op\":\"add\",\"path\":\"/status/capacity/${resource%%=*}\",\"value\":\"${resource##*=}\"},"
     done
-    kubectl label "$node" --overwrite "node.kubernetes.io/instance-type=$instance"
-    kubectl taint "$node" --overwrite "$taint=true:NoSchedule"
-    kubectl patch "$node" --subresource=status --type=json --patch "[${patch%,}]"
+    kubectl label node "$node" --overwrite "node.kubernetes.io/instance-type=$instance"
+    kubectl taint node "$node" --overwrite "$taint=true:NoSchedule"
+    kubectl patch node "$node" --subresource=status --type=json --patch "[${patch%,}]"
 }
 
 pretend gpu p4d.24xlarge nvidia.com/gpu nvidia.com~1gpu=8 vpc.amazonaws.com~1efa=4

@@ -11,7 +11,7 @@ from components import task
 from components.launching import Place, Training
 from components.sections import configure, resolve
 from trainer import artifacts
-from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, DataError
+from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, DataError, PreemptedError, StorageAwayError
 
 
 @pytest.fixture
@@ -68,6 +68,22 @@ def test_an_error_is_printed_where_nobody_waits_for_it(monkeypatch, capfd):
     with pytest.raises(SystemExit), task.reporting("prepare"):
         raise DataError("prepare: no images")
     assert capfd.readouterr().err == "error: prepare: no images\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (DataError("no images"), "error: prepare: no images"),
+        (StorageAwayError("s3://bucket does not answer"), "for now: prepare: s3://bucket does not answer"),
+        (PreemptedError("was asked to end"), "for now: prepare: was asked to end"),
+    ],
+)
+def test_argo_reads_whether_to_try_again(monkeypatch, tmp_path, error, words):
+    """KFP's launcher makes one exit code of all, so the termination message has to say it."""
+    monkeypatch.setenv("TRAINER_TERMINATION_LOG", str(tmp_path / "log"))
+    with pytest.raises(SystemExit), task.reporting("prepare"):
+        raise error
+    assert (tmp_path / "log").read_text() == words
 
 
 def test_a_traceback_is_shown_when_debugging(monkeypatch, capfd):

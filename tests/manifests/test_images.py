@@ -49,6 +49,16 @@ def test_it_does_not_run_as_root(name):
 
 
 @pytest.mark.parametrize("name", IMAGES)
+def test_its_user_has_a_name(name):
+    """`getpass.getuser` looks it up, and fails without."""
+    (entry,) = [
+        re.search(r"echo '([^']+)' >>/etc/passwd", rest)[1] for _, rest in instructions(name) if "passwd" in rest
+    ]
+    fields = entry.split(":")
+    assert (len(fields), fields[2], fields[3], fields[5]) == (7, "1000", "1000", "/tmp")
+
+
+@pytest.mark.parametrize("name", IMAGES)
 def test_packages_are_hashed_wheels_and_leave_nothing(name):
     (installing,) = [rest for instruction, rest in instructions(name) if "pip install" in rest]
     for flag in ("--require-hashes", "--only-binary :all:", "--no-cache-dir"):

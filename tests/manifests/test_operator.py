@@ -8,6 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from components.image import IMAGE
 from tests.manifests.conftest import MANIFESTS
 from tests.manifests.jobs import job, templates
 from tests.manifests.pod_security import violations
@@ -17,7 +18,7 @@ from tests.manifests.pod_security import violations
 def init_container(render):
     (config_map,) = render("operator")
     template = config_map["data"]["initContainer.yaml"]
-    given = {"InitContainerImage": "alpine:3.10", "MasterAddr": "job-master-0"}
+    given = {"InitContainerImage": IMAGE, "MasterAddr": "job-master-0"}
     (container,) = yaml.safe_load(re.sub(r"{{\.(\w+)}}", lambda match: given[match[1]], template))
     return container
 
@@ -34,7 +35,7 @@ def test_a_worker_with_it_is_restricted(init_container):
 
 
 def test_it_waits_for_the_master_by_name_and_asks_for_little(init_container):
-    assert "until nslookup job-master-0;" in init_container["command"][-1]
+    assert "until getent hosts job-master-0;" in init_container["command"][-1]
     assert init_container["resources"]["limits"] == {"cpu": "100m", "memory": "20Mi"}
 
 

@@ -65,10 +65,16 @@ def complete(machine, versions):
     """With everything, and an empty cluster that has just been made."""
     machine.play("docker").play("git")
     machine.play("kind", f'version) echo "kind {versions["KIND_VERSION"]} go1.24 linux/amd64";;')
-    nodes = '"get nodes"*) echo node/played;;'
+    nodes = '"get nodes"*) echo played;;\n*"get cronjob"*) echo image:1;;'
     return machine.play(
         "kubectl", f'{nodes}\n*"get secret mlpipeline-minio-artifact"*) echo c2VjcmV0;;\n*"get secret"*) exit 1;;'
     )
+
+
+def waiting_with(image):
+    """The change of the operator's Deployment."""
+    container = {"name": "training-operator", "args": [f"--pytorch-init-container-image={image}"]}
+    return {"spec": {"template": {"spec": {"containers": [container]}}}}
 
 
 SCRIPTS = {
@@ -136,8 +142,14 @@ def test_up_makes_a_cluster_and_installs_in_order(complete, versions):
         "kubectl apply -k operator",
         "kubectl apply -k overlays/kind",
     ]
-    (patched,) = complete.called("kubectl --namespace kubeflow patch")
-    assert re.search(r" deployment training-operator --patch-file \S*/manifests/operator/patch\.yaml$", patched)
+    patched = [re.sub(r" /\S*/manifests/", " ", call) for call in complete.called("kubectl --namespace kubeflow patch")]
+    assert [call.removeprefix("kubectl --namespace kubeflow patch ") for call in patched] == [
+        "configmap workflow-controller-configmap --patch-file kfp/workflow-controller-configmap.yaml",
+        "deployment workflow-controller --patch-file kfp/workflow-controller.yaml",
+        "deployment ml-pipeline --patch-file kfp/api-server.yaml",
+        "deployment training-operator --patch-file operator/patch.yaml",
+        "deployment training-operator --patch " + json.dumps(waiting_with("image:1"), separators=(",", ":")),
+    ]
     calls = complete.called("kubectl")
     first_wait = next(index for index, call in enumerate(calls) if "wait crd/applications" in call)
     assert (
@@ -187,7 +199,7 @@ def test_what_does_not_get_ready_is_said(complete):
 
 def test_pretended_nodes_suit_their_pools(complete):
     assert complete.run("kind/pretend.sh").returncode == 0
-    taints = [call.split()[4] for call in complete.called("kubectl taint")]
+    taints = [call.removeprefix("kubectl taint node played --overwrite ") for call in complete.called("kubectl taint")]
     machines = [call.split("instance-type=")[1] for call in complete.called("kubectl label")]
     patches = [json.loads(call.split("--patch ")[1]) for call in complete.called("kubectl patch")]
     assert all("--subresource=status --type=json" in call for call in complete.called("kubectl patch"))
@@ -219,9 +231,10 @@ def test_load_wants_cluster_and_image(complete, versions):
     assert complete.called("kind load") == [
         "kind load docker-image image:1 --name vit-distillation --nodes played-worker"
     ]
-    assert complete.called()[-1].endswith(
-        "--namespace kubeflow set image cronjob/vit-distillation-reaper reaper=image:1"
-    )
+    *_, reaper, operator = complete.called()
+    assert reaper.endswith("--namespace kubeflow set image cronjob/vit-distillation-reaper reaper=image:1")
+    start = "kubectl --context kind-vit-distillation --namespace kubeflow patch deployment training-operator --patch "
+    assert json.loads(operator.removeprefix(start)) == waiting_with("image:1")
     complete.play("docker", '"image inspect"*) exit 1;;')
     assert (
         "error: the image image:1 is not on this machine; run 'make image'"

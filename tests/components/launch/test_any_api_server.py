@@ -105,7 +105,7 @@ def launch(cluster, pool, identity, spec, backend):
     @contextmanager
     def launched():
         with ThreadPoolExecutor(1) as executor:
-            yield executor.submit(ClusterLauncher(chosen, identity, cluster=cluster).run, spec)
+            yield executor.submit(ClusterLauncher(chosen, identity, cluster=cluster, attempts=1).run, spec)
 
     return launched
 

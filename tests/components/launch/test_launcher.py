@@ -14,6 +14,7 @@ import pytest
 from components.launch import following, pools, watching
 from components.launch.identity import Owner
 from components.launch.launcher import ClusterLauncher
+from components.launch.refusals import AwayError
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from tests.stand_ins.kubernetes.stand_in import Script
 from trainer.costs import Price
@@ -37,9 +38,9 @@ def minutes_of_half_a_second(monkeypatch):
 def run(kubernetes, pool, identity, spec, told):
     """Run a job; changes of the pool by keyword."""
 
-    def run(*, owner=None, record=None, away_limit_s=60.0, **changes):
-        changed = pool.model_copy(update=changes)
-        ClusterLauncher(changed, replace(identity, owner=owner), record=record, away_limit_s=away_limit_s).run(spec)
+    def run(*, owner=None, record=None, attempts=1, away_limit_s=60.0, **changes):
+        changed, owned = pool.model_copy(update=changes), replace(identity, owner=owner)
+        ClusterLauncher(changed, owned, record=record, attempts=attempts, away_limit_s=away_limit_s).run(spec)
 
     return run
 
@@ -48,8 +49,8 @@ def run(kubernetes, pool, identity, spec, told):
 def fails(run):
     """The message with which a job fails."""
 
-    def fails(**changes):
-        with pytest.raises(LaunchError) as failed:
+    def fails(kind=LaunchError, **changes):
+        with pytest.raises(kind) as failed:
             run(**changes)
         return str(failed.value)
 
@@ -248,6 +249,73 @@ def test_a_crash_is_tried_again(kubernetes, fails, run):
     assert len(kubernetes.list(PYTORCHJOBS)) == 2
 
 
+@pytest.fixture
+def soon(monkeypatch):
+    """For the next attempt."""
+    monkeypatch.setattr("components.launch.launcher.PAUSE_S", 0.0)
+
+
+CRASH = Script(output=["step 1"], exit_code=1)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_task_makes_its_job_again_by_itself_where_the_failure_may_pass(kubernetes, run, identity, told, tmp_path):
+    """Argo, as KFP sets it up, does not try a task again that has failed."""
+    kubernetes.script("*-master-0", HANGING)
+    kubernetes.script("*-worker-0", CRASH)
+    kubernetes.script(f"{replace(identity, attempt=3).name}-*", QUICK)
+    run(attempts=3, record=str(tmp_path / "record"))
+    attempts = [job["metadata"]["labels"]["vit-distillation/attempt"] for job in jobs(kubernetes)]
+    assert sorted(attempts) == ["1", "2", "3"]
+    assert [line for line in told() if line.startswith("made again")] == [
+        "made again in 0 s: attempt 2 of 3",
+        "made again in 0 s: attempt 3 of 3",
+    ]
+    kept = {path.relative_to(tmp_path / "record").parent.as_posix() for path in tmp_path.rglob("status.json")}
+    assert kept == {".", "attempt-2", "attempt-3"}
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_task_has_so_many_jobs_and_no_more_also_from_a_new_pod(kubernetes, fails):
+    kubernetes.script("*-master-0", HANGING)
+    kubernetes.script("*-worker-0", CRASH)
+    assert "worker-0 ended with exit code 1" in fails(attempts=2)
+    assert len(jobs(kubernetes)) == 2
+    fails(attempts=3)  # the task's pod was lost, and its next one goes on counting
+    assert len(jobs(kubernetes)) == 3
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_the_trainer_itself_refused_makes_no_second_job(kubernetes, fails):
+    kubernetes.script("*", Script(output=["starting"], exit_code=2, termination_message="distill: no such model"))
+    assert fails(attempts=3).endswith("exit code 2: distill: no such model")
+    assert len(jobs(kubernetes)) == 1
+
+
+@pytest.mark.usefixtures("soon", "minutes_of_half_a_second")
+def test_a_job_that_hangs_is_made_again_so_often_and_no_more(kubernetes, fails, told):
+    """It is deleted, and what it was can not be counted on the cluster."""
+    kubernetes.script("*", HANGING)
+    assert "wrote no line for 0.5 s" in fails(attempts=3, silent_minutes=1)
+    assert sum(line.startswith("made again") for line in told()) == 2
+
+
+@pytest.mark.usefixtures("soon", "minutes_of_half_a_second")
+def test_a_job_that_finds_no_machine_is_not_made_again(kubernetes, fails, told):
+    kubernetes.script("*", Script(pending_s=30))
+    assert "was not running after 0.5 s" in fails(attempts=3, queued_minutes=1)
+    assert not any(line.startswith("made again") for line in told())
+
+
+def test_ctrl_c_between_two_attempts_ends_the_task(kubernetes, run, meanwhile, monkeypatch):
+    monkeypatch.setattr("components.launch.launcher.PAUSE_S", 30.0)
+    kubernetes.script("*", CRASH)
+    meanwhile("made again in 30 s: attempt 2 of 3", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(attempts=3)
+    assert len(jobs(kubernetes)) == 1
+
+
 def test_without_a_message_the_last_lines_explain(kubernetes, fails):
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", Script(output=["loading", "Traceback", "ValueError: planted"], exit_code=1))
@@ -401,7 +469,7 @@ def test_a_server_that_stays_away_ends_the_run_and_leaves_the_job_to_be_followed
     first, second = (kubernetes.add_pod(name)["metadata"]["uid"] for name in ("task-1", "task-2"))
     kubernetes.script("distill-*", Script(output=["step 1", 2.0, "step 2"]))
     meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
-    message = fails(owner=Owner(name="task-1", uid=first), away_limit_s=0.3)
+    message = fails(AwayError, owner=Owner(name="task-1", uid=first), away_limit_s=0.3)
     name = jobs(kubernetes)[0]["metadata"]["name"]
     assert f"job {name} is left to itself: the same task, run again, follows it further" in message
     run(owner=Owner(name="task-2", uid=second))

@@ -1,0 +1,81 @@
+"""Our patches of Kubeflow Pipelines' own services, against what its manifests and Argo's source say."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from components import task
+from tests.manifests.conftest import MANIFESTS
+from tests.pipelines.test_workflow import DEFAULTS
+from trainer.errors import DataError, StorageAwayError
+
+
+def patch(name):
+    return yaml.safe_load((MANIFESTS / "kfp" / name).read_text())
+
+
+@pytest.fixture
+def defaults():
+    return yaml.safe_load(patch("workflow-controller-configmap.yaml")["data"]["workflowDefaults"])
+
+
+@pytest.fixture
+def tries_again(defaults):
+    """Whether Argo tries a node again after its last try ended with a message."""
+    expression = defaults["spec"]["templateDefaults"]["retryStrategy"]["expression"]
+    parts = re.fullmatch(r"lastRetry\.message != '' && !\(lastRetry\.message contains '(.*)'\)", expression)
+    return lambda message: message != "" and parts[1] not in message
+
+
+def argos(termination_message):
+    """What Argo 4.0 says of a pod whose task has failed: `inferFailedReason` in its workflow/controller/operator.go."""
+    return f"main: Error (exit code 1): {termination_message}" if termination_message else "main: Error (exit code 1)"
+
+
+def test_only_the_retries_differ_from_kfps_own(defaults):
+    theirs = yaml.safe_load(DEFAULTS.read_text())
+    assert defaults["spec"]["ttlStrategy"] == theirs["spec"]["ttlStrategy"]
+    ours = defaults["spec"]["templateDefaults"]["retryStrategy"]
+    assert ours.pop("expression")
+    assert ours == theirs["spec"]["templateDefaults"]["retryStrategy"] | {"retryPolicy": "Always"}
+
+
+@pytest.mark.parametrize("error", [DataError("no images"), StorageAwayError("the store does not answer")])
+def test_a_task_is_tried_again_unless_its_error_would_come_again(monkeypatch, tmp_path, tries_again, error):
+    monkeypatch.setenv("TRAINER_TERMINATION_LOG", str(tmp_path / "log"))
+    with pytest.raises(SystemExit), task.reporting("prepare"):
+        raise error
+    assert tries_again(argos((tmp_path / "log").read_text())) == error.passing
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        argos(""),  # a crash, whose traceback is in the log
+        "main: OOMKilled (exit code 137)",
+        "The node was low on resource: memory.",
+        "pod deleted",
+    ],
+)
+def test_a_lost_pod_is_tried_again(tries_again, message):
+    assert tries_again(message)
+
+
+def test_a_graph_is_not_tried_again_because_a_task_in_it_failed(tries_again):
+    """Argo's `executeDAG` marks it as failed without a message; each level would otherwise multiply the tries by three."""
+    assert not tries_again("")
+
+
+def test_kfps_own_mlflow_plugin_is_off():
+    """KFP's `initConfig` lets the environment hide a section of its configuration, and takes an empty variable for set."""
+    (container,) = patch("api-server.yaml")["spec"]["template"]["spec"]["containers"]
+    assert container == {"name": "ml-pipeline-api-server", "env": [{"name": "PLUGINS", "value": ""}]}
+
+
+def test_argo_looks_often_but_not_before_it_sees():
+    """Below two seconds, says its source, it would act on what it has not seen yet."""
+    (container,) = patch("workflow-controller.yaml")["spec"]["template"]["spec"]["containers"]
+    assert container == {"name": "workflow-controller", "env": [{"name": "DEFAULT_REQUEUE_TIME", "value": "2s"}]}
