@@ -207,7 +207,7 @@ def stop(api: Api, run_id: str) -> None:
         DeployError: there is no such run, or the API refuses.
     """
     api.runs.run_service_terminate_run(run_id)
-    print(f"run {run_id} was asked to end; its exit task deletes its jobs, or the reaper does within about 20 minutes")
+    print(f"run {run_id} was asked to end; its exit task deletes its jobs, or the reaper does within three minutes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

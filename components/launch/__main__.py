@@ -99,7 +99,7 @@ def _add_reap(commands: Commands[argparse.ArgumentParser]) -> None:
     scope.add_argument(
         "--orphaned",
         action="store_true",
-        help="jobs that go on although the pod of their task ended more than ten minutes ago; a CronJob asks for it",
+        help="jobs that go on although the pod of their task ended more than two minutes ago; a CronJob asks for it",
     )
     scope.add_argument("--all", action="store_true", help="all jobs of all runs")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
