@@ -67,6 +67,7 @@ def object_store(object_store_server, monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "outage", retries.Outage())
     return object_store_server
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tests import groups
-from trainer import artifacts, config, launch, models
+from trainer import artifacts, config, launch, models, stages
 from trainer.data.dataset import open_dataset
 from trainer.data.schema import SPLITS, UNLABELED, Description, features
 from trainer.profiling.evidence import read_evidence
@@ -90,6 +90,11 @@ class Distillation:
         """Train to the end without a launcher, which takes a moment only."""
         ended = groups.run(self, processes=processes, limit_s=300, **environment)
         assert ended.codes == [0] * processes, ended.messages
+        return self
+
+    def run_here(self):
+        """Train to the end in this process."""
+        stages.call("distill", json.dumps(self.settings), {**self.inputs, **self.outputs})
         return self
 
     def arguments(self, processes):

@@ -487,7 +487,7 @@ class Tracker(Protocol):
         """Send the points that an earlier try of the same training has kept at `place`, a URI; `keep` keeps there from now on."""
 
     def keep(self) -> None:
-        """Before a checkpoint: write down the points that the server has not got; only warns if that fails."""
+        """Before a checkpoint: write down the points that the server has not got; waits for the store, and only warns if that fails."""
 
 
 class _NoTracker:
@@ -658,6 +658,7 @@ class _Sender(threading.Thread):
         self._closing = threading.Event()
         self._give_up = float("inf")
         self._failures = 0
+        self._away_since = 0.0
         self._system: SystemMetricsMonitor | None = None
         self._next_sample = 0.0
         self._samples = samples
@@ -715,6 +716,11 @@ class _Sender(threading.Thread):
         except Exception as error:  # noqa: BLE001  a thread has nobody to raise to, and the training must go on
             self._failed(error, tags)
         else:
+            if self._failures:
+                waited_s = time.monotonic() - self._away_since
+                logger.warning(
+                    "MLflow run %s: the server answers again after %.0f s, and gets what waited", self._run_id, waited_s
+                )
             self._batch, self._failures = [], 0
             self._drop(tags)
         return bool(self._batch or self._waiting or self._tags)
@@ -732,6 +738,7 @@ class _Sender(threading.Thread):
             self._batch = []
             return
         if self._failures == 0:
+            self._away_since = time.monotonic()
             logger.warning("MLflow run %s: metrics wait, the training goes on: %s", self._run_id, _reason(error))
         self._failures += 1
 

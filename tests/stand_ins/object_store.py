@@ -92,6 +92,8 @@ class ObjectStore:
         self.released = threading.Event()
         self.held = 0
         """Requests that a delay holds up at the moment."""
+        self._port = 0
+        """Of the proxy; any that is free before it has one."""
         self.page = 1000
         """Most names that a listing gives at once."""
 
@@ -100,18 +102,27 @@ class ObjectStore:
             [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.port = int(self._process.stdout.readline())
-        self._proxy = Proxy(self)
-        self._thread = threading.Thread(target=self._proxy.serve_forever, kwargs={"poll_interval": 0.05})
-        self._thread.start()
+        self.start()
         self.make_bucket(self.bucket)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.clear()
+    def start(self) -> None:
+        """Take requests, at the same address again after `stop`."""
+        self._proxy = Proxy(self, self._port)
+        self._port = self._proxy.server_port
+        self._thread = threading.Thread(target=self._proxy.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all connections and refuse others; what is stored stays."""
         self._proxy.shutdown()
         self._proxy.close_connections()
         self._proxy.server_close()
         self._thread.join()
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+        self.stop()
         self._process.kill()
         self._process.wait()
         self._process.stdin.close()
@@ -119,7 +130,7 @@ class ObjectStore:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._proxy.server_port}"
+        return f"http://127.0.0.1:{self._port}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -239,10 +250,10 @@ class Proxy(ThreadingHTTPServer):
 
     daemon_threads = False  # so that closing waits for them
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, port: int) -> None:
         self.store = store
         self.connections: set[socket.socket] = set()
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(("127.0.0.1", port), Handler)
 
     def close_connections(self) -> None:
         """End what clients keep open."""

@@ -4,11 +4,12 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from trainer import storage
-from trainer.errors import ObjectDamagedError, ObjectNotFoundError, OutputError, StorageError
+from trainer.errors import ObjectDamagedError, ObjectNotFoundError, OutputError, StorageAwayError, StorageError
 from trainer.storage import cache, objects, retries, transfers
 
 PART = 100_000
@@ -109,9 +110,41 @@ def test_a_store_that_fails_for_a_while_is_waited_for(object_store, caplog):
     object_store.answer(400, times=1)  # RequestTimeout
     object_store.cut(times=1)
     assert storage.read_bytes(object_store.uri("here")) == b"1"
-    assert "s3://artifacts/here: the store answered 503 SlowDown" in caplog.text
-    assert "(attempt 2 of 9)" in caplog.text
     assert len(object_store.requests) == 6
+    away, back = caplog.messages
+    assert away.startswith("s3://artifacts/here: the store answered 503 SlowDown")
+    asked_again = "is away or busy, so requests are tried again, each up to 9 times"
+    assert away.endswith(f"the store at {object_store.endpoint} {asked_again}")
+    assert re.fullmatch(rf"the store at {object_store.endpoint} answers again after \d s", back)
+
+
+def test_that_the_store_is_away_is_said_once_for_all_threads_and_tries(object_store, monkeypatch, caplog):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    uris = [object_store.uri(str(number)) for number in range(4)]
+    object_store.answer(503)
+    with ThreadPoolExecutor(4) as threads:
+        reads = [threads.submit(storage.read_bytes, uri) for uri in uris * 2]
+    assert {type(read.exception()) for read in reads} == {StorageAwayError}
+    assert storage.is_away()
+    object_store.clear()
+    assert not any(map(storage.exists, uris)), "that there is no such object is an answer too"
+    assert not storage.is_away()
+    assert [("is away" in line, "answers again" in line) for line in caplog.messages] == [(True, False), (False, True)]
+
+
+def test_a_store_that_answers_others_is_not_back_while_a_request_still_fails(object_store, caplog):
+    object_store.put("here", b"1")
+    answers = iter([ConnectionResetError(), None])
+
+    def ask():
+        if failure := next(answers):
+            raise failure
+        assert storage.read_bytes(object_store.uri("here")) == b"1"
+        assert storage.is_away(), "else each of many requests would say that it is back, and the next that it is away"
+
+    retries.call("there", ask)
+    assert not storage.is_away()
+    assert len(caplog.messages) == 2
 
 
 def test_waits_grow_and_differ(monkeypatch):

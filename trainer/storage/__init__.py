@@ -33,6 +33,7 @@ from trainer.storage.objects import (
     remove_file,
     write_bytes,
 )
+from trainer.storage.retries import is_away
 from trainer.storage.transfers import FileRecord, download_directory, file_digest, upload_directory
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "file_digest",
     "files",
     "flush",
+    "is_away",
     "is_remote",
     "join",
     "listing",

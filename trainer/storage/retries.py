@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -32,6 +33,52 @@ def endpoint() -> str:
     return next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
 
 
+class Outage:
+    """Whether the store is away: said once when it goes and once when it is back, for all threads together."""
+
+    def __init__(self) -> None:
+        """It is there."""
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._failing: set[object] = set()
+        """Calls whose last attempt has failed."""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the store has not answered since a request failed."""
+        return self._since is not None
+
+    def failed(self, call: object, uri: str, error: Exception, attempts: int) -> None:
+        """An attempt of a call has failed in a way that may pass."""
+        with self._lock:
+            self._failing.add(call)
+            if self._since is None:
+                self._since = time.monotonic()
+                logger.warning(
+                    "%s: %s; %s is away or busy, so requests are tried again, each up to %d times",
+                    uri,
+                    _told(error),
+                    _store(),
+                    attempts,
+                )
+
+    def ended(self, call: object, *, answered: bool) -> None:
+        """A call has ended; the store is back where it was answered, unless others still try in vain."""
+        with self._lock:
+            self._failing.discard(call)
+            if answered and self._since is not None and not self._failing:
+                logger.warning("%s answers again after %.0f s", _store(), time.monotonic() - self._since)
+                self._since = None
+
+
+outage = Outage()
+
+
+def is_away() -> bool:
+    """Whether the store has not answered this process since a request of it failed."""
+    return outage.lasts
+
+
 def call(uri: str, request: Callable[[], T]) -> T:
     """The result of a request to the store; what passes (5xx, no answer, cut off) is waited for, twice as long each time, with jitter.
 
@@ -47,20 +94,26 @@ def call(uri: str, request: Callable[[], T]) -> T:
         StorageError: the store refuses.
     """
     attempts = _attempts()
-    start = time.monotonic()
-    for attempt in range(1, attempts + 1):
-        try:
-            return request()
-        except Exception as error:  # aiobotocore, aiohttp and s3fs raise many kinds; none is passed over
-            if not _passes(error):
-                raise _refusal(uri, error) from error
-            if attempt == attempts:
-                raise _exhaustion(uri, error, attempts, time.monotonic() - start) from error
-            wait = min(FIRST_WAIT_S * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(0.5, 1)
-            logger.warning(
-                "%s: %s; trying again in %.1f s (attempt %d of %d)", uri, _told(error), wait, attempt + 1, attempts
-            )
-            time.sleep(wait)
+    start, this, answered = time.monotonic(), object(), False
+    try:
+        for attempt in range(1, attempts + 1):
+            try:
+                result = request()
+            except Exception as error:  # aiobotocore, aiohttp and s3fs raise many kinds; none is passed over
+                if not _passes(error):
+                    answered = bool(_status(error)) or isinstance(error, FileNotFoundError)
+                    raise _refusal(uri, error) from error
+                outage.failed(this, uri, error, attempts)
+                if attempt == attempts:
+                    raise _exhaustion(uri, error, attempts, time.monotonic() - start) from error
+                # The exponent is bounded: a float has none of more than a thousand.
+                wait = min(FIRST_WAIT_S * 2.0 ** min(attempt - 1, 100), LONGEST_WAIT_S) * random.uniform(0.5, 1)
+                time.sleep(wait)
+            else:
+                answered = True
+                return result
+    finally:
+        outage.ended(this, answered=answered)
     raise AssertionError("the last attempt returns or raises")
 
 

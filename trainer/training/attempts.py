@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +26,9 @@ from trainer.errors import (
     TrainingError,
 )
 from trainer.profiling.schema import AttemptRecord
+from trainer.training.checkpoints.collection import LAST_WAIT_S
+from trainer.training.checkpoints.writer import Writer
+from trainer.training.meetings import wait_limit_s
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +36,7 @@ ATTEMPTS = "attempts.json"
 FAILURE = "failure-"
 """Begins the name of the note of a process that failed; its rank follows."""
 _LOCAL_INTERVAL_S, _REMOTE_INTERVAL_S = 5.0, 60.0
-"""Least time between two signs of life; in a store each takes a request, for which the training waits."""
+"""Least time between two signs of life; in a store each takes some requests."""
 _RECORDS = TypeAdapter(tuple[AttemptRecord, ...])
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 """What differs between two messages of the same kind: addresses, process ids, sizes."""
@@ -53,12 +57,22 @@ class Failure(BaseModel):
 class Attempts:
     """Notes this try and its signs of life beside the checkpoints, where the next one finds them; with them they are removed.
 
+    Each sign of life begins with a look whether a later try has begun. It is given in the background, where it may wait for a store.
+
     with attempts:
         for step in ...:
             attempts.seen(steps completed)
     """
 
-    def __init__(self, checkpoints: str, first_step: int, *, active: bool, rank: int = 0) -> None:
+    def __init__(
+        self,
+        checkpoints: str,
+        first_step: int,
+        *,
+        active: bool,
+        rank: int = 0,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
         """Of the training with these checkpoints, a URI; where not `active` only a failure is noted.
 
         Args:
@@ -66,6 +80,7 @@ class Attempts:
             first_step: of this try.
             active: whether this is the process that notes the tries.
             rank: of this process.
+            look: raises `SupersededError` where a later try has begun.
         """
         self._uri, self._active = storage.join(checkpoints, ATTEMPTS), active
         self._checkpoints, self._rank = checkpoints, rank
@@ -73,34 +88,44 @@ class Attempts:
         self._first_step, self._steps = first_step, 0
         self._before: tuple[AttemptRecord, ...] = ()
         self._began_unix = self._due = 0.0
+        self._look, self._writer = look, Writer(checkpoints)
 
     def __enter__(self) -> Self:
         self._began_unix = time.time()
         if self._active:
             self._before = self._read()
-            self._write()
+            self._begin_sign(self._write)
+            self._writer.wait()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Note how the try has ended.
+        """Note how the try has ended, when the last sign of life has arrived: else it could come after what is written now, or removed.
 
         Raises:
             TrainerError: it failed as an earlier one did; of that one's kind, if that has a message for users.
         """
         if isinstance(error, SupersededError):
             return  # the notes are the later try's
-        if kind is not None and self._active:
-            self._write()
+        is_idle = self._writer.wait(wait_limit_s() if kind is None else LAST_WAIT_S)
+        if kind is not None and self._active and is_idle:
+            self._begin_sign(self._sign)
+            self._writer.wait(LAST_WAIT_S)
         if isinstance(error, Exception) and not isinstance(error, PreemptedError | LostProcessError | StorageAwayError):
             self._note_failure(error)
 
     def seen(self, steps: int) -> None:
-        """So many steps are completed; written down every now and then."""
+        """So many steps are completed; written down every now and then.
+
+        Raises:
+            SupersededError: a later try of this training has begun.
+        """
         self._steps = steps
-        if self._active and time.monotonic() >= self._due:
-            self._write()
+        if self._writer.failure is not None:
+            raise self._writer.failure
+        if self._active and time.monotonic() >= self._due and self._writer.wait(0):
+            self._begin_sign(self._sign)
 
     def records(self) -> tuple[AttemptRecord, ...]:
         """All tries, the last one is this; none where not active."""
@@ -150,10 +175,14 @@ class Attempts:
             logger.warning("earlier attempts are not known: %s can not be read (%s)", self._uri, error)
             return ()
 
-    def _write(self) -> None:
+    def _begin_sign(self, work: Callable[[], None]) -> None:
         self._due = time.monotonic() + self._interval_s
+        self._writer.start(work, "the attempt is not noted")  # the training can do without
+
+    def _sign(self) -> None:
+        self._look()
+        self._write()
+
+    def _write(self) -> None:
         content = json.dumps([record.model_dump() for record in self.records()], indent=2)
-        try:
-            storage.write_bytes(self._uri, content.encode())
-        except TrainerError as error:  # the training can do without
-            logger.warning("the attempt is not noted: %s", error)
+        storage.write_bytes(self._uri, content.encode())

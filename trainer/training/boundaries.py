@@ -44,7 +44,9 @@ class Trained(Protocol):
         """Whether a top-1 accuracy is the highest so far."""
         ...
 
-    def save(self, step: int, *, top1: float | None = None, pending: tuple[str, ...] = ()) -> None:
+    def save(
+        self, step: int, *, top1: float | None = None, pending: tuple[str, ...] = (), needed: bool = False
+    ) -> None:
         """Copy the state after `step` steps, which is then written in the background."""
         ...
 
@@ -132,13 +134,13 @@ class Boundary:
         if wanted or (self._checkpoints and self._trained.is_best(top1)):
             self._report.flush()
             with self._timeline.range("checkpoint"):
-                self._trained.save(step + 1, top1=top1)
+                self._trained.save(step + 1, top1=top1, needed=step == max(self._checkpoints, default=None))
 
     def _end(self, step: int, measured: Mapping[str, float] | None) -> None:
         self._report.flush()
         with self._timeline.range("checkpoint"):
             pending = (VALIDATION,) if measured is None else ()
-            self._trained.save(step + 1, top1=(measured or {}).get(TOP1), pending=pending)
+            self._trained.save(step + 1, top1=(measured or {}).get(TOP1), pending=pending, needed=True)
             self._kept.finish(needed=True)
         raise PreemptedError(
             f"{self._name}: was asked to end after step {step + 1}; its checkpoint is written, and the same command goes on from there"

@@ -186,9 +186,16 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     report = _report(training, recorder, tracker, first_step)
     say, active = report.progress.say, processes.is_first
     watch = Watch(recorder, training.watch, tracker=tracker, say=say, active=active)
-    attempts = Attempts(training.checkpoints.uri, first_step, active=processes.is_first, rank=processes.rank)
+    attempts = Attempts(
+        training.checkpoints.uri,
+        first_step,
+        active=processes.is_first,
+        rank=processes.rank,
+        look=training.checkpoints.check_ours,
+    )
     recorder.attempts = attempts.records
     tracker.go_on(training.checkpoints.uri)
+    training.checkpoints.beforehand = tracker.keep
     with attempts, recorder, report.progress, watch, training.checkpoints, Preemption(processes) as preemption:
         boundary = _boundary(training, loop, report, timeline, preemption)
         boundary.catch_up(first_step - 1, loop.pending)
@@ -407,13 +414,16 @@ class Loop:
         """Whether a top-1 accuracy is the highest so far; the same on every process."""
         return top1 is not None and (self._best is None or top1 > self._best)
 
-    def save(self, step: int, *, top1: float | None = None, pending: tuple[str, ...] = ()) -> None:
+    def save(
+        self, step: int, *, top1: float | None = None, pending: tuple[str, ...] = (), needed: bool = False
+    ) -> None:
         """Copy the state after `step` steps, which is then written in the background; all processes take part, the first one writes.
 
         Args:
             step: optimiser steps done.
             top1: accuracy on the validation split after them, where it was measured.
             pending: what belongs to the last of them and is still to be done.
+            needed: whether no step follows.
 
         Raises:
             TrainingError: weights are not finite; they are not kept.
@@ -425,7 +435,7 @@ class Loop:
         if self.is_best(top1):
             self._best = top1
         if self._processes.is_first:
-            self._training.checkpoints.save(state, top1=top1)
+            self._training.checkpoints.save(state, top1=top1, needed=needed)
 
     def _check_finite(self, step: int, state: State) -> None:
         """The loss was finite, but the update that followed may have spoilt the weights, which would never heal."""

@@ -75,7 +75,7 @@ class Report:
             self._send()
 
     def flush(self) -> None:
-        """Before a checkpoint: wait for all losses, pass them on, and keep what MLflow has not got of them.
+        """Before a checkpoint: wait for all losses, and pass them on.
 
         Raises:
             TrainingError: one of them is not finite.
@@ -87,7 +87,6 @@ class Report:
             )  # a GPU could not tell who is missing
             self._send()
         self._publish()
-        self._tracker.keep()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Pass metrics on to the evidence and to MLflow."""

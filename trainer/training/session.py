@@ -67,6 +67,8 @@ class Session:
     evidence: Draft
     """The evidence in the making."""
     checkpoint_root: str
+    output: str | Path = ""
+    """Where the model directory will be, if it is to be kept."""
     startup: Startup
     watch: WatchSettings
     _fitted: dict[str, Any] = field(default_factory=dict)
@@ -115,6 +117,7 @@ class Session:
             section=SECTION_OF_STAGE[self.stage],
             keep=settings.checkpoint_keep,
             shared=root_is_shared(),
+            output=self.output,
         )
         self._trainings.append(checkpoints)
         training = Training(
@@ -308,6 +311,7 @@ def open_session(
                 model=model_draft,
                 evidence=evidence_draft,
                 checkpoint_root=root,
+                output=model,
                 startup=startup,
                 watch=settings.watch or WatchSettings(),
             )

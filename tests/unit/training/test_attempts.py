@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,65 @@ def test_signs_of_life_are_rare_and_the_last_one_survives_a_kill(tmp_path, monke
         attempts.seen(1)
         assert read(tmp_path)[-1]["steps_seen"] == 0, "written a moment ago"
         later = module.time.monotonic() + 6
-        monkeypatch.setattr(module.time, "monotonic", lambda: later)
-        attempts.seen(2)
-        attempts.seen(3)
+        with monkeypatch.context() as clock:
+            clock.setattr(module.time, "monotonic", lambda: later)
+            attempts.seen(2)
+            attempts._writer.wait()
+            attempts.seen(3)
         assert read(tmp_path)[-1]["steps_seen"] == 2
         assert attempts.records()[-1].steps_seen == 3
+
+
+def test_a_sign_of_life_begins_with_a_look_whether_a_later_try_has_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LOCAL_INTERVAL_S", 0.0)
+    later = []
+
+    def look():
+        if later:
+            raise SupersededError("superseded")
+
+    with Attempts(str(tmp_path), 0, active=True, look=look) as attempts:
+        attempts.seen(1)
+        attempts._writer.wait()
+        later.append("one")
+        (tmp_path / ATTEMPTS).write_text("the later one's")
+        attempts.seen(2)
+        attempts._writer.wait()
+        with pytest.raises(SupersededError):
+            attempts.seen(3)
+    assert (tmp_path / ATTEMPTS).read_text() == "the later one's"
+
+
+def test_a_sign_of_life_that_waits_for_the_store_holds_up_no_step_and_says_nothing(object_store, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_REMOTE_INTERVAL_S", 0.0)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    with Attempts(object_store.uri("c"), 0, active=True) as attempts:
+        object_store.delay(3600)
+        for steps in range(1, 1000):
+            attempts.seen(steps)
+        object_store.clear()
+        object_store.answer(503)
+        attempts._writer.wait()
+        attempts.seen(1000)  # another one, which fails
+        attempts._writer.wait()
+        object_store.clear()
+        attempts.seen(1001)
+    assert json.loads(object_store.get(f"c/{ATTEMPTS}"))[-1]["steps_seen"] == 1001
+    assert not [line for line in caplog.messages if "not noted" in line]
+
+
+def test_the_last_sign_of_life_has_arrived_when_a_try_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LOCAL_INTERVAL_S", 0.0)
+    looks = []
+
+    def look():
+        looks.append("slow")
+        time.sleep(0.2)
+
+    with Attempts(str(tmp_path), 0, active=True, look=look) as attempts:
+        attempts.seen(7)
+    assert looks
+    assert read(tmp_path)[-1]["steps_seen"] == 7, "it could come after the training's notes are removed"
 
 
 def test_other_processes_neither_read_nor_write(tmp_path):

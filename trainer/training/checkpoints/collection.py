@@ -6,8 +6,7 @@ import logging
 import os
 import re
 import shutil
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -37,8 +36,8 @@ from trainer.training.processes import Processes
 
 logger = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S = 60.0
-"""Between two looks whether a later try has begun."""
+PATIENCE_S = 5.0
+"""How long a step waits for a checkpoint that is on its way to a store; then the one that is due is passed over."""
 LAST_WAIT_S = 10.0
 """How long a training that fails waits for the checkpoint that is being written."""
 TOP1 = "val_top1"
@@ -90,6 +89,7 @@ class Checkpoints:
         section: str = "",
         keep: int = 2,
         shared: bool = True,
+        output: str | Path = "",
     ) -> None:
         """Below `root`, for the training `name`.
 
@@ -101,16 +101,21 @@ class Checkpoints:
             section: of the settings, for their full names in messages.
             keep: newest checkpoints that are kept, beside the best.
             shared: whether other runs' checkpoints may stand there; if not, those of a training of this name are this one's.
+            output: the artifact that the training is for: where it is complete, a later try has ended.
         """
         self._root, self._name, self._section = root, name, section
         self._settings, self._parents, self._keep, self._shared = settings, parents, keep, shared
+        self._output = output
+        self.beforehand: Callable[[], None] = lambda: None
+        """What is done, in the background too, before a checkpoint is written: it has to be there when that is."""
         key = artifacts.digest({"settings": compatible(settings), "parents": parents})[:16]
         self.uri = storage.join(root, f"{name}-{key}")
         self._generation: Generation | None = None
         self._whole: dict[Entry, float | None] = {}
         """Complete ones, not known to be damaged -> top-1 accuracy of those that were measured."""
         self._snapshot, self._writer = Snapshot(), Writer(name)
-        self._look_s = time.monotonic() + LOOK_INTERVAL_S
+        self._passed_over = False
+        """Whether the last one that was due was passed over."""
 
     def __enter__(self) -> Self:
         return self
@@ -211,17 +216,32 @@ class Checkpoints:
     # -----------------------------------------------------------------------------------------------------------------
     # Writing
 
-    def save(self, state: State, *, top1: float | None = None) -> None:
+    def save(self, state: State, *, top1: float | None = None, needed: bool = False) -> None:
         """Copy a state, unless this try has written that step, and write it in the background; waits for the write before.
+
+        Where a store holds that one up, the state is passed over: the training is to go on, and has another one to keep soon.
 
         Args:
             state: what to keep.
             top1: its accuracy on the validation split, where it was measured.
+            needed: whether no step follows, so that it is not passed over.
 
         Raises:
             SupersededError: a later try of this training has begun.
-            OutputError, StorageError: the third write in a row has failed, or one does not end.
+            OutputError, StorageError: too many writes in a row have failed, or one does not end.
         """
+        if not needed and self._is_held_up():
+            if not self._passed_over:
+                logger.warning(
+                    "%s  no checkpoint after step %d: the one before is still on its way to %s; the training goes on, and keeps the next "
+                    "one that can be written",
+                    self._name,
+                    state.step,
+                    self.uri,
+                )
+            self._passed_over = True
+            return
+        self._passed_over = False
         self._wait()
         self.look()
         if self._generation is None:
@@ -236,13 +256,10 @@ class Checkpoints:
 
         Raises:
             SupersededError: a later try of this training has begun.
-            OutputError, StorageError: the third write in a row has failed.
+            OutputError, StorageError: too many writes in a row have failed.
         """
         if self._writer.gives_up:
-            self._raise(f"{MOST_FAILURES} checkpoints in a row could not be written")
-        if self._generation is not None and time.monotonic() >= self._look_s and self._writer.wait(0):
-            self._look_s = time.monotonic() + LOOK_INTERVAL_S
-            self._writer.start(self.check_ours, "whether a later try has begun is not known")
+            self._raise(f"{MOST_FAILURES} or more checkpoints in a row could not be written")
 
     def finish(self, *, needed: bool = False) -> None:
         """Wait until the last checkpoint is written.
@@ -252,7 +269,7 @@ class Checkpoints:
 
         Raises:
             SupersededError: a later try of this training has begun.
-            OutputError, StorageError: it is needed and could not be written, was the third in a row, or does not end.
+            OutputError, StorageError: it is needed and could not be written, was one too many in a row, or does not end.
         """
         self._wait()
         self.look()
@@ -262,20 +279,44 @@ class Checkpoints:
     def check_ours(self) -> None:
         """Make sure that no later try of this training has begun, before something is written that it writes too.
 
+        A store that has lost the record of the tries says nothing of a later one: this try's is written again.
+
         Raises:
             SupersededError: one has.
             StorageError: the store does not answer or refuses.
         """
-        if self._generation is not None and not self._generation.is_newest():
+        if self._generation is None:
+            return
+        standing = self._generation.standing()
+        if standing == "gone" and not self._is_complete():
+            if self._generation.stake():
+                logger.warning(
+                    "%s  the record of try %d is gone from %s, and was written again; checkpoints may be gone from there too",
+                    self._name,
+                    self._generation.number,
+                    self.uri,
+                )
+                return
+            standing = self._generation.standing()
+        if standing != "newest":
             raise SupersededError(
                 f"{self._name}: superseded: this is try {self._generation.number} of this training, and a later one has begun, or has "
                 f"ended, at {self.uri}; this one writes nothing more; see to the later one"
             )
 
+    def _is_complete(self) -> bool:
+        """Whether a later try has ended and left its output: it removes its checkpoints then, and the claims with them."""
+        return bool(self._output) and artifacts.exists(self._output)
+
     def remove(self) -> None:
         """Drop all checkpoints: the training has ended and its result is kept."""
         self._wait()
         storage.remove(self.uri)
+
+    def _is_held_up(self) -> bool:
+        """Whether the write before does not come to its end at a store; waits a little, unless it is known already."""
+        patience_s = 0.0 if self._passed_over or storage.is_away() else PATIENCE_S
+        return storage.is_remote(self.uri) and not self._writer.wait(patience_s)
 
     def _wait(self) -> None:
         """Wait for what is under way, as long as processes wait for one another."""
@@ -301,6 +342,7 @@ class Checkpoints:
         """In the background: write the snapshot, then drop old ones."""
         assert self._generation is not None, "a try begins before something is saved"
         self.check_ours()
+        self.beforehand()
         entry, figures = Entry(self._generation.number, step), {"step": step}
         try:
             self._write_snapshot(self._uri(entry), figures if top1 is None else {**figures, TOP1: top1})
@@ -335,10 +377,12 @@ class Checkpoints:
 
     def _drop_old(self, generation: int) -> None:
         """Keep the newest ones and the best; of a later try nothing is touched."""
+        present = self.entries()
+        self._whole = {entry: top1 for entry, top1 in self._whole.items() if entry in present}  # a store may lose some
         kept = set(sorted(self._whole, reverse=True)[: self._keep])
         measured = [(top1, entry) for entry, top1 in self._whole.items() if top1 is not None]
         kept |= {max(measured)[1]} if measured else set()
-        for entry in self.entries():
+        for entry in present:
             if entry not in kept and entry.generation <= generation:
                 artifacts.remove(self._uri(entry))
                 self._whole.pop(entry, None)

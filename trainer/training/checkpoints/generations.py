@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from trainer import storage
 from trainer.errors import ObjectNotFoundError, StorageError
 
 _NAME = re.compile(r"(?:generation-|\.?step-\d+-g)(\d+)$")
+_CLAIM = "generation-"
 _MOST_ATTEMPTS = 100
 """Others that may be faster in claiming a number."""
 
@@ -28,18 +31,32 @@ class Generation:
     number: int
     token: bytes
 
-    def is_newest(self) -> bool:
-        """Whether no later try has begun, and no one has taken the claim away.
+    def standing(self) -> Literal["newest", "superseded", "gone"]:
+        """What the store says of this try: no later one has begun, or one has, or there is no claim at all.
+
+        The claims may be gone because a later try has ended and removed them, or because the store has lost its objects; who knows the
+        training's output can tell.
 
         Raises:
             StorageError: the store does not answer or refuses.
         """
-        if newest(self.uri) != self.number:
-            return False
+        names = storage.children(self.uri)
+        if _highest(names) > self.number:
+            return "superseded"
         try:
-            return storage.read_bytes(_marker(self.uri, self.number)) == self.token
+            claimed = storage.read_bytes(_marker(self.uri, self.number))
         except ObjectNotFoundError:
-            return False
+            # What is lost is lost with what is older, so a claim that is there was made after the loss.
+            return "superseded" if any(name.startswith(_CLAIM) for name in names) else "gone"
+        return "newest" if claimed == self.token else "superseded"
+
+    def stake(self) -> bool:
+        """Make the claim where its number is free; gives whether it stands.
+
+        Raises:
+            StorageError: the store does not answer or refuses.
+        """
+        return storage.create_bytes(_marker(self.uri, self.number), self.token)
 
 
 def newest(uri: str) -> int:
@@ -48,7 +65,11 @@ def newest(uri: str) -> int:
     Raises:
         StorageError: the store does not answer or refuses.
     """
-    matches = (_NAME.match(name) for name in storage.children(uri))
+    return _highest(storage.children(uri))
+
+
+def _highest(names: Iterable[str]) -> int:
+    matches = map(_NAME.match, names)
     return max((int(match[1]) for match in matches if match), default=0)
 
 
@@ -61,7 +82,7 @@ def claim(uri: str) -> Generation:
     """
     for _ in range(_MOST_ATTEMPTS):
         generation = Generation(uri=uri, number=newest(uri) + 1, token=uuid.uuid4().hex.encode())
-        if storage.create_bytes(_marker(uri, generation.number), generation.token):
+        if generation.stake():
             return generation
     raise StorageError(
         f"{uri}: {_MOST_ATTEMPTS} other tries of this training began at the same time; end all but one of them"
@@ -69,4 +90,4 @@ def claim(uri: str) -> Generation:
 
 
 def _marker(uri: str, number: int) -> str:
-    return storage.join(uri, f"generation-{number:03d}")
+    return storage.join(uri, f"{_CLAIM}{number:03d}")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
-from trainer.errors import OutputError, StorageError
+from trainer.errors import OutputError, StorageAwayError, StorageError
+from trainer.training.meetings import wait_limit_s
 
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
-"""Failed writes in a row after which the training ends: it would lose more and more, and nobody may be looking at the log."""
+"""Failed writes in a row after which the training ends: it would lose more and more, and nobody may be looking at the log. Where a store is
+away they come one after the other, so there it ends after the time that processes wait for one another."""
 
 PASSING = (OutputError, StorageError, OSError)
 """What may be better the next time: a full disk, a store that is away."""
@@ -26,6 +29,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failures: list[Exception] = []
         """Of the last writes in a row."""
+        self._failing_s = 0.0
+        """When the first of them failed."""
 
     def start(self, work: Callable[[], None], failed: str, *, counts: bool = False) -> None:
         """Begin something; what was begun before must have been waited for.
@@ -33,7 +38,8 @@ class Writer:
         Args:
             work: what is done.
             failed: what the log says where it fails.
-            counts: whether it is a write, which counts where it fails in a way that may pass.
+            counts: whether it is a write, which counts where it fails in a way that may pass. What does not count is repeated anyway, so
+                the log says nothing of it while the store is away.
         """
         # A daemon: a process that has to end at once leaves an unfinished checkpoint, which nobody believes.
         self._thread = threading.Thread(target=self._run, args=(work, failed, counts), name="checkpoint", daemon=True)
@@ -56,17 +62,21 @@ class Writer:
     @property
     def gives_up(self) -> bool:
         """Whether the last write has failed in a way that ends the training, or too many in a row have."""
-        return self.failure is not None and (
-            len(self._failures) >= MOST_FAILURES or not isinstance(self.failure, PASSING)
-        )
+        if self.failure is None or len(self._failures) < MOST_FAILURES:
+            return self.failure is not None and not isinstance(self.failure, PASSING)
+        lasts_s = time.monotonic() - self._failing_s
+        return not isinstance(self.failure, StorageAwayError) or lasts_s > wait_limit_s()
 
     def _run(self, work: Callable[[], None], failed: str, counts: bool) -> None:
         try:
             work()
         except Exception as error:  # noqa: BLE001  # whatever it is, the thread that trains has to hear of it
             if counts or not isinstance(error, PASSING):
+                self._failing_s = self._failing_s if self._failures else time.monotonic()
                 self._failures.append(error)
-            logger.warning("%s  %s: %s", self._name, failed, error)
+            is_first = counts and len(self._failures) == 1
+            if is_first or not isinstance(error, StorageAwayError):  # that the store is away has been said
+                logger.warning("%s  %s: %s", self._name, failed, error)
         else:
             if counts:
                 self._failures.clear()

@@ -5,14 +5,14 @@ import logging
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
-from trainer.errors import OutputError, SettingsError, StorageError, SupersededError
+from trainer import artifacts, storage
+from trainer.errors import OutputError, SettingsError, StorageAwayError, StorageError, SupersededError
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, collection, newest, root_is_shared
 from trainer.training.checkpoints.collection import Entry
 from trainer.training.checkpoints.snapshots import Snapshot
@@ -264,11 +264,25 @@ def test_three_failures_in_a_row_end_the_training_and_the_message_says_what_is_l
     for step in (20, 30, 40):
         held.save(snapshot_of(step, learner()))
     with pytest.raises(
-        OutputError, match=r"distill: 3 checkpoints in a row could not be written: can not write to"
+        OutputError, match=r"distill: 3 or more checkpoints in a row could not be written: can not write to"
     ) as caught:
         held.finish()
     assert f"the same command goes on from {folder(tmp_path)}/step-00000010-g001, which is whole" in str(caught.value)
-    with pytest.raises(OutputError, match="3 checkpoints in a row"):
+    with pytest.raises(OutputError, match="3 or more checkpoints in a row"):
+        held.look()
+
+
+def test_a_store_that_is_away_ends_the_training_after_ten_minutes_only(object_store, monkeypatch, caplog):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    held = checkpoints(object_store.uri("c"))
+    held.begin()
+    object_store.answer(503)
+    for step in (10, 20, 30, 40, 50):
+        held.save(snapshot_of(step, learner()))
+        held.finish()
+    assert len(caplog.messages) == 2, "that the store is away, and that checkpoints are not written"
+    monkeypatch.setenv("TRAINER_WAIT_S", "0.001")
+    with pytest.raises(StorageAwayError, match="3 or more checkpoints in a row could not be written"):
         held.look()
 
 
@@ -329,47 +343,61 @@ def test_the_later_try_counts_even_where_the_earlier_one_came_further(tmp_path):
     assert latest(tmp_path).step == 20
 
 
-def look_until_known(held):
-    """As the loop does after each step; the answer is known a little later."""
-    for _ in range(6000):
-        held.look()
-        time.sleep(0.01)
-
-
-def test_a_try_that_comes_back_learns_of_it_before_its_next_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(collection, "LOOK_INTERVAL_S", 0.0)
-    stale = checkpoints(tmp_path)
-    newest(stale, ALONE)
-    for _ in range(20):
-        stale.look()
-    checkpoints(tmp_path).begin()
-    with pytest.raises(SupersededError, match="superseded"):
-        look_until_known(stale)
-
-
-def test_a_store_that_does_not_answer_is_no_reason_to_end(object_store, monkeypatch, caplog):
-    monkeypatch.setattr(collection, "LOOK_INTERVAL_S", 0.0)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    held = checkpoints(object_store.uri("c"))
-    held.begin()
-    object_store.answer(503)
-    while caplog.text.count("distill  whether a later try has begun is not known: ") < 4:
-        held.look()
-    object_store.clear()
-    held.finish()
-    save(held, 10)
-
-
 def test_a_try_is_over_when_another_has_ended_and_a_new_training_has_taken_its_place(tmp_path):
-    stale, fresh = checkpoints(tmp_path), checkpoints(tmp_path)
+    output = tmp_path / "student"
+    stale, fresh = checkpoints(tmp_path, output=output), checkpoints(tmp_path, output=output)
     save(stale, 10)
     newest(fresh, ALONE)
+    with artifacts.create(output, "model", settings={}):
+        fresh.check_ours()
     fresh.remove()
     with pytest.raises(SupersededError, match="superseded"):
         stale.check_ours()
     checkpoints(tmp_path).begin()
     with pytest.raises(SupersededError, match="superseded"):
         stale.check_ours()
+
+
+def test_a_store_that_has_lost_the_record_of_the_tries_supersedes_nobody(object_store, caplog):
+    held = checkpoints(object_store.uri("c"), output=object_store.uri("student"))
+    held.begin()
+    save(held, 10)
+    storage.remove(object_store.uri("c"))
+    save(held, 20, 30)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"distill  the record of try 1 is gone from {held.uri}, and was written again")
+    assert held.entries() == [Entry(1, 30), Entry(1, 20)]
+    fresh = checkpoints(object_store.uri("c"))
+    assert newest(fresh, ALONE).step == 30
+    with pytest.raises(SupersededError, match="this is try 1"):
+        held.check_ours()
+
+
+def test_a_checkpoint_that_is_due_while_the_store_holds_up_the_one_before_is_passed_over(
+    object_store, monkeypatch, caplog
+):
+    monkeypatch.setattr(collection, "PATIENCE_S", 0.01)
+    held = checkpoints(object_store.uri("c"))
+    held.begin()
+    object_store.delay(3600)
+    for step in (10, 20, 30):
+        held.save(snapshot_of(step, learner()))
+    object_store.clear()
+    held.save(snapshot_of(40, learner()), needed=True)
+    held.finish(needed=True)
+    assert held.entries() == [Entry(1, 40), Entry(1, 10)]
+    (warning,) = caplog.messages
+    assert f"no checkpoint after step 20: the one before is still on its way to {held.uri}" in warning
+
+
+def test_what_has_to_be_there_before_a_checkpoint_is_written_in_the_background_too(tmp_path, slow):
+    held, done = checkpoints(tmp_path), []
+    held.beforehand = lambda: done.append((threading.current_thread().name, names(tmp_path)))
+    held.save(snapshot_of(10, learner()))
+    slow.set()
+    held.finish(needed=True)
+    assert done == [("checkpoint", [])]
+    assert names(tmp_path) == ["step-00000010-g001"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

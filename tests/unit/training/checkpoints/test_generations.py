@@ -1,8 +1,8 @@
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
+from trainer import storage
 from trainer.errors import StorageError
 from trainer.training.checkpoints import generations
 
@@ -17,10 +17,10 @@ def root(request, tmp_path):
 def test_a_later_one_fences_off_the_one_before(root):
     assert generations.newest(root) == 0
     first = generations.claim(root)
-    assert first.is_newest()
+    assert first.standing() == "newest"
     second = generations.claim(root)
     assert (first.number, second.number) == (1, 2)
-    assert (first.is_newest(), second.is_newest()) == (False, True)
+    assert (first.standing(), second.standing()) == ("superseded", "newest")
 
 
 def test_each_number_is_claimed_once(root):
@@ -37,20 +37,36 @@ def test_a_number_that_a_checkpoint_has_is_taken(tmp_path):
     assert generations.claim(str(tmp_path)).number == 8
 
 
-def test_a_claim_that_was_taken_away_or_over_is_lost(tmp_path):
+def test_a_claim_that_was_taken_over_is_lost(tmp_path):
     claimed = generations.claim(str(tmp_path))
-    marker = Path(tmp_path) / "generation-001"
-    marker.write_bytes(b"another")
-    assert not claimed.is_newest()
-    marker.unlink()
-    assert not claimed.is_newest()
+    (tmp_path / "generation-001").write_bytes(b"another")
+    assert claimed.standing() == "superseded"
+    assert not claimed.stake()
+
+
+def test_a_claim_that_is_gone_says_nothing_of_a_later_one_and_is_made_again(root):
+    generations.claim(root)
+    claimed = generations.claim(root)
+    storage.remove(root)
+    assert claimed.standing() == "gone"
+    assert claimed.stake()
+    assert claimed.standing() == "newest"
+    assert generations.claim(root).number == 3
+
+
+def test_who_begins_after_the_claims_were_lost_is_the_later_one_though_its_number_is_lower(root):
+    generations.claim(root)
+    second = generations.claim(root)
+    storage.remove(root)
+    assert generations.claim(root).number == 1
+    assert second.standing() == "superseded"
 
 
 def test_an_answer_that_is_lost_does_not_cost_the_claim(object_store):
     object_store.lose_answer(method="PUT", path="generation-001")
     claimed = generations.claim(object_store.uri("training"))
     assert claimed.number == 1
-    assert claimed.is_newest()
+    assert claimed.standing() == "newest"
 
 
 def test_a_store_that_refuses_is_told(object_store):
