@@ -96,9 +96,9 @@ lint: $(READY)  ## mend what can be mended: order of imports, format
 compile: $(READY)  ## write pipelines/compiled/distillation.yaml
 	$(VENV)/python -m pipelines.compile
 
-deploy-pipeline: $(READY)  ## upload the pipeline to Kubeflow and run it [KFP_HOST=url NAMESPACE=name IMAGE=name RUN=1 WAIT=1 CRON="0 3 * * *" RECIPE= SET= POOL= NODES= PROCESSES= EXPERIMENT=]
+deploy-pipeline: $(READY)  ## upload the pipeline to Kubeflow and run it [KFP_HOST=url NAMESPACE=name IMAGE=name RUN=1 WAIT=1 FRESH=1 CRON="0 3 * * *" RECIPE= SET= POOL= NODES= PROCESSES= EXPERIMENT=]
 	@$(VENV)/python -m pipelines.deploy --image "$$IMAGE" --cron "$$CRON" $(if $(RUN),--run) $(if $(WAIT),--wait) \
-		--recipe "$$RECIPE" --set "$$SET" --experiment "$$EXPERIMENT" --pool "$$POOL" \
+		$(if $(FRESH),--fresh) --recipe "$$RECIPE" --set "$$SET" --experiment "$$EXPERIMENT" --pool "$$POOL" \
 		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES))
 
 .PHONY: neuron-warm-up

@@ -17,6 +17,8 @@ def configure(
     pool: str,
     nodes: int,
     processes_per_node: int,
+    optional_stages: str,
+    generation: str,
 ) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
     "Sections",
     [
@@ -46,10 +48,14 @@ def configure(
         pool: Node pool that the trainings run on.
         nodes: How many machines of the pool.
         processes_per_node: Training processes on each machine.
+        optional_stages: Which of the stages that not every run needs are in this pipeline's graph.
+        generation: Of what KFP's cache holds; what was made under another one is not taken from it.
     """
     from components import sections, task
     from components.launching import Place
 
     with task.reporting("configure"):
-        place = Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
-        return sections.configure(sections.resolve(recipe, overrides, dataset, teacher, experiment), place)
+        settings = sections.resolve(recipe, overrides, dataset, teacher, experiment)
+        return sections.configure(
+            settings, Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node), optional_stages, generation
+        )

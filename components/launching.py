@@ -10,15 +10,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer import artifacts, stages, storage
 from trainer.errors import LaunchError, SettingsError
 from trainer.launch import JobSpec, LocalLauncher
-
-if TYPE_CHECKING:
-    from kfp import dsl
 
 ARTIFACTS = "TRAINER_ARTIFACTS"
 """Environment variable: the folder of an object store through which jobs exchange artifacts with this machine."""
@@ -90,17 +85,12 @@ class Training:
     settings: str
     """Its section of the settings, as JSON text."""
     inputs: Mapping[str, str]
-    """Keyword of each input -> its URI; empty where an optional one is not given."""
-    outputs: Mapping[str, dsl.Artifact]
-    """Keyword of each output -> KFP's artifact."""
+    """Keyword of each input that is given -> its URI."""
+    outputs: Mapping[str, str]
+    """Keyword of each output -> its URI."""
     place: Place
-    job: dsl.Artifact
-    """Takes the record: what was launched; of a cluster's job also how it ended, its events and its logs."""
-
-    @property
-    def given(self) -> dict[str, str]:
-        """Keyword of each input that is given -> its URI."""
-        return {name: uri for name, uri in self.inputs.items() if uri}
+    job: str
+    """URI of the record: what was launched; of a cluster's job also how it ended, its events and its logs."""
 
 
 def launch(training: Training) -> None:
@@ -121,12 +111,12 @@ def _launch_here(training: Training) -> None:
     spec = JobSpec(
         stage=training.stage,
         settings=json.loads(training.settings),
-        inputs=training.given,
-        outputs={name: artifact.path for name, artifact in training.outputs.items()},
+        inputs=training.inputs,
+        outputs=training.outputs,
         nodes=place.nodes,
         processes_per_node=place.processes_per_node or gpus() or 1,
     )
-    record = Path(training.job.path)
+    record = storage.local_path(training.job)
     record.mkdir(parents=True, exist_ok=True)
     (record / JOB).write_text(json.dumps(asdict(spec), indent=2))
     LocalLauncher().run(spec)
@@ -151,19 +141,19 @@ def _launch_on_a_pool(training: Training) -> None:
 
     stage, place = stages.STAGES[training.stage], training.place
     pool, task = pools.get(place.pool), identity.from_environment(stage.name)
-    written = {name: _output_uri(artifact, task.run, stage.name, name) for name, artifact in training.outputs.items()}
+    written = {name: _output_uri(uri, task.run, stage.name, name) for name, uri in training.outputs.items()}
     spec = JobSpec(
         stage=stage.name,
         settings=json.loads(training.settings),
-        inputs={name: _shared(uri, stage.all_inputs[name]) for name, uri in training.given.items()},
+        inputs={name: _shared(uri, stage.all_inputs[name]) for name, uri in training.inputs.items()},
         outputs=written,
         nodes=place.nodes,
         processes_per_node=pool.processes(place.processes_per_node),
     )
-    ClusterLauncher(pool, task, record=training.job.uri).run(spec)
-    for name, artifact in training.outputs.items():
-        if written[name] != artifact.uri:
-            artifacts.copy(written[name], artifact.path, stage.outputs[name])
+    ClusterLauncher(pool, task, record=training.job).run(spec)
+    for name, uri in training.outputs.items():
+        if written[name] != uri:
+            artifacts.copy(written[name], uri, stage.outputs[name])
 
 
 def _shared(uri: str, kind: artifacts.Kind) -> str:
@@ -175,9 +165,9 @@ def _shared(uri: str, kind: artifacts.Kind) -> str:
     return copy
 
 
-def _output_uri(artifact: dsl.Artifact, run: str, stage: str, name: str) -> str:
-    if storage.is_remote(artifact.uri):
-        return str(artifact.uri)
+def _output_uri(uri: str, run: str, stage: str, name: str) -> str:
+    if storage.is_remote(uri):
+        return uri
     return storage.join(exchange_folder(), "runs", run, stage, name)
 
 

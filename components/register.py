@@ -1,5 +1,7 @@
 """The task `register`: student, metrics, verdict -> MLflow model version."""
 
+from typing import NamedTuple
+
 from kfp import dsl
 
 from components.image import IMAGE
@@ -10,35 +12,35 @@ def register(
     settings: str,
     recipe: str,
     resolved: str,
+    dataset: str,
+    teacher: str,
+    student: str,
+    pretrain_evidence: str,
+    distill_evidence: str,
+    report: str,
+    evaluation: str,
     teacher_outputs: str,
     tuning: str,
     warmed: str,
-    dataset: dsl.Input[dsl.Dataset],
-    teacher: dsl.Input[dsl.Model],
-    student: dsl.Input[dsl.Model],
-    pretrain_evidence: dsl.Input[dsl.Artifact],
-    distill_evidence: dsl.Input[dsl.Artifact],
-    report: dsl.Input[dsl.Artifact],
-    evaluation: dsl.Input[dsl.Artifact],
-    registration: dsl.Output[dsl.Artifact],
-) -> None:
-    """Log the student to MLflow, register it, and promote it if it passed.
+) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
+    "Registered", [("registration_uri", str)]
+):
+    """Log the student to MLflow, register it, and promote it if it passed; gives where the summary of the run is.
 
     Args:
         settings: The section `register`, as JSON.
         recipe: The recipe's name.
         resolved: All settings of the run, as JSON.
-        teacher_outputs: Where the teacher's recorded outputs are; empty: the teacher ran in every step.
-        tuning: Where the forecast of the distillation is; empty: nobody made one.
-        warmed: Where the report on what was compiled beforehand is; empty: nothing was.
-        dataset: The prepared data set.
-        teacher: The teacher's model directory.
-        student: The student's model directory.
+        dataset: The prepared data set, its URI and digest.
+        teacher: The teacher's model directory, its URI and digest.
+        student: The student's model directory, its URI and digest.
         pretrain_evidence: What the teacher's training recorded of itself.
         distill_evidence: What the student's training recorded of itself.
         report: The report on both trainings.
         evaluation: The measurements and the verdict.
-        registration: The registered version, and the summary of the whole run.
+        teacher_outputs: The teacher's recorded outputs; empty: the teacher ran in every step.
+        tuning: The forecast of the distillation; empty: nobody made one.
+        warmed: The report on what was compiled beforehand; empty: nothing was.
     """
     import json
 
@@ -52,12 +54,8 @@ def register(
         "distill_evidence": distill_evidence,
         "report": report,
         "evaluation": evaluation,
+        "teacher_outputs": teacher_outputs,
+        "tuning": tuning,
+        "warmed": warmed,
     }
-    run = {
-        "recipe": recipe,
-        "resolved": json.loads(resolved),
-        "teacher_outputs": teacher_outputs or None,
-        "tuning": tuning or None,
-        "warmed": warmed or None,
-    }
-    task.run_stage("register", settings, inputs=inputs, outputs={"registration": registration}, **run)
+    return task.run_stage("register", settings, inputs, recipe=recipe, resolved=json.loads(resolved))

@@ -1,5 +1,7 @@
 """The task `reinforce`: data set and teacher -> teacher outputs."""
 
+from typing import NamedTuple
+
 from kfp import dsl
 
 from components.image import IMAGE
@@ -13,12 +15,12 @@ def reinforce(
     pool: str,
     nodes: int,
     processes_per_node: int,
-    dataset: dsl.Input[dsl.Dataset],
-    teacher: dsl.Input[dsl.Model],
-    teacher_outputs: dsl.Output[dsl.Artifact],
-    page: dsl.Output[dsl.HTML],
-    job: dsl.Output[dsl.Artifact],
-) -> str:
+    dataset: str,
+    teacher: str,
+    recording: dsl.Output[dsl.HTML],
+) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
+    "Recorded", [("teacher_outputs_uri", str)]
+):
     """Record the teacher's outputs on augmented views of the training images; gives where they are. Without `recorded` nothing is launched.
 
     Args:
@@ -28,21 +30,13 @@ def reinforce(
         pool: Node pool to run on; empty: this task's own machine.
         nodes: How many machines of the pool.
         processes_per_node: Processes on each machine; 0: one for each of its devices.
-        dataset: The prepared data set.
-        teacher: The teacher's model directory.
-        teacher_outputs: The teacher's recorded outputs.
-        page: What they hold, as a page.
-        job: What was launched where, how it ended, and its logs.
+        dataset: The prepared data set, its URI and digest.
+        teacher: The teacher's model directory, its URI and digest.
+        recording: What the recorded outputs hold, as a page.
     """
     from components import task
-    from components.launching import Place, Training
+    from components.launching import Place
 
-    training = Training(
-        stage="reinforce",
-        settings=settings,
-        inputs={"dataset": dataset.uri, "teacher": teacher.uri},
-        outputs={"teacher_outputs": teacher_outputs},
-        place=Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
-        job=job,
-    )
-    return task.reinforce(training, distill_teacher, page)
+    place = Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    inputs = {"dataset": dataset, "teacher": teacher}
+    return task.reinforce(settings, distill_teacher, inputs, place, recording)

@@ -14,7 +14,10 @@ from trainer import artifacts, config, preflight, tracking
 from trainer.artifacts import canonical_json
 from trainer.data import sources
 from trainer.environment import variables
-from trainer.errors import TrackingError
+from trainer.errors import SettingsError, TrackingError
+
+OPTIONAL_STAGES = ("warm_up", "tune", "reinforce")
+"""The stages that not every run needs."""
 
 
 class Sections(NamedTuple):
@@ -54,15 +57,39 @@ def _as_overrides(named: Mapping[str, str]) -> list[str]:
     return [shlex.quote(f"{key}={json.dumps(value)}") for key, value in named.items() if value]
 
 
-def configure(settings: config.Settings, place: Place) -> Sections:
+def needed(settings: config.Settings) -> tuple[str, ...]:
+    """Those of `OPTIONAL_STAGES` that a run with these settings needs; tune may choose to record outputs."""
+    wanted = {
+        "warm_up": settings.warm_up.enabled,
+        "tune": settings.tune.enabled,
+        "reinforce": settings.tune.enabled or settings.distill.reads_recording,
+    }
+    return tuple(stage for stage in OPTIONAL_STAGES if wanted[stage])
+
+
+def configure(
+    settings: config.Settings, place: Place, optional: str = " ".join(OPTIONAL_STAGES), generation: str = ""
+) -> Sections:
     """Check what can be checked before anything expensive, and give each stage its own section.
 
+    Args:
+        settings: of the run.
+        place: where its trainings run.
+        optional: those of `OPTIONAL_STAGES` that the pipeline's graph has, with spaces between them.
+
+        generation: of what KFP's cache holds; a new one makes everything again.
+
     Raises:
-        SettingsError: there is no such place, or a warm-up there would be lost.
+        SettingsError: there is no such place, or a warm-up there would be lost, or the graph lacks a stage that the settings ask for.
         TrainerError: a late stage would end, as `preflight.checked` says.
         DataError: the images are not there.
         TrackingError: MLflow does not answer or refuses.
     """
+    if missing := [stage for stage in needed(settings) if stage not in optional.split()]:
+        raise SettingsError(
+            f"these settings need {', '.join(missing)}, which this version of the pipeline leaves out; start them with "
+            "make deploy-pipeline RUN=1, which makes a version for them, or choose one with all stages, which make deploy-pipeline uploads"
+        )
     place.check(warms_up=settings.warm_up.enabled)
     settings = preflight.checked(settings, trains_here=not place.pool)
     source_version = _source_version(settings.data)
@@ -73,7 +100,7 @@ def configure(settings: config.Settings, place: Place) -> Sections:
     own = {stage: canonical_json(settings.for_stage(stage)) for stage in config.SECTION_OF_STAGE}
     return Sections(
         **own,
-        source_version=source_version,
+        source_version=f"{source_version} {generation}".rstrip(),  # the first task that is cached reads it
         weights_version=weights_version(settings.pretrain.weights),
         device=place.device(settings.run.device),
         resolved=canonical_json(resolved),

@@ -1,4 +1,8 @@
-"""What a component's body calls: a stage as a KFP task, with KFP's artifacts as its directories."""
+"""What a component's body calls: a stage as a KFP task.
+
+What a stage makes lies in the task's folder of the pipeline's root, and is handed on as a reference, a text. KFP's own artifacts are what
+a person opens: pages, metrics, teacher and student.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from components import launching
-from components.launching import Training
+from components import launching, references
+from components.launching import Place, Training
 from trainer import artifacts, limits, stages, storage, tracking
 from trainer.config import DistillSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
@@ -28,6 +33,8 @@ DEBUG = "TRAINER_DEBUG"
 """Environment variable, set to show the traceback of an error that has a message."""
 RECORDED, ONLINE = "recorded", "online"
 """Where a distillation takes the teacher's outputs from: a recording, or the teacher itself in every step."""
+_BESIDE_ITS_PAGE = {"evaluation": "measurements"}
+"""Output -> its folder, where a page for Kubeflow's UI has its name."""
 ERROR_FILE = "TRAINER_ERROR_FILE"
 """Environment variable that names the file for the message, where somebody waits to show it; else it is printed."""
 
@@ -73,55 +80,91 @@ def _show_log() -> None:
         logger.setLevel(logging.INFO)
 
 
-def run_stage(
-    stage: str,
-    settings: str,
-    *,
-    inputs: Mapping[str, dsl.Artifact],
-    outputs: Mapping[str, dsl.Artifact],
-    **further: object,
-) -> None:
-    """Run a stage in this process. Each output gets its kind and fingerprint as metadata.
+def run_stage(stage: str, settings: str, inputs: Mapping[str, str], **further: object) -> tuple[str, ...]:
+    """Run a stage in this process.
 
     Args:
         stage: a key of `STAGES`.
         settings: its section of the settings, as a JSON object.
-        inputs: keyword of each input -> KFP's artifact.
-        outputs: keyword of each output -> KFP's artifact.
+        inputs: keyword of each input -> reference to the artifact; empty where an optional one is not given.
         further: what only this stage takes.
+
+    Returns:
+        References to its outputs, in the order of the stage's.
 
     Raises:
         SystemExit: the stage failed with a message, which was told.
     """
     with reporting(stage):
-        directories = {name: artifact.path for name, artifact in {**inputs, **outputs}.items()}
-        stages.call(stage, settings, directories, **further)
-        for name, artifact in outputs.items():
-            _describe(artifact, stages.STAGES[stage].outputs[name])
+        places = _places(stage)
+        stages.call(stage, settings, {**references.uris(inputs), **places}, **further)
+        return _made(stage, places)
 
 
-def train(training: Training) -> None:
-    """Run a training stage as a group of processes, here or on a node pool. Each output gets its kind and fingerprint as metadata.
+def train(
+    stage: str,
+    settings: str,
+    inputs: Mapping[str, str],
+    place: Place,
+    models: Mapping[str, dsl.Model] = MappingProxyType({}),
+) -> tuple[str, ...]:
+    """Run a training stage as a group of processes, here or on a node pool.
+
+    Args:
+        stage: a key of `STAGES`.
+        settings: its section of the settings, as a JSON object.
+        inputs: keyword of each input -> reference to the artifact; empty where an optional one is not given.
+        place: where it runs.
+        models: keyword of each output that is one of KFP's artifacts too -> that, which gets kind and fingerprint as metadata.
+
+    Returns:
+        References to its outputs, in the order of the stage's.
 
     Raises:
         SystemExit: the stage failed with a message, which was told.
     """
-    with reporting(training.stage):
-        launching.launch(training)
-        for name, artifact in training.outputs.items():
-            _describe(artifact, stages.STAGES[training.stage].outputs[name])
+    with reporting(stage):
+        places = _places(stage)
+        launching.launch(
+            Training(
+                stage=stage,
+                settings=settings,
+                inputs=references.uris(inputs),
+                outputs=places,
+                place=place,
+                job=_place("job"),
+            )
+        )
+        for name, model in models.items():
+            kind = stages.STAGES[stage].outputs[name]
+            model.metadata.update(kind=kind, fingerprint=artifacts.manifest(places[name], kind).fingerprint)
+        return _made(stage, places)
 
 
-def warm_up(training: Training) -> str:
-    """Run the stage warm_up if its section says so; gives the URI of its report, empty where nothing was run.
+def _places(stage: str) -> dict[str, str]:
+    """Keyword of each output of a stage -> its URI in this task's folder of the pipeline's root."""
+    return {name: _place(_BESIDE_ITS_PAGE.get(name, name)) for name in stages.STAGES[stage].outputs}
+
+
+def _place(name: str) -> str:
+    from kfp import dsl  # at hand in a task, and nowhere else needed
+
+    return str(dsl.get_uri(name))
+
+
+def _made(stage: str, places: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(references.to(places[name], kind) for name, kind in stages.STAGES[stage].outputs.items())
+
+
+def warm_up(settings: str, inputs: Mapping[str, str], place: Place) -> tuple[str, ...]:
+    """Run the stage warm_up if its section says so; gives the reference to its report, empty where nothing was run.
 
     Raises:
         SystemExit: the stage failed with a message, which was told.
     """
-    if not WarmUpSettings.model_validate_json(training.settings).enabled:
-        return ""
-    train(training)
-    return str(training.outputs["warmed"].uri)
+    if not WarmUpSettings.model_validate_json(settings).enabled:
+        return ("",)
+    return train("warm_up", settings, inputs, place)
 
 
 class Tuned(NamedTuple):
@@ -131,74 +174,65 @@ class Tuned(NamedTuple):
     """The section of the distillation, as JSON."""
     distill_teacher: str
     """`recorded` if reinforce has to run before distill, `online` if not."""
-    uri: str
-    """Where the tuning is; empty where nothing was measured."""
+    tuning_uri: str
+    """The reference to the tuning; empty where nothing was measured."""
 
 
-def tune(training: Training) -> Tuned:
+def tune(settings: str, inputs: Mapping[str, str], place: Place) -> Tuned:
     """Run the stage tune if its section says so, and give the settings that distill then uses.
 
     Raises:
         SystemExit: the stage failed with a message, which was told.
     """
-    section = TuneSettings.model_validate_json(training.settings)
+    section = TuneSettings.model_validate_json(settings)
     if not section.enabled:
         return _tuned(section.distill or DistillSettings())
-    train(training)
-    output = training.outputs["tuning"]
-    made = read_tuning(_written(output))
-    return _tuned(DistillSettings.model_validate(made.settings), str(output.uri))
+    (made,) = train("tune", settings, inputs, place)
+    found = read_tuning(references.uri_of(made))
+    return _tuned(DistillSettings.model_validate(found.settings), made)
 
 
-def reinforce(training: Training, distill_teacher: str, page: dsl.HTML) -> str:
-    """Run the stage reinforce if the distillation reads what it records; gives the URI of that, empty where nothing was recorded.
+def _tuned(settings: DistillSettings, made: str = "") -> Tuned:
+    text = artifacts.canonical_json(settings.model_dump(mode="json"))
+    return Tuned(text, RECORDED if settings.reads_recording else ONLINE, made)
+
+
+def reinforce(
+    settings: str, distill_teacher: str, inputs: Mapping[str, str], place: Place, recording: dsl.HTML
+) -> tuple[str, ...]:
+    """Run the stage reinforce if the distillation reads what it records; gives the reference to that, empty where nothing was recorded.
 
     Raises:
         SystemExit: the stage failed with a message, which was told.
     """
     if distill_teacher != RECORDED:
-        return ""
-    train(training)
-    made = training.outputs["teacher_outputs"]
-    show_page(made, "report.html", page)
-    return str(made.uri)
+        return ("",)
+    (made,) = train("reinforce", settings, inputs, place)
+    show_page(made, "report.html", recording)
+    return (made,)
 
 
-def _tuned(settings: DistillSettings, uri: str = "") -> Tuned:
-    text = artifacts.canonical_json(settings.model_dump(mode="json"))
-    return Tuned(text, RECORDED if settings.reads_recording else ONLINE, uri)
+def show_page(made: str, file: str, page: dsl.HTML) -> None:
+    """Show a page of a stage's output in Kubeflow's UI."""
+    Path(page.path).write_bytes(_content(made, file))
 
 
-def _describe(artifact: dsl.Artifact, kind: artifacts.Kind) -> None:
-    artifact.metadata.update(kind=kind, fingerprint=artifacts.manifest(_written(artifact), kind).fingerprint)
+def show_evaluation(made: str, page: dsl.HTML, metrics: dsl.Metrics, confusion: dsl.ClassificationMetrics) -> None:
+    """Show an evaluation in Kubeflow's UI: its page, its numbers, `{"student": {"top1": 0.9}}` as `student.top1`, and the student's errors.
 
-
-def _written(artifact: dsl.Artifact) -> str:
-    """Where the directory of an output is: on this machine, or at the artifact's URI, to which a job on a cluster writes."""
-    return str(artifact.path if artifacts.exists(artifact.path) else artifact.uri)
-
-
-def show_page(source: dsl.Artifact, file: str, page: dsl.HTML) -> None:
-    """Show a page of a stage's directory in the Kubeflow UI."""
-    Path(page.path).write_bytes(storage.read_bytes(storage.join(_written(source), file)))
-
-
-def show_metrics(source: dsl.Artifact, metrics: dsl.Metrics) -> None:
-    """Show the numbers among a stage's figures, `{"student": {"top1": 0.9}}` as `student.top1`, in the Kubeflow UI.
-
-    They are written to the artifact's file too: KFP's local cache takes an artifact without a file for lost.
+    Numbers and errors are written to the artifacts' files too: KFP's local cache takes an artifact without a file for lost.
     """
-    kind = source.metadata["kind"]
-    figures = tracking.numbers(artifacts.read(source.path, kind).figures)
+    show_page(made, "report.html", page)
+    figures = tracking.numbers(artifacts.manifest(references.uri_of(made), "evaluation").figures)
     numbers = {name.replace("/", "."): value for name, value in figures.items()}
     for name, value in numbers.items():
         metrics.log_metric(name, value)
     Path(metrics.path).write_text(json.dumps(numbers, indent=2))
-
-
-def show_confusion(evaluation: dsl.Artifact, confusion: dsl.ClassificationMetrics) -> None:
-    """Show the student's confusion matrix in the Kubeflow UI; its file is kept for the reason given in `show_metrics`."""
-    content = (Path(evaluation.path) / "confusion.json").read_text()
+    content = _content(made, "confusion.json")
     matrix = json.loads(content)
     confusion.log_confusion_matrix(matrix["labels"], matrix["matrix"])
-    Path(confusion.path).write_text(content)
+    Path(confusion.path).write_bytes(content)
+
+
+def _content(made: str, file: str) -> bytes:
+    return storage.read_bytes(storage.join(references.uri_of(made), file))

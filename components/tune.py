@@ -14,12 +14,10 @@ def tune(
     pool: str,
     nodes: int,
     processes_per_node: int,
-    dataset: dsl.Input[dsl.Dataset],
-    teacher: dsl.Input[dsl.Model],
-    tuning: dsl.Output[dsl.Artifact],
-    job: dsl.Output[dsl.Artifact],
+    dataset: str,
+    teacher: str,
 ) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Tuned", [("distill", str), ("distill_teacher", str), ("uri", str)]
+    "Tuned", [("distill", str), ("distill_teacher", str), ("tuning_uri", str)]
 ):
     """Try the distillation where it will run; gives its settings, tuned if that is asked for. Without `enabled` nothing is launched.
 
@@ -29,20 +27,11 @@ def tune(
         pool: Node pool to run on; empty: this task's own machine.
         nodes: How many machines of the pool.
         processes_per_node: Processes on each machine; 0: one for each of its devices.
-        dataset: The prepared data set.
-        teacher: The teacher's model directory.
-        tuning: What was tried, what was found, and the forecast.
-        job: What was launched where, how it ended, and its logs.
+        dataset: The prepared data set, its URI and digest.
+        teacher: The teacher's model directory, its URI and digest.
     """
     from components import task
-    from components.launching import Place, Training
+    from components.launching import Place
 
-    training = Training(
-        stage="tune",
-        settings=settings,
-        inputs={"dataset": dataset.uri, "teacher": teacher.uri},
-        outputs={"tuning": tuning},
-        place=Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
-        job=job,
-    )
-    return task.tune(training)
+    place = Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    return task.tune(settings, {"dataset": dataset, "teacher": teacher}, place)

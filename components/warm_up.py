@@ -1,5 +1,7 @@
 """The task `warm_up`: data set -> compiled graphs in the compile cache, and a report on them."""
 
+from typing import NamedTuple
+
 from kfp import dsl
 
 from components.image import IMAGE
@@ -12,10 +14,10 @@ def warm_up(
     pool: str,
     nodes: int,
     processes_per_node: int,
-    dataset: dsl.Input[dsl.Dataset],
-    warmed: dsl.Output[dsl.Artifact],
-    job: dsl.Output[dsl.Artifact],
-) -> str:
+    dataset: str,
+) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
+    "Warmed", [("warmed_uri", str)]
+):
     """Compile beforehand what the trainings need; gives where the report is. Without `enabled` nothing is launched.
 
     Args:
@@ -24,19 +26,10 @@ def warm_up(
         pool: Node pool of the trainings; empty: this task's own machine.
         nodes: How many machines of the pool.
         processes_per_node: Processes on each machine; 0: one for each of its devices.
-        dataset: The prepared data set.
-        warmed: What was compiled for which training, and how long that took.
-        job: What was launched where, how it ended, and its logs.
+        dataset: The prepared data set, its URI and digest.
     """
     from components import task
-    from components.launching import Place, Training
+    from components.launching import Place
 
-    training = Training(
-        stage="warm_up",
-        settings=settings,
-        inputs={"dataset": dataset.uri},
-        outputs={"warmed": warmed},
-        place=Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
-        job=job,
-    )
-    return task.warm_up(training)
+    place = Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    return task.warm_up(settings, {"dataset": dataset}, place)

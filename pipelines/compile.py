@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,22 @@ import yaml
 from kfp import compiler
 
 from components.image import IMAGE_VARIABLE
-from pipelines.distillation import NAME, distillation
+from components.sections import OPTIONAL_STAGES
+from pipelines.distillation import NAME, definition
 
 COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"
 
 
-def compiled_text() -> str:
-    """The pipeline as KFP's YAML."""
+def compiled_text(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> str:
+    """The pipeline as KFP's YAML.
+
+    Args:
+        optional: which of `OPTIONAL_STAGES` are in its graph.
+        generation: another one takes nothing from KFP's cache that was made under this.
+    """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{NAME}.yaml"
-        compiler.Compiler().compile(distillation, str(path))
+        compiler.Compiler().compile(definition(optional, generation), str(path))
         return path.read_text()
 
 

@@ -3,6 +3,7 @@
   python -m pipelines.deploy                                            upload a version; one of the same content is not repeated
   python -m pipelines.deploy --run --wait                               and run it; the exit code tells how the run ended
   python -m pipelines.deploy --run --recipe grocery --pool gpu-a100 --nodes 4 --set "distill.epochs=20"
+  python -m pipelines.deploy --run --fresh                              make everything again, and take that from KFP's cache from now on
   python -m pipelines.deploy --cron "0 3 * * *"                         and run it every night at three, UTC
 
 `python -m pipelines.undeploy` removes it, `python -m pipelines.runs` follows or stops a run.
@@ -39,6 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--image", default="", help=f"image of every task (default: {IMAGE})")
     start = parser.add_argument_group("running it")
     start.add_argument("--run", action="store_true", help="start a run now")
+    start.add_argument(
+        "--fresh",
+        action="store_true",
+        help="make everything again: what was made until now is taken from KFP's cache neither now nor later",
+    )
     start.add_argument("--wait", action="store_true", help="follow that run to its end")
     runs.add_wait(start)
     start.add_argument(
@@ -76,19 +82,21 @@ def deploy(options: argparse.Namespace) -> None:
         TrainerError: a setting is wrong, before anything is sent; the API is not there or refuses; the run did not succeed.
     """
     parameters = _parameters(options)
-    experiment = sections.resolve(
-        options.recipe, options.overrides, options.dataset, options.teacher, options.experiment
-    ).tracking.experiment
+    settings = sections.resolve(options.recipe, options.overrides, options.dataset, options.teacher, options.experiment)
     cron = schedules.cron_of(options.cron) if options.cron else ""
-    text = specification(options.image or IMAGE)
+    starts = bool(options.run or cron)
+    image, optional = options.image or IMAGE, sections.needed(settings) if starts else sections.OPTIONAL_STAGES
+    content = versions.content_of(specification(image))
     with connection.connect(options) as api:
-        version = versions.upload(api, text)
+        generation = versions.next_generation() if options.fresh else versions.generation(api)
+        text = compilation.for_cluster(compilation.compiled_text(optional, generation), image)
+        version = versions.upload(api, versions.name_of(content, optional, generation), text)
         _tell_of_tag(options.image)
-        if not (options.run or cron):
+        if not starts:
             return
         job = runs.Job(
             version=version,
-            experiment_id=runs.experiment(api, experiment),
+            experiment_id=runs.experiment(api, settings.tracking.experiment),
             parameters=parameters,
             service_account=options.service_account,
         )
@@ -110,7 +118,7 @@ def _tell_of_tag(image: str) -> None:
 
 
 def specification(image: str) -> str:
-    """The compiled pipeline on an image.
+    """The compiled pipeline on an image, with all stages.
 
     Raises:
         DeployError: the compiled file is not what the definition says now.

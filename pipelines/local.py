@@ -15,14 +15,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import components
 import trainer
-from components import launching, sections, task
+from components import launching, references, sections, task
 from components.image import tagged
 from components.launching import Place
 from pipelines import commands
@@ -128,7 +128,7 @@ def run(request: Request) -> dict[str, Any]:
     (directory / summaries.SUMMARY).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, request))
     try:
-        summary = _run_pipeline(request, directory)
+        summary = _run_pipeline(request, directory, sections.needed(settings))
     except BaseException as error:
         _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
@@ -172,10 +172,10 @@ def _checkpoints(place: Place) -> str:
     return named if storage.is_remote(named) else storage.join(launching.exchange_folder(), "checkpoints")
 
 
-def _run_pipeline(request: Request, directory: Path) -> dict[str, Any]:
+def _run_pipeline(request: Request, directory: Path, optional: Collection[str]) -> dict[str, Any]:
     from pipelines import local_tasks
 
-    pipeline = compilation.with_image(compilation.compiled_text(), tagged(f"local-{code_version(*CODE)}"))
+    pipeline = compilation.with_image(compilation.compiled_text(optional), tagged(f"local-{code_version(*CODE)}"))
     with writing_to(directory):
         (directory / "pipeline.yaml").write_text(pipeline)
         with (directory / "kfp.log").open("w") as log:
@@ -213,7 +213,7 @@ def _check_all_ran(pipeline: str, tasks: Mapping[str, Any]) -> None:
 
 def _write_summary(directory: Path, tasks: Mapping[str, Any]) -> dict[str, Any]:
     """The register stage's summary beside the run's artifacts; a stage taken from the cache keeps its true seconds."""
-    registration = Path(tasks["register"].outputs["registration"].path)
+    registration = Path(references.uri_of(tasks["register"].outputs["registration_uri"]))
     summary: dict[str, Any] = json.loads((registration / summaries.SUMMARY).read_text())
     for name, stage in summary["stages"].items():
         task_name = name.replace("_", "-")  # as KFP has it

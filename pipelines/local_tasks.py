@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import psutil
-from kfp import components, dsl, local
+from kfp import components, local
 from kfp.local import cache, status, subprocess_task_handler
 from kfp.local.orchestrator import task_executor
 
-from components import task
-from trainer import artifacts
+from components import references, task
 from trainer.errors import ArtifactError
 
 GRACE_S = 30.0
@@ -123,12 +122,11 @@ class CheckedCache(cache.LocalCache):  # type: ignore[misc]  # kfp has no types
 
 
 def _is_whole(output: object) -> bool:
-    """Whether an output can be used again; only artifacts with a manifest (their metadata names the kind) can be checked."""
-    if not isinstance(output, dsl.Artifact) or "kind" not in output.metadata:
+    """Whether an output can be used again; only what names an artifact of ours can be checked."""
+    if not references.is_reference(output):
         return True
     try:
-        fingerprint: str = output.metadata["fingerprint"]
-        return artifacts.read(output.uri, output.metadata["kind"]).fingerprint == fingerprint
+        return references.is_whole(str(output))
     except ArtifactError as error:
         logging.getLogger(__name__).warning("made again: %s", error)
         return False

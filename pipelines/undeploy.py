@@ -1,6 +1,6 @@
 """Remove from Kubeflow Pipelines what `python -m pipelines.deploy` put there; runs and what they made stay.
 
-  python -m pipelines.undeploy                          the version of this content and its schedules
+  python -m pipelines.undeploy                          the versions of this content and their schedules
   python -m pipelines.undeploy --version 0.1.0-0123456789ab
   python -m pipelines.undeploy --all                    the pipeline with all its versions and schedules
 
@@ -41,7 +41,7 @@ def undeploy(options: argparse.Namespace) -> None:
     Raises:
         TrainerError: the API is not there or refuses.
     """
-    name = "" if options.all else options.version or versions.name_of(specification(options.image or IMAGE))
+    content = "" if options.all or options.version else versions.content_of(specification(options.image or IMAGE))
     with connection.connect(options) as api:
         pipeline = versions.pipeline(api)
         if pipeline is None:
@@ -53,15 +53,12 @@ def undeploy(options: argparse.Namespace) -> None:
             api.pipelines.pipeline_service_delete_pipeline(pipeline.pipeline_id)
             print(f"removed: pipeline {NAME}")
         else:
-            _remove_version(api, pipeline.pipeline_id, name)
-
-
-def _remove_version(api: Api, pipeline_id: str, name: str) -> None:
-    there = versions.versions(api, pipeline_id)
-    if name in there:
-        _remove(api, pipeline_id, {name: there[name]})
-    else:
-        print(f"version {name} is not there; nothing to remove; there: {', '.join(there) or 'no version'}")
+            there = versions.versions(api, pipeline.pipeline_id)
+            doomed = {name for name in there if name == options.version or (content and versions.is_of(name, content))}
+            _remove(api, pipeline.pipeline_id, {name: there[name] for name in sorted(doomed)})
+            if not doomed:
+                wanted, others = options.version or content, ", ".join(there) or "no version"
+                print(f"version {wanted} is not there; nothing to remove; there: {others}")
 
 
 def _remove(api: Api, pipeline_id: str, doomed: Mapping[str, Any]) -> None:

@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import re
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import kfp_server_api
 
+from components.sections import OPTIONAL_STAGES
 from pipelines.connection import Api, every
 from pipelines.distillation import NAME
 from pipelines.refusals import CONFLICT, NOT_FOUND, RefusedError
 from trainer import __version__
 
+_GENERATION = re.compile(r"-fresh-(\d{8}t\d{6}z)$")
 
-def name_of(text: str) -> str:
-    """The version's name: the project's version and what the compiled pipeline with its image holds."""
+
+def content_of(text: str) -> str:
+    """What the versions of one content are called: the project's version and what the whole compiled pipeline with its image holds."""
     return f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def name_of(content: str, optional: Collection[str], generation: str) -> str:
+    """A version's name: `0.1.0-0123456789ab`, `0.1.0-0123456789ab-plain`, `0.1.0-0123456789ab-tune-reinforce-fresh-20260131t120000z`.
+
+    Args:
+        content: of `content_of`.
+        optional: the stages of `OPTIONAL_STAGES` that its graph has.
+        generation: of `generation`.
+    """
+    stages = "" if set(optional) == set(OPTIONAL_STAGES) else f"-{'-'.join(optional) or 'plain'}".replace("_", "-")
+    return f"{content}{stages}{f'-fresh-{generation}' if generation else ''}"
+
+
+def is_of(name: str, content: str) -> bool:
+    """Whether a version of this name is one of a content's."""
+    return name == content or name.startswith(f"{content}-")
+
+
+def generation(api: Api) -> str:
+    """When everything was last to be made again, as the versions' names say; empty if never.
+
+    KFP can neither forget a cached result nor replace one. So a parameter of the first task that is cached changes, for every version
+    from then on.
+    """
+    found = pipeline(api)
+    names = versions(api, found.pipeline_id) if found else ()
+    return max((match[1] for name in names if (match := _GENERATION.search(name))), default="")
+
+
+def next_generation() -> str:
+    """A generation that is newer than those before."""
+    return f"{datetime.datetime.now(datetime.UTC):%Y%m%dt%H%M%Sz}"
 
 
 def pipeline(api: Api) -> Any | None:
@@ -36,13 +75,12 @@ def versions(api: Api, pipeline_id: str) -> dict[str, Any]:
     return {version.name: version for version in listed}
 
 
-def upload(api: Api, text: str) -> Any:
+def upload(api: Api, name: str, text: str) -> Any:
     """The version of a compiled pipeline, which is uploaded unless it is there; says which.
 
     Raises:
         DeployError: the API refuses.
     """
-    name = name_of(text)
     found = pipeline(api) or _create(api)
     version = versions(api, found.pipeline_id).get(name)
     known = version is not None

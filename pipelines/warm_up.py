@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from kfp import dsl
-
 from components import launching, sections
 from components.launching import Place, Training
 from pipelines import commands
@@ -72,9 +70,9 @@ def warm_up(options: argparse.Namespace) -> None:
             stage="warm_up",
             settings=json.dumps(settings.for_stage("warm_up")),
             inputs={"dataset": options.dataset or _prepared(settings, directory)},
-            outputs={"warmed": dsl.Artifact(uri=str(directory / "warmed"))},
+            outputs={"warmed": str(directory / "warmed")},
             place=place,
-            job=dsl.Artifact(uri=str(directory / "job")),
+            job=str(directory / "job"),
         )
     )
     print(f"what was compiled: {directory / 'warmed'}")

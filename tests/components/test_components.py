@@ -18,15 +18,23 @@ from trainer.stages import STAGES
 FOLDER = Path(components.__file__).parent
 NAMES = ["configure", *STAGES, "finish"]
 TRAININGS = [name for name, stage in STAGES.items() if stage.launched]
-TOLD = {
-    "warm_up": {"Output": "String"},
-    "reinforce": {"Output": "String"},
-    "tune": {"distill": "String", "distill_teacher": "String", "uri": "String"},
+SHOWN = {
+    "prepare": {"data_card": "system.HTML"},
+    "pretrain": {"teacher": "system.Model"},
+    "reinforce": {"recording": "system.HTML"},
+    "distill": {"student": "system.Model"},
+    "profile": {"profile": "system.HTML"},
+    "evaluate": {
+        "evaluation": "system.HTML",
+        "metrics": "system.Metrics",
+        "student_confusion": "system.ClassificationMetrics",
+    },
 }
-"""What a stage's task tells in parameters: where its output is, because others get that as a URI, and what is to be done."""
+"""KFP's artifacts: what a person opens in the UI, by a name that says what it is of."""
+TOLD = {"tune": {"distill", "distill_teacher"}}
+"""What a stage's task tells beside the references to its outputs."""
 UNUSED = {"tune": {"teacher_outputs"}}
 """Optional inputs that a stage never gets in the pipeline: tune decides whether outputs are recorded."""
-KFP_TYPES = {"dataset": "system.Dataset", "model": "system.Model"}
 
 
 def component(name):
@@ -64,7 +72,8 @@ def test_a_body_uses_nothing_from_its_module(name):
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    assert not (used - imported) & {key for key in vars(module) if not key.startswith("__")}
+    arguments = {argument.arg for argument in definition(name).args.args}
+    assert not (used - imported - arguments) & {key for key in vars(module) if not key.startswith("__")}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,23 +84,19 @@ def test_every_component_runs_on_the_one_image_and_installs_nothing(name):
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_artifacts_are_those_of_the_stage(name):
-    stage, specification = STAGES[name], component(name).component_spec
-    inputs = {
-        key: spec.type.split("@")[0] for key, spec in specification.inputs.items() if spec.type.startswith("system.")
-    }
-    assert inputs == {key: KFP_TYPES.get(kind, "system.Artifact") for key, kind in stage.inputs.items()}
-    # What may be missing comes as a URI, which can be empty.
-    optional = stage.optional_inputs.keys() - UNUSED.get(name, set())
-    assert {specification.inputs[key].type for key in optional} <= {"String"}
-    outputs = {key: spec.type.split("@")[0] for key, spec in specification.outputs.items()}
-    told = {key: outputs.pop(key) for key in TOLD.get(name, {})}
-    assert told == TOLD.get(name, {})
-    wanted = {key: KFP_TYPES.get(kind, "system.Artifact") for key, kind in stage.outputs.items()}
-    assert wanted.items() <= outputs.items()
-    further = {key: outputs[key] for key in outputs.keys() - wanted.keys()}
-    assert (further.pop("job", None) == "system.Artifact") == (name in TRAININGS)
-    assert set(further.values()) <= {"system.HTML", "system.Metrics", "system.ClassificationMetrics"}
+def test_a_task_hands_on_references_to_what_its_stage_makes_and_shows_what_a_person_opens(name):
+    outputs = component(name).component_spec.outputs
+    parameters = {key for key, spec in outputs.items() if spec.type == "String"}
+    assert parameters == {f"{key}_uri" for key in STAGES[name].outputs} | TOLD.get(name, set())
+    shown = {key: spec.type.split("@")[0] for key, spec in outputs.items() if key not in parameters}
+    assert shown == SHOWN.get(name, {})
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_task_gets_references_and_no_artifact_that_kfp_would_fetch(name):
+    stage, inputs = STAGES[name], component(name).component_spec.inputs
+    assert {spec.type for spec in inputs.values()} <= {"String", "Integer"}
+    assert stage.all_inputs.keys() - UNUSED.get(name, set()) <= inputs.keys()
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -7,7 +7,6 @@ import json
 import pynvml
 import pytest
 import torch
-from kfp import dsl
 
 from components import launching
 from components.launching import Place, Training
@@ -61,15 +60,14 @@ def test_a_task_of_a_cluster_is_too_small_to_train_in(monkeypatch):
 
 def test_what_was_launched_here_is_recorded_also_when_it_fails(tmp_path):
     inputs = {name: str(tmp_path / name) for name in ("dataset", "teacher")}
-    outputs = {name: dsl.Artifact(uri=str(tmp_path / name)) for name in ("student", "evidence")}
-    job = dsl.Artifact(uri=str(tmp_path / "job"))
+    outputs = {name: str(tmp_path / name) for name in ("student", "evidence")}
     training = Training(
         stage="distill",
         settings='{"epochs": 1}',
-        inputs=inputs | {"teacher_outputs": ""},
+        inputs=inputs,
         outputs=outputs,
         place=Place(processes_per_node=1),
-        job=job,
+        job=str(tmp_path / "job"),
     )
     with pytest.raises(LaunchError, match="no such directory"):
         launching.launch(training)
@@ -91,7 +89,7 @@ def test_a_job_elsewhere_needs_a_store_that_both_reach(tmp_path, monkeypatch, ex
         inputs={"dataset": str(tmp_path / "dataset")},
         outputs={},
         place=Place(pool="cpu"),
-        job=dsl.Artifact(uri=str(tmp_path)),
+        job=str(tmp_path),
     )
     with pytest.raises(LaunchError, match=rf"TRAINER_ARTIFACTS='{exchange}': a cluster's job can not read"):
         launching.launch(training)

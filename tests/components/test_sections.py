@@ -211,4 +211,34 @@ def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
 
 def test_the_component_gives_what_the_function_gives():
     assert list(configure.component_spec.outputs) == list(sections.Sections._fields)
-    assert configure.python_func("digits", "", "", "", "", "", 1, 0) == configured("digits")
+    assert configure.python_func("digits", "", "", "", "", "", 1, 0, "", "") == configured("digits")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ("", ()),
+        ("warm_up.enabled=true", ("warm_up",)),
+        ("distill.teacher=recorded", ("reinforce",)),
+        ("tune.enabled=true", ("tune", "reinforce")),
+        ("run.budget_hours=3", ("tune", "reinforce")),
+    ],
+)
+def test_a_graph_has_the_stages_that_the_settings_need(overrides, needed):
+    assert sections.needed(sections.resolve("digits", overrides)) == needed
+
+
+def test_settings_that_need_a_stage_that_the_graph_lacks_are_refused():
+    """As "Create run" in Kubeflow's UI can combine them."""
+    settings = sections.resolve("digits", "distill.teacher=recorded")
+    with pytest.raises(SettingsError, match=r"need reinforce, which this version of the pipeline leaves out; .*RUN=1"):
+        sections.configure(settings, Place(), "tune")
+
+
+def test_a_new_generation_makes_the_first_cached_task_another_one():
+    before, after = (
+        sections.configure(sections.resolve("digits"), Place(), generation=generation)
+        for generation in ("", "20260131t120000z")
+    )
+    assert after.source_version != before.source_version
+    assert after._replace(source_version=before.source_version) == before

@@ -6,43 +6,37 @@ import json
 
 import pytest
 from kfp import dsl
+from kfp.dsl.types import artifact_types
 
-from components import task
-from components.launching import Place, Training
+from components import references, task
+from components.launching import Place
 from components.sections import configure, resolve
 from trainer import artifacts
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, DataError, PreemptedError, StorageAwayError
 
 
 @pytest.fixture
-def evaluation(tmp_path) -> dsl.Artifact:
-    path = tmp_path / "evaluation"
+def folder(tmp_path, monkeypatch):
+    """The folder of a task, as KFP's executor names it."""
+    monkeypatch.setattr(artifact_types, "CONTAINER_TASK_ROOT", str(tmp_path / "task"))
+    return tmp_path / "task"
+
+
+def test_an_evaluation_is_shown_as_page_numbers_and_matrix(tmp_path):
+    path = tmp_path / "measurements"
     with artifacts.create(path, "evaluation", settings={}) as draft:
         (path / "confusion.json").write_text(json.dumps({"labels": ["a", "b"], "matrix": [[3, 1], [0, 4]]}))
         (path / "report.html").write_text("<p>report</p>")
         draft.figures.update(student={"test": {"top1": 0.875}, "architecture": "vit"}, verdict={"passed": True})
-    return dsl.Artifact(uri=str(path), metadata={"kind": "evaluation"})
-
-
-def test_metrics_are_the_numbers_under_their_full_names(evaluation, tmp_path):
-    metrics = dsl.Metrics(uri=str(tmp_path / "metrics"))
-    task.show_metrics(evaluation, metrics)
+    page, metrics = dsl.HTML(uri=str(tmp_path / "page")), dsl.Metrics(uri=str(tmp_path / "metrics"))
+    confusion = dsl.ClassificationMetrics(uri=str(tmp_path / "confusion"))
+    task.show_evaluation(references.to(str(path), "evaluation"), page, metrics, confusion)
+    assert (tmp_path / "page").read_text() == "<p>report</p>"
     assert metrics.metadata == {"student.test.top1": 0.875, "verdict.passed": 1.0}
     assert json.loads((tmp_path / "metrics").read_text()) == metrics.metadata
-
-
-def test_the_confusion_matrix_is_logged(evaluation, tmp_path):
-    confusion = dsl.ClassificationMetrics(uri=str(tmp_path / "confusion"))
-    task.show_confusion(evaluation, confusion)
     matrix = confusion.metadata["confusionMatrix"]
     assert [spec["displayName"] for spec in matrix["annotationSpecs"]] == ["a", "b"]
     assert [row["row"] for row in matrix["rows"]] == [[3, 1], [0, 4]]
-
-
-def test_a_page_is_copied(evaluation, tmp_path):
-    page = dsl.HTML(uri=str(tmp_path / "page"))
-    task.show_page(evaluation, "report.html", page)
-    assert (tmp_path / "page").read_text() == "<p>report</p>"
 
 
 def test_a_page_that_a_job_wrote_comes_from_the_store(object_store, tmp_path):
@@ -50,7 +44,7 @@ def test_a_page_that_a_job_wrote_comes_from_the_store(object_store, tmp_path):
     with artifacts.create(uri, "teacher_outputs", settings={}) as draft:
         (draft.path / "report.html").write_text("<p>recorded</p>")
     page = dsl.HTML(uri=str(tmp_path / "page"))
-    task.show_page(dsl.Artifact(uri=uri), "report.html", page)
+    task.show_page(references.to(uri, "teacher_outputs"), "report.html", page)
     assert (tmp_path / "page").read_text() == "<p>recorded</p>"
 
 
@@ -104,32 +98,26 @@ def test_a_fault_of_ours_keeps_its_traceback():
         _ = 1 / 0
 
 
-def test_a_stage_runs_on_the_artifacts_paths_and_leaves_its_fingerprint(tmp_path):
-    dataset = dsl.Dataset(uri=str(tmp_path / "dataset"))
-    settings = json.dumps({"source": "digits", "image_size": 8, "encoding": "png"})
-    task.run_stage("prepare", settings, inputs={}, outputs={"dataset": dataset})
-    made = artifacts.read(tmp_path / "dataset", "dataset")
-    assert dataset.metadata == {"kind": "dataset", "fingerprint": made.fingerprint}
+PREPARE = json.dumps({"source": "digits", "image_size": 8, "encoding": "png"})
 
 
-def test_a_wrong_setting_ends_the_task(tmp_path, capfd):
-    dataset = dsl.Dataset(uri=str(tmp_path / "dataset"))
+def test_a_stage_writes_into_its_tasks_folder_and_is_handed_on_as_a_reference(folder):
+    (made,) = task.run_stage("prepare", PREPARE, {})
+    assert made == f"{folder}/dataset#dataset={artifacts.read(folder / 'dataset', 'dataset').fingerprint}"
+
+
+def test_a_stage_on_a_cluster_writes_into_the_store(object_store, monkeypatch):
+    """KFP's executor names the folder by the path that KFP's launcher would upload from."""
+    monkeypatch.setattr(artifact_types, "CONTAINER_TASK_ROOT", f"/minio/{object_store.bucket}/v2/prepare")
+    (made,) = task.run_stage("prepare", PREPARE, {})
+    assert made.startswith(f"minio://{object_store.bucket}/v2/prepare/dataset#dataset=")
+    assert references.is_whole(made)
+
+
+def test_a_wrong_setting_ends_the_task(folder, capfd):
     with pytest.raises(SystemExit):
-        task.run_stage("prepare", '{"image_size": 1}', inputs={}, outputs={"dataset": dataset})
+        task.run_stage("prepare", '{"image_size": 1}', {})
     assert "data.image_size must be >= 8, got 1" in capfd.readouterr().err
-
-
-def tuned(tmp_path, section):
-    """What the task tune tells, with that section."""
-    training = Training(
-        stage="tune",
-        settings=section,
-        inputs={},
-        outputs={"tuning": dsl.Artifact(uri=str(tmp_path / "tuning"))},
-        place=Place(),
-        job=dsl.Artifact(uri=str(tmp_path / "job")),
-    )
-    return task.tune(training)
 
 
 @pytest.mark.parametrize(
@@ -144,20 +132,15 @@ def tuned(tmp_path, section):
         ("distill.teacher=recorded distill.logit_weight=0", "online"),
     ],
 )
-def test_without_tuning_the_distillation_is_handed_on_as_it_is_and_nothing_is_launched(tmp_path, overrides, asked):
+def test_without_tuning_the_distillation_is_handed_on_as_it_is_and_nothing_is_launched(folder, overrides, asked):
     sections = configure(resolve("digits", overrides), Place())
-    assert tuned(tmp_path, sections.tune) == (sections.distill, asked, "")
-    assert list(tmp_path.iterdir()) == []
+    assert task.tune(sections.tune, {}, Place()) == (sections.distill, asked, "")
+    assert not folder.exists()
 
 
-def test_without_a_recording_nothing_is_launched_and_its_place_is_empty(tmp_path):
-    training = Training(
-        stage="reinforce",
-        settings="{}",
-        inputs={},
-        outputs={"teacher_outputs": dsl.Artifact(uri=str(tmp_path / "teacher_outputs"))},
-        place=Place(),
-        job=dsl.Artifact(uri=str(tmp_path / "job")),
-    )
-    assert task.reinforce(training, task.ONLINE, dsl.HTML(uri=str(tmp_path / "page"))) == ""
+def test_what_is_not_asked_for_is_not_launched_and_its_reference_is_empty(folder, tmp_path):
+    sections = configure(resolve("digits"), Place())
+    page = dsl.HTML(uri=str(tmp_path / "page"))
+    assert task.reinforce(sections.reinforce, task.ONLINE, {}, Place(), page) == ("",)
+    assert task.warm_up(sections.warm_up, {}, Place()) == ("",)
     assert list(tmp_path.iterdir()) == []

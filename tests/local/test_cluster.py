@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from kfp import dsl
+from kfp.dsl.types import artifact_types
 
-from components import task
-from components.launching import Place, Training
-from tests.pipelines.local_runs import ALL, SMALL, happened, start
+from components import references, task
+from components.launching import Place
+from tests.pipelines.local_runs import PLAIN, SMALL, happened, start
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
 from tests.stand_ins.object_store import ObjectStore
@@ -69,25 +70,17 @@ def environment(cluster, store, tmp_path):
 
 
 def train_on_cluster(job, place, run, environment, store, monkeypatch):
-    """A distillation as the task of a run, with the URIs that KFP gives to it; gives their root and its outputs."""
+    """A distillation as the task of a run, with the URIs that KFP gives to it; gives their root and the student as KFP has it."""
     for name, value in {**environment, "TRAINER_RUN": run, "MLFLOW_TRACKING_URI": ""}.items():
         monkeypatch.setenv(name, value)
     root = f"minio://{store.bucket}/v2/artifacts/{run}"
     for name, kind in STAGES["distill"].inputs.items():
         artifacts.copy(job.inputs[name], f"{root}/{name}", kind)
-    inputs = {name: f"{root}/{name}" for name in STAGES["distill"].inputs}
-    outputs = {name: dsl.Artifact(uri=f"{root}/{name}") for name in STAGES["distill"].outputs}
-    task.train(
-        Training(
-            stage="distill",
-            settings=json.dumps(job.settings),
-            inputs=inputs,
-            outputs=outputs,
-            place=place,
-            job=dsl.Artifact(uri=f"{root}/job"),
-        )
-    )
-    return root, outputs
+    inputs = {name: references.to(f"{root}/{name}", kind) for name, kind in STAGES["distill"].inputs.items()}
+    student = dsl.Model(uri=f"{root}/student")
+    monkeypatch.setattr(artifact_types, "CONTAINER_TASK_ROOT", f"/minio/{store.bucket}/v2/artifacts/{run}")
+    task.train("distill", json.dumps(job.settings), inputs, place, {"student": student})
+    return root, student
 
 
 @pytest.mark.slow
@@ -96,10 +89,10 @@ def test_a_task_on_a_cluster_trains_on_two_machines_what_one_machine_trains(
 ):
     """The job writes to the URIs that KFP gave, and the task's own disk stays empty."""
     here = distillation("here").run(processes=2)
-    root, outputs = train_on_cluster(here, TWO_MACHINES, "run-1", environment, store, monkeypatch)
+    root, shown = train_on_cluster(here, TWO_MACHINES, "run-1", environment, store, monkeypatch)
     student = artifacts.read(f"{root}/student", "model")
     assert student.files == artifacts.read(here.outputs["student"], "model").files
-    assert outputs["student"].metadata == {"kind": "model", "fingerprint": student.fingerprint}
+    assert shown.metadata == {"kind": "model", "fingerprint": student.fingerprint}
     evidence = artifacts.manifest(f"{root}/evidence", "evidence")
     assert {name for name in evidence.files if "rank" in name} == {
         name for name in artifacts.manifest(here.outputs["evidence"], "evidence").files if "rank" in name
@@ -150,7 +143,7 @@ def test_the_pipeline_on_a_pool_gives_the_student_that_this_machine_gives(cluste
         folder.mkdir()
         ended = start(folder, *further, "--set", overrides, **environment)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert happened(ended.stdout, "done") == ALL
+        assert happened(ended.stdout, "done") == PLAIN | {"reinforce"}
         summary = json.loads((folder / "runs" / "latest" / "summary.json").read_text())
         students[name] = summary["student"]
         student, outputs = (

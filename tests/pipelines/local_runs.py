@@ -14,7 +14,9 @@ ROOT = Path(__file__).parent.parent.parent
 TASKS = {name.replace("_", "-") for name in STAGES}
 """As KFP names them."""
 ALL = {"configure", *TASKS, "finish"}
-"""The tasks of every run."""
+"""The tasks of a run that needs every stage."""
+PLAIN = ALL - {"warm-up", "tune", "reinforce"}
+"""The tasks of a run with the recipe's own settings."""
 SMALL = "pretrain.mae.epochs=1 pretrain.finetune.epochs=1 distill.epochs=1 evaluate.latency_runs=10"
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from components.image import IMAGE, IMAGE_VARIABLE
 from components.launching import Place
+from components.sections import OPTIONAL_STAGES
 from pipelines import compile as compilation
 from pipelines.pods import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
 from trainer.config import SECTION_OF_STAGE
@@ -40,10 +41,14 @@ def stages_of(compiled):
     return compiled["components"][f"comp-{GROUP}"]["dag"]["tasks"]
 
 
-def source_of(compiled, task, kind, name):
-    """Task and output that a task's artifact or parameter comes from."""
-    output = stages_of(compiled)[task]["inputs"][f"{kind}s"][name][f"taskOutput{kind.title()}"]
-    return output["producerTask"], output[f"output{kind.title()}Key"]
+def source_of(compiled, task, name):
+    """Task and output that a task's input comes from."""
+    output = stages_of(compiled)[task]["inputs"]["parameters"][name]["taskOutputParameter"]
+    return output["producerTask"], output["outputParameterKey"]
+
+
+def constant(compiled, task, name):
+    return stages_of(compiled)[task]["inputs"]["parameters"][name]["runtimeValue"]["constant"]
 
 
 def test_the_committed_file_is_fresh():
@@ -88,26 +93,66 @@ def test_no_task_is_conditional(compiled):
 
 @pytest.mark.parametrize("reader", ["distill", "register"])
 def test_the_place_of_the_recorded_outputs_comes_from_reinforce_which_knows_whether_there_are_any(compiled, reader):
-    assert source_of(compiled, reader, "parameter", "teacher_outputs") == ("reinforce", "Output")
-    assert source_of(compiled, "reinforce", "parameter", "distill_teacher") == ("tune", "distill_teacher")
+    assert source_of(compiled, reader, "teacher_outputs") == ("reinforce", "teacher_outputs_uri")
+    assert source_of(compiled, "reinforce", "distill_teacher") == ("tune", "distill_teacher")
 
 
-def test_artifacts_come_from_the_stage_that_makes_them(compiled):
-    for name, stage in STAGES.items():
-        given = stages_of(compiled)[TASKS[name]]["inputs"].get("artifacts", {})
-        assert set(given) == set(stage.inputs)
-        for keyword in given:
-            producer, output = source_of(compiled, TASKS[name], "artifact", keyword)
-            assert STAGES[producer].outputs[output] == stage.inputs[keyword]
-            assert keyword in {output, f"{producer}_{output}"}
+@pytest.mark.parametrize("optional", [(), ("warm_up",), ("reinforce",), OPTIONAL_STAGES], ids=" ".join)
+def test_a_graph_has_the_stages_that_are_asked_for_and_every_input_comes_from_the_stage_that_makes_it(optional):
+    compiled = next(iter(yaml.safe_load_all(compilation.compiled_text(optional))))
+    there = [name for name in STAGES if name in optional or name not in OPTIONAL_STAGES]
+    assert set(stages_of(compiled)) == {"configure", *(TASKS[name] for name in there)}
+    makers = {key: name for name in there for key in STAGES[name].outputs if key != "evidence"}
+    for name in there:
+        for keyword, kind in STAGES[name].all_inputs.items():
+            owner = keyword.removesuffix("_evidence") if keyword.endswith("_evidence") else makers.get(keyword, "")
+            key = "evidence" if keyword.endswith("_evidence") else keyword
+            given = stages_of(compiled)[TASKS[name]]["inputs"]["parameters"].get(keyword)
+            if given is None:
+                assert (name, keyword) == ("tune", "teacher_outputs")
+            elif owner:
+                assert source_of(compiled, TASKS[name], keyword) == (TASKS[owner], f"{key}_uri")
+                assert STAGES[owner].outputs[key] == kind
+            else:
+                assert given == {"runtimeValue": {"constant": ""}}
+                assert keyword in STAGES[name].optional_inputs
+    assert constant(compiled, "configure", "optional_stages") == " ".join(optional)
 
 
 def test_every_stage_gets_its_own_section_and_distill_what_tune_makes_of_it(compiled):
     for name in SECTION_OF_STAGE:
         maker = "tune" if name == "distill" else "configure"
-        assert source_of(compiled, TASKS[name], "parameter", "settings") == (maker, name)
-    assert source_of(compiled, "register", "parameter", "tuning") == ("tune", "uri")
-    assert source_of(compiled, "register", "parameter", "warmed") == ("warm-up", "Output")
+        assert source_of(compiled, TASKS[name], "settings") == (maker, name)
+    plain = next(iter(yaml.safe_load_all(compilation.compiled_text(()))))
+    assert source_of(plain, "distill", "settings") == ("configure", "distill")
+
+
+def test_a_task_is_the_same_in_every_graph_so_that_its_cached_result_counts(compiled):
+    """KFP's key: image, command, inputs by value, and the specification of the outputs."""
+    plain = next(iter(yaml.safe_load_all(compilation.compiled_text(()))))
+    for name in stages_of(plain):
+        assert plain["components"][f"comp-{name}"] == compiled["components"][f"comp-{name}"]
+        executor = f"exec-{name}"
+        assert (
+            plain["deploymentSpec"]["executors"][executor]["container"]
+            == compiled["deploymentSpec"]["executors"][executor]["container"]
+        )
+    assert plain["pipelineInfo"]["name"] == compiled["pipelineInfo"]["name"]
+
+
+def test_one_look_at_the_graph_shows_what_a_person_opens(compiled):
+    """No task reads one of KFP's artifacts: each would be fetched into its pod, and every one is a knot in the picture."""
+    assert not [name for name, task in stages_of(compiled).items() if "artifacts" in task["inputs"]]
+    shown = [
+        artifact
+        for component in compiled["components"].values()
+        for artifact in component.get("outputDefinitions", {}).get("artifacts", {})
+    ]
+    assert sorted(shown) == sorted({*shown})
+    assert len(shown) <= 8
+    names = [task["taskInfo"]["name"] for task in stages_of(compiled).values()]
+    assert len(names) == len({*names})
+    assert all(name[0].isupper() for name in names)
 
 
 def test_trainings_wait_for_the_warm_up_and_take_nothing_from_it(compiled):

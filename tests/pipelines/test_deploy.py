@@ -382,7 +382,7 @@ def test_undeploying_removes_this_contents_version_and_its_schedules(api, comman
     assert code == 0
     assert output.splitlines()[1:] == [
         "removed: schedule 'scheduled digits'",
-        f"removed: version {versions.name_of(deploy.specification(deploy.IMAGE))}",
+        f"removed: version {versions.content_of(deploy.specification(deploy.IMAGE))}-plain",
     ]
     (left,) = api.store.versions.values()
     assert [schedule.display_name for schedule in api.store.schedules.values()] == ["scheduled grocery"]
@@ -392,6 +392,43 @@ def test_undeploying_removes_this_contents_version_and_its_schedules(api, comman
     assert command(undeploy.main, "--version", left.name)[0] == 0
     assert not api.store.versions
     assert not api.store.schedules
+
+
+def test_undeploying_removes_every_version_of_a_content(api, command):
+    content = versions.content_of(deploy.specification(deploy.IMAGE))
+    command(deploy.main)
+    command(deploy.main, "--run", "--fresh", "--set", "distill.teacher=recorded")
+    names = [version.name for version in api.store.versions.values()]
+    assert names[0] == content
+    assert re.fullmatch(rf"{content}-reinforce-fresh-\d{{8}}t\d{{6}}z", names[1])
+    assert command(undeploy.main)[0] == 0
+    assert not api.store.versions
+
+
+def configured_with(api, version):
+    """The constants that a version's task configure gets."""
+    specification = next(yaml.safe_load_all(version.pipeline_spec["text"]))
+    inputs = specification["components"]["comp-exit-handler-1"]["dag"]["tasks"]["configure"]["inputs"]["parameters"]
+    return {name: inputs[name]["runtimeValue"]["constant"] for name in ("optional_stages", "generation")}
+
+
+def test_a_run_gets_a_version_with_the_stages_that_it_needs_and_an_upload_has_all(api, command):
+    command(deploy.main)
+    command(deploy.main, "--run")
+    command(deploy.main, "--run", "--set", "tune.enabled=true")
+    stages = [configured_with(api, version)["optional_stages"] for version in api.store.versions.values()]
+    assert stages == ["warm_up tune reinforce", "", "tune reinforce"]
+
+
+def test_what_was_made_before_a_fresh_run_is_not_taken_from_the_cache_by_later_runs(api, command, monkeypatch):
+    """KFP's cache would go on to give the old result to every run that does not ask for a fresh one."""
+    monkeypatch.setattr(versions, "next_generation", iter(("20260131t120000z", "20260201t120000z")).__next__)
+    for arguments in (("--run",), ("--run", "--fresh"), ("--run", "--image", "x:2"), ("--run", "--fresh"), ("--run",)):
+        assert command(deploy.main, *arguments)[0] == 0
+    ids = [run.pipeline_version_reference.pipeline_version_id for run in api.store.runs.values()]
+    asked = [configured_with(api, api.store.versions[version])["generation"] for version in ids]
+    assert asked == ["", "20260131t120000z", "20260131t120000z", "20260201t120000z", "20260201t120000z"]
+    assert ids[3] == ids[4]
 
 
 def test_undeploying_everything(api, command):

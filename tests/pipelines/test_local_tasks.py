@@ -13,56 +13,35 @@ import psutil
 import pytest
 from kfp import compiler, dsl
 
+from components import references
 from pipelines import local_tasks
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 @dsl.component(base_image="test", install_kfp_package=False)
-def make(model: dsl.Output[dsl.Model], text: str = "weights") -> None:
+def make(text: str) -> NamedTuple("Made", [("model_uri", str)]):
     from pathlib import Path
 
+    from kfp import dsl
+
+    from components import references
     from trainer import artifacts
 
     print("making")
-    with artifacts.create(model.path, "model", settings={"text": text}):
-        (Path(model.path) / "weights").write_text(text)
-    model.metadata.update(kind="model", fingerprint=artifacts.read(model.path, "model").fingerprint)
+    place = dsl.get_uri("model")
+    with artifacts.create(place, "model", settings={"text": text}):
+        (Path(place) / "weights").write_text(text)
+    return (references.to(place, "model"),)
 
 
 @dsl.component(base_image="test", install_kfp_package=False)
-def use(model: dsl.Input[dsl.Model]) -> str:
+def use(model: str) -> str:
     from pathlib import Path
 
-    return (Path(model.path) / "weights").read_text()
+    from components import references
 
-
-@dsl.component(base_image="test", install_kfp_package=False)
-def choose(mode: str) -> NamedTuple("Choice", [("mode", str)]):
-    return (mode,)
-
-
-@dsl.component(base_image="test", install_kfp_package=False)
-def place(model: dsl.Input[dsl.Model], copy: dsl.Output[dsl.Model]) -> str:
-    import shutil
-
-    from trainer import artifacts
-
-    shutil.copytree(model.path, copy.path)
-    copy.metadata.update(kind="model", fingerprint=artifacts.read(copy.path, "model").fingerprint)
-    return copy.uri
-
-
-@dsl.component(base_image="test", install_kfp_package=False)
-def nowhere() -> str:
-    return ""
-
-
-@dsl.component(base_image="test", install_kfp_package=False)
-def read(uri: str) -> str:
-    from pathlib import Path
-
-    return (Path(uri) / "weights").read_text() if uri else "nothing"
+    return (Path(references.uri_of(model)) / "weights").read_text()
 
 
 @dsl.component(base_image="test", install_kfp_package=False)
@@ -95,20 +74,7 @@ def hang() -> None:
 
 @dsl.pipeline(name="good")
 def good(text: str = "weights") -> None:
-    use(model=make(text=text).outputs["model"]).set_caching_options(False)
-
-
-@dsl.pipeline(name="branching")
-def branching(mode: str = "placed", message: str = "") -> None:
-    """As the product's: a condition on a named output, and a URI from the branch that ran."""
-    chosen, made = choose(mode=mode), make(text="weights")
-    with dsl.If(chosen.outputs["mode"] == "placed"):
-        placing = place(model=made.outputs["model"])
-    with dsl.Elif(chosen.outputs["mode"] == "failing"):
-        failing = fail(message=message)
-    with dsl.Else():
-        placed_nowhere = nowhere()
-    read(uri=dsl.OneOf(placing.outputs["Output"], failing.output, placed_nowhere.output)).set_caching_options(False)
+    use(model=make(text=text).outputs["model_uri"]).set_caching_options(False)
 
 
 @dsl.pipeline(name="failing")
@@ -164,6 +130,11 @@ def run(tmp_path, monkeypatch):
     return run
 
 
+def made(tasks):
+    """Where `make` left its artifact."""
+    return references.uri_of(tasks["make"].outputs["model_uri"])
+
+
 def outcome(events, name):
     return next(what for what, which in events if which == name and what in {"cached", "ran"})
 
@@ -180,7 +151,7 @@ def test_what_is_unchanged_comes_from_the_cache(run):
     first, _ = run(good)
     second, events = run(good)
     assert (outcome(events, "make"), outcome(events, "use")) == ("cached", "ran")
-    assert second["make"].outputs["model"].path == first["make"].outputs["model"].path
+    assert made(second) == made(first)
     assert second["use"].outputs == {"Output": "weights"}
 
 
@@ -193,7 +164,7 @@ def test_another_parameter_is_not_in_the_cache(run):
 
 def test_a_damaged_artifact_is_made_again(run):
     first, _ = run(good)
-    (Path(first["make"].outputs["model"].path) / "weights").write_text("weirdos")  # as long as `weights`
+    (Path(made(first)) / "weights").write_text("weirdos")  # as long as `weights`
     tasks, events = run(good)
     assert outcome(events, "make") == "ran"
     assert tasks["use"].outputs == {"Output": "weights"}
@@ -203,7 +174,7 @@ def test_a_damaged_artifact_is_made_again(run):
 
 def test_a_removed_artifact_is_made_again(run):
     first, _ = run(good)
-    shutil.rmtree(first["make"].outputs["model"].path)
+    shutil.rmtree(made(first))
     _, events = run(good)
     assert outcome(events, "make") == "ran"
 
@@ -211,9 +182,9 @@ def test_a_removed_artifact_is_made_again(run):
 def test_an_artifact_that_another_one_replaced_is_made_again(run):
     first, _ = run(good)
     other, _ = run(good, text="other")
-    path = first["make"].outputs["model"].path
+    path = made(first)
     shutil.rmtree(path)
-    shutil.copytree(other["make"].outputs["model"].path, path)
+    shutil.copytree(made(other), path)
     tasks, events = run(good)
     assert outcome(events, "make") == "ran"
     assert tasks["use"].outputs == {"Output": "weights"}
@@ -225,35 +196,7 @@ def test_fresh_makes_all_again_and_replaces_what_was_there(run):
     assert outcome(events, "make") == "ran"
     third, events = run(good)
     assert outcome(events, "make") == "cached"
-    assert third["make"].outputs["model"].path == second["make"].outputs["model"].path
-
-
-def test_the_branch_that_is_asked_for_runs_and_the_other_does_not(run):
-    placed, events = run(branching)
-    assert set(placed) == {"choose", "make", "place", "read"}
-    assert [event for event in events if event[1] == "place"] == [("started", "place"), ("ran", "place")]
-    assert placed["read"].outputs == {"Output": "weights"}
-    other, events = run(branching, mode="")
-    assert set(other) == {"choose", "make", "nowhere", "read"}
-    assert other["read"].outputs == {"Output": "nothing"}
-    assert outcome(events, "make") == "cached"
-
-
-def test_what_a_branch_made_comes_from_the_cache_unless_it_is_damaged(run):
-    first, _ = run(branching)
-    second, events = run(branching)
-    assert outcome(events, "place") == "cached"
-    assert second["read"].outputs == {"Output": "weights"}
-    (Path(first["place"].outputs["copy"].path) / "weights").write_text("weirdos")
-    third, events = run(branching)
-    assert outcome(events, "place") == "ran"
-    assert third["place"].outputs["Output"] != first["place"].outputs["Output"]
-    assert third["read"].outputs == {"Output": "weights"}
-
-
-def test_a_task_that_fails_in_a_branch_ends_the_run_with_its_own_message(run):
-    with pytest.raises(local_tasks.TaskError, match=r"^fail: no views$"):
-        run(branching, mode="failing", message="no views")
+    assert made(third) == made(second)
 
 
 def test_a_failed_task_ends_the_run_with_its_own_message(run, capsys):
@@ -287,6 +230,7 @@ from pathlib import Path
 from kfp import compiler
 sys.path.insert(0, sys.argv[2])
 import test_local_tasks as tests
+from components import references
 from pipelines import local_tasks
 
 class Printer(tests.Recorder):

@@ -1,0 +1,80 @@
+"""How tasks name artifacts to one another: `s3://bucket/teacher#model=3f2a...`, a URI with kind and fingerprint as its fragment.
+
+A text, not one of KFP's artifacts: KFP fetches those into every pod that reads them, also where it only passes their address on. A task
+whose producer comes from KFP's cache gets the same text, and is in the cache too; one whose producer ran again gets another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+from trainer import artifacts
+from trainer.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from trainer.artifacts import Kind
+
+_PATTERN = re.compile(r"(?P<uri>.+)#(?P<kind>[a-z_]+)=(?P<fingerprint>[0-9a-f]{64})")
+
+
+def to(uri: str, kind: Kind) -> str:
+    """The reference to an artifact that was made.
+
+    Raises:
+        ArtifactError: it is not there.
+    """
+    return f"{uri}#{kind}={artifacts.manifest(uri, kind).fingerprint}"
+
+
+def is_reference(text: object) -> bool:
+    """Whether a task's output is one."""
+    return isinstance(text, str) and _PATTERN.fullmatch(text) is not None
+
+
+def uri_of(reference: str) -> str:
+    """Where the artifact is."""
+    return _parts(reference)["uri"]
+
+
+def uris(references: Mapping[str, str]) -> dict[str, str]:
+    """Keyword of each input that is given -> where it is, after a look whether it still is what it was.
+
+    Raises:
+        ArtifactError: one is gone, or another one stands in its place.
+    """
+    return {name: _found(reference) for name, reference in references.items() if reference}
+
+
+def _found(reference: str) -> str:
+    uri, kind, fingerprint = _parts(reference).group("uri", "kind", "fingerprint")
+    if not artifacts.exists(uri):
+        raise ArtifactError(
+            f"{kind} {uri} is gone, though Kubeflow's cache has the task that made it as done (a rule of the store that removes old "
+            "objects? another store?); make everything again, without the cache: make deploy-pipeline RUN=1 FRESH=1"
+        )
+    now = artifacts.manifest(uri, cast("Kind", kind)).fingerprint
+    if now != fingerprint:
+        raise ArtifactError(
+            f"{kind} {uri} has the fingerprint {now[:12]}, but the task that made it left {fingerprint[:12]}: something else was "
+            "written there; make everything again, without the cache: make deploy-pipeline RUN=1 FRESH=1"
+        )
+    return uri
+
+
+def is_whole(reference: str) -> bool:
+    """Whether the artifact is still what it was: every file, by its checksum.
+
+    Raises:
+        ArtifactError: it is gone or damaged.
+    """
+    parts = _parts(reference)
+    return artifacts.read(parts["uri"], cast("Kind", parts["kind"])).fingerprint == parts["fingerprint"]
+
+
+def _parts(reference: str) -> re.Match[str]:
+    found = _PATTERN.fullmatch(reference)
+    if found is None:
+        raise ArtifactError(f"{reference!r} is no reference to an artifact, URI#KIND=FINGERPRINT")
+    return found
