@@ -19,6 +19,7 @@ def configure(
     processes_per_node: int,
     optional_stages: str,
     generation: str,
+    run_name: str,
 ) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
     "Sections",
     [
@@ -50,6 +51,7 @@ def configure(
         processes_per_node: Training processes on each machine.
         optional_stages: Which of the stages that not every run needs are in this pipeline's graph.
         generation: Of what KFP's cache holds; what was made under another one is not taken from it.
+        run_name: As Kubeflow shows the run.
     """
     from components import sections, task
     from components.launching import Place
@@ -57,5 +59,9 @@ def configure(
     with task.reporting("configure"):
         settings = sections.resolve(recipe, overrides, dataset, teacher, experiment)
         return sections.configure(
-            settings, Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node), optional_stages, generation
+            settings,
+            Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
+            optional_stages,
+            generation,
+            run_name,
         )

@@ -16,6 +16,8 @@ from trainer.data import sources
 from trainer.environment import variables
 from trainer.errors import SettingsError, TrackingError
 
+KUBEFLOW_UI = "KF_PIPELINES_UI_ENDPOINT"
+"""Environment variable: the address of Kubeflow's UI, for links."""
 OPTIONAL_STAGES = ("warm_up", "tune", "reinforce")
 """The stages that not every run needs."""
 
@@ -68,7 +70,11 @@ def needed(settings: config.Settings) -> tuple[str, ...]:
 
 
 def configure(
-    settings: config.Settings, place: Place, optional: str = " ".join(OPTIONAL_STAGES), generation: str = ""
+    settings: config.Settings,
+    place: Place,
+    optional: str = " ".join(OPTIONAL_STAGES),
+    generation: str = "",
+    run_name: str = "",
 ) -> Sections:
     """Check what can be checked before anything expensive, and give each stage its own section.
 
@@ -78,6 +84,7 @@ def configure(
         optional: those of `OPTIONAL_STAGES` that the pipeline's graph has, with spaces between them.
 
         generation: of what KFP's cache holds; a new one makes everything again.
+        run_name: as Kubeflow shows the run.
 
     Raises:
         SettingsError: there is no such place, or a warm-up there would be lost, or the graph lacks a stage that the settings ask for.
@@ -96,7 +103,8 @@ def configure(
     resolved = settings.model_dump(mode="json")
     with variables(_experiment(settings.tracking)):
         tracking.check()
-        tracking.start_parent(resolved, {"trainer.source_version": source_version})
+        tags = {"trainer.source_version": source_version, **_link(run_name)}
+        tracking.start_parent(resolved, tags, name=run_name if _on_cluster() else "")
     own = {stage: canonical_json(settings.for_stage(stage)) for stage in config.SECTION_OF_STAGE}
     return Sections(
         **own,
@@ -105,6 +113,18 @@ def configure(
         device=place.device(settings.run.device),
         resolved=canonical_json(resolved),
     )
+
+
+def _on_cluster() -> bool:
+    return "KFP_RUN_ID" in os.environ
+
+
+def _link(run_name: str) -> dict[str, str]:
+    """The tag that shows a run of Kubeflow Pipelines in MLflow, with the way to it."""
+    if not _on_cluster():
+        return {}
+    address = os.environ.get(KUBEFLOW_UI, "").rstrip("/")
+    return {tracking.NOTE_TAG: f"Kubeflow: [{run_name}]({address}/#/runs/details/{os.environ['KFP_RUN_ID']})"}
 
 
 def _source_version(settings: config.DataSettings) -> str:

@@ -99,6 +99,7 @@ def deploy(options: argparse.Namespace) -> None:
             experiment_id=runs.experiment(api, settings.tracking.experiment),
             parameters=parameters,
             service_account=options.service_account,
+            experiment=settings.tracking.experiment,
         )
         if cron:
             schedules.put(api, schedules.name_of(options.recipe), cron, job)

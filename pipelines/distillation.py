@@ -92,6 +92,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
                 experiment=experiment,
                 optional_stages=" ".join(optional),
                 generation=generation,
+                run_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
                 **place,
             ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
             settings = on_cluster(configuring, WORK).set_display_name("Configure").outputs

@@ -15,10 +15,11 @@ import kfp_server_api
 import urllib3
 
 from components.launch import service_proxy
+from components.sections import KUBEFLOW_UI
 from trainer.errors import DeployError
 
 HOST_VARIABLES = ("KFP_HOST", "KFP_ENDPOINT", "KF_PIPELINES_ENDPOINT")
-UI_VARIABLE = "KF_PIPELINES_UI_ENDPOINT"
+UI_VARIABLE = KUBEFLOW_UI
 TOKEN_VARIABLE = "KFP_TOKEN"  # a name
 COOKIES_VARIABLE = "KFP_COOKIES"
 AUTHORITY_VARIABLE = "KFP_CA_FILE"

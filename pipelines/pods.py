@@ -11,6 +11,7 @@ from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
 from components.finishing import WORKFLOW
+from components.sections import KUBEFLOW_UI
 
 CONFIG_MAP = "vit-distillation"
 ENVIRONMENT = (
@@ -20,6 +21,7 @@ ENVIRONMENT = (
     "TRAINER_ARTIFACTS",
     "TRAINER_CHECKPOINTS",
     "NEURON_COMPILE_CACHE_URL",
+    KUBEFLOW_UI,
 )
 """Keys of `CONFIG_MAP` that every task finds in its environment."""
 POOLS_CONFIG_MAP = "vit-distillation-pools"

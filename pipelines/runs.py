@@ -30,6 +30,8 @@ INTERVALS_S = (0.2, 5.0)
 AWAY_S = 300.0
 """How long the API may be away before we stop to follow a run."""
 DEFAULT_HOURS = 168.0
+MLFLOW_UI = "Open http://localhost:5000 after: kubectl --namespace kubeflow port-forward service/mlflow 5000"
+"""The way to the MLflow that `manifests/install.sh` puts beside Kubeflow."""
 
 
 def experiment(api: Api, name: str) -> str:
@@ -57,6 +59,8 @@ class Job:
     experiment_id: str
     parameters: Mapping[str, str | int]
     service_account: str
+    experiment: str
+    """In MLflow too."""
 
     def fields(self) -> dict[str, Any]:
         """As a run and a schedule name them."""
@@ -77,11 +81,17 @@ def start(api: Api, name: str, job: Job) -> Any:
         DeployError: the API refuses; or its answer was lost and no run of this name is there.
     """
     try:
-        run = api.runs.run_service_create_run(kfp_server_api.V2beta1Run(display_name=name, **job.fields()))
+        run = api.runs.run_service_create_run(_described(name, job))
     except UnansweredError as error:
         run = _started_all_the_same(api, name, job.experiment_id, error)
     print(f"run {name}: {api.link(f'runs/details/{run.run_id}')}", flush=True)
     return run
+
+
+def _described(name: str, job: Job) -> Any:
+    """A run with what a person needs who opens it."""
+    description = f"In MLflow: run {name!r} of the experiment {job.experiment!r}. {MLFLOW_UI}"
+    return kfp_server_api.V2beta1Run(display_name=name, description=description, **job.fields())
 
 
 def _started_all_the_same(api: Api, name: str, experiment_id: str, error: UnansweredError) -> Any:

@@ -68,6 +68,8 @@ STAGE_TAG = "trainer.stage"
 TRAINING_TAG = "trainer.training"
 """Which training a stage's run is of, so that a later try of it finds the run."""
 ERROR_TAG = "trainer.error"
+NOTE_TAG = "mlflow.note.content"
+"""What MLflow shows as a run's description, in Markdown."""
 BILL = "bill.json"
 """Name under which register leaves a run's bill with its parent run."""
 
@@ -270,8 +272,13 @@ def _artifact_location() -> str | None:
 # Runs
 
 
-def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str]) -> str | None:
+def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str], *, name: str = "") -> str | None:
     """Find or create the parent run and record the run's settings and tags on it; it is a new one where the settings are others.
+
+    Args:
+        settings: of the run.
+        tags: to set on it.
+        name: of a new one, for people; empty: as `TRAINER_RUN` names it.
 
     Returns:
         Its id; None if nothing is tracked, or this process belongs to no named run (`TRAINER_RUN`).
@@ -283,11 +290,11 @@ def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str]) -> str | 
         return None
     with _http_limits(_STAGE_LIMITS), explained():
         mlflow = client()
-        run_id = _parent(mlflow, settings)
+        run_id = _parent(mlflow, settings, name)
         if run_id is not None:
             _record_params(mlflow, run_id, settings)
-            for name, value in tags.items():
-                mlflow.set_tag(run_id, name, value)
+            for tag, value in tags.items():
+                mlflow.set_tag(run_id, tag, value)
         return run_id
 
 
@@ -324,7 +331,7 @@ def finish_parent(status: str = "FINISHED", error: str = "") -> None:
             mlflow.set_terminated(run_id, status)
 
 
-def _parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None) -> str | None:
+def _parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None, name: str = "") -> str | None:
     """The parent run of these settings, or whichever the run has."""
     injected = os.environ.get(RUN_ID)
     if injected:
@@ -333,7 +340,7 @@ def _parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None) -> 
         return None
     found = _newest_parent(mlflow)
     if found is None:
-        return _new_parent(mlflow)
+        return _new_parent(mlflow, name)
     run_id, is_running = str(found.info.run_id), found.info.status == "RUNNING"
     changed = _changed(found.data.params, flatten(settings or {}))
     if not changed:
@@ -342,7 +349,7 @@ def _parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None) -> 
         return run_id
     if is_running:  # it was killed, and could not say so
         mlflow.set_terminated(run_id, "KILLED")
-    new = _new_parent(mlflow, former=run_id)
+    new = _new_parent(mlflow, name, former=run_id)
     logger.info(
         "MLflow: a new run %s, since %s changed; the former one, %s, stays as it is", new, _listed(changed), run_id
     )
@@ -361,11 +368,11 @@ def _newest_parent(mlflow: MlflowClient) -> Run | None:
     return found[0] if found else None
 
 
-def _new_parent(mlflow: MlflowClient, *, former: str = "") -> str:
-    name = os.environ[RUN]
-    tags = {RUN_TAG: name, IDENTITY_TAG: os.environ.get(IDENTITY), FORMER_TAG: former}
+def _new_parent(mlflow: MlflowClient, name: str, *, former: str = "") -> str:
+    run = os.environ[RUN]
+    tags = {RUN_TAG: run, IDENTITY_TAG: os.environ.get(IDENTITY), FORMER_TAG: former}
     given = {tag: value for tag, value in tags.items() if value}
-    return str(mlflow.create_run(_experiment(mlflow), run_name=name, tags=given).info.run_id)
+    return str(mlflow.create_run(_experiment(mlflow), run_name=name or run, tags=given).info.run_id)
 
 
 def _where_the_parent_may_be(mlflow: MlflowClient) -> list[str]:

@@ -211,7 +211,7 @@ def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
 
 def test_the_component_gives_what_the_function_gives():
     assert list(configure.component_spec.outputs) == list(sections.Sections._fields)
-    assert configure.python_func("digits", "", "", "", "", "", 1, 0, "", "") == configured("digits")
+    assert configure.python_func("digits", "", "", "", "", "", 1, 0, "", "", "") == configured("digits")
 
 
 @pytest.mark.parametrize(
@@ -242,3 +242,18 @@ def test_a_new_generation_makes_the_first_cached_task_another_one():
     )
     assert after.source_version != before.source_version
     assert after._replace(source_version=before.source_version) == before
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+def test_mlflow_names_the_run_as_kubeflow_does_and_links_to_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    for name in ("TRAINER_RUN", "KFP_RUN_ID"):
+        monkeypatch.setenv(name, "0b8e1f")
+    monkeypatch.setenv(sections.KUBEFLOW_UI, "https://kubeflow.example.com/pipeline/")
+    sections.configure(sections.resolve("digits"), Place(pool="cpu"), run_name="digits 2026-01-31 12:00:00 UTC")
+    parent = tracking.client().get_run(tracking.parent_run())
+    assert parent.info.run_name == "digits 2026-01-31 12:00:00 UTC"
+    assert parent.data.tags[tracking.RUN_TAG] == "0b8e1f"
+    link = "https://kubeflow.example.com/pipeline/#/runs/details/0b8e1f"
+    assert parent.data.tags[tracking.NOTE_TAG] == f"Kubeflow: [digits 2026-01-31 12:00:00 UTC]({link})"

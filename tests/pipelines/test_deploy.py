@@ -375,6 +375,12 @@ def test_a_wrong_cron(text, message):
         schedules.cron_of(text)
 
 
+def test_a_run_says_how_it_is_found_in_mlflow(api, command):
+    command(deploy.main, "--run", "--experiment", "fruit")
+    (run,) = api.store.runs.values()
+    assert run.description.startswith(f"In MLflow: run {run.display_name!r} of the experiment 'fruit'. Open http://")
+
+
 def test_undeploying_removes_this_contents_version_and_its_schedules(api, command):
     command(deploy.main, "--cron", "0 3 * * *")
     command(deploy.main, "--image", "x:2", "--recipe", "grocery", "--cron", "0 3 * * *")
