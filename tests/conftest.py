@@ -6,6 +6,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from tests import shared_folders
 from tests.distillations import Distillation, blank_teacher, prepared_digits
 from tests.stand_ins.hub import Hub
 from tests.stand_ins.object_store import ObjectStore
@@ -13,6 +14,8 @@ from trainer.storage import retries
 
 LONGEST_FILES = ("tests/local/", "tests/pipelines/")
 """Where the tests are that take longest."""
+SHARED = {"digits", "teacher", "trained_digits", "patient"}
+"""Fixtures whose folders all tests of a process read."""
 
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and so whatever they start.
@@ -50,6 +53,16 @@ def put_signals_back():
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def leave_shared_folders_alone(request):
+    """The test that writes there fails itself, and not a later one that takes what it left for a part of the data."""
+    yield
+    if SHARED.intersection(request.fixturenames) and (changed := shared_folders.changes()):
+        pytest.fail(
+            f"{', '.join(changed)}: changed by this test, but others read it too; work on a copy", pytrace=False
+        )
+
+
 @pytest.fixture(scope="session")
 def object_store_server():
     """An S3 server, for all tests of this process."""
@@ -84,13 +97,17 @@ def model_hub(monkeypatch, tmp_path):
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory):
     """The digits, prepared."""
-    return prepared_digits(tmp_path_factory.mktemp("data") / "digits")
+    folder = prepared_digits(tmp_path_factory.mktemp("data") / "digits")
+    shared_folders.share(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory):
     """A model directory with a teacher that has not learned anything."""
-    return blank_teacher(tmp_path_factory.mktemp("models") / "teacher")
+    folder = blank_teacher(tmp_path_factory.mktemp("models") / "teacher")
+    shared_folders.share(folder)
+    return folder
 
 
 @pytest.fixture

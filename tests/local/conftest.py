@@ -1,5 +1,6 @@
 import pytest
 
+from tests import shared_folders
 from tests.pathologies import Patient, train_teacher
 
 
@@ -7,4 +8,6 @@ from tests.pathologies import Patient, train_teacher
 def patient(digits, tmp_path_factory):
     """The digits with a teacher that has learned them; see `tests/pathologies.py`."""
     folder = tmp_path_factory.mktemp("patient")
-    return Patient(dataset=digits, teacher=train_teacher(digits, folder), folder=folder)
+    teacher = train_teacher(digits, folder)
+    shared_folders.share(teacher)
+    return Patient(dataset=digits, teacher=teacher, folder=folder)

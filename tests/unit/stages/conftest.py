@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from tests import shared_folders
 from trainer import artifacts, models
 from trainer.config import ModelSettings
 from trainer.data.schema import Description, features
@@ -92,6 +93,7 @@ def trained_digits(tmp_path_factory: pytest.TempPathFactory) -> TrainedDigits:
     write_dataset(directory / "dataset")
     write_model(directory / "teacher", dim=48, depth=2, steps=100)
     write_model(directory / "student", dim=16, depth=1, steps=100)
+    shared_folders.share(directory)
     test = IMAGES["test"]
     return TrainedDigits(
         dataset=directory / "dataset",
