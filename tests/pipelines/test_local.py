@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -61,11 +62,15 @@ def assert_last_message(ended, pattern):
         (["--output", "file/below"], r"can not write to .*file.*"),
     ],
 )
-def test_wrong_input_ends_in_one_message_before_anything_starts(tmp_path, arguments, pattern):
+def test_wrong_input_ends_in_one_message_before_anything_starts(tmp_path, monkeypatch, capsys, arguments, pattern):
+    """In this process: to start one for each takes seconds, in which only modules are imported."""
     (tmp_path / "file").touch()
-    ended = start(tmp_path, *arguments)
-    assert_one_message(ended, pattern)
-    assert ended.stdout == ""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("MLFLOW_", "TRAINER_"))]:
+        monkeypatch.delenv(name)
+    code, said = local.main(["--processes", "1", *arguments]), capsys.readouterr()
+    assert (code, said.out) == (EXIT_CODE, "")
+    assert re.fullmatch(rf"error: {pattern}\n", said.err), said.err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
