@@ -52,12 +52,22 @@ def explain_failure(job: str, look: str, progress: Progress) -> str:
     failed = f"job {job} failed ({state.reason})" if state.reason else f"job {job} failed"
     culprit = _culprit(progress)
     if culprit is None:
-        said = state.message.rstrip(".") or "no replica told why"
+        said = "; ".join([state.message.rstrip(".") or "no replica told why", *_missing(progress)])
         trouble = f"; last trouble: {progress.trouble}" if progress.trouble else ""
         return f"{failed}: {said}{trouble}; see `{look}`"
     said = f": {culprit.message}" if culprit.message else ""
     lines = "" if culprit.message else _last_lines(culprit.replica, progress.tails.get(culprit.replica, ()))
     return f"{failed}: {culprit.replica} {culprit}{said}{_advice(culprit)}{lines}"
+
+
+def _missing(progress: Progress) -> list[str]:
+    """Replicas that did not end but were deleted, or that never started, in words."""
+    waiting = {
+        name: f"had not started{f' ({one.waiting})' if one.waiting else ''}"
+        for name, one in progress.replicas.items()
+        if not one.placed
+    }
+    return [f"{name} {what}" for name, what in sorted((waiting | progress.lost).items())]
 
 
 def _culprit(progress: Progress) -> Termination | None:

@@ -20,6 +20,8 @@ TAIL_LINES = 10
 """Last lines of each replica that are kept for the message."""
 _TROUBLE = frozenset({"Preempted", "TaintManagerEviction"})
 """Events that Kubernetes calls normal, though whoever waits for the job wants to know."""
+_UNSCHEDULED = frozenset({"FailedScheduling", "Unschedulable"})
+"""Events of waiting for a machine; of a replica that has one, they are old."""
 _TOLD_AGAIN = frozenset({10, 100, 1000, 10000})
 
 
@@ -75,6 +77,11 @@ class Progress:
         """Replica -> how often it has failed; one failure makes the others end, so it is not their sum that counts."""
         self._last_failure = ""
         self.trouble = self._status = ""
+        """The last trouble that is not over."""
+        self._about = ""
+        """Which replica it is about, or what else."""
+        self.lost: dict[str, str] = {}
+        """Replica -> how its pod went away without an end of its own, while no other one has started in its place."""
         self._news: list[str] = []
 
     def news(self) -> list[str]:
@@ -98,12 +105,21 @@ class Progress:
         if replica.ended and replica.ended != (before and before.ended) and replica.ended.exit_code != 0:
             self._take_end(replica.ended)
         if replica.stuck and (before is None or before.waiting != replica.waiting):
-            self._tell_trouble(f"{replica.name}: {replica.waiting}: {replica.waiting_message}")
+            self._tell_trouble(replica.name, f"{replica.waiting}: {replica.waiting_message}")
+        if replica.placed:
+            self.lost.pop(replica.name, None)
+            if self._about == replica.name:
+                self.trouble = self._about = ""
         self._judge(now)
 
     def see_replica_gone(self, replica: Replica, now: float) -> None:
         """A pod of the job was deleted, and looked like this last; a new one may have taken its place already."""
         if self.replicas.get(replica.name, replica).uid == replica.uid:
+            if self.state.phase not in {"succeeded", "failed"} and not (replica.over or replica.ended):
+                self.lost[replica.name] = (
+                    "was deleted while it ran" if replica.placed else "was deleted before it had started"
+                )
+                self._news.append(f"{replica.name} {self.lost[replica.name]}")
             self.see_replica(replace(replica, placed=False, over=True, waiting=""), now)
 
     def see_no_replicas(self) -> None:
@@ -126,7 +142,9 @@ class Progress:
         if event.get("type") != "Warning" and reason not in _TROUBLE:
             return
         count = event.get("count") or (event.get("series") or {}).get("count") or 1
-        self._tell_trouble(f"{about}: {reason}: {message}", count)
+        replica = self.replicas.get(about)
+        over = reason in _UNSCHEDULED and (self._running or (replica is not None and replica.placed))
+        self._tell_trouble(about, f"{reason}: {message}", count, over=over)
 
     def ending(self, now: float) -> Ending | None:
         """How the job has ended, or that its time is up; None while it goes on."""
@@ -197,6 +215,8 @@ class Progress:
         if running != self._running:
             self._ran_s += now - self._since if self._running else 0.0
             self._running, self._since, self._last_sign = running, now, now
+            if running:
+                self.trouble = self._about = ""
         stuck = any(replica.stuck for replica in self.replicas.values())
         if stuck != self._stuck:
             self._stuck, self._stuck_since = stuck, now
@@ -221,14 +241,19 @@ class Progress:
             return f"{word} ({min(self._placed(), self._nodes)} of {self._nodes} replicas)"
         return f"{phase}: {self.state.message}" if phase in {"restarting", "failed"} and self.state.message else phase
 
-    def _tell_trouble(self, text: str, count: int = 1) -> None:
+    def _tell_trouble(self, about: str, what: str, count: int = 1, *, over: bool = False) -> None:
         """Tell a trouble when it comes first, and when it has come so often that this is news.
 
         Args:
-            text: the same for the same trouble.
+            about: the replica, or what else has it.
+            what: the same for the same trouble.
             count: how often it came, as far as Kubernetes has counted.
+            over: whether it explains nothing that comes now.
         """
-        before, self.trouble = self._counts[text], text
+        text = f"{about}: {what}"
+        before = self._counts[text]
+        if not over:
+            self.trouble, self._about = text, about
         self._counts[text] = now = max(before + 1, count)
         if before == 0:
             self._news.append(text)

@@ -37,6 +37,20 @@ def explain():
     return explain
 
 
+def test_without_an_end_of_its_own_the_replica_that_went_away_is_named():
+    progress = Progress(nodes=2, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
+    for name, waiting in (("worker-0", "PodInitializing"), ("worker-1", "ContainerCreating")):
+        progress.see_replica(Replica(name=name, pod=name, uid=name, placed=False, waiting=waiting), 0)
+    progress.see_replica_gone(progress.replicas["worker-0"], 1)
+    progress.see_job(
+        State(phase="failed", reason="PyTorchJobFailed", message="Job has reached the limit."), deleting=False, now=2
+    )
+    assert explain_failure("job-1", "kubectl describe", progress) == (
+        "job job-1 failed (PyTorchJobFailed): Job has reached the limit; worker-0 was deleted before it had started; "
+        "worker-1 had not started (ContainerCreating); see `kubectl describe`"
+    )
+
+
 def test_the_earliest_is_to_blame():
     early, late = end("worker-1", second=10), end("master-0", second=12)
     assert first_failure([late, early], {}) == early

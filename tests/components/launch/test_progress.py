@@ -149,6 +149,46 @@ def test_an_image_that_can_not_be_had_ends_the_waiting_early(progress, monkeypat
     assert progress.ending(30) is None
 
 
+def test_trouble_that_is_over_is_forgotten(progress):
+    """A job that failed 280 s later was explained by it."""
+    progress.see_job(PENDING, deleting=False, now=1)
+    progress.see_event("the job", event("Unschedulable", "0/1 nodes are available"))
+    progress.see_event("worker-0", event("FailedScheduling", "0/1 nodes are available"))
+    assert progress.trouble == "worker-0: FailedScheduling: 0/1 nodes are available"
+    start(progress, 2)
+    assert progress.trouble == ""
+    progress.see_event("the job", event("Unschedulable", "0/1 nodes are available", uid="late"))
+    assert progress.trouble == "", "told late, or again after a break"
+    progress.see_event("worker-0", event("Evicted", "out of disk", uid="now"))
+    assert progress.trouble == "worker-0: Evicted: out of disk"
+
+
+def test_trouble_of_one_replica_is_over_when_it_runs_while_others_wait(progress):
+    progress.see_job(RUNNING, deleting=False, now=1)
+    progress.see_event("worker-0", event("FailedScheduling", "0/1 nodes are available"))
+    progress.see_replica(replica(1, placed=True, running=True), 2)
+    assert progress.trouble
+    progress.see_replica(replica(0, placed=True, running=True), 3)
+    assert progress.trouble == ""
+
+
+def test_a_replica_that_is_deleted_before_it_ran_is_named(progress):
+    progress.see_job(RUNNING, deleting=False, now=1)
+    progress.see_replica(replica(0, waiting="PodInitializing"), 2)
+    progress.see_replica_gone(replica(0, waiting="PodInitializing"), 3)
+    assert progress.lost == {"worker-0": "was deleted before it had started"}
+    assert progress.news()[-1] == "worker-0 was deleted before it had started"
+    progress.see_replica(replace(replica(0, placed=True, running=True), uid="another"), 4)
+    assert progress.lost == {}
+
+
+def test_what_is_cleaned_up_after_the_jobs_end_was_not_lost(progress):
+    start(progress, 1)
+    progress.see_job(State(phase="failed"), deleting=False, now=2)
+    progress.see_replica_gone(replica(0, placed=True, running=True), 3)
+    assert progress.lost == {}
+
+
 def test_trouble_is_told_once_and_its_repetitions_are_counted(progress):
     for count in range(1, 31):
         progress.see_event("worker-0", event("FailedScheduling", "no nodes", count=count))
