@@ -106,7 +106,9 @@ class Progress:
             self._take_end(replica.ended)
         if replica.stuck and (before is None or before.waiting != replica.waiting):
             self._tell_trouble(replica.name, f"{replica.waiting}: {replica.waiting_message}")
-        if replica.placed:
+        if replica.over and not replica.ended:
+            self._lose(replica, f"{'was deleted' if replica.deleting else 'ended'} before it had started")
+        elif replica.placed:
             self.lost.pop(replica.name, None)
             if self._about == replica.name:
                 self.trouble = self._about = ""
@@ -115,11 +117,10 @@ class Progress:
     def see_replica_gone(self, replica: Replica, now: float) -> None:
         """A pod of the job was deleted, and looked like this last; a new one may have taken its place already."""
         if self.replicas.get(replica.name, replica).uid == replica.uid:
-            if self.state.phase not in {"succeeded", "failed"} and not (replica.over or replica.ended):
-                self.lost[replica.name] = (
-                    "was deleted while it ran" if replica.placed else "was deleted before it had started"
+            if not replica.over:
+                self._lose(
+                    replica, "was deleted while it ran" if replica.placed else "was deleted before it had started"
                 )
-                self._news.append(f"{replica.name} {self.lost[replica.name]}")
             self.see_replica(replace(replica, placed=False, over=True, waiting=""), now)
 
     def see_no_replicas(self) -> None:
@@ -171,6 +172,13 @@ class Progress:
             self._failures[end.replica] += 1
             self._last_failure = told
 
+    def _lose(self, replica: Replica, how: str) -> None:
+        """Note a pod that went away without an end of its own; what is cleaned up after the job's end hides no earlier one."""
+        over = self.state.phase in {"succeeded", "failed"}
+        if replica.name not in self.lost and not replica.ended and not (over and self.lost):
+            self.lost[replica.name] = how
+            self._news.append(f"{replica.name} {how}")
+
     def _too_often(self) -> str:
         return (
             f"has failed {max(self._failures.values())} times, and its pool allows {self._limits.retries} retries; the last time "
@@ -189,9 +197,16 @@ class Progress:
         )
         clocks = [(limits.queued_s, self._since, Ending(kind="overdue", message=message))]
         if self._stuck:
-            message = f"could not start for {duration(STUCK_S)}{because}; mend that and run again"
+            message = (
+                f"could not start for {duration(STUCK_S)}; last trouble: {self._why_stuck()}; mend that and run again"
+            )
             clocks.append((STUCK_S, self._stuck_since, Ending(kind="overdue", message=message)))
         return clocks
+
+    def _why_stuck(self) -> str:
+        """What the first replica that is stuck waits for; Kubernetes' events say it shorter, without the image's name."""
+        stuck = next(one for one in self.replicas.values() if one.stuck)
+        return f"{stuck.name}: {stuck.waiting}: {stuck.waiting_message}"
 
     def _clocks_of_running(self) -> list[tuple[float, float, Ending]]:
         limits = self._limits

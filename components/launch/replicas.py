@@ -88,6 +88,8 @@ class Replica:
     """Whether its container has ended and is not started again."""
     ended: Termination | None = None
     """The last end of its container."""
+    deleting: bool = False
+    """Whether somebody has asked for its deletion."""
 
     @property
     def stuck(self) -> bool:
@@ -121,6 +123,7 @@ def read(pod: Mapping[str, Any], name: str, container: str) -> Replica:
         waiting_message=waiting.get("message", ""),
         over=phase in {"Succeeded", "Failed"},
         ended=_termination(name, status, own),
+        deleting="deletionTimestamp" in pod["metadata"],
     )
 
 

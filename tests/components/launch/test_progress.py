@@ -182,11 +182,15 @@ def test_a_replica_that_is_deleted_before_it_ran_is_named(progress):
     assert progress.lost == {}
 
 
-def test_what_is_cleaned_up_after_the_jobs_end_was_not_lost(progress):
-    start(progress, 1)
-    progress.see_job(State(phase="failed"), deleting=False, now=2)
-    progress.see_replica_gone(replica(0, placed=True, running=True), 3)
-    assert progress.lost == {}
+def test_a_deleted_pod_whose_init_container_was_killed_did_not_start(progress):
+    """Its phase is Failed, and its own container still waits: so it was seen on a cluster."""
+    progress.see_job(RUNNING, deleting=False, now=1)
+    progress.see_replica(replica(0, placed=True, over=True, deleting=True), 2)
+    assert progress.lost == {"worker-0": "was deleted before it had started"}
+    progress.see_job(State(phase="failed"), deleting=False, now=3)
+    progress.see_replica(replica(1, placed=True, over=True, deleting=True), 4)  # cleaned up
+    assert list(progress.lost) == ["worker-0"]
+    assert progress.news()[-1] == "failed"
 
 
 def test_trouble_is_told_once_and_its_repetitions_are_counted(progress):
