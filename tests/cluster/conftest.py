@@ -1,20 +1,26 @@
-"""Tests on a real cluster: `make kind-up image kind-load test-kind`. Not run yet: there was none where they were written."""
+"""Tests on a real cluster: `make kind-up image kind-load test-kind`, or `make test-kind CONTEXT=name` on one that is there."""
 
 import contextlib
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 
 CONTEXT = os.environ.get("TRAINER_TEST_CLUSTER", "")
 """The kubeconfig's context to test on; it is named, so that no test reaches a cluster that somebody works on."""
 NAMESPACE = "kubeflow"
+NODE = "workflows.argoproj.io/node-name"
+"""Annotation of Argo's pods: their place in the graph, `distillation-x(0).root(0).exit-handler-1(0).pretrain(0).executor(0)`."""
 SHORT = "pretrain.mae.epochs=1 pretrain.finetune.epochs=2 distill.epochs=2"
 """Settings with which the recipe `digits` trains for seconds."""
+LONG = "pretrain.mae.epochs=1 pretrain.finetune.epochs=2 distill.epochs=60 distill.checkpoint_every=50"
+"""Those with which its distillation takes so long that it can be disturbed."""
 
 
 def pytest_collection_modifyitems(items):
@@ -51,9 +57,10 @@ def kubectl(*arguments, check=True, text=None):
     return result.stdout if check else result.stdout + result.stderr
 
 
-def objects(kind, selector=""):
+def objects(kind, selector="", *, namespace=NAMESPACE):
     """Objects of a kind, by their labels."""
-    return json.loads(kubectl("get", kind, "--selector", selector, "--output", "json"))["items"]
+    found = kubectl("get", kind, "--namespace", namespace, "--selector", selector, "--output", "json")
+    return json.loads(found)["items"]
 
 
 def eventually(condition, *, seconds, what):
@@ -75,8 +82,40 @@ class Run:
         assert found, self.output
         self.id = found[1]
 
-    def jobs(self):
-        return objects("pytorchjobs", f"vit-distillation/run={self.id}")
+    def jobs(self, stage=""):
+        """The run's training jobs; of a stage."""
+        task = f",vit-distillation/stage={stage}" if stage else ""
+        return objects("pytorchjobs", f"vit-distillation/run={self.id}{task}")
+
+    def pods(self, stage, role):
+        """The pods of a stage's job: `master` or `worker`."""
+        stage = f"vit-distillation/run={self.id},vit-distillation/stage={stage}"
+        return objects("pods", f"{stage},training.kubeflow.org/replica-type={role}")
+
+    def task_pods(self, stage):
+        """The pods of the task itself that launches a stage, of each try, in the order of their start."""
+        found = [
+            pod
+            for pod in objects("pods", f"pipeline/runid={self.id}")
+            if re.search(rf"\.{stage}(\(\d\))?\.executor\b", pod["metadata"]["annotations"].get(NODE, ""))
+        ]
+        return sorted(found, key=lambda pod: pod["metadata"]["creationTimestamp"])
+
+    def wait(self, hours=1.0):
+        """Follow the run to its end; gives how it ended."""
+        command = [sys.executable, "-m", "pipelines.runs", "follow", self.id, "--hours", str(hours)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3700 * hours)
+        self.exit_code, self.output = result.returncode, self.output + result.stdout + result.stderr
+        return self
+
+    def stop(self):
+        """Ask for its end, as the button in KFP's UI does."""
+        subprocess.run([sys.executable, "-m", "pipelines.runs", "stop", self.id], check=True, timeout=120)
+
+    def phase(self):
+        """Argo's word for how the run's Workflow stands."""
+        (workflow,) = objects("workflows", f"pipeline/runid={self.id}")
+        return workflow.get("status", {}).get("phase", "Pending")
 
     def logs(self):
         """What the tasks' own pods said, all of them."""
@@ -85,18 +124,50 @@ class Run:
         )
 
 
+def image():
+    """The arguments that name the image under test."""
+    return ["--image", os.environ["TRAINER_IMAGE"]] if "TRAINER_IMAGE" in os.environ else []
+
+
+@pytest.fixture
+def uncached():
+    """A setting for which no earlier run, of this session or another, has left a training in KFP's cache."""
+    return f"run.seed={secrets.randbelow(2**31)}"
+
+
 @pytest.fixture
 def run_pipeline():
-    """Deploy the pipeline and run it on the pool `cpu`, two nodes with a process each."""
+    """Deploy the pipeline and run it on the pool `cpu`, two nodes with a process each. What a test leaves running is stopped."""
+    started = []
 
-    def run(settings="", *, wait=True):
-        command = [sys.executable, "-m", "pipelines.deploy", "--run", "--namespace", NAMESPACE]
-        command += ["--pool", "cpu", "--nodes", "2", "--processes", "1", "--set", f"{SHORT} {settings}"]
-        command += ["--image", os.environ["TRAINER_IMAGE"]] if "TRAINER_IMAGE" in os.environ else []
+    def run(settings="", *, wait=True, length=SHORT, further=()):
+        command = [sys.executable, "-m", "pipelines.deploy", "--run", "--namespace", NAMESPACE, *image(), *further]
+        command += ["--pool", "cpu", "--nodes", "2", "--processes", "1", "--set", f"{length} {settings}"]
         command += ["--wait", "--hours", "1"] if wait else []
-        return Run(subprocess.run(command, capture_output=True, text=True, check=False, timeout=4000))
+        started.append(Run(subprocess.run(command, capture_output=True, text=True, check=False, timeout=4000)))
+        return started[-1]
 
-    return run
+    yield run
+    for one in started:
+        if one.phase() in {"Pending", "Running"}:
+            one.stop()
+
+
+@pytest.fixture
+def mlflow():
+    """Ask MLflow's REST API."""
+    with forwarded("mlflow", 5000) as port:
+
+        def ask(path, **body):
+            request = urllib.request.Request(
+                f"http://localhost:{port}/api/2.0/mlflow/{path}",
+                data=json.dumps(body).encode(),
+                headers={"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+
+        yield ask
 
 
 @contextlib.contextmanager

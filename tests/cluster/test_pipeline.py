@@ -4,52 +4,84 @@ import json
 import secrets
 import subprocess
 import sys
-import urllib.request
 
 import pytest
 
-from tests.cluster.conftest import eventually, forwarded, kubectl, objects
+from tests.cluster.conftest import LONG, NAMESPACE, eventually, image, kubectl
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4500)]
+TRAININGS = {"pretrain", "distill"}
 
 
 def conditions(job):
     return {one["type"] for one in job.get("status", {}).get("conditions", []) if one["status"] == "True"}
 
 
-def test_the_whole_pipeline(run_pipeline):
-    run = run_pipeline()
-    assert run.exit_code == 0, run.output
-    jobs = run.jobs()
-    assert {job["metadata"]["labels"]["vit-distillation/stage"] for job in jobs} == {"pretrain", "distill"}
-    for job in jobs:
+def trained(run):
+    """The stages for which a run has made jobs."""
+    return {job["metadata"]["labels"]["vit-distillation/stage"] for job in run.jobs()}
+
+
+def parent_run(mlflow, run):
+    """The run's own in MLflow."""
+    experiments = [one["experiment_id"] for one in mlflow("experiments/search", max_results=1000)["experiments"]]
+    found = mlflow("runs/search", experiment_ids=experiments, filter=f"tags.`trainer.run` = '{run.id}'").get("runs", [])
+    nested = {tag["key"] for one in found for tag in one["data"]["tags"]}
+    assert nested, f"no run of {run.id} in MLflow"
+    (parent,) = [one for one in found if "mlflow.parentRunId" not in {tag["key"] for tag in one["data"]["tags"]}]
+    return parent["info"]
+
+
+def test_the_whole_pipeline_its_cache_and_a_changed_setting(run_pipeline, uncached, mlflow):
+    """Three runs, as a user makes them; the second one trains nothing, the third one only the student."""
+    first = run_pipeline(uncached)
+    assert first.exit_code == 0, first.output
+    assert trained(first) == TRAININGS
+    for job in first.jobs():
         replicas = job["spec"]["pytorchReplicaSpecs"]
         assert {name: replica["replicas"] for name, replica in replicas.items()} == {"Master": 1, "Worker": 1}
         assert "Succeeded" in conditions(job)
-    with (
-        forwarded("mlflow", 5000) as port,
-        urllib.request.urlopen(f"http://localhost:{port}/api/2.0/mlflow/registered-models/search") as answer,
-    ):
-        assert json.load(answer)["registered_models"]
+    assert parent_run(mlflow, first)["status"] == "FINISHED"
+    assert mlflow("registered-models/get-latest-versions", name="student")["model_versions"]
+    second = run_pipeline(uncached)
+    assert second.exit_code == 0, second.output
+    assert trained(second) == set()
+    third = run_pipeline(f"{uncached} distill.temperature=3")
+    assert third.exit_code == 0, third.output
+    assert trained(third) == {"distill"}
 
 
-def test_a_failing_job_turns_the_run_red(run_pipeline):
-    """No earlier task can know that timm has no such student."""
-    run = run_pipeline("distill.student.architecture=no_such_model")
+def test_a_failing_job_turns_the_run_red_and_is_not_tried_again(run_pipeline, uncached):
+    """What the trainer itself refuses would come again: neither the task nor Argo pays for it twice."""
+    run = run_pipeline(f"{uncached} pretrain.finetune.base_learning_rate=1e30")
     assert run.exit_code != 0
-    assert "distill" in run.output
-    assert "no_such_model" in run.logs()
-    assert any("Failed" in conditions(job) for job in run.jobs())
+    assert "pretrain" in run.output
+    (job,) = run.jobs()
+    assert "Failed" in conditions(job)
+    assert len(run.task_pods("pretrain")) == 1
 
 
-def test_a_cancelled_run_leaves_no_job(run_pipeline):
-    run = run_pipeline("run.seed=3 pretrain.finetune.epochs=2000", wait=False)  # a seed of its own: nothing is cached
-    eventually(run.jobs, seconds=900, what="a training job of the run")
-    subprocess.run([sys.executable, "-m", "pipelines.runs", "stop", run.id], check=True, timeout=120)
-    eventually(lambda: not run.jobs(), seconds=300, what="all jobs of the stopped run are deleted")
-    eventually(
-        lambda: not objects("pods", f"vit-distillation/run={run.id}"), seconds=180, what="all training pods are gone"
+def test_a_run_that_is_stopped_in_training_leaves_no_job(run_pipeline, uncached, mlflow):
+    run = run_pipeline(uncached, length=LONG, wait=False)
+    eventually(lambda: run.pods("distill", "worker"), seconds=2400, what="the distillation has begun")
+    run.stop()
+    eventually(lambda: not run.jobs("distill"), seconds=180, what="all jobs of the stopped run are deleted")
+    eventually(lambda: not run.pods("distill", "worker"), seconds=120, what="all training pods are gone")
+    status = eventually(
+        lambda: (ended := parent_run(mlflow, run)["status"]) != "RUNNING" and ended,
+        seconds=300,
+        what="it ends in MLflow",
     )
+    assert status == "KILLED"
+
+
+def test_two_runs_at_once(run_pipeline):
+    seeds = [secrets.randbelow(2**31) for _ in range(2)]
+    runs = [run_pipeline(f"run.seed={seed}", wait=False) for seed in seeds]
+    for run in runs:
+        assert run.wait().exit_code == 0, run.output
+        assert trained(run) == TRAININGS
+        assert {job["metadata"]["labels"]["vit-distillation/attempt"] for job in run.jobs()} == {"1"}
 
 
 def test_the_reaper_has_its_image_and_its_rights():
@@ -58,6 +90,19 @@ def test_the_reaper_has_its_image_and_its_rights():
     kubectl("wait", f"job/{name}", "--for=condition=Complete", "--timeout=180s")
     assert " of this project's jobs deleted in namespace" in kubectl("logs", f"job/{name}")
     kubectl("delete", "job", name)
+
+
+def test_what_was_deployed_can_be_taken_back():
+    """This version alone; runs and what they made stay, and the next deployment makes it again."""
+
+    def undeploy():
+        command = [sys.executable, "-m", "pipelines.undeploy", "--namespace", NAMESPACE, *image()]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    deploying = [sys.executable, "-m", "pipelines.deploy", "--namespace", NAMESPACE, *image()]
+    subprocess.run(deploying, check=True, timeout=120)
+    assert undeploy().returncode == 0
+    assert "is not there; nothing to remove" in undeploy().stdout
 
 
 @pytest.fixture
@@ -72,8 +117,8 @@ def no_right_to_jobs():
     kubectl("patch", "role", "vit-distillation", "--type=json", "--patch", json.dumps(change))
 
 
-def test_a_denied_right_is_explained(run_pipeline, no_right_to_jobs):
-    run = run_pipeline("run.seed=4")
+def test_a_denied_right_is_explained(run_pipeline, uncached, no_right_to_jobs):
+    run = run_pipeline(uncached)
     assert run.exit_code != 0
     logs = run.logs()
     assert "no right to" in logs

@@ -1,0 +1,58 @@
+"""What goes wrong while a training runs: its task is killed, a pod of it is deleted. The run goes on, and the student is the same."""
+
+import subprocess
+
+import pytest
+
+from tests.cluster.conftest import LONG, eventually, kubectl
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(6000)]
+
+
+def kill_for_memory(pod):
+    """Let a task's pod want more memory than it may have."""
+    command = [
+        "kubectl",
+        "--namespace",
+        pod["metadata"]["namespace"],
+        "exec",
+        pod["metadata"]["name"],
+        "--container",
+        "main",
+    ]
+    taking = "import itertools; kept = [bytearray(b'x' * 2**26) for _ in itertools.count()]"
+    subprocess.run([*command, "--", "python", "-c", taking], capture_output=True, check=False, timeout=120)
+
+
+def is_training(run, stage):
+    """Whether a stage's master has said how far it is."""
+    pods = run.pods(stage, "master")
+    return pods and " step " in kubectl("logs", pods[0]["metadata"]["name"], "--container=pytorch", check=False)
+
+
+def test_a_task_that_is_killed_for_memory_is_tried_again_and_follows_the_same_job(run_pipeline, uncached):
+    """Argo calls it a failure; KFP's default would end the run."""
+    run = run_pipeline(uncached, wait=False)
+    eventually(lambda: run.pods("pretrain", "worker"), seconds=2400, what="pretrain has begun")
+    (first,) = run.task_pods("pretrain")
+    kill_for_memory(first)
+    assert run.wait().exit_code == 0, run.output
+    tries = run.task_pods("pretrain")
+    assert len(tries) == 2
+    assert "goes on already; followed further" in kubectl("logs", tries[1]["metadata"]["name"], "--container=main")
+    assert len(run.jobs("pretrain")) == 1
+
+
+def test_a_master_that_is_deleted_in_training_costs_no_bit(run_pipeline, uncached, mlflow):
+    disturbed = run_pipeline(uncached, length=LONG, wait=False)
+    eventually(lambda: is_training(disturbed, "distill"), seconds=2400, what="the student learns")
+    (master,) = disturbed.pods("distill", "master")
+    kubectl("delete", "pod", master["metadata"]["name"], "--wait=false")
+    assert disturbed.wait().exit_code == 0, disturbed.output
+    undisturbed = run_pipeline(uncached, length=LONG, further=["--fresh"])
+    assert undisturbed.exit_code == 0, undisturbed.output
+    versions = mlflow("model-versions/search", max_results=1000, order_by=["last_updated_timestamp DESC"])[
+        "model_versions"
+    ]
+    tags = [{tag["key"]: tag["value"] for tag in version["tags"]} for version in versions[:2]]
+    assert tags[0]["student_fingerprint"] == tags[1]["student_fingerprint"]
