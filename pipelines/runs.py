@@ -18,7 +18,7 @@ from typing import Any
 
 import kfp_server_api
 
-from pipelines import commands, connection
+from pipelines import commands, connection, last_words
 from pipelines.compile import COMPILED, task_names
 from pipelines.connection import Api, every, named
 from pipelines.refusals import NOT_FOUND, RefusedError, UnansweredError
@@ -192,8 +192,13 @@ def _details(run: Any, tasks: Collection[str]) -> dict[str, Any]:
 
 
 def _failure(api: Api, run: Any, tasks: Collection[str]) -> str:
-    failed = {name: task for name, task in _details(run, tasks).items() if task.state in ("FAILED", "CANCELED")}
-    reasons = [f"{name} {task.state.lower()}{_message(task)}" for name, task in failed.items()]
+    states = {name: task.state for name, task in _details(run, tasks).items()}
+    words = {name: text for name, text in _last_words(api, run, tasks).items() if states.get(name) != "SUCCEEDED"}
+    failed = [name for name in states if states[name] in ("FAILED", "CANCELED")]
+    reasons = [
+        f"{name} {(states.get(name) or 'FAILED').lower()}{f': {words[name]}' if name in words else ''}"
+        for name in dict.fromkeys([*failed, *words])
+    ]
     return (
         f"run {run.display_name} ended as {run.state}{_message(run)}"
         + "".join(f"\n  {reason}" for reason in reasons)
@@ -203,9 +208,17 @@ def _failure(api: Api, run: Any, tasks: Collection[str]) -> str:
     )
 
 
-def _message(of: Any) -> str:
-    """The message of a run or task, `: text`; KFP puts it beside the state or into its history, or leaves it to the log."""
-    errors = [of.error, *(status.error for status in reversed(of.state_history or []))]
+def _last_words(api: Api, run: Any, tasks: Collection[str]) -> dict[str, str]:
+    try:
+        return last_words.of_run(api, run.run_id, tasks)
+    except DeployError as error:
+        print(f"note: what the tasks said last is not known: {error}", file=sys.stderr)
+        return {}
+
+
+def _message(run: Any) -> str:
+    """The message of a run, `: text`; KFP puts it beside the state or into its history, or says nothing."""
+    errors = [run.error, *(status.error for status in reversed(run.state_history or []))]
     text = next((error.message for error in errors if error and error.message), "")
     return f": {' '.join(text.split())}" if text else ""
 

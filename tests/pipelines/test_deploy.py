@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipelines import compile as compilation
-from pipelines import deploy, runs, schedules, undeploy, versions
+from pipelines import deploy, last_words, runs, schedules, undeploy, versions
 from pipelines.distillation import NAME
 from tests.stand_ins.pipelines_api import PipelinesApi, state
 from trainer import __version__
@@ -214,19 +214,65 @@ def test_waiting_shows_the_states_of_tasks_as_they_change(api, command):
     ]
 
 
-def test_a_run_that_fails_says_what_kfp_says(api, command):
-    api.script = [
-        state("FAILED", "workflow failed", configure="SUCCEEDED", distill=("FAILED", "OOMKilled (exit code 137)"))
-    ]
+def test_a_run_that_fails_says_what_its_tasks_said_last(api, command):
+    api.script = [state("FAILED", "workflow failed", configure="SUCCEEDED", distill="FAILED")]
+    api.workflow = {
+        "status": {
+            "nodes": {"1": failed_pod("distill.executor(0)", "main: Error (exit code 1): error: distill: no\nroom")}
+        }
+    }
     code, _, errors = command(deploy.main, "--run", "--wait")
     (run,) = api.store.runs.values()
     assert code == 2
     assert errors.splitlines() == [
         f"error: run {run.display_name} ended as FAILED: workflow failed",
-        "  distill failed: OOMKilled (exit code 137)",
+        "  distill failed: distill: no room",
         f"  look at {api.host}/#/runs/details/{run.run_id}",
         f"  or read: kubectl logs --namespace kubeflow --selector pipeline/runid={run.run_id} --container main --prefix --tail 30",
     ]
+
+
+def test_a_kubeflow_that_keeps_no_workflow_says_the_states(api, command):
+    api.script = [state("FAILED", distill="FAILED")]
+    command(deploy.main, "--run")
+    (run,) = api.store.runs
+    api.fail("GET", f"/v1beta1/runs/{run}", status=404, message="Not Found")
+    code, _, errors = command(runs.main, "follow", run)
+    assert code == 2
+    assert "note: what the tasks said last is not known: " in errors
+    assert "\n  distill failed\n" in errors
+
+
+def failed_pod(name, message, **further):
+    node = {
+        "name": f"distillation-x7k2p.root.exit-handler-1.{name}",
+        "type": "Pod",
+        "phase": "Failed",
+        "message": message,
+    }
+    return node | {"startedAt": "2026-01-31T12:00:00Z"} | further
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ([failed_pod("pretrain.executor", "OOMKilled (exit code 137)")], {"pretrain": "OOMKilled (exit code 137)"}),
+        ([failed_pod("pretrain-driver", "main: Error (exit code 1)")], {"pretrain": "main: Error (exit code 1)"}),
+        (
+            [
+                failed_pod("pretrain.executor(1)", "error: second", startedAt="2026-01-31T12:10:00Z"),
+                failed_pod("pretrain.executor(0)", "main: Error (exit code 1): for now: first"),
+            ],
+            {"pretrain": "second"},
+        ),
+        ([failed_pod("pretrain.executor", "", phase="Error"), failed_pod("", "deadline", type="DAG")], {}),
+        ([failed_pod("pretrain.executor", "error: old", phase="Succeeded")], {}),
+    ],
+    ids=["killed", "driver", "the last attempt", "nothing said", "not failed"],
+)
+def test_the_last_words_of_a_task(nodes, words):
+    workflow = {"status": {"nodes": {str(index): node for index, node in enumerate(nodes)}}}
+    assert last_words.of_workflow(workflow, {"pretrain", "distill"}) == words
 
 
 @pytest.mark.parametrize("ended", ["CANCELED", "SKIPPED"])

@@ -1,10 +1,11 @@
-"""A stand-in for the Kubeflow Pipelines API: an HTTP server for the v2beta1 requests that deploying makes.
+"""A stand-in for the Kubeflow Pipelines API: an HTTP server for the v2beta1 requests that deploying makes, and the
+v1beta1 one for a run's Workflow.
 
 Bodies are checked strictly against the models of kfp-server-api, answers are built from them; an uploaded pipeline is read by kfp's
 own loader, and a run's parameters are checked against it as the backend does. What runs do is scripted, and faults are ordered:
 
     with PipelinesApi() as api:
-        api.script = [state("RUNNING", prepare="RUNNING"), state("FAILED", prepare=("FAILED", "exit code 2"))]
+        api.script = [state("RUNNING", prepare="RUNNING"), state("FAILED", prepare="FAILED")]
         api.fail("POST", "/runs", lost=True)
 """
 
@@ -71,15 +72,12 @@ class Store:
     steps: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def state(run: str, message: str = "", **tasks: str | tuple[str, str]) -> dict[str, Any]:
-    """One step of a run: its state, and the states of its tasks, with a message where there is one."""
-    details = []
-    for name, value in {"root-driver": "SUCCEEDED", **tasks, "executor": "RUNNING"}.items():
-        text, error = (value, "") if isinstance(value, str) else value
-        history = [models.V2beta1RuntimeStatus(state=text, error=_error(error))] if error else None
-        details.append(
-            models.V2beta1PipelineTaskDetail(display_name=name.replace("_", "-"), state=text, state_history=history)
-        )
+def state(run: str, message: str = "", **tasks: str) -> dict[str, Any]:
+    """One step of a run: its state, and the states of its tasks, of which KFP says no more."""
+    details = [
+        models.V2beta1PipelineTaskDetail(display_name=name.replace("_", "-"), state=text)
+        for name, text in {"root-driver": "SUCCEEDED", **tasks, "executor": "RUNNING"}.items()
+    ]
     return {"state": run, "error": _error(message), "run_details": models.V2beta1RunDetails(task_details=details)}
 
 
@@ -116,6 +114,8 @@ class PipelinesApi:
             state("RUNNING", configure="RUNNING"),
             state("SUCCEEDED", configure="SUCCEEDED"),
         ]
+        self.workflow: dict[str, Any] = {}
+        """The Workflow of every run, as KFP keeps it."""
         self.page_limit = 2
         self.requests: list[str] = []
         self._faults: list[Fault] = []
@@ -242,6 +242,9 @@ class _Handler(BaseHTTPRequestHandler):
             path = proxied[2]
         else:
             self._authorize()
+        if run := re.fullmatch(r"/apis/v1beta1/runs/([^/]+)", path):
+            _get(self.api.store.runs, run[1])
+            return {"run": {"id": run[1]}, "pipeline_runtime": {"workflow_manifest": json.dumps(self.api.workflow)}}
         if not path.startswith(PREFIX):
             raise RefusedError(404, "Not Found")
         path = path.removeprefix(PREFIX)
