@@ -12,6 +12,7 @@ from pipelines import compile as compilation
 from pipelines.distillation import KEPT_S
 
 DEFAULTS = Path(__file__).parent / "controller-defaults.yaml"
+PATCH = Path(__file__).parent.parent.parent / "manifests" / "kfp" / "workflow-controller-configmap.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +20,12 @@ def documents():
     return list(yaml.safe_load_all(compilation.compiled_text()))
 
 
-@pytest.fixture(scope="module")
-def defaults():
-    return yaml.safe_load(DEFAULTS.read_text())["spec"]
+@pytest.fixture(scope="module", params=["KFP's own", "install.sh's"])
+def defaults(request):
+    """What the controller fills in: on any KFP, and on one that our script has patched."""
+    if request.param == "KFP's own":
+        return yaml.safe_load(DEFAULTS.read_text())["spec"]
+    return yaml.safe_load(yaml.safe_load(PATCH.read_text())["data"]["workflowDefaults"])["spec"]
 
 
 def merged(default, own):
