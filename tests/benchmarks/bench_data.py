@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument(
         "--photos", type=Path, help="an image folder with one folder a class; without it photos are made up"
     )
+    parser.add_argument("--per-class", type=int, default=100, help="made-up photos of each of four classes")
     parser.add_argument("--image-size", type=int, default=256, help="edge of the prepared images")
     parser.add_argument("--view-size", type=int, default=224, help="edge of the views")
     parser.add_argument("--rounds", type=int, default=9)
@@ -154,7 +155,7 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        photos = options.photos or write_photos(folder / "photos", classes=4, per_class=100)
+        photos = options.photos or write_photos(folder / "photos", classes=4, per_class=options.per_class)
         samples = prepared_samples(photos, folder / "dataset", options.image_size)
         baselines = {
             "torchvision, prepared images": torchvision_lane(export(samples, folder / "exported"), options.view_size),

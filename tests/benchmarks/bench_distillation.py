@@ -175,7 +175,8 @@ class Bench:
             seed=0,
             workers=self.workers,
             processes=self.processes,
-            checkpoints=Checkpoints(self.folder / "checkpoints", "distill", settings={}, parents={}),
+            # A folder of its own: in a shared one it is noted that the training before was ended, by the same error at the same step.
+            checkpoints=Checkpoints(tempfile.mkdtemp(dir=self.folder), "distill", settings={}, parents={}),
             view_seed=recording.description.seed if recording else None,
             view_count=recording.description.views if recording else 0,
             teacher_outputs=recording,
@@ -332,10 +333,10 @@ def opened(case: Case, folder: Path) -> Iterator[Bench]:
         yield Bench(case=case, folder=folder, processes=processes)
 
 
-def fill(folder: Path, photos: str, teacher: str) -> None:
+def fill(folder: Path, photos: str, classes: int, teacher: str) -> None:
     """A data set of photos and a teacher with random weights, which costs as much as a trained one."""
     if not photos:
-        write_photos(folder / "photos", classes=CLASSES, per_class=5)
+        write_photos(folder / "photos", classes=classes, per_class=5)
     prepare.run(DataSettings(source=f"imagefolder:{photos or folder / 'photos'}"), dataset=folder / "dataset")
     torch.manual_seed(1)
     model = models.create(ModelSettings(architecture=teacher), open_dataset(folder / "dataset").classes)
@@ -482,7 +483,7 @@ def show(options: argparse.Namespace, case: Case, folder: Path) -> None:
         verdict = f"{bar:8.2f}  {'reached' if reached >= bar else 'MISSED'}" if judged else ""
         print(f"{title:24}{reached:8.2f}{verdict}")
     print(f"{'bytes a view':24}{size:8d}{64:8d}  {'reached' if size <= 64 else 'MISSED'}")
-    for lane in ("alone", "recorded", "online", "timm"):
+    for lane in ("alone", "recorded", "online", "timm") if options.memory else ():
         print(f"{'peak MiB, ' + lane:24}{peak_memory(options, case, folder, lane):8.0f}")
 
 
@@ -497,6 +498,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a lane in a round; default: %(default)s")
+    parser.add_argument("--classes", type=int, default=CLASSES, help="of made-up photos; default: %(default)s")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure the lanes' memory")
     parser.add_argument("--lanes", nargs="+", choices=LANES, default=LANES, help="default: all")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lane", help=argparse.SUPPRESS)
@@ -527,7 +530,7 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> None:
         return
     choose_device()  # complains before photos are made
     with tempfile.TemporaryDirectory() as folder:
-        fill(Path(folder), options.photos, options.teacher)
+        fill(Path(folder), options.photos, options.classes, options.teacher)
         for case in cases:
             show(options, case, Path(folder))
 

@@ -24,7 +24,7 @@ from trainer.training.devices import Device, choose_device
 from trainer.training.kernels import ConvolvedLinear, use_fast_kernels
 
 LABELS = tuple(str(number) for number in range(100))
-BATCH, TOKENS = 16, 197
+TOKENS = 197
 
 Work = Callable[[], object]
 
@@ -51,36 +51,36 @@ def trained(module: nn.Module, inputs: Tensor, precision: Precision, device: Dev
     return work
 
 
-def attention(width: int, heads: int, device: Device) -> tuple[Work, Work]:
+def attention(width: int, heads: int, batch: int, device: Device) -> tuple[Work, Work]:
     """One attention layer in bf16, fused by torch and explicit."""
     fused = Attention(width, num_heads=heads, qkv_bias=True)
     explicit = copy.deepcopy(fused)
     use_fast_kernels(explicit, device, "bf16")
-    tokens = torch.randn(BATCH, TOKENS, width)
+    tokens = torch.randn(batch, TOKENS, width)
     return trained(fused, tokens, "bf16", device), trained(explicit, tokens, "bf16", device)
 
 
-def linear(inputs: int, outputs: int, device: Device) -> tuple[Work, Work]:
+def linear(inputs: int, outputs: int, batch: int, device: Device) -> tuple[Work, Work]:
     """One linear layer in float32, as a matrix product and as a convolution."""
     plain = nn.Linear(inputs, outputs)
-    rows = torch.randn(BATCH * TOKENS, inputs)
+    rows = torch.randn(batch * TOKENS, inputs)
     return trained(plain, rows, "fp32", device), trained(ConvolvedLinear(plain), rows, "fp32", device)
 
 
-def student(precision: Precision, device: Device) -> tuple[Work, Work]:
+def student(precision: Precision, batch: int, device: Device) -> tuple[Work, Work]:
     """ViT-Ti's forward and backward pass, as timm makes it and with the faster kernels."""
     plain = models.create(ModelSettings(architecture="vit_tiny_patch16_224"), LABELS)
     fast = copy.deepcopy(plain)
     use_fast_kernels(fast, device, precision)
-    images = torch.randint(0, 256, (BATCH, 3, 224, 224), dtype=torch.uint8)
+    images = torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8)
     return trained(plain, images, precision, device), trained(fast, images, precision, device)
 
 
-def teacher(precision: Precision, device: Device) -> tuple[Work, Work]:
-    """ViT-B's forward pass under autocast, and as a frozen teacher."""
-    plain = models.create(ModelSettings(architecture="vit_base_patch16_224"), LABELS).eval().requires_grad_(False)
+def teacher(architecture: str, precision: Precision, batch: int, device: Device) -> tuple[Work, Work]:
+    """A vision transformer's forward pass under autocast, and as a frozen teacher."""
+    plain = models.create(ModelSettings(architecture=architecture), LABELS).eval().requires_grad_(False)
     frozen = FrozenTeacher(copy.deepcopy(plain), device, precision=precision)
-    images = torch.randint(0, 256, (BATCH, 3, 224, 224), dtype=torch.uint8)
+    images = torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8)
 
     def ask() -> Tensor:
         with torch.no_grad(), device.autocast(precision):
@@ -93,18 +93,20 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--teacher", default="vit_base_patch16_224", help="default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
     options = parser.parse_args()
     os.environ[DEVICE_VARIABLE] = "cpu"
-    device = choose_device()
+    device, batch = choose_device(), options.batch_size
     pairs: dict[str, Callable[[], tuple[Work, Work]]] = {
-        "attention of ViT-Ti, bf16": lambda: attention(192, 3, device),
-        "attention of ViT-B, bf16": lambda: attention(768, 12, device),
-        "linear 192 -> 768, fp32": lambda: linear(192, 768, device),
-        "linear 768 -> 3072, fp32": lambda: linear(768, 3072, device),
-        "ViT-Ti, bf16": lambda: student("bf16", device),
-        "ViT-Ti, fp32": lambda: student("fp32", device),
-        "ViT-B as teacher, bf16": lambda: teacher("bf16", device),
-        "ViT-B as teacher, fp32": lambda: teacher("fp32", device),
+        "attention of ViT-Ti, bf16": lambda: attention(192, 3, batch, device),
+        "attention of ViT-B, bf16": lambda: attention(768, 12, batch, device),
+        "linear 192 -> 768, fp32": lambda: linear(192, 768, batch, device),
+        "linear 768 -> 3072, fp32": lambda: linear(768, 3072, batch, device),
+        "ViT-Ti, bf16": lambda: student("bf16", batch, device),
+        "ViT-Ti, fp32": lambda: student("fp32", batch, device),
+        "teacher, bf16": lambda: teacher(options.teacher, "bf16", batch, device),
+        "teacher, fp32": lambda: teacher(options.teacher, "fp32", batch, device),
     }
     print(f"{'':28}{'plain ms':>12}{'fast ms':>12}{'ratio':>8}")
     for name, pair in pairs.items():

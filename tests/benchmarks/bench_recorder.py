@@ -28,8 +28,6 @@ from trainer.config import EvidenceSettings
 from trainer.profiling.recorder import Recorder
 
 DIGITS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
-_FEWEST = 100
-"""Steps of a turn, which begins with a look as a training does."""
 PHASES = ("data", "to_device", "forward", "backward", "optimizer")
 
 Range = Callable[[str], AbstractContextManager[None]]
@@ -110,10 +108,10 @@ def with_it(step: Step, count: int) -> tuple[Turn, dict[str, float]]:
     return turn, {part: seconds / record.steps.seconds for part, seconds in record.overhead.items()}
 
 
-def measure(name: str, step: Step, *, rounds: int, seconds: float) -> str:
+def measure(name: str, step: Step, *, rounds: int, seconds: float, fewest: int) -> str:
     """A row of the table, of turns that last about so many seconds."""
     without(step, 3)
-    count = max(_FEWEST, int(seconds / max(without(step, 5).wall, 1e-4)))  # an empty step takes as long as its marks
+    count = max(fewest, int(seconds / max(without(step, 5).wall, 1e-4)))  # an empty step takes as long as its marks
     plain, recorded, told = [], [], []
     for _ in range(rounds):
         plain.append(without(step, count))
@@ -150,6 +148,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="turns with the recorder")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a turn")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="fewest of a turn, which begins with a look as a training does"
+    )
     parser.add_argument("--batch-size", type=int, default=128, help="images a step of the digits' student")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -159,7 +160,9 @@ def main() -> None:
     print(f"{'':24}{'step ms':>12}{'wall us':>10}{'proc. us':>11}{'wall':>9}{'processor':>11}{'account':>9}", end="")
     print(f"{'marks':>9}{'tensors':>9}{'monitor':>9}")
     for name, step in cases.items():
-        print(measure(name, step, rounds=arguments.rounds, seconds=arguments.seconds), flush=True)
+        print(
+            measure(name, step, rounds=arguments.rounds, seconds=arguments.seconds, fewest=arguments.steps), flush=True
+        )
     print(f"one window of torch.profiler, opened and closed: {seconds_of_a_window(digits):.2f} s")
 
 

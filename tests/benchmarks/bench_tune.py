@@ -53,9 +53,9 @@ def model(edge: int, dim: int, depth: int) -> ModelSettings:
     return ModelSettings(architecture=ARCHITECTURE, args=args)
 
 
-def fill(folder: Path, photos: str, edge: int) -> None:
+def fill(folder: Path, photos: str, per_class: int, edge: int) -> None:
     """Prepare the photos, and make a teacher that knows their classes and nothing else."""
-    source = Path(photos) if photos else write_photos(folder / "photos", classes=8, per_class=60)
+    source = Path(photos) if photos else write_photos(folder / "photos", classes=8, per_class=per_class)
     settings = DataSettings(source=f"imagefolder:{source}", image_size=edge + edge // 8, max_bad_fraction=1)
     prepare.run(settings, dataset=folder / "dataset")
     torch.manual_seed(0)
@@ -68,8 +68,9 @@ def settings_of(options: argparse.Namespace) -> TuneSettings:
     """The section of a distillation that is set up badly."""
     tune = config.resolve("", [f"reinforce.views={options.views}", f"distill.epochs={options.epochs}"]).tune
     assert tune.distill is not None, "it is as the section distill"
-    bad = BAD | {"student": model(options.edge, 96, 4), "compile": "off"}
-    return tune.model_copy(update={"distill": tune.distill.model_copy(update=bad), "minutes": 60.0, "fewest_steps": 1})
+    bad = BAD | {"workers": options.workers, "student": model(options.edge, 96, 4), "compile": "off"}
+    limits = {"minutes": options.minutes, "fewest_steps": 1}
+    return tune.model_copy(update={"distill": tune.distill.model_copy(update=bad), **limits})
 
 
 def cells(start: Candidate) -> Iterator[Candidate]:
@@ -86,9 +87,9 @@ def told(trials: Iterator[Trial], count: int) -> Iterator[Trial]:
         yield trial
 
 
-def exhaustive(start: Candidate, job: Job, trials: Trials) -> tuple[Trial, float, int]:
+def exhaustive(start: Candidate, job: Job, trials: Trials, most: int) -> tuple[Trial, float, int]:
     """The best cell, the seconds that it took to find it, and the number of cells."""
-    grid = list(cells(start))
+    grid = list(cells(start))[:most]
     measured = list(told(map(trials.measure, grid), len(grid)))
     fitting = [trial for trial in measured if trial.ended == "measured"]
     return min(fitting, key=job.run_s), sum(trial.seconds for trial in measured), len(measured)
@@ -109,13 +110,13 @@ def again(candidates: Mapping[str, Candidate], job: Job, trials: Trials, rounds:
     }
 
 
-def compare(subject: Subject, settings: TuneSettings, checkpoints: str, rounds: int) -> None:
+def compare(subject: Subject, settings: TuneSettings, checkpoints: str, *, rounds: int, most: int) -> None:
     """Search both ways and print what came out."""
     job, start = subject.job(settings), Candidate.of(subject.settings)
     make = partial(subject.training, checkpoints)
     found = search(start, job, Trials(make, subject.settings, subject.processes).measure, limit_s=60 * settings.minutes)
     trials = Trials(make, subject.settings, subject.processes)
-    best, seconds, count = exhaustive(start, job, trials)
+    best, seconds, count = exhaustive(start, job, trials, most)
     chosen = {"as given": start, "exhaustive": best.candidate, "tune": found.best.candidate}
     measured = again(chosen, job, trials, rounds)
     for tried in found.tried:
@@ -141,6 +142,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=300, help="of the distillation; default: %(default)s")
     parser.add_argument("--views", type=int, default=30, help="that would be recorded; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="of measuring again; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=60, help="that tune may search; default: %(default)s")
+    parser.add_argument("--cells", type=int, default=1000, help="that the other search measures at most; default: all")
+    parser.add_argument("--workers", type=int, default=8, help="loader processes to begin with; default: %(default)s")
+    parser.add_argument("--per-class", type=int, default=60, help="made-up photos of each of eight classes")
     parser.add_argument("--small", action="store_true", help="a small distillation: minutes in place of an hour")
     options = parser.parse_args()
     if options.small:
@@ -150,11 +155,11 @@ def main() -> None:
     settings = settings_of(options)
     with join_processes() as processes, tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        fill(folder, options.photos, options.edge)
+        fill(folder, options.photos, options.per_class, options.edge)
         places = {"dataset": folder / "dataset", "teacher": folder / "teacher", "teacher_outputs": None}
         data = open_dataset(folder / "dataset")
         subject = open_subject(settings, data, processes, Startup(), folder / "blank", **places)
-        compare(subject, settings, str(folder / "checkpoints"), options.rounds)
+        compare(subject, settings, str(folder / "checkpoints"), rounds=options.rounds, most=options.cells)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""Each benchmark at its smallest size: it runs to its end and prints its table, whose numbers say nothing then."""
+
+import contextlib
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.benchmarks import bench_accuracy
+from tests.distillations import TINY
+from trainer import cli, launch, stages
+from trainer.data import dataset as dataset_module
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that the benchmarks measure ours against
+
+SMALL = ["--teacher", "test_vit", "--student", "test_vit", "--batch-size", "2", "--precision", "fp32", "--classes", "2"]
+
+VIT = "{" + ", ".join(f"{name} = {value}" for name, value in TINY.items()) + "}"
+RECIPE = [
+    "data.image_size=16", "pretrain.mae.epochs=0", "pretrain.finetune.epochs=1", "distill.epochs=1", "tune.minutes=0.001",
+    "tune.fewest_steps=1", "evaluate.latency_runs=10", f"pretrain.teacher.args={VIT}", f"distill.student.args={VIT}",
+]  # fmt: skip
+"""The digits by models that take a moment."""
+
+
+def run(name, *arguments, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    importlib.import_module(f"tests.benchmarks.{name}").main()
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path, capsys):
+    """Runs a benchmark in this process, and gives what it prints; what it changes of the process is put back."""
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(dataset_module, "IN_MEMORY_BYTES", dataset_module.IN_MEMORY_BYTES)
+    monkeypatch.setattr(launch, "run_stage", run_stage)
+    threads = torch.get_num_threads()
+
+    def print_table(name, *arguments):
+        run(name, *arguments, monkeypatch=monkeypatch)
+        return capsys.readouterr().out
+
+    yield print_table
+    torch.set_num_threads(threads)
+
+
+def run_stage(name, settings, *, inputs, outputs, processes_per_node):
+    """A launched stage without a launcher, which takes seconds for each."""
+    stages.call(name, settings, {**inputs, **outputs})
+
+
+def run_command(command, *, check, env, stdout, stderr):
+    """A stage's command in this process, which takes seconds to begin as one of its own."""
+    assert command[1:3] == ["-m", "trainer"]
+    return subprocess.CompletedProcess(command, cli.main(command[3:]))
+
+
+def test_distillation(bench):
+    table = bench("bench_distillation", *SMALL, "--steps", "1", "--rounds", "1", "--no-memory")
+    assert all(f"\n{lane} " in table for lane in ("alone", "recorded", "online", "timm", "bare", "reinforce"))
+
+
+def test_checkpoints(bench):
+    table = bench(
+        "bench_checkpoints", "--architecture", "test_vit", "--image-size", "32", "--batch-size", "1", "--rounds", "1"
+    )
+    assert "images; 1 checkpoints" in table
+
+
+def test_recorder(bench):
+    table = bench("bench_recorder", "--rounds", "1", "--seconds", "0.01", "--steps", "5", "--batch-size", "8")
+    assert "ViT-Ti, 64 px" in table
+
+
+def test_data(bench):
+    table = bench(
+        "bench_data", "--rounds", "1", "--batches", "1", "--per-class", "14", "--image-size", "64", "--view-size", "32"
+    )
+    assert "| torchvision, original photos |" in table
+
+
+@pytest.mark.long
+def test_kernels(bench):
+    assert "teacher, fp32" in bench(
+        "bench_kernels", "--rounds", "1", "--batch-size", "1", "--teacher", "vit_tiny_patch16_224"
+    )
+
+
+@pytest.mark.long
+def test_tune(bench):
+    table = bench(
+        "bench_tune",
+        "--edge",
+        "16",
+        "--per-class",
+        "20",
+        "--minutes",
+        "0.001",
+        "--cells",
+        "1",
+        "--rounds",
+        "1",
+        "--workers",
+        "0",
+    )
+    assert "tune reached" in table
+
+
+@pytest.mark.long
+def test_forecast(bench):
+    assert "forecast/actual" in bench("bench_forecast", "digits", "--set", *RECIPE)
+
+
+@pytest.mark.long
+def test_accuracy(bench, monkeypatch):
+    monkeypatch.setattr(bench_accuracy.subprocess, "run", run_command)
+    monkeypatch.setattr(cli, "ended_by_sigterm", contextlib.nullcontext)  # a thread can not listen to signals
+    assert "| 0 |" in bench("bench_accuracy", "labels", "digits", "--seeds", "0", "--set", *RECIPE)
