@@ -61,6 +61,7 @@ SCHEMA_VERSIONS: Mapping[Kind, int] = {
 """The version of each kind's content; a reader refuses any other."""
 
 MANIFEST = "manifest.json"
+_WITHOUT_CACHE = "on a cluster, where KFP's cache takes that stage for done, start a run without the cache: make deploy-pipeline FRESH=1"
 
 _COVERED = ("kind", "schema_version", "settings", "parents", "files")
 """What the fingerprint covers."""
@@ -327,7 +328,9 @@ def _fetch(uri: str, content: Manifest) -> Path:
 
     try:
         return cache.keep(content.fingerprint, what, download, is_whole=is_whole)
-    except (ObjectDamagedError, ObjectNotFoundError) as error:
+    except ObjectNotFoundError as error:
+        raise ArtifactError(f"{what}: {error}; {_WITHOUT_CACHE}") from error
+    except ObjectDamagedError as error:
         raise ArtifactError(f"{what}: {error}") from error
 
 
@@ -354,15 +357,23 @@ def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
     try:
         content = limits.parse_json(storage.read_limited(storage.join(uri, MANIFEST), limits.JSON_BYTES))
     except ObjectNotFoundError as error:
-        raise ArtifactError(
-            f"{kind} {uri}: no {MANIFEST}, so it was never completed; run the stage that makes it again"
-        ) from error
+        raise ArtifactError(f"{kind} {uri}: {_lack(uri)}") from error
     except ValueError as error:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error
     if not _is_manifest(content):
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not the manifest of an artifact; make it again")
     found: dict[str, Any] = content
     return found
+
+
+def _lack(uri: str | Path) -> str:
+    """Why there is no manifest, as far as can be known, and the next move."""
+    again, cached = "run the stage that makes it again", f"; {_WITHOUT_CACHE}" if storage.is_remote(uri) else ""
+    if storage.is_remote(uri) and not storage.children(uri):
+        return (
+            f"nothing is there: it was removed, by a lifecycle rule or with its store, or never made; {again}{cached}"
+        )
+    return f"no {MANIFEST}, so it was never completed, or its removal has begun; {again}{cached}"
 
 
 def _is_manifest(content: object) -> bool:

@@ -142,7 +142,7 @@ def test_a_run_leaves_no_secret_behind(object_store, planted, teacher, tmp_path)
     assert leaked(stored) == set()
 
 
-@pytest.mark.parametrize(("status", "message"), [(403, "refuses"), (404, "never completed")])
+@pytest.mark.parametrize(("status", "message"), [(403, "refuses"), (404, "nothing is there")])
 def test_a_store_that_refuses_is_told_without_its_keys(
     object_store, planted, capsys, caplog, tmp_path, status, message
 ):

@@ -78,7 +78,7 @@ def test_what_was_not_completed_does_not_exist(tmp_path):
     with pytest.raises(ZeroDivisionError):
         break_off()
     assert not artifacts.exists(tmp_path / "a")
-    with pytest.raises(ArtifactError, match="never completed"):
+    with pytest.raises(ArtifactError, match=r"never completed, .* run the stage that makes it again$"):
         artifacts.read(tmp_path / "a", "model")
 
 
@@ -235,11 +235,27 @@ def test_its_manifest_goes_first_and_comes_last(object_store, remote):
     with pytest.raises(StorageError, match="refuses"):
         make(remote, content=b"other")
     assert not artifacts.exists(remote)
-    with pytest.raises(ArtifactError, match=r"s3://artifacts/a: no manifest.json, so it was never completed"):
+    with pytest.raises(
+        ArtifactError, match=r"s3://artifacts/a: no manifest.json, so it was never completed, or .* FRESH=1"
+    ):
         artifacts.read(remote, "model")
     object_store.clear()
     make(remote, content=b"other")
     assert [one.path for one in object_store.requests if one.method == "PUT"][-1] == "/artifacts/a/manifest.json"
+
+
+def test_one_that_is_gone_is_told_with_the_way_past_the_cache_that_takes_it_for_done(object_store, remote):
+    object_store.delete("a/sub/weights.bin")
+    with pytest.raises(ArtifactError, match=r"sub/weights.bin is missing; .*make deploy-pipeline FRESH=1$"):
+        artifacts.read(remote, "model")
+    for key in object_store.keys("a/"):
+        object_store.delete(key)
+    object_store.put("ab/manifest.json", b"another's")
+    with pytest.raises(
+        ArtifactError,
+        match=r"model s3://artifacts/a: nothing is there: it was removed, .*make deploy-pipeline FRESH=1$",
+    ):
+        artifacts.read(remote, "model")
 
 
 REMOTE_DAMAGES = {
