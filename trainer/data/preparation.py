@@ -357,7 +357,7 @@ def _split(
     given: set[SplitName] = {item.split for item in listing.items}
     selection.check_classes(candidates, listing.classes, settings)
     kept = selection.take_missing_splits(candidates, given, settings)
-    selection.check_splits(kept, listing.classes)
+    selection.check_splits(kept, listing.classes, {item.label for item in listing.items if item.split == "train"})
     return {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
 
 

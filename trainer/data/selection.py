@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -178,8 +178,13 @@ def check_classes(candidates: Iterable[Candidate], classes: Sequence[str], setti
         )
 
 
-def check_splits(candidates: Iterable[Candidate], classes: Sequence[str]) -> None:
+def check_splits(candidates: Iterable[Candidate], classes: Sequence[str], listed: Collection[int]) -> None:
     """Make sure that every class can be learnt and that every split measures something.
+
+    Args:
+        candidates: with their splits.
+        classes: their names.
+        listed: indices of the classes of which the source has training images, be they good, copies or for val and test.
 
     Raises:
         DataError: a class has no training image, or val or test is empty.
@@ -192,6 +197,14 @@ def check_splits(candidates: Iterable[Candidate], classes: Sequence[str]) -> Non
         if not any(by_class.values()):
             raise DataError(f"split {split} is empty: the source has no good labelled image for it; add some")
     untaught = {name: count for name, count in counts["train"].items() if count == 0}
+    measured = {name: counts["val"][name] + counts["test"][name] for name in untaught}
+    unlisted = {name: count for name, count in measured.items() if classes.index(name) not in listed}
+    if unlisted:
+        where = " and ".join(split for split in ("val", "test") if any(counts[split][name] for name in unlisted))
+        raise DataError(
+            f"{_some_classes(unlisted)}: the source has no training image of it, only images in {where}, so it can not be learnt; add "
+            f"training images, remove the class from {where}, or correct its name if it is another one in train"
+        )
     if untaught:
         raise DataError(
             f"{_some_classes(untaught)}: no training image is left beside those of val and test; add training images or remove the class"

@@ -171,10 +171,18 @@ def test_classes_with_too_few_images_are_named() -> None:
 
 def test_an_empty_split_is_refused() -> None:
     with pytest.raises(DataError, match="split val is empty"):
-        check_splits([candidate("a"), candidate("b", split="test")], ("cat",))
+        check_splits([candidate("a"), candidate("b", split="test")], ("cat",), {0})
 
 
 def test_a_class_without_training_images_is_refused() -> None:
     images = [candidate("a"), candidate("b", 1, "test"), candidate("c", 1, "val")]
     with pytest.raises(DataError, match=r"class 'dog' \(0\): no training image is left"):
-        check_splits(images, CLASSES[:2])
+        check_splits(images, CLASSES[:2], {0, 1})
+
+
+def test_a_class_of_which_the_source_has_images_in_test_only_is_named_as_such() -> None:
+    images = [candidate("a"), candidate("b", split="val"), candidate("c", 1, "test"), candidate("d", 1, "test")]
+    with pytest.raises(
+        DataError, match=r"class 'dog' \(2\): the source has no training image of it, only images in test"
+    ):
+        check_splits(images, CLASSES[:2], {0})
