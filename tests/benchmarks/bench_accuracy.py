@@ -1,7 +1,8 @@
 """What each part of the method gains in accuracy: `python tests/benchmarks/bench_accuracy.py COMPARISON [RECIPE] [--set KEY=VALUE ...]`.
 
 Trains the variants of a comparison with several seeds on the same prepared data, and prints the top-1 of each on the test and the
-validation split. Where the folder of a former call is given as `--output`, what it has finished is kept.
+validation split. Settings are chosen by validation; the test column is for what was chosen. Where the folder of a former call is given as
+`--output`, what it has finished is kept.
 
     labels      the student: distilled; on the labels alone; the same with the regularisation of the teacher's fine-tuning
     pretraining the teacher: pretrained as a masked autoencoder and fine-tuned; fine-tuned from scratch for as many epochs together
