@@ -814,7 +814,15 @@ def _inherit(settings: Settings) -> Settings:
     }
     if settings.profile.stop_on:  # else a changed threshold would make a cached teacher's settings others
         inherited["watch"] = WatchSettings(stop_on=settings.profile.stop_on, rules=settings.profile.rules)
-    sections = {stage: _filled(getattr(settings, stage), inherited) for stage in ("pretrain", "reinforce", "distill")}
+    sections: dict[str, Any] = {
+        stage: _filled(getattr(settings, stage), inherited) for stage in ("pretrain", "reinforce", "distill")
+    }
+    rules = (
+        settings.profile.rules
+    )  # those of `watch` stay as they are: a recording that is not made changes no training
+    teacher_share = _filled(rules.teacher_share, {"views": settings.reinforce.views})
+    rules = rules.model_copy(update={"teacher_share": teacher_share})
+    sections["profile"] = settings.profile.model_copy(update={"rules": rules})
     run = settings.run
     budgets = {"budget_usd": run.budget_usd, "budget_hours": run.budget_hours}
     tune = _filled(settings.tune, {"distill": sections["distill"], "reinforce": sections["reinforce"], **budgets})

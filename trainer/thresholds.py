@@ -130,6 +130,8 @@ class TeacherShare(Thresholds):
 
     share: Fraction = 0.25
     """Share of the steps' time."""
+    views: Positive | None = None
+    """Passes over the training images that a recording would take; as `reinforce.views` where not given."""
 
 
 class Communication(Thresholds):

@@ -45,7 +45,7 @@ def test_each_stage_gets_its_own_section_only():
         ("distill.temperature=3.5", {"tune", "distill"}),
         ("distill.teacher=recorded", {"tune", "distill"}),
         ("distill.views.flip=true", {"reinforce", "tune", "distill"}),
-        ("reinforce.views=7", {"reinforce", "tune"}),
+        ("reinforce.views=7", {"reinforce", "tune", "profile"}),
         ("run.seed=7", {"pretrain", "reinforce", "tune", "distill"}),
         ("data.workers=1", {"pretrain", "reinforce", "tune", "distill"}),
         ("pretrain.finetune.epochs=3", {"pretrain"}),

@@ -12,7 +12,7 @@ from trainer.profiling.rules.system.tracing import is_traced
 
 _PHASE = "teacher_forward"
 _VIEWS = ReinforceSettings().views
-"""Passes over the training images that a recording takes, unless `reinforce.views` says otherwise."""
+"""Passes over the training images that a recording takes by default, for whoever judges without the run's settings."""
 
 
 def _teacher_share(case: Case) -> Outcome:
@@ -28,40 +28,40 @@ def _teacher_share(case: Case) -> Outcome:
     told = f"The teacher's forward pass takes {words.percent(share)} of a step"
     if share <= limit:
         return Healthy(text=f"{told}.")
-    epochs = int(settings["epochs"])
+    epochs, views = int(settings["epochs"]), case.rules.teacher_share.views or _VIEWS
     seconds = share * (steps.total_s + remaining_s(case))
     return Finding(
         severity="note",
         confidence=0.7,
         text=(
             f"{told}: from recorded outputs a step would be up to {1 / (1 - share):.2g} times as fast. To record them the teacher "
-            f"sees each image reinforce.views times ({_VIEWS} by default), once for all distillations; in this one it sees each image "
+            f"sees each image {views} times (reinforce.views), once for all distillations; in this one it sees each image "
             f"{epochs} times, once an epoch."
         ),
         advice=(
             f"Set distill.teacher=recorded{' and reinforce.features=true' if settings.get('feature_weight') else ''}: "
-            f"{_when_it_pays(epochs)}. The student then sees each image in these views only."
+            f"{_when_it_pays(epochs, views)}. The student then sees each image in these views only."
         ),
-        saving=_saving(seconds, epochs),
+        saving=_saving(seconds, epochs, views),
         numbers={"teacher_share": share, "teacher_s": seconds},
         steps=steps.span,
     )
 
 
-def _when_it_pays(epochs: int) -> str:
-    if epochs > _VIEWS:
-        return f"it pays in one distillation already, because {epochs} epochs are more than {_VIEWS} views"
-    distillations = _VIEWS // epochs + 1
+def _when_it_pays(epochs: int, views: int) -> str:
+    if epochs > views:
+        return f"it pays in one distillation already, because {epochs} epochs are more than {views} views"
+    distillations = views // epochs + 1
     return f"it pays where there are at least {distillations} distillations of {epochs} epochs, or with reinforce.views below {epochs}"
 
 
-def _saving(seconds: float, epochs: int) -> Saving | None:
+def _saving(seconds: float, epochs: int, views: int) -> Saving | None:
     """What one distillation saves, the recording taken off; none where that takes as long as the teacher in its steps."""
-    if epochs <= _VIEWS:
+    if epochs <= views:
         return None
     return Saving(
-        seconds=seconds * (1 - _VIEWS / epochs),
-        reason=f"the teacher's time in the steps, less that of {_VIEWS} views in place of {epochs} epochs; the next distillation saves all",
+        seconds=seconds * (1 - views / epochs),
+        reason=f"the teacher's time in the steps, less that of {views} views in place of {epochs} epochs; the next distillation saves all",
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.profiling.rules.synthetic import STEPS, case_of, rank_of, steps_of
+from trainer import config
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.rules.system.teacher import TEACHER_SHARE
 from trainer.profiling.schema import ContextRecord
@@ -18,8 +19,9 @@ def judged(teacher_ms: float, *, epochs: int = 60, live: bool = False, **given: 
     """Of a step that takes ten milliseconds with the teacher's."""
     settings = {"teacher": given.pop("teacher", "online"), "epochs": epochs}
     context = ContextRecord(settings=settings | given.pop("settings", {}), total_steps=given.pop("total_steps", None))
+    rules = given.pop("rules", RuleSettings())
     table = steps_of(given.pop("steps", STEPS), teacher_forward=teacher_ms, forward=6 - teacher_ms)
-    return TEACHER_SHARE.judge(case_of(rank_of(table, context=context, **given), live=live))
+    return TEACHER_SHARE.judge(case_of(rank_of(table, context=context, **given), live=live, rules=rules))
 
 
 @pytest.mark.parametrize(("teacher_ms", "kind"), [(2.4, Healthy), (2.6, Finding), (4.2, Finding)])
@@ -37,6 +39,14 @@ def test_the_note_says_what_recorded_outputs_would_bring() -> None:
     assert note.saving.seconds == pytest.approx(STEPS * 4.2e-3 / 2), (
         "half of the teacher's passes are made to record 30 views"
     )
+
+
+def test_the_saving_is_that_of_the_views_which_would_be_recorded() -> None:
+    given = config.resolve("", ["reinforce.views=15"])
+    note = judged(4.2, rules=config.ProfileSettings.model_validate(given.for_stage("profile")).rules)
+    assert "the teacher sees each image 15 times (reinforce.views)" in note.text
+    assert note.saving.seconds == pytest.approx(STEPS * 4.2e-3 * 3 / 4)
+    assert given.for_stage("distill") == config.resolve("", []).for_stage("distill"), "no training depends on it"
 
 
 @pytest.mark.parametrize(("epochs", "distillations"), [(30, 2), (20, 2), (15, 3), (4, 8)])
