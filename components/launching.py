@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from trainer import artifacts, stages, storage
+from trainer.config import DEVICE_VARIABLE
 from trainer.errors import LaunchError, SettingsError
-from trainer.launch import JobSpec, LocalLauncher
+from trainer.launch import JobSpec, LocalLauncher, processes_here
 
 ARTIFACTS = "TRAINER_ARTIFACTS"
 """Environment variable: the folder of an object store through which jobs exchange artifacts with this machine."""
@@ -58,6 +59,18 @@ class Place:
             )
         elif self.nodes > 1:
             raise SettingsError(f"nodes = {self.nodes}, but this machine is one; name a node pool with pool")
+
+    def processes(self, wanted: str) -> int:
+        """Training processes on all machines, where `run.device` is as wanted.
+
+        Raises:
+            SettingsError: there is no such pool, or its nodes have not devices enough.
+        """
+        if self.pool:
+            from components.launch import pools
+
+            return self.nodes * pools.get(self.pool).processes(self.processes_per_node)
+        return self.processes_per_node or processes_here(wanted)
 
     def device(self, wanted: str) -> str:
         """Kind of the devices that trainings here run on, where `run.device` is as wanted: the pool's own goes before.
@@ -114,25 +127,12 @@ def _launch_here(training: Training) -> None:
         inputs=training.inputs,
         outputs=training.outputs,
         nodes=place.nodes,
-        processes_per_node=place.processes_per_node or gpus() or 1,
+        processes_per_node=place.processes(os.environ.get(DEVICE_VARIABLE) or "auto"),
     )
     record = storage.local_path(training.job)
     record.mkdir(parents=True, exist_ok=True)
     (record / JOB).write_text(json.dumps(asdict(spec), indent=2))
     LocalLauncher().run(spec)
-
-
-def gpus() -> int:
-    """GPUs of this machine that torch would use; torch, which takes seconds to load, is asked only where there is a driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _launch_on_a_pool(training: Training) -> None:

@@ -98,7 +98,7 @@ def configure(
             "make deploy-pipeline RUN=1, which makes a version for them, or choose one with all stages, which make deploy-pipeline uploads"
         )
     place.check(warms_up=settings.warm_up.enabled)
-    settings = preflight.checked(settings, trains_here=not place.pool)
+    settings = preflight.checked(settings, trains_here=not place.pool, processes=place.processes(settings.run.device))
     source_version = _source_version(settings.data)
     resolved = settings.model_dump(mode="json")
     with variables(_experiment(settings.tracking)):
@@ -134,9 +134,9 @@ def _source_version(settings: config.DataSettings) -> str:
 
 
 def weights_version(weights: str) -> str:
-    """What a given model directory holds now; empty for timm's weights, of which the section names the revision."""
+    """What a given model directory holds now, by its manifest; empty for timm's weights, of which the section names the revision."""
     given = bool(weights) and not weights.startswith(config.TIMM) and artifacts.exists(weights)
-    return artifacts.read(weights, "model").fingerprint if given else ""
+    return artifacts.manifest(weights, "model").fingerprint if given else ""
 
 
 def _experiment(settings: config.TrackingSettings) -> dict[str, str]:

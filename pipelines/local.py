@@ -27,7 +27,7 @@ from components.image import tagged
 from components.launching import Place
 from pipelines import commands
 from pipelines import compile as compilation
-from trainer import config, runs, storage, tracking
+from trainer import config, launch, runs, storage, tracking
 from trainer import summary as summaries
 from trainer.errors import (
     LaunchError,
@@ -146,7 +146,7 @@ def with_processes(place: Place, device: str) -> Place:
     """
     if place.pool or place.processes_per_node:
         return place
-    gpus = launching.gpus() if device in {"auto", "cuda"} else 0
+    gpus = launch.gpus() if device in {"auto", "cuda"} else 0
     return replace(place, processes_per_node=gpus or _WITHOUT_GPU)
 
 

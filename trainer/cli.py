@@ -137,7 +137,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--processes", type=positive, default=1, metavar="N", help="how many processes train (default: %(default)s)"
+        "--processes",
+        type=positive,
+        metavar="N",
+        help="how many processes train (default: one for each GPU, or else one)",
     )
 
 
@@ -284,7 +287,7 @@ def _add_config(commands: Commands[argparse.ArgumentParser]) -> None:
 def _run(options: argparse.Namespace) -> None:
     from trainer import runs, summary
 
-    result = runs.run(options.recipe, options.overrides, output=options.output, processes=options.processes)
+    result = runs.run(options.recipe, options.overrides, output=options.output, processes=options.processes or 0)
     print(limits.printable(summary.table(result)))
 
 
@@ -303,7 +306,7 @@ def _stage(options: argparse.Namespace) -> None:
             settings=json.loads(section),
             inputs=inputs,
             outputs=outputs,
-            processes_per_node=options.processes,
+            processes_per_node=options.processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE]),
         )
         if options.node:
             launch.join_node(spec)

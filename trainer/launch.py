@@ -431,6 +431,28 @@ def _was_asked_to_end(failures: Path, exit_codes: Mapping[int, int]) -> bool:
     )
 
 
+def gpus() -> int:
+    """GPUs of this machine that torch would use; torch, which takes seconds to load, is asked only where there is a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def processes_here(device: str) -> int:
+    """Training processes on this machine where nobody says how many: one for each GPU, if it is to train on them, or else one.
+
+    Args:
+        device: `run.device`.
+    """
+    return max(1, gpus() if device in {"auto", "cuda"} else 0)
+
+
 def run_stage(
     stage: str, settings: str, *, inputs: Mapping[str, str], outputs: Mapping[str, str], processes_per_node: int = 1
 ) -> None:

@@ -10,6 +10,8 @@ Shapes: B images, C = 3 channels, H x W pixels, K classes.
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -277,13 +279,34 @@ def load(uri: str | Path) -> Classifier:
 
 
 def outline(uri: str | Path) -> Classifier:
-    """Open a model directory on the meta device: checked as by `load`, and without memory for its weights.
+    """Open a model directory on the meta device, without memory for its weights: checked as by `load`.
+
+    Of one in a store only its description and the names and shapes of its weights are fetched, and no checksum is computed.
 
     Raises:
         ArtifactError: the directory is missing or damaged.
         ModelError: its config or weights do not make a model.
+        StorageError: the store does not answer or refuses.
     """
-    return _outline(artifacts.read(uri, "model").path)
+    if not storage.is_remote(uri):
+        return _outline(artifacts.read(uri, "model").path)
+    files = artifacts.manifest(uri, "model").files
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        try:
+            for name in files.keys() & {CONFIG, WEIGHTS}:
+                _fetch_beginning(storage.join(uri, name), Path(folder) / name, files[name]["size"])
+            return _outline(Path(folder))
+        except ModelError as error:
+            raise ModelError(str(error).replace(folder, str(uri))) from error
+
+
+def _fetch_beginning(uri: str, path: Path, size: int) -> None:
+    """Fetch a file of JSON, or the header of one of safetensors; what follows is a hole in a file of the same size."""
+    end = size
+    if path.name == WEIGHTS:
+        end = 8 + min(int.from_bytes(storage.read_bytes(uri, 0, 8), "little"), limits.WEIGHTS_HEADER_BYTES)
+    path.write_bytes(storage.read_bytes(uri, 0, min(end, limits.JSON_BYTES)))
+    os.truncate(path, size)
 
 
 def _outline(path: Path) -> Classifier:

@@ -27,15 +27,17 @@ _SOME_CLASSES = ("a", "b")
 """For heads where the data set's classes are not known yet."""
 
 
-def checked(settings: Settings, *, trains_here: bool) -> Settings:
+def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Settings:
     """Refuse what would end a late stage, and fix the revision of timm's weights.
 
     Args:
         settings: of a run.
         trains_here: whether this machine trains, so that its devices and files count.
+        processes: that share a step.
 
     Raises:
-        SettingsError: there is no such device here, or stored images are smaller than the views of them.
+        SettingsError: there is no such device here, a batch can not be dealt to the processes, or stored images are smaller than the
+            views of them.
         ModelError: teacher or student cannot be built, or do not fit the classes, the trainings or each other.
         ArtifactError: the given weights are missing or damaged.
         TrainerError: as the listing of the images.
@@ -51,8 +53,10 @@ def checked(settings: Settings, *, trains_here: bool) -> Settings:
     student = _student(settings.distill, classes)
     _check_features(settings, teacher, student)
     _check_sizes(settings, teacher, student)
+    trainings = _trainings(settings, listing)
     if listing:
-        _warn_of_batches(settings, listing)
+        _warn_of_batches(trainings, settings.data.source)
+    _check_batches(trainings, processes)
     return settings
 
 
@@ -158,25 +162,45 @@ def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classi
         )
 
 
-def _warn_of_batches(settings: Settings, listing: Listing) -> None:
-    """Name the trainings whose batch will be clamped even if all images of the source could be trained on."""
-    unlabeled = sum(item.label == UNLABELED for item in listing.items)
-    labelled = sum(item.split == "train" for item in listing.items if item.label != UNLABELED)
+def _trainings(settings: Settings, listing: Listing | None) -> list[tuple[str, TrainingSettings, int | None]]:
+    """Full name and settings of each training, with the images that the source has for it before val and test are taken, if known."""
+    items = listing.items if listing else ()
+    unlabeled = sum(item.label == UNLABELED for item in items)
+    labelled = sum(item.split == "train" for item in items if item.label != UNLABELED)
     trainings: list[tuple[str, TrainingSettings, bool]] = [
         ("pretrain.mae", settings.pretrain.mae, True),
         ("pretrain.finetune", settings.pretrain.finetune, False),
         ("distill", settings.distill, settings.distill.reads_unlabeled),
     ]
-    for name, training, reads_unlabeled in trainings:
-        most = labelled + unlabeled * reads_unlabeled
-        if training.epochs and training.batch_size > most:
+    return [
+        (name, training, labelled + unlabeled * reads_unlabeled if listing else None)
+        for name, training, reads_unlabeled in trainings
+        if training.epochs
+    ]
+
+
+def _warn_of_batches(trainings: Sequence[tuple[str, TrainingSettings, int | None]], source: str) -> None:
+    """Name the trainings whose batch will be clamped even if all images of the source could be trained on."""
+    for name, training, most in trainings:
+        if most is not None and training.batch_size > most:
             logger.warning(
                 "%s.batch_size = %d, but %s has %d images for it before val and test are taken; it will be clamped to those that are left",
                 name,
                 training.batch_size,
-                settings.data.source,
+                source,
                 most,
             )
+
+
+def _check_batches(trainings: Sequence[tuple[str, TrainingSettings, int | None]], processes: int) -> None:
+    """Make sure that each process has an image in each of its micro-batches, as far as the images are known."""
+    from trainer.data.loader import micro_batch_size
+
+    for name, training, most in trainings:
+        try:
+            micro_batch_size(training if most is None else training.for_images(most), processes)
+        except SettingsError as error:
+            raise SettingsError(f"{name}.{error}") from error
 
 
 @contextmanager

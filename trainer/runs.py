@@ -85,7 +85,7 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
         recipe: name or path of a recipe.
         overrides: `key=value` settings.
         output: the run's directory; None for a new one below `runs/`.
-        processes: how many processes train.
+        processes: how many processes train; 0: one for each GPU, or else one.
 
     Returns:
         The content of `summary.json`.
@@ -93,7 +93,9 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     Raises:
         TrainerError: as the stages.
     """
-    settings = preflight.checked(config.resolve_run(recipe, overrides), trains_here=True)
+    settings = config.resolve_run(recipe, overrides)
+    processes = processes or launch.processes_here(settings.run.device)
+    settings = preflight.checked(settings, trains_here=True, processes=processes)
     directory = new_directory(recipe, output)
     os.environ.update(environment(settings, directory))
     resolved = settings.model_dump(mode="json")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pynvml
 import pytest
-import torch
 
 from components import launching
 from components.launching import Place, Training
@@ -35,20 +33,6 @@ def test_a_place_that_can_not_be_is_named(place, message):
 def test_a_place_that_is_right():
     Place(processes_per_node=2).check()
     Place(pool="gpu-a100", nodes=4).check()
-
-
-def test_gpus_are_those_that_torch_would_use(monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda, "device_count", lambda: 3
-    )  # what CUDA_VISIBLE_DEVICES leaves of those of the driver
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    assert launching.gpus() == 3
-
-    def no_driver():
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
-    assert launching.gpus() == 0
 
 
 def test_a_task_of_a_cluster_is_too_small_to_train_in(monkeypatch):

@@ -13,12 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components import launching
 from components.launching import Place
 from pipelines import local
 from pipelines.compile import compiled_text
 from tests.pipelines.local_runs import ALL, PLAIN, SMALL, command, environment, happened, start
-from trainer import artifacts, config
+from trainer import artifacts, config, launch
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
 from trainer.stages import STAGES
 
@@ -87,7 +86,7 @@ def test_wrong_input_ends_in_one_message_before_anything_starts(tmp_path, monkey
     ],
 )
 def test_one_process_for_each_gpu_and_two_without(monkeypatch, gpus, device, asked, expected):
-    monkeypatch.setattr(launching, "gpus", lambda: gpus)
+    monkeypatch.setattr(launch, "gpus", lambda: gpus)
     assert local.with_processes(Place(**asked), device).processes_per_node == expected
 
 

@@ -11,7 +11,9 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import psutil
+import pynvml
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from trainer import cli, config, launch, stages
@@ -428,3 +430,25 @@ def test_a_killed_process_of_a_node_is_named(node, silence):
     with pytest.raises(CrashError, match="distill: was ended by SIGKILL; the machine may be out of memory"):
         launch.join_node(job)
     killer.join()
+
+
+def test_gpus_are_those_that_torch_would_use(monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "device_count", lambda: 3
+    )  # what CUDA_VISIBLE_DEVICES leaves of those of the driver
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    assert launch.gpus() == 3
+
+    def no_driver():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
+    assert launch.gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "processes"), [(0, "auto", 1), (4, "auto", 4), (4, "cuda", 4), (4, "cpu", 1)]
+)
+def test_a_process_for_each_gpu_that_is_to_be_trained_on(monkeypatch, gpus, device, processes):
+    monkeypatch.setattr(launch, "gpus", lambda: gpus)
+    assert launch.processes_here(device) == processes

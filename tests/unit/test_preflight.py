@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.distillations import blank_teacher
-from trainer import config, preflight
-from trainer.errors import ArtifactError, ModelError
+from trainer import artifacts, config, models, preflight
+from trainer.errors import ArtifactError, ModelError, SettingsError
 
 WEIGHTS = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
@@ -55,8 +55,9 @@ def test_weights_that_timm_does_not_have_are_refused_before_anything_starts():
         pinned("pretrain.weights=timm:vit_tiny_patch16_224.nobody")
 
 
-def checked(*overrides, trains_here=True):
-    return preflight.checked(config.resolve_run("digits", ["run.device=cpu", *overrides]), trains_here=trains_here)
+def checked(*overrides, trains_here=True, processes=1):
+    settings = config.resolve_run("digits", ["run.device=cpu", *overrides])
+    return preflight.checked(settings, trains_here=trains_here, processes=processes)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +124,27 @@ def test_batches_that_will_be_clamped_are_named_before_the_first_stage(caplog, t
 )
 def test_a_source_that_takes_long_to_list_is_not_listed(source):
     checked(f"data.source={source}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "name"),
+    [
+        (("distill.batch_size=8", "distill.accumulation=2"), 5, "distill.batch_size = 8"),
+        (("pretrain.mae.batch_size=2",), 3, "pretrain.mae.batch_size = 2"),
+        (("pretrain.mae.batch_size=4096",), 2000, "pretrain.mae.batch_size = 1797"),  # as many as there are images
+    ],
+)
+def test_a_batch_that_can_not_be_dealt_to_the_processes_is_refused(overrides, processes, name):
+    with pytest.raises(SettingsError, match=f"^{name} can not be dealt to {processes} processes"):
+        checked(*overrides, processes=processes)
+
+
+def test_of_weights_in_a_store_only_the_outline_is_fetched(object_store, teacher):
+    uri = object_store.uri("teacher")
+    artifacts.copy(teacher, uri, "model")
+    object_store.clear()
+    assert models.outline(uri).card == models.load(teacher).card
+    weights = [one for one in object_store.requests if one.path.endswith("model.safetensors")]
+    assert (
+        0 < sum(one.sent for one in weights) < artifacts.manifest(uri, "model").files["model.safetensors"]["size"] / 2
+    )
