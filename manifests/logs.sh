@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Collects what tells why something failed: objects, events, and the logs of every container, the one before a restart as well.
 #   [CONTEXT=kubeconfig's] manifests/logs.sh FOLDER
-# Goes on where one of them can not be had: a part is better than nothing. Secrets are not read. Not run yet against a cluster.
+# Goes on where one of them can not be had: a part is better than nothing. Secrets are not read.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/require.sh"
 FOLDER="${1:?name a folder}"

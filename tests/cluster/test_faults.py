@@ -9,19 +9,23 @@ from tests.cluster.conftest import LONG, eventually, kubectl
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(6000)]
 
 
+OUT_OF_MEMORY = """
+import os, pathlib
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    if process.name != str(os.getpid()):
+        (process / "oom_score_adj").write_text("1000")
+kept = []
+while True:
+    kept.append(b"x" * 2**26)
+"""
+"""Takes memory until the kernel kills a process of the container, of which this is the last that it chooses."""
+
+
 def kill_for_memory(pod):
-    """Let a task's pod want more memory than it may have."""
-    command = [
-        "kubectl",
-        "--namespace",
-        pod["metadata"]["namespace"],
-        "exec",
-        pod["metadata"]["name"],
-        "--container",
-        "main",
-    ]
-    taking = "import itertools; kept = [bytearray(b'x' * 2**26) for _ in itertools.count()]"
-    subprocess.run([*command, "--", "python", "-c", taking], capture_output=True, check=False, timeout=120)
+    """Let a task's container run out of its memory."""
+    where = ["--namespace", pod["metadata"]["namespace"], pod["metadata"]["name"], "--container", "main"]
+    command = ["kubectl", "exec", *where, "--", "python", "-c", OUT_OF_MEMORY]
+    subprocess.run(command, capture_output=True, check=False, timeout=120)
 
 
 def is_training(run, stage):
