@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipelines.local_runs import SMALL
+from tests.pipelines.local_runs import COVERAGE, SMALL
 from trainer import artifacts, config, runs
 from trainer.billing import Bill
 from trainer.costs import Place
@@ -63,7 +63,9 @@ def run(folder, *arguments, processes=2):
 
 
 @pytest.mark.slow
-def test_the_whole_run_and_the_same_again(tmp_path):
+def test_the_whole_run_and_the_same_again(tmp_path, monkeypatch):
+    """Coverage, which would slow it, is counted in the run below."""
+    monkeypatch.delenv(COVERAGE, raising=False)
     ended = run(tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr

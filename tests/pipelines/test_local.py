@@ -16,7 +16,7 @@ import pytest
 from components.launching import Place
 from pipelines import local
 from pipelines.compile import compiled_text
-from tests.pipelines.local_runs import ALL, PLAIN, SMALL, command, environment, happened, start
+from tests.pipelines.local_runs import ALL, COVERAGE, PLAIN, SMALL, command, environment, happened, start
 from trainer import artifacts, config, launch
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
 from trainer.stages import STAGES
@@ -156,7 +156,8 @@ def test_a_skipped_task_is_an_error():
 
 @pytest.mark.slow
 def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
-    first = start(tmp_path, "--set", SMALL)
+    """Coverage is counted in the second run, the only one that needs every branch."""
+    first = start(tmp_path, "--set", SMALL, **{COVERAGE: ""})
     assert first.returncode == 0, first.stdout + first.stderr
     assert happened(first.stdout, "done") == PLAIN
     assert "KFP Executor" not in first.stdout
@@ -180,7 +181,8 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     fingerprint = artifacts.read(outputs, "teacher_outputs").fingerprint
     assert student_of(tmp_path / "recorded").parents["teacher_outputs"] == fingerprint
 
-    third = start(tmp_path, "--set", f"{SMALL} {RECORD} distill.batch_size=2 distill.accumulation=4")
+    wrong = f"{SMALL} {RECORD} distill.batch_size=2 distill.accumulation=4"
+    third = start(tmp_path, "--set", wrong, **{COVERAGE: ""})
     assert happened(third.stdout, "cached") == {"prepare", "pretrain", "reinforce"}
     assert_last_message(third, r"distill: batch_size = 2 can not be dealt to \d processes x 4 micro-batches")
 

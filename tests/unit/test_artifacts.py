@@ -349,7 +349,7 @@ def test_of_many_processes_one_fetches_and_a_killed_one_holds_up_nobody(object_s
     wait_for(lambda: len(object_store.requests) == 3)  # each has read the manifest
     assert data_requests(object_store) == []
     fetcher.kill()
-    paths = {process.communicate(timeout=60)[0] for process in others}
+    paths = {process.communicate(timeout=300)[0] for process in others}
     assert len(paths) == 1
     assert len(data_requests(object_store)) == 1
 

@@ -157,7 +157,7 @@ def test_registered_model_answers_about_files_what_was_measured_in_a_clean_proce
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert process.returncode == 0, process.stderr

@@ -56,7 +56,7 @@ def run(uri, tmp_path):
             )
             started.append(stack.enter_context(process))
             stack.callback(process.kill)
-        printed = [process.communicate(timeout=60)[0] for process in started]
+        printed = [process.communicate(timeout=300)[0] for process in started]
         assert [process.returncode for process in started] == [0] * world
         return printed
 

@@ -70,7 +70,7 @@ def test_sums_and_means_are_over_all_processes(tmp_path):
         )
         for rank in range(2)
     ]
-    results = [json.loads(process.communicate(timeout=60)[0]) for process in started]
+    results = [json.loads(process.communicate(timeout=300)[0]) for process in started]
     assert [result["total"] for result in results] == [[1.0, 20.0]] * 2
     assert [result["mean"] for result in results] == [[0.5, 10.0]] * 2
     assert [result["own"] for result in results] == [[0.0, 10.0], [1.0, 10.0]]

@@ -74,7 +74,7 @@ def test_statistics_are_averaged_over_the_processes_and_kept(digits, tmp_path):
         environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-c", TRAINED, str(folder), digits]
         started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
-    (first, averaged, plain), second = [json.loads(process.communicate(timeout=120)[0]) for process in started]
+    (first, averaged, plain), second = [json.loads(process.communicate(timeout=300)[0]) for process in started]
     assert len(first) == len(second[0]) == 2, "once a step"
     assert first[-1] != second[0][-1], "the processes have seen other images"
     assert [averaged, plain] == second[1:]

@@ -237,7 +237,7 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
         )
         for rank in range(2)
     ]
-    for printed in [json.loads(process.communicate(timeout=120)[0]) for process in started]:
+    for printed in [json.loads(process.communicate(timeout=300)[0]) for process in started]:
         assert printed.pop("graphs") == 10
         unknown, exchange = printed.pop("exchange")
         assert unknown >= WARM_STEPS
