@@ -34,7 +34,8 @@ def is_training(run, stage):
 
 def test_a_task_that_is_killed_is_tried_again_and_follows_the_same_job(run_pipeline, uncached):
     """Argo calls it a failure; KFP's default would end the run."""
-    run = run_pipeline(uncached, wait=False)
+    # Longer than Argo's pause: a job that has ended meanwhile would be made again.
+    run = run_pipeline(f"{uncached} pretrain.finetune.epochs=150", wait=False)
     eventually(lambda: run.pods("pretrain", "worker"), seconds=2400, what="pretrain has begun")
     (first,) = run.task_pods("pretrain")
     kill(first)
