@@ -54,13 +54,14 @@ class Outage:
             self._failing.add(call)
             if self._since is None:
                 self._since = time.monotonic()
-                logger.warning(
-                    "%s: %s; %s is away or busy, so requests are tried again, each up to %d times",
-                    uri,
-                    _told(error),
-                    _store(),
-                    attempts,
-                )
+                if attempts > 1:  # else the error says all
+                    logger.warning(
+                        "%s: %s; %s is away or busy, so requests are tried again, each up to %d times",
+                        uri,
+                        _told(error),
+                        _store(),
+                        attempts,
+                    )
 
     def ended(self, call: object, *, answered: bool) -> None:
         """A call has ended; the store is back where it was answered, unless others still try in vain."""
