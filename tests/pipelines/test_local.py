@@ -181,10 +181,10 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     fingerprint = artifacts.read(outputs, "teacher_outputs").fingerprint
     assert student_of(tmp_path / "recorded").parents["teacher_outputs"] == fingerprint
 
-    wrong = f"{SMALL} {RECORD} distill.batch_size=2 distill.accumulation=4"
+    wrong = f"{SMALL} {RECORD} distill.base_learning_rate=1e30"
     third = start(tmp_path, "--set", wrong, **{COVERAGE: ""})
     assert happened(third.stdout, "cached") == {"prepare", "pretrain", "reinforce"}
-    assert_last_message(third, r"distill: batch_size = 2 can not be dealt to \d processes x 4 micro-batches")
+    assert_last_message(third, r"distill: .*not finite.*")
 
 
 @pytest.mark.slow
@@ -208,6 +208,6 @@ def test_an_interruption_ends_all_processes_and_keeps_what_was_made(tmp_path):
     assert len(family) >= 3
     assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
 
-    again = start(tmp_path, "--set", f"{SMALL} pretrain.mae.batch_size=2 pretrain.mae.accumulation=4")
+    again = start(tmp_path, "--set", f"{SMALL} pretrain.mae.base_learning_rate=1e30")
     assert happened(again.stdout, "cached") == {"prepare"}
-    assert_last_message(again, r"pretrain: batch_size = 2 can not be dealt to \d processes x 4 micro-batches")
+    assert_last_message(again, r"pretrain: .*not finite.*")

@@ -273,7 +273,7 @@ def test_three_failures_in_a_row_end_the_training_and_the_message_says_what_is_l
 
 
 def test_a_store_that_is_away_ends_the_training_after_ten_minutes_only(object_store, monkeypatch, caplog):
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     held = checkpoints(object_store.uri("c"))
     held.begin()
     object_store.answer(503)

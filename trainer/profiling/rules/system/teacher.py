@@ -72,7 +72,7 @@ TEACHER_SHARE = Rule(
     needs="phase `teacher_forward` of the steps",
     fires=(
         "the teacher's forward pass takes more than `share` of the steps' time; this is a note, which spoils no verdict. The saving is the "
-        "teacher's time less that of recording its outputs; there is none where the epochs are not more than the views"
+        "teacher's time less that of recording its outputs; there is none where the epochs are not more than `views`"
     ),
     advises="recorded outputs, and when they pay",
     judge=_teacher_share,
