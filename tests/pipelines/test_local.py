@@ -154,9 +154,9 @@ def test_a_skipped_task_is_an_error():
         local._check_all_ran(compiled_text(), some)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
-    """Coverage is counted in the second run, the only one that needs every branch."""
+    """Three runs, of which the second needs every stage; `make test` has two others with a cache in tests/local/test_digits.py."""
     first = start(tmp_path, "--set", SMALL, **{COVERAGE: ""})
     assert first.returncode == 0, first.stdout + first.stderr
     assert happened(first.stdout, "done") == PLAIN
