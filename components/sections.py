@@ -82,7 +82,6 @@ def configure(
         settings: of the run.
         place: where its trainings run.
         optional: those of `OPTIONAL_STAGES` that the pipeline's graph has, with spaces between them.
-
         generation: of what KFP's cache holds; a new one makes everything again.
         run_name: as Kubeflow shows the run.
 

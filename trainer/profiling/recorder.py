@@ -18,6 +18,7 @@ import torch
 from trainer.config import EvidenceSettings
 from trainer.cores import processor_name, usable_cores
 from trainer.costs import place_here
+from trainer.launch import started_unix
 from trainer.profiling.compilation import Compilations
 from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorLooks, TrainingEvidence, write_rank
 from trainer.profiling.gpu_clock import CudaClock
@@ -246,7 +247,7 @@ class Recorder:
         return curves
 
     def _record(self, monitor: Monitor) -> RankRecord:
-        timeline, totals, process = self.timeline, self.timeline.totals, psutil.Process()
+        timeline, totals = self.timeline, self.timeline.totals
         first = timeline.first_step_ended_ns
         return RankRecord(
             schema_version=SCHEMA_VERSION,
@@ -259,7 +260,7 @@ class Recorder:
             processor=processor_name(),
             memory_bytes=psutil.virtual_memory().total,
             workers=self.workers,
-            process=ProcessRecord(pid=process.pid, started_unix=process.create_time(), imported_unix=IMPORTED_UNIX),
+            process=ProcessRecord(pid=os.getpid(), started_unix=started_unix(), imported_unix=IMPORTED_UNIX),
             place=place_here(),
             context=self._context,
             startup=self._startup_parts(),

@@ -6,9 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
-
-from trainer.launch import seconds_since_launch
+from trainer.launch import seconds_since_launch, started_unix
 
 IMPORTED_UNIX = time.time()
 """When torch and most of the trainer were loaded, by whom this module is loaded last."""
@@ -24,7 +22,7 @@ class Startup:
         self._parts: dict[str, float] = {}
         self._began_unix = time.time()
         if not Startup._imports_counted:
-            started = psutil.Process().create_time()
+            started = started_unix()
             launching = seconds_since_launch() - (time.time() - started)
             # What lies between the imports and here is left out: an interpreter may have waited for a person.
             self._parts = {"launch": max(0.0, launching), "imports": max(0.0, IMPORTED_UNIX - started)}
