@@ -34,11 +34,18 @@ ui: $(READY)  ## open MLflow on what was tracked [OUT=dir of a run that had one]
 	@$(VENV)/mlflow ui --host 127.0.0.1 --backend-store-uri \
 		"$${MLFLOW_TRACKING_URI:-sqlite:///$(abspath $(if $(OUT),$(OUT)/..,runs))/mlflow.db}"
 
-test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]; all of them with the coverage floor
-	OMP_NUM_THREADS=1 $(VENV)/python -m pytest $(or $(ARGS),--numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" --cov --cov-report=term)
+TEST = OMP_NUM_THREADS=1 $(VENV)/python -m pytest
+ALL_TESTS := --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not long"
+
+test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]
+	$(TEST) $(or $(ARGS),$(ALL_TESTS))
+
+.PHONY: coverage
+coverage: $(READY)  ## run the same tests, print the lines that none of them runs, and fail where too many are left
+	$(TEST) $(or $(ARGS),$(ALL_TESTS)) --cov --cov-report=term
 
 test-long: $(READY)  ## run the tests that take a minute or more each and `make test` leaves out
-	OMP_NUM_THREADS=1 $(VENV)/python -m pytest -m long
+	$(TEST) -m long
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipelines.local_runs import COVERAGE, SMALL
+from tests.pipelines.local_runs import SMALL
 from trainer import artifacts, config, runs
 from trainer.billing import Bill
 from trainer.costs import Place
@@ -63,9 +63,8 @@ def run(folder, *arguments, processes):
 
 
 @pytest.mark.slow
-def test_the_whole_run_and_the_same_again(tmp_path, monkeypatch):
-    """On one process, which takes half of the cores and learns the same; coverage, which would slow it, is counted in the run below."""
-    monkeypatch.delenv(COVERAGE, raising=False)
+def test_the_whole_run_and_the_same_again(tmp_path):
+    """On one process, which takes half of the cores and learns the same."""
     ended = run(tmp_path, processes=1)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr

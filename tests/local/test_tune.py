@@ -26,6 +26,7 @@ def section(**settings):
     return {"enabled": True, "distill": distill, "minutes": 0.05} | settings
 
 
+@pytest.mark.long
 def test_two_processes_measure_one_distillation_and_take_the_same_decisions(digits, teacher, tmp_path):
     settings = section(apply=True, distill={"epochs": 20, "zero": True, "gradient_compression": "bf16"})
     inputs, outputs = {"dataset": digits, "teacher": teacher}, {"tuning": str(tmp_path / "tuning")}

@@ -17,9 +17,6 @@ ALL = {"configure", *TASKS, "finish"}
 """The tasks of a run that needs every stage."""
 PLAIN = ALL - {"warm-up", "tune", "reinforce"}
 """The tasks of a run with the recipe's own settings."""
-COVERAGE = "COVERAGE_PROCESS_CONFIG"
-"""Environment variable by which processes that a test starts are measured; where it is empty they are not, and train in four fifths of
-the time."""
 SMALL = "pretrain.mae.epochs=1 pretrain.finetune.epochs=1 distill.epochs=1 evaluate.latency_runs=10"
 
 
