@@ -116,7 +116,7 @@ class Artifact(Manifest):
     """A complete, checked artifact."""
 
     path: Path
-    """Its directory on this machine; that of a remote one is the cache's and must not be written to."""
+    """Its directory on this machine, with the manifest; that of a remote one is the cache's and must not be written to."""
 
 
 @dataclass(kw_only=True)
@@ -186,11 +186,12 @@ def create(
             "device": draft.device,
             "figures": draft.figures,
         }
-        text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)
-        storage.write_bytes(storage.join(uri, MANIFEST), text.encode())
+        text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False).encode()
+        storage.write_bytes(storage.join(uri, MANIFEST), text)
         if not storage.is_remote(uri):
             storage.flush(path)
         elif kind != "checkpoint" and not draft.contributed:
+            (path / MANIFEST).write_bytes(text)
             cache.adopt(path, manifest["fingerprint"])  # so that who goes on with it here need not fetch it
 
 
@@ -321,10 +322,12 @@ def _fetch(uri: str, content: Manifest) -> Path:
         size = sum(record["size"] for record in content.files.values())
         logger.info("fetching %s (%.1f MiB)", what, size / 2**20)
         storage.download_directory(uri, directory, content.files)
+        # So that what was fetched is an artifact too, for whoever is given its directory.
+        (directory / MANIFEST).write_bytes(storage.read_limited(storage.join(uri, MANIFEST), limits.JSON_BYTES))
 
     def is_whole(directory: Path) -> bool:
         sizes = storage.files(directory)
-        return all(sizes.get(name) == record["size"] for name, record in content.files.items())
+        return MANIFEST in sizes and all(sizes.get(name) == one["size"] for name, one in content.files.items())
 
     try:
         return cache.keep(content.fingerprint, what, download, is_whole=is_whole)

@@ -61,7 +61,12 @@ class Bench:
             command += ["--set", *self.overrides, *changes]
             log = self.output / f"{made}.log"
             with log.open("w") as file:
-                environment = {"OMP_NUM_THREADS": "1", **os.environ}
+                environment = {
+                    "OMP_NUM_THREADS": "1",
+                    **os.environ,
+                    # Of its own: beside the outputs they would be taken for those of one training whose settings have changed.
+                    "TRAINER_CHECKPOINTS": str(self.output / "checkpoints" / made),
+                }
                 ended = subprocess.run(command, check=False, env=environment, stdout=file, stderr=subprocess.STDOUT)
             if ended.returncode:
                 raise SystemExit(f"{made}: exit code {ended.returncode}; see {log}")

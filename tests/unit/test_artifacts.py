@@ -204,6 +204,18 @@ def test_a_remote_one_is_what_a_local_one_would_be(object_store, remote, tmp_pat
     assert artifacts.manifest(remote, "model").fingerprint == local.fingerprint
 
 
+def test_what_was_fetched_or_made_for_a_store_is_an_artifact_on_this_machine_too(object_store):
+    uri = make(object_store.uri("a"))
+    made = artifacts.read(uri, "model").path
+    assert artifacts.read(made, "model").fingerprint == artifacts.manifest(uri, "model").fingerprint
+    empty_cache()
+    fetched = artifacts.read(uri, "model").path
+    assert (fetched / artifacts.MANIFEST).read_bytes() == object_store.get("a/manifest.json")
+    (fetched / artifacts.MANIFEST).unlink()
+    again = artifacts.read(uri, "model").path
+    assert artifacts.exists(again), "a folder of an older version, without one, is fetched again"
+
+
 def test_the_maker_and_a_second_reader_fetch_nothing(object_store):
     uri = make(object_store.uri("a"))
     artifacts.read(uri, "model")

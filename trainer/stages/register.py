@@ -25,6 +25,7 @@ from trainer.data.schema import CARD
 from trainer.distillation import recording
 from trainer.errors import ModelError, TrackingError
 from trainer.launch import flag
+from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import STAGES, evaluate
 from trainer.summary import SUMMARY, Registered
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 PROFILE_PAGE = "report.html"
+_RECORDING = "reinforce.html"
+"""Name of the copy of the recording's page; of the recording, which is large, nothing else is fetched."""
 
 _REQUIREMENTS = ("mlflow", "numpy", "pandas", "pillow", "safetensors", "timm", "torch", "torchvision")
 _EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes photos of any size
@@ -110,7 +113,7 @@ def run(
     }
     inputs = {name: artifacts.read(given[name], kind) for name, kind in STAGES["register"].inputs.items()}
     if tracking.uri():
-        _check_servable(inputs["student"].path)
+        _check_servable(student)
     made: dict[str, Manifest] = dict(inputs)
     if teacher_outputs:  # of the records, which may be many gigabytes, only what they say of themselves is needed
         given["teacher_outputs"] = teacher_outputs
@@ -126,12 +129,15 @@ def run(
     values = settings.model_dump(mode="json")
     parents = {name: manifest.fingerprint for name, manifest in made.items()}
     with artifacts.create(registration, "registration", settings=values, parents=parents) as draft:
-        reports = _reports(inputs)
+        shown, reports = _reports(inputs), {}
+        for name, (place, file) in shown.items():
+            reports[name] = inputs[place].path / file
+        given["registration"] = registration
         if teacher_outputs:
-            reports["reinforce"] = draft.path / "reinforce.html"
+            shown["reinforce"], reports["reinforce"] = ("registration", _RECORDING), draft.path / _RECORDING
             reports["reinforce"].write_bytes(storage.read_bytes(storage.join(teacher_outputs, recording.REPORT)))
-        with _retold(settings, given | {"registration": registration}, recipe):
-            registered = _register(settings, inputs, reports, recipe, resolved, _bill(stages, tuned))
+        with _retold(settings, given, recipe):
+            registered = _register(settings, inputs, given, reports, recipe, resolved, _bill(stages, tuned))
         content = summary.build(
             recipe=recipe,
             settings={**resolved, "distill": tuned.settings} if tuned else resolved,
@@ -141,7 +147,7 @@ def run(
             profile=inputs["report"].figures,
             evaluation=inputs["evaluation"].figures,
             registered=registered,
-            reports={name: str(path.resolve()) for name, path in reports.items()},
+            reports={name: _place(given[place], file) for name, (place, file) in shown.items()},
         )
         (draft.path / SUMMARY).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         draft.figures.update(content["mlflow"])
@@ -166,7 +172,7 @@ def _retold(settings: RegisterSettings, places: Mapping[str, str | Path], recipe
         ) from error
 
 
-def _check_servable(student: Path) -> None:
+def _check_servable(student: str | Path) -> None:
     if models.load(student).card.square is None:
         raise ModelError(
             f"student {student}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
@@ -183,20 +189,27 @@ def _bill(stages: Sequence[StageBill], tuned: Tuning | None) -> Bill:
     return make_bill(stages, tuned.forecast if tuned else None)
 
 
-def _reports(inputs: Mapping[str, Artifact]) -> dict[str, Path]:
-    """Name of each page and picture -> where it is."""
+def _reports(inputs: Mapping[str, Artifact]) -> dict[str, tuple[str, str]]:
+    """Name of each page and picture -> the input that it is in, and its name there."""
     pages = {
-        "data": inputs["dataset"].path / CARD,
-        "profile": inputs["report"].path / PROFILE_PAGE,
-        "evaluation": inputs["evaluation"].path / evaluate.REPORT,
+        "data": ("dataset", CARD),
+        "profile": ("report", PROFILE_PAGE),
+        "evaluation": ("evaluation", evaluate.REPORT),
     }
-    pictures = sorted(inputs["pretrain_evidence"].path.glob(_PICTURES))
-    return pages | {picture.stem: picture for picture in pictures}
+    evidence = inputs["pretrain_evidence"].path
+    pictures = [picture.relative_to(evidence) for picture in sorted(evidence.glob(_PICTURES))]
+    return pages | {picture.stem: ("pretrain_evidence", picture.as_posix()) for picture in pictures}
+
+
+def _place(uri: str | Path, file: str) -> str:
+    """Where a file of an artifact is, for whoever reads the summary: an absolute path, or a URI."""
+    return storage.join(uri, file) if storage.is_remote(uri) else str((storage.local_path(uri) / file).resolve())
 
 
 def _register(
     settings: RegisterSettings,
     inputs: Mapping[str, Artifact],
+    given: Mapping[str, str | Path],
     reports: Mapping[str, Path],
     recipe: str,
     resolved: Mapping[str, Any],
@@ -213,7 +226,7 @@ def _register(
             run_id = tracking.start_parent(resolved, {"recipe": recipe}) or str(tracker.run_id)
             client = tracking.client()
             _log_results(client, run_id, figures, reports, bill)
-            version = _version(client, settings, inputs, run_id)
+            version = _version(client, settings, inputs, given, run_id)
             if figures["verdict"]["passed"]:
                 client.set_registered_model_alias(settings.model_name, settings.alias, version)
         tracking.finish_parent()
@@ -239,7 +252,7 @@ def _log_results(
     client.log_batch(run_id, metrics=[Metric(name, value, now_ms, 0) for name, value in figures.items()])
 
 
-def _log_model(client: MlflowClient, run_id: str, inputs: Mapping[str, Artifact]) -> ModelInfo:
+def _log_model(client: MlflowClient, run_id: str, student: Path, card: ModelCard, dataset: str | Path) -> ModelInfo:
     """The student as an MLflow model: its directory, the file that loads it, signature, example, pinned requirements."""
     with warnings.catch_warnings():  # MLflow warns of its own type hints when it is imported
         warnings.filterwarnings("ignore", message=".*Any type hint is inferred", category=UserWarning)
@@ -247,8 +260,7 @@ def _log_model(client: MlflowClient, run_id: str, inputs: Mapping[str, Artifact]
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
-    student, folder = inputs["student"].path, Path(served_student.__file__).parent
-    card = models.load(student).card
+    folder = Path(served_student.__file__).parent
     # The one specification that lets arrays of any shape and type through. MLflow refuses a list in any case where inputs are described,
     # and without a description MLServer, with which KServe serves models of MLflow, does not load the model.
     any_images = TensorSpec(np.dtype(object), (-1,), name=None)
@@ -267,14 +279,14 @@ def _log_model(client: MlflowClient, run_id: str, inputs: Mapping[str, Artifact]
         code_paths=[str(folder)],
         data_path=str(student),
         signature=ModelSignature(Schema([any_images]), Schema([ColSpec("double", label) for label in card.labels])),
-        input_example=example(inputs["dataset"].path),
+        input_example=example(dataset),
         conda_env=conda_environment(),
         metadata={"labels": list(card.labels), "architecture": card.architecture},
     )
     return info
 
 
-def example(dataset: Path) -> npt.NDArray[np.uint8]:
+def example(dataset: str | Path) -> npt.NDArray[np.uint8]:
     """A raw test image, uint8 [1, H, W, 3], thinned so that it stays small as text."""
     image = open_dataset(dataset).split("test").read([0]).numpy()
     step = -(-image.shape[-1] // _EXAMPLE_EDGE)
@@ -302,13 +314,20 @@ def _version_tags(inputs: Mapping[str, Artifact]) -> dict[str, str]:
     }
 
 
-def _version(client: MlflowClient, settings: RegisterSettings, inputs: Mapping[str, Artifact], run_id: str) -> str:
+def _version(
+    client: MlflowClient,
+    settings: RegisterSettings,
+    inputs: Mapping[str, Artifact],
+    given: Mapping[str, str | Path],
+    run_id: str,
+) -> str:
     """The run's version of the registered model: the one of a try that ended before it could tell, or else a new one."""
     tags = _version_tags(inputs)
     for found in client.search_model_versions(f"run_id = '{run_id}'"):
         if found.name == settings.model_name and found.status == "READY" and tags.items() <= found.tags.items():
             return str(found.version)
-    return _create_version(client, settings, _log_model(client, run_id, inputs), run_id, tags)
+    model = _log_model(client, run_id, inputs["student"].path, models.load(given["student"]).card, given["dataset"])
+    return _create_version(client, settings, model, run_id, tags)
 
 
 def _create_version(

@@ -22,7 +22,7 @@ from trainer.distillation import recording
 from trainer.errors import EXIT_CODE, ModelError, TrackingError
 from trainer.evaluation import metrics
 from trainer.forecast import Measurement, Work, forecast
-from trainer.stages import evaluate, register
+from trainer.stages import STAGES, evaluate, register
 from trainer.tuning.schema import FILE, Tuning
 
 # MLflow on SQLAlchemy 2.1
@@ -343,6 +343,27 @@ def recorded(inputs, object_store, monkeypatch, tmp_path):
     object_store.answer(404, path=".*shard.bin")
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "another cache"))
     return inputs | {"teacher_outputs": uri}
+
+
+def test_what_lies_in_a_store_is_registered_from_there(
+    inputs, evaluations, tracked, object_store, monkeypatch, tmp_path
+):
+    """As on a cluster: each task fetches what it reads into its own machine's cache."""
+    places = inputs | {"evaluation": evaluations[PASSING]}
+    for name, place in places.items():
+        artifacts.copy(place, object_store.uri(name), STAGES["register"].inputs[name])
+    uris = {name: object_store.uri(name) for name in inputs}
+    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "another cache"))
+    artifact = run(uris, object_store.uri("evaluation"), object_store.uri("registration"), model_name="from-a-store")
+    summary = read_summary(artifact)
+    assert summary["reports"]["data"] == object_store.uri("dataset", "card.html")
+    assert summary["reports"]["evaluation"] == object_store.uri("evaluation", "report.html")
+    (version,) = tracked.search_model_versions("name = 'from-a-store'")
+    assert version.tags["student_fingerprint"] == artifacts.manifest(inputs["student"], "model").fingerprint
+    model = tracked.get_logged_model(version.source.removeprefix("models:/"))
+    folder = Path(model.artifact_location.removeprefix("file://"))
+    kept = {path.name for path in folder.glob("data/**/*") if path.is_file()}
+    assert kept >= {path.name for path in Path(inputs["student"]).iterdir()}, sorted(folder.rglob("*"))
 
 
 def test_recorded_outputs_are_summed_up_and_their_page_is_kept(recorded, evaluations, monkeypatch, tmp_path):
