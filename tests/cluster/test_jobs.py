@@ -57,7 +57,7 @@ def test_a_quota_that_is_too_small_is_named(fails, namespace):
         "apiVersion": "v1",
         "kind": "ResourceQuota",
         "metadata": {"name": "small", "namespace": namespace},
-        "spec": {"hard": {"requests.cpu": "150m"}},
+        "spec": {"hard": {"requests.cpu": "50m"}},
     }
     kubectl("create", "--namespace", namespace, "--filename=-", text=json.dumps(body))
     message = fails(queued_minutes=40)
