@@ -161,8 +161,10 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
                 **data,
                 **models,
                 **evidence,
-            ).set_caching_options(False)  # every run has its version in the registry
-            on_cluster(registering, WORK, retries=0).set_display_name("Register")  # and no more than one
+            ).set_caching_options(
+                False
+            )  # every run has its version in the registry, and further tries at this task the same one
+            on_cluster(registering, WORK).set_display_name("Register")
 
     return distillation
 

@@ -55,17 +55,16 @@ WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")
 """For a task that does its work itself."""
 
 
-def on_cluster(task: PipelineTask, size: Size, *, retries: int = RETRIES) -> PipelineTask:
+def on_cluster(task: PipelineTask, size: Size) -> PipelineTask:
     """Set how a task's pod is run.
 
     Args:
         task: the task.
         size: its resources.
-        retries: how often it is started again when it fails. 0 is said too, since the cluster has a default of its own.
     """
     task.set_cpu_request(size.cpu).set_cpu_limit(size.cpu_limit)
     task.set_memory_request(size.memory).set_memory_limit(size.memory_limit)
-    task.set_retry(retries, backoff_duration="30s", backoff_factor=2, backoff_max_duration=TRIED_FOR)
+    task.set_retry(RETRIES, backoff_duration="30s", backoff_factor=2, backoff_max_duration=TRIED_FOR)
     for variable, field in {
         "KFP_RUN_ID": f"metadata.labels['{RUN_LABEL}']",
         "TRAINER_RUN": f"metadata.labels['{RUN_LABEL}']",

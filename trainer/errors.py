@@ -113,6 +113,12 @@ class TrackingError(TrainerError):
     """MLflow does not answer or refuses."""
 
 
+class TrackingAwayError(TrackingError):
+    """MLflow does not answer, or has trouble of its own: it may be tried again."""
+
+    passing = True
+
+
 class StorageError(TrainerError):
     """The object store does not answer, refuses, or has lost something."""
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sqlite3
 import tempfile
 import threading
@@ -43,7 +44,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainer import storage
 from trainer.config import TrackingSettings
 from trainer.environment import variables
-from trainer.errors import PreemptedError, TrackingError, TrainerError, refused_to_write
+from trainer.errors import PreemptedError, TrackingAwayError, TrackingError, TrainerError, refused_to_write
 from trainer.sections import holds_secret
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ def explained() -> Iterator[None]:
     """Turn whatever MLflow raises for an unusable, unreachable or unwilling store into a `TrackingError`.
 
     Raises:
-        TrackingError: with the URI, the reason and the next move.
+        TrackingAwayError: it does not answer, or cannot at the moment.
+        TrackingError: anything else; both with the URI, the reason and the next move.
     """
     from mlflow.exceptions import MlflowException
     from requests.exceptions import RequestException
@@ -189,7 +191,8 @@ def explained() -> Iterator[None]:
         address = shown(uri() or URI)
         advice = f"start the server, correct tracking.uri or {URI}, or go on without tracking (tracking.enabled=false)"
         reason = refused_to_write(error, address) or f"{_reason(error)}; {advice}"
-        raise TrackingError(f"MLflow at {address}: {reason}") from error
+        kind = TrackingAwayError if _away(error) else TrackingError
+        raise kind(f"MLflow at {address}: {reason}") from error
 
 
 _UNREACHABLE = {
@@ -201,14 +204,26 @@ _UNREACHABLE = {
 }
 
 
+_SERVER_ERRORS = re.compile(r"too many (5\d\d|429) error responses")
+
+
+def _away(error: Exception) -> str:
+    """How the server fails to answer, in words; empty where it does not."""
+    text = str(error)
+    for sign, meaning in _UNREACHABLE.items():
+        if sign in text:
+            return f"does not answer ({meaning})"
+    found = _SERVER_ERRORS.search(text)
+    return f"answers {found[1]} again and again; its own log says why" if found else ""
+
+
 def _reason(error: Exception) -> str:
+    if away := _away(error):
+        return away
     status = getattr(error, "get_http_status_code", lambda: None)()
     code = getattr(error, "error_code", "")
     text = str(error).replace(uri() or URI, shown(uri() or URI))
     first_line = next(iter(text.strip().splitlines()), type(error).__name__)[:300]
-    unreachable = next((meaning for sign, meaning in _UNREACHABLE.items() if sign in str(error)), None)
-    if unreachable:
-        return f"does not answer ({unreachable})"
     if code in ("UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED") or status == 401:
         advice = "check MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         return f"refused the credentials ({first_line}); {advice}"

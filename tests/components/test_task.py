@@ -12,7 +12,15 @@ from components import references, task
 from components.launching import Place
 from components.sections import configure, resolve
 from trainer import artifacts
-from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, DataError, PreemptedError, StorageAwayError
+from trainer.errors import (
+    EXIT_CODE,
+    INTERRUPTED_EXIT_CODE,
+    DataError,
+    PreemptedError,
+    StorageAwayError,
+    TrackingAwayError,
+    TrackingError,
+)
 
 
 @pytest.fixture
@@ -69,6 +77,8 @@ def test_an_error_is_printed_where_nobody_waits_for_it(monkeypatch, capfd):
     [
         (DataError("no images"), "error: prepare: no images"),
         (StorageAwayError("s3://bucket does not answer"), "for now: prepare: s3://bucket does not answer"),
+        (TrackingAwayError("MLflow does not answer"), "for now: prepare: MLflow does not answer"),
+        (TrackingError("MLflow refuses"), "error: prepare: MLflow refuses"),
         (PreemptedError("was asked to end"), "for now: prepare: was asked to end"),
     ],
 )

@@ -23,7 +23,7 @@ from tests.faults.promises import Kept, goes_on, goes_through, stops, stops_and_
 from tests.faults.stores import WatchedStore
 from tests.faults.tracking_server import TrackingServer
 from trainer import artifacts
-from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE
+from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE
 
 KINDS = (
     "distillation",
@@ -325,7 +325,7 @@ def tracking_is_away_at_the_start(at: Surroundings, chance: random.Random) -> Ke
     """MLflow does not answer when a stage starts: it ends at once."""
     job = at.bench.distillation()
     job.environment = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
-    return stops(job, code=EXIT_CODE, message="MLflow at http://127.0.0.1:9: does not answer", start=Job.fork)
+    return stops(job, code=CRASH_EXIT_CODE, message="MLflow at http://127.0.0.1:9: does not answer", start=Job.fork)
 
 
 def tracking_goes_away(when: str, at: Surroundings, chance: random.Random) -> Kept:

@@ -17,7 +17,7 @@ import pytest
 
 from trainer import tracking
 from trainer.config import TrackingSettings
-from trainer.errors import PreemptedError, TrackingError
+from trainer.errors import PreemptedError, TrackingAwayError, TrackingError
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -131,7 +131,7 @@ def test_nobody_listening_is_told_within_seconds(monkeypatch):
     monkeypatch.setenv(tracking.URI, uri)
     start = time.monotonic()
     with pytest.raises(
-        TrackingError, match=rf"MLflow at {uri}: does not answer \(connection refused\); start the server"
+        TrackingAwayError, match=rf"MLflow at {uri}: does not answer \(connection refused\); start the server"
     ):
         tracking.check()
     assert time.monotonic() - start < 8
@@ -148,7 +148,14 @@ def test_a_server_that_accepts_and_never_answers_is_told_within_seconds(monkeypa
 
 @pytest.mark.parametrize(
     ("status", "message"),
-    [(401, "refused the credentials"), (403, "does not permit this"), (404, "failed"), (200, "failed")],
+    [
+        (401, "refused the credentials"),
+        (403, "does not permit this"),
+        (404, "failed"),
+        (200, "failed"),
+        (500, "answers 500 again and again; its own log says why"),
+        (503, "answers 503 again and again; its own log says why"),
+    ],
 )
 def test_a_server_that_refuses_is_told(monkeypatch, status, message):
     class Refusing(http.server.BaseHTTPRequestHandler):
@@ -163,8 +170,9 @@ def test_a_server_that_refuses_is_told(monkeypatch, status, message):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(TrackingError, match=message):
+        with pytest.raises(TrackingError, match=message) as caught:
             tracking.check()
+        assert isinstance(caught.value, TrackingAwayError) == (status >= 500), "whether another try may help"
         server.shutdown()
 
 
