@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
+from components.launch.resources import Resource
 from trainer import tracking
+from trainer.environment import variables
 from trainer.errors import LaunchError, TrackingError
+
+if TYPE_CHECKING:
+    from components.launch.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +35,12 @@ left RUNNING where a task's pod never ran or was killed, so that no launcher wro
 """
 WORKFLOW = "TRAINER_WORKFLOW"
 """Environment variable of a task on a cluster: the name of its run's Workflow."""
+RUN_LABEL = "pipeline/runid"
+"""The label by which Workflows and pods of KFP know their run."""
+WORKFLOWS = Resource("workflows", "argoproj.io", "v1alpha1")
+LEFT_AFTER_S, LEFT_FOR_S = 60.0, 900.0
+"""Seconds after the end of a Workflow between which its run is ended in MLflow by others: `finish` goes first, and KFP keeps Workflows for
+days, which need not be asked for again and again."""
 
 
 def finish(pool: str, state: str, error: str) -> None:
@@ -58,15 +72,53 @@ def _was_stopped() -> bool:
     if not name:
         return False
     from components.launch.cluster import Cluster
-    from components.launch.resources import Resource
 
     try:
         with Cluster.connect() as cluster:
-            workflow = cluster.get(Resource("workflows", "argoproj.io", "v1alpha1"), name)
+            workflow = cluster.get(WORKFLOWS, name)
     except LaunchError as failure:
         logger.warning("whether the run was stopped is not known: %s", failure)
         return False
+    return _is_stopped(workflow)
+
+
+def _is_stopped(workflow: Mapping[str, Any]) -> bool:
     return bool(workflow["spec"].get("activeDeadlineSeconds") == 0)
+
+
+def end_left_runs(cluster: Cluster) -> list[str]:
+    """End runs in MLflow whose own `finish` has not run to its end, for the reaper: Argo may end it together with a run that is stopped.
+
+    Returns:
+        KFP's ids of those that were still open.
+
+    Raises:
+        ClusterError: the API server does not answer or refuses.
+        TrackingError: MLflow does not answer or refuses.
+    """
+    ended = []
+    for workflow in filter(_is_left, cluster.list(WORKFLOWS, labels=RUN_LABEL).items):
+        run, status = workflow["metadata"]["labels"][RUN_LABEL], "KILLED" if _is_stopped(workflow) else "FAILED"
+        with variables({tracking.RUN: run}):
+            if tracking.end_parent_left(status):
+                logger.info("ended the run %s in MLflow as %s: its task `finish` has not come to its end", run, status)
+                ended.append(run)
+    return ended
+
+
+def _is_left(workflow: Mapping[str, Any]) -> bool:
+    """Whether a Workflow has ended a while ago without its `finish`; of others than ours MLflow knows nothing."""
+    status = workflow.get("status") or {}
+    if not status.get("finishedAt") or status.get("phase") == "Succeeded":
+        return False
+    since_s = (datetime.now(UTC) - datetime.fromisoformat(status["finishedAt"])).total_seconds()
+    return LEFT_AFTER_S <= since_s <= LEFT_FOR_S and not any(map(_is_finish, (status.get("nodes") or {}).values()))
+
+
+def _is_finish(node: Mapping[str, Any]) -> bool:
+    """Whether a node of a Workflow is the pod of `finish` that did its work: `....onExit(0).finish(0).executor(0)`."""
+    steps = {step.partition("(")[0] for step in node["name"].split(".")}
+    return node["type"] == "Pod" and node["phase"] == "Succeeded" and "finish" in steps
 
 
 def _delete_jobs() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
-from components.finishing import WORKFLOW
+from components.finishing import RUN_LABEL, WORKFLOW
 from components.sections import KUBEFLOW_UI
 
 CONFIG_MAP = "vit-distillation"
@@ -30,8 +30,6 @@ STORE_SECRET = "vit-distillation-store"
 STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 TRACKING_SECRET = "vit-distillation-tracking"
 TRACKING_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
-RUN_LABEL = "pipeline/runid"
-"""The label by which KFP's pods know their run."""
 USER = 1000
 RETRIES = 2
 """A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""

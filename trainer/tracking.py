@@ -346,6 +346,23 @@ def finish_parent(status: str = "FINISHED", error: str = "") -> None:
             mlflow.set_terminated(run_id, status)
 
 
+def end_parent_left(status: str) -> bool:
+    """End the parent run if it is there and still open; gives whether it was.
+
+    Raises:
+        TrackingError: MLflow does not answer or refuses.
+    """
+    if uri() is None:
+        return False
+    with _http_limits(_STAGE_LIMITS), explained():
+        mlflow = client()
+        newest = _newest_parent(mlflow)
+        if newest is None or newest.info.status != "RUNNING":
+            return False
+        mlflow.set_terminated(newest.info.run_id, status)
+        return True
+
+
 def _parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None, name: str = "") -> str | None:
     """The parent run of these settings, or whichever the run has."""
     injected = os.environ.get(RUN_ID)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -17,6 +18,9 @@ from trainer.cli import Commands, positive
 from trainer.costs import Price
 from trainer.errors import EXIT_CODE, TrainerError
 from trainer.launch import JobSpec, flag
+
+if TYPE_CHECKING:
+    from components.launch.cluster import Cluster
 
 _DESCRIPTION = """Show what the launcher for clusters works with.
 
@@ -99,7 +103,8 @@ def _add_reap(commands: Commands[argparse.ArgumentParser]) -> None:
     scope.add_argument(
         "--orphaned",
         action="store_true",
-        help="jobs that go on although the pod of their task ended more than two minutes ago; a CronJob asks for it",
+        help="jobs that go on although the pod of their task ended more than two minutes ago; runs whose task `finish` has not come to its "
+        "end are ended in MLflow; a CronJob asks for it",
     )
     scope.add_argument("--all", action="store_true", help="all jobs of all runs")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
@@ -142,6 +147,8 @@ def _reap(options: argparse.Namespace) -> None:
     done = "would be deleted" if options.dry_run else "deleted"
     count = 0
     with Cluster.connect(options.namespace) as cluster:
+        if options.orphaned and not options.dry_run:
+            _end_left_runs(cluster)
         found = reaping.find_orphaned(cluster) if options.orphaned else reaping.find(cluster, options.run or "")
         for job in (job for job in found if job.age_s >= least_s):
             if options.dry_run or reaping.delete(cluster, job):
@@ -150,6 +157,16 @@ def _reap(options: argparse.Namespace) -> None:
             else:
                 print(f"left, since somebody else changed or deleted it meanwhile: {job}")
     print(f"{count} of this project's jobs {done} in namespace {options.namespace}")
+
+
+def _end_left_runs(cluster: Cluster) -> None:
+    from components import finishing
+
+    try:
+        for run in finishing.end_left_runs(cluster):
+            print(f"ended in MLflow: the run {run}, whose task `finish` has not come to its end")
+    except TrainerError as error:  # the jobs cost money
+        print(f"warning: runs may be left open in MLflow: {error}", file=sys.stderr)
 
 
 def _pools(_options: argparse.Namespace) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from kfp.local.orchestrator import enhanced_dag_orchestrator
 
 from components import finishing
+from components.launch import __main__ as command
 from components.launch.identity import Identity
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, WORKFLOWS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
@@ -86,6 +89,59 @@ def test_a_workflow_that_cannot_be_read_is_said(tracked, tmp_path, monkeypatch, 
     finishing.finish("", "FAILED", "")
     assert tracked().info.status == "FAILED"
     assert "whether the run was stopped is not known: " in caplog.text
+
+
+def ended_workflow(ago_s: float, *, stopped: bool, finish: str) -> dict:
+    """As Argo 4.0 leaves it."""
+    ended = datetime.now(UTC) - timedelta(seconds=ago_s)
+    pods = {"distill(0).executor(0)": "Failed", "finish-driver(0)": "Succeeded", "finish(0).executor(0)": finish}
+    nodes = {
+        name: {"name": f"distillation-x7k2p(0).root(0).exit-handler-1.{name}", "type": "Pod", "phase": phase}
+        for name, phase in pods.items()
+    }
+    return {
+        "metadata": {"name": "distillation-x7k2p", "labels": {finishing.RUN_LABEL: RUN}},
+        "spec": {"activeDeadlineSeconds": 0} if stopped else {},
+        "status": {"phase": "Failed", "finishedAt": f"{ended:%Y-%m-%dT%H:%M:%SZ}", "nodes": nodes},
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+@pytest.mark.parametrize(
+    ("ago_s", "stopped", "finish", "status"),
+    [
+        (90, True, "Failed", "KILLED"),
+        (90, False, "Error", "FAILED"),
+        (90, True, "Succeeded", "RUNNING"),
+        (20, True, "Pending", "RUNNING"),
+        (7200, True, "Failed", "RUNNING"),
+    ],
+    ids=["stopped", "failed", "its finish did its work", "just now", "long ago"],
+)
+def test_a_run_whose_finish_was_ended_is_ended_by_the_reaper(
+    tracked, tmp_path, monkeypatch, capsys, ago_s, stopped, finish, status
+):
+    monkeypatch.delenv("TRAINER_RUN")
+    workflow = ended_workflow(ago_s, stopped=stopped, finish=finish)
+    with KubernetesStandIn(tmp_path, operator=False, kubelet=False) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        cluster.add(WORKFLOWS, workflow)
+        others = copy.deepcopy(workflow) | {"metadata": {"name": "x", "labels": {finishing.RUN_LABEL: "of-others"}}}
+        cluster.add(WORKFLOWS, others)
+        assert command.main(["reap", "--orphaned"]) == 0
+    assert tracked().info.status == status
+    assert (f"ended in MLflow: the run {RUN}, " in capsys.readouterr().out) == (status != "RUNNING")
+
+
+def test_an_mlflow_that_is_away_does_not_keep_jobs_alive(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with KubernetesStandIn(tmp_path, operator=False, kubelet=False) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        cluster.add(WORKFLOWS, ended_workflow(90, stopped=True, finish="Failed"))
+        assert command.main(["reap", "--orphaned"]) == 0
+    said = capsys.readouterr()
+    assert "warning: runs may be left open in MLflow: MLflow at http://127.0.0.1:9: does not answer" in said.err
+    assert "0 of this project's jobs deleted" in said.out
 
 
 def job(run: str, attempt: int) -> dict:

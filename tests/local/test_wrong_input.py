@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from trainer import artifacts, cli, config, models, stages, storage
-from trainer.errors import EXIT_CODE, TrainerError
+from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, TrainerError
 
 
 def say(capsys, *arguments):
@@ -24,9 +24,9 @@ def stage(name, places):
     return ["stage", name, *(f"--{place}=nowhere" for place in places.split())]
 
 
-def assert_message(capsys, pattern, *arguments):
-    code, said = say(capsys, *arguments)
-    assert code == EXIT_CODE
+def assert_message(capsys, pattern, *arguments, code=EXIT_CODE):
+    ended, said = say(capsys, *arguments)
+    assert ended == code
     assert "Traceback" not in said
     assert re.search(rf"^error: (.*: )?{pattern}", said, flags=re.MULTILINE), said
 
@@ -242,7 +242,8 @@ def test_a_full_disk_in_training(distillation):
 
 def test_a_tracking_server_that_is_down(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    assert_message(capsys, ".*http://127.0.0.1:9", "run", "digits", "--output", tmp_path / "run")
+    output = tmp_path / "run"
+    assert_message(capsys, ".*http://127.0.0.1:9", "run", "digits", "--output", output, code=CRASH_EXIT_CODE)
     assert not (tmp_path / "run" / "dataset").exists()
 
 

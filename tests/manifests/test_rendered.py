@@ -125,7 +125,7 @@ def test_everything_that_is_named_is_there(render, folder):
         pod = template(one)["spec"]
         assert pod.get("serviceAccountName", "default") in {"default", *accounts}
         read = list(references(pod))
-        assert bool(read) == (one["kind"] in SERVERS)
+        assert bool(read) == (one["kind"] in {*SERVERS, "CronJob"})
         for kind, name, key in read:
             keys = SECRETS[name] if kind == "Secret" else set(maps[name]["data"])
             assert not key or key in keys, f"{kind} {name} has no key {key}"

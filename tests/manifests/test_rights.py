@@ -13,7 +13,7 @@ from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Script
 
 KFP = {
-    ("argoproj.io", "workflows", ""): {"get"},
+    ("argoproj.io", "workflows", ""): {"get", "list"},  # the reaper lists them
     ("argoproj.io", "workflowtaskresults", ""): {"create", "patch"},
     ("", "configmaps", "kfp-launcher"): {"get"},
     ("", "secrets", "mlpipeline-minio-artifact"): {"get"},
