@@ -45,7 +45,7 @@ def wait_for_checkpoint(distillation, process, name="step-*"):
     pytest.fail("no checkpoint within a minute")
 
 
-def finish(process, seconds=40):
+def finish(process, seconds=120):
     """Exit code, what it said, and that nothing of it is left."""
     family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     _, errors = process.communicate(timeout=seconds)
@@ -101,7 +101,7 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_weig
     assert "Traceback" not in errors
     assert not artifacts.exists(interrupted.outputs["student"])
 
-    code, errors = finish(start(interrupted), seconds=120)
+    code, errors = finish(start(interrupted))
     assert code == 0, errors
     assert "going on after step" in errors
     whole = distillation("whole", **settings).train(processes=2)

@@ -18,13 +18,15 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from tests import pathologies
 from tests.distillations import TINY
-from tests.pathologies import SETTINGS, TEACHER, Patient, findings
+from tests.pathologies import SETTINGS, TEACHER, Patient
 from trainer import artifacts, config, models
 from trainer.data.dataset import Split
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError, TrainingError
 from trainer.profiling.evidence import read_evidence
+from trainer.profiling.rules.training import TRAINING_RULES
 from trainer.served_student.network_input import Preprocessing
 from trainer.stages import prepare, pretrain, reinforce
 from trainer.thresholds import RuleSettings, StalledTraining
@@ -36,6 +38,15 @@ WATCH = {"interval_s": 0.0, "budget": 1.0}
 """Judges after every step."""
 QUICK = {"epochs": 4, "evidence": LOOKS}
 DIGITS = {"image_size": 32, "encoding": "png", "workers": 0}
+
+
+def findings(training, rules=None):
+    """Name of each rule on the training itself that finds something -> what.
+
+    Those on what slows it have their own tests: steps of some milliseconds have outliers wherever the machine does something else.
+    """
+    names = {rule.name for rule in TRAINING_RULES}
+    return {name: text for name, text in pathologies.findings(training, rules).items() if name in names}
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -198,11 +197,9 @@ def test_an_interruption_ends_all_processes_and_the_next_run_takes_what_was_made
             seen.append(process.stdout.readline())
             assert seen[-1], "".join(seen)
         family = psutil.Process(process.pid).children(recursive=True)
-        begin = time.monotonic()
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED_EXIT_CODE
-    assert time.monotonic() - begin < 25
     assert rest.splitlines()[-1].startswith("interrupted; ")
     assert "Traceback" not in rest
     assert len(family) >= 3
