@@ -174,7 +174,9 @@ class Progress:
 
     def _lose(self, replica: Replica, how: str) -> None:
         """Note a pod that went away without an end of its own; what is cleaned up after the job's end hides no earlier one."""
-        over = self.state.phase in {"succeeded", "failed"}
+        if self.state.phase == "succeeded":  # the operator removes what is left
+            return
+        over = self.state.phase == "failed"
         if replica.name not in self.lost and not replica.ended and not (over and self.lost):
             self.lost[replica.name] = how
             self._news.append(f"{replica.name} {how}")

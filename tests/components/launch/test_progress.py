@@ -193,6 +193,14 @@ def test_a_deleted_pod_whose_init_container_was_killed_did_not_start(progress):
     assert progress.news()[-1] == "failed"
 
 
+def test_what_the_operator_removes_after_the_end_is_no_news(progress):
+    start(progress, 1)
+    progress.see_job(State(phase="succeeded"), deleting=False, now=2)
+    progress.news()
+    progress.see_replica_gone(replica(0, placed=True), 3)
+    assert (progress.lost, progress.news()) == ({}, [])
+
+
 def test_trouble_is_told_once_and_its_repetitions_are_counted(progress):
     for count in range(1, 31):
         progress.see_event("worker-0", event("FailedScheduling", "no nodes", count=count))
