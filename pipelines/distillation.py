@@ -161,9 +161,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
                 **data,
                 **models,
                 **evidence,
-            ).set_caching_options(
-                False
-            )  # every run has its version in the registry, and further tries at this task the same one
+            ).set_caching_options(False)  # every run has its version in the registry, one for all tries at this task
             on_cluster(registering, WORK).set_display_name("Register")
 
     return distillation

@@ -129,9 +129,8 @@ def run(
     values = settings.model_dump(mode="json")
     parents = {name: manifest.fingerprint for name, manifest in made.items()}
     with artifacts.create(registration, "registration", settings=values, parents=parents) as draft:
-        shown, reports = _reports(inputs), {}
-        for name, (place, file) in shown.items():
-            reports[name] = inputs[place].path / file
+        shown = _reports(inputs)
+        reports = {name: inputs[place].path / file for name, (place, file) in shown.items()}
         given["registration"] = registration
         if teacher_outputs:
             shown["reinforce"], reports["reinforce"] = ("registration", _RECORDING), draft.path / _RECORDING
@@ -167,7 +166,7 @@ def _retold(settings: RegisterSettings, places: Mapping[str, str | Path], recipe
             *("--set", f"register.model_name={settings.model_name}", f"register.alias={settings.alias}"),
             *(word for name, place in places.items() for word in (f"--{flag(name)}", str(place))),
         ]
-        raise TrackingError(
+        raise type(error)(  # whether another try may help
             f"{error}. The student is safe in {places['student']}; register it later with `{shlex.join(words)}`"
         ) from error
 

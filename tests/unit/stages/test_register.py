@@ -19,7 +19,7 @@ from trainer.billing import Bill
 from trainer.config import EvaluateSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
 from trainer.costs import PLACE_VARIABLE, Place, Price
 from trainer.distillation import recording
-from trainer.errors import EXIT_CODE, ModelError, TrackingError
+from trainer.errors import EXIT_CODE, ModelError, TrackingAwayError, TrackingError
 from trainer.evaluation import metrics
 from trainer.forecast import Measurement, Work, forecast
 from trainer.stages import STAGES, evaluate, register
@@ -379,7 +379,7 @@ def test_recorded_outputs_are_summed_up_and_their_page_is_kept(recorded, evaluat
 
 def test_mlflow_down_says_where_the_student_is_and_how_to_go_on(inputs, evaluations, monkeypatch, tmp_path):
     monkeypatch.setenv(tracking.URI, "http://127.0.0.1:9")
-    with pytest.raises(TrackingError) as caught:
+    with pytest.raises(TrackingAwayError) as caught:  # so a cluster tries again
         run(inputs, evaluations[PASSING], tmp_path / "registration")
     message = str(caught.value)
     assert "http://127.0.0.1:9: does not answer" in message
