@@ -38,6 +38,8 @@ WORKFLOW = "TRAINER_WORKFLOW"
 RUN_LABEL = "pipeline/runid"
 """The label by which Workflows and pods of KFP know their run."""
 WORKFLOWS = Resource("workflows", "argoproj.io", "v1alpha1")
+FAILED = f"{RUN_LABEL},workflows.argoproj.io/phase in (Failed,Error)"
+"""Selects Workflows of KFP that did not succeed, by the labels that Argo keeps: each is large, and most did."""
 LEFT_AFTER_S, LEFT_FOR_S = 60.0, 900.0
 """Seconds after the end of a Workflow between which its run is ended in MLflow by others: `finish` goes first, and KFP keeps Workflows for
 days, which need not be asked for again and again."""
@@ -97,7 +99,7 @@ def end_left_runs(cluster: Cluster) -> list[str]:
         TrackingError: MLflow does not answer or refuses.
     """
     ended = []
-    for workflow in filter(_is_left, cluster.list(WORKFLOWS, labels=RUN_LABEL).items):
+    for workflow in filter(_is_left, cluster.list(WORKFLOWS, labels=FAILED).items):
         run, status = workflow["metadata"]["labels"][RUN_LABEL], "KILLED" if _is_stopped(workflow) else "FAILED"
         with variables({tracking.RUN: run}):
             if tracking.end_parent_left(status):
@@ -109,7 +111,7 @@ def end_left_runs(cluster: Cluster) -> list[str]:
 def _is_left(workflow: Mapping[str, Any]) -> bool:
     """Whether a Workflow has ended a while ago without its `finish`; of others than ours MLflow knows nothing."""
     status = workflow.get("status") or {}
-    if not status.get("finishedAt") or status.get("phase") == "Succeeded":
+    if not status.get("finishedAt"):
         return False
     since_s = (datetime.now(UTC) - datetime.fromisoformat(status["finishedAt"])).total_seconds()
     return LEFT_AFTER_S <= since_s <= LEFT_FOR_S and not any(map(_is_finish, (status.get("nodes") or {}).values()))

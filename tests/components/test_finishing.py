@@ -100,7 +100,10 @@ def ended_workflow(ago_s: float, *, stopped: bool, finish: str) -> dict:
         for name, phase in pods.items()
     }
     return {
-        "metadata": {"name": "distillation-x7k2p", "labels": {finishing.RUN_LABEL: RUN}},
+        "metadata": {
+            "name": "distillation-x7k2p",
+            "labels": {finishing.RUN_LABEL: RUN, "workflows.argoproj.io/phase": "Failed"},
+        },
         "spec": {"activeDeadlineSeconds": 0} if stopped else {},
         "status": {"phase": "Failed", "finishedAt": f"{ended:%Y-%m-%dT%H:%M:%SZ}", "nodes": nodes},
     }
@@ -126,7 +129,8 @@ def test_a_run_whose_finish_was_ended_is_ended_by_the_reaper(
     with KubernetesStandIn(tmp_path, operator=False, kubelet=False) as cluster:
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
         cluster.add(WORKFLOWS, workflow)
-        others = copy.deepcopy(workflow) | {"metadata": {"name": "x", "labels": {finishing.RUN_LABEL: "of-others"}}}
+        others = copy.deepcopy(workflow)
+        others["metadata"]["name"], others["metadata"]["labels"][finishing.RUN_LABEL] = "x", "of-others"
         cluster.add(WORKFLOWS, others)
         assert command.main(["reap", "--orphaned"]) == 0
     assert tracked().info.status == status
