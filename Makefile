@@ -158,7 +158,13 @@ kind-load: $(READY)  ## put the image into that cluster [IMAGE=name:tag]
 test-kind: CONTEXT ?= kind-vit-distillation
 test-kind: $(READY)  ## run the tests that need a cluster [CONTEXT=kubeconfig's]; if one fails, its logs go to runs/.cluster-logs
 	@TRAINER_TEST_CLUSTER="$(CONTEXT)" TRAINER_IMAGE="$(IMAGE_NAME)" $(VENV)/python -m pytest -m cluster tests/cluster \
-		|| { CONTEXT="$(CONTEXT)" manifests/logs.sh runs/.cluster-logs; exit 1; }
+		--numprocesses 2 --dist loadfile || { CONTEXT="$(CONTEXT)" manifests/logs.sh runs/.cluster-logs; exit 1; }
+
+.PHONY: soak-cluster
+soak-cluster: CONTEXT ?= kind-vit-distillation
+soak-cluster: $(READY)  ## train on a cluster while faults drawn by chance strike, and print a table [MINUTES=30 SEED=7 EVERY=5 EPOCHS=2000 CONTEXT=kubeconfig's]
+	@TRAINER_IMAGE="$(IMAGE_NAME)" $(VENV)/python -m tests.cluster.soak --context "$(CONTEXT)" $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(SEED),--seed $(SEED)) $(if $(EVERY),--every $(EVERY)) $(if $(EPOCHS),--epochs $(EPOCHS))
 
 kind-down:  ## remove that cluster
 	@manifests/kind/down.sh

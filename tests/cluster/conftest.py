@@ -7,20 +7,24 @@ import re
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 CONTEXT = os.environ.get("TRAINER_TEST_CLUSTER", "")
 """The kubeconfig's context to test on; it is named, so that no test reaches a cluster that somebody works on."""
 NAMESPACE = "kubeflow"
+POOLS = "vit-distillation-pools"
+"""The ConfigMap that tasks read their node pools from."""
 NODE = "workflows.argoproj.io/node-name"
 """Annotation of Argo's pods: their place in the graph, `distillation-x(0).root(0).exit-handler-1(0).pretrain(0).executor(0)`."""
 SHORT = "pretrain.mae.epochs=1 pretrain.finetune.epochs=2 distill.epochs=2"
 """Settings with which the recipe `digits` trains for seconds."""
-LONG = "pretrain.mae.epochs=1 pretrain.finetune.epochs=2 distill.epochs=60 distill.checkpoint_every=50"
-"""Those with which its distillation takes so long that it can be disturbed."""
+LONG = "pretrain.mae.epochs=1 pretrain.finetune.epochs=2 distill.epochs=300 distill.checkpoint_every=50"
+"""Those with which its distillation takes so long that it can be disturbed, about three minutes."""
 
 
 def pytest_collection_modifyitems(items):
@@ -32,21 +36,30 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a cluster: make kind-up image kind-load test-kind"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def kubeconfig(tmp_path_factory):
-    """A kubeconfig with the named context alone, for everything that the tests start. Made only if a test runs."""
-    file = tmp_path_factory.mktemp("kubeconfig") / "config"
-    command = ["kubectl", "config", "view", "--minify", "--flatten", "--raw", "--context", CONTEXT]
+@contextlib.contextmanager
+def context(name):
+    """Let everything that is started read a kubeconfig with the named context alone."""
+    command = ["kubectl", "config", "view", "--minify", "--flatten", "--raw", "--context", name]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        pytest.exit(
-            f"TRAINER_TEST_CLUSTER={CONTEXT} is no context of your kubeconfig: {result.stderr.strip()}", returncode=2
-        )
-    file.touch(mode=0o600)
-    file.write_text(result.stdout)
-    with pytest.MonkeyPatch.context() as patch:
+        raise SystemExit(f"{name} is no context of your kubeconfig: {result.stderr.strip()}")
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        file = Path(folder) / "config"
+        file.touch(mode=0o600)
+        file.write_text(result.stdout)
         patch.setenv("KUBECONFIG", str(file))
-        yield file
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kubeconfig():
+    """As `context`, for the one that the tests are given. Only if a test runs."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(context(CONTEXT))
+        except SystemExit as error:
+            pytest.exit(f"TRAINER_TEST_CLUSTER={error}", returncode=2)
+        yield
 
 
 def kubectl(*arguments, check=True, text=None):
@@ -124,6 +137,43 @@ class Run:
         )
 
 
+def deploy(settings, *, wait, pool="cpu", further=()):
+    """Deploy the pipeline and run it on two nodes of a pool with a process each."""
+    command = [sys.executable, "-m", "pipelines.deploy", "--run", "--namespace", NAMESPACE, *image(), *further]
+    command += ["--pool", pool, "--nodes", "2", "--processes", "1", "--set", settings]
+    command += ["--wait", "--hours", "1"] if wait else []
+    with tempfile.TemporaryDirectory() as folder:
+        there = Path(folder) / "pools.toml"
+        there.write_text(kubectl("get", "configmap", POOLS, "--output", r"jsonpath={.data.pools\.toml}"))
+        environment = os.environ | {"TRAINER_POOLS": str(there)}
+        return Run(subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=4000))
+
+
+@contextlib.contextmanager
+def pool(**fields):
+    """Add a pool to those that the cluster knows, like `cpu` except for these fields; gives its name."""
+    name = f"test-{secrets.token_hex(4)}"
+    table = "\n".join(
+        [f"[pools.{name}]", 'based_on = "cpu"', *(f"{key} = {json.dumps(value)}" for key, value in fields.items()), ""]
+    )
+
+    def change(edit):
+        """Another test may do the same now: the API server refuses to replace what has changed meanwhile."""
+
+        def replaced():
+            found = json.loads(kubectl("get", "configmap", POOLS, "--output", "json"))
+            found["data"]["pools.toml"] = edit(found["data"]["pools.toml"])
+            return "replaced" in kubectl("replace", "--filename=-", text=json.dumps(found), check=False)
+
+        eventually(replaced, seconds=30, what=f"the ConfigMap {POOLS} is written")
+
+    change(lambda text: f"{text.rstrip()}\n\n{table}")
+    try:
+        yield name
+    finally:
+        change(lambda text: text.replace(table, "").rstrip() + "\n")
+
+
 def image():
     """The arguments that name the image under test."""
     return ["--image", os.environ["TRAINER_IMAGE"]] if "TRAINER_IMAGE" in os.environ else []
@@ -137,14 +187,11 @@ def uncached():
 
 @pytest.fixture
 def run_pipeline():
-    """Deploy the pipeline and run it on the pool `cpu`, two nodes with a process each. What a test leaves running is stopped."""
+    """Deploy the pipeline and run it on two nodes of a pool with a process each. What a test leaves running is stopped."""
     started = []
 
-    def run(settings="", *, wait=True, length=SHORT, further=()):
-        command = [sys.executable, "-m", "pipelines.deploy", "--run", "--namespace", NAMESPACE, *image(), *further]
-        command += ["--pool", "cpu", "--nodes", "2", "--processes", "1", "--set", f"{length} {settings}"]
-        command += ["--wait", "--hours", "1"] if wait else []
-        started.append(Run(subprocess.run(command, capture_output=True, text=True, check=False, timeout=4000)))
+    def run(settings="", *, wait=True, length=SHORT, pool="cpu", further=()):
+        started.append(deploy(f"{length} {settings}", wait=wait, pool=pool, further=further))
         return started[-1]
 
     yield run
@@ -155,19 +202,20 @@ def run_pipeline():
 
 @pytest.fixture
 def mlflow():
-    """Ask MLflow's REST API."""
+    """Ask MLflow's REST API: a path, and what to send if anything."""
+    return ask_mlflow
+
+
+def ask_mlflow(path, **body):
+    """What MLflow's REST API answers. A connection of its own each time: MLflow may have been away since the last."""
     with forwarded("mlflow", 5000) as port:
-
-        def ask(path, **body):
-            request = urllib.request.Request(
-                f"http://localhost:{port}/api/2.0/mlflow/{path}",
-                data=json.dumps(body).encode(),
-                headers={"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.load(answer)
-
-        yield ask
+        request = urllib.request.Request(
+            f"http://localhost:{port}/api/2.0/mlflow/{path}",
+            data=json.dumps(body).encode() if body else None,
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
 
 
 @contextlib.contextmanager

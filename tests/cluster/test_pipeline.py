@@ -1,13 +1,17 @@
 """The pipeline on a cluster: Kubeflow Pipelines, the training operator, an object store and MLflow, all real."""
 
+import argparse
 import json
+import re
 import secrets
 import subprocess
 import sys
 
 import pytest
 
-from tests.cluster.conftest import LONG, NAMESPACE, eventually, image, kubectl
+from pipelines import connection, schedules, versions
+from tests.cluster.conftest import LONG, NAMESPACE, eventually, image, kubectl, objects
+from tests.cluster.faults import registered
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4500)]
 TRAININGS = {"pretrain", "distill"}
@@ -42,7 +46,7 @@ def test_the_whole_pipeline_its_cache_and_a_changed_setting(run_pipeline, uncach
         assert {name: replica["replicas"] for name, replica in replicas.items()} == {"Master": 1, "Worker": 1}
         assert "Succeeded" in conditions(job)
     assert parent_run(mlflow, first)["status"] == "FINISHED"
-    assert mlflow("registered-models/get-latest-versions", name="student")["model_versions"]
+    assert len(registered(mlflow, first)) == 1
     second = run_pipeline(uncached)
     assert second.exit_code == 0, second.output
     assert trained(second) == set()
@@ -106,21 +110,59 @@ def test_what_was_deployed_can_be_taken_back():
 
 
 @pytest.fixture
-def no_right_to_jobs():
-    """The Role without the rules on training jobs, for as long as the test takes."""
+def account():
+    """A service account with the rights of ours but those on training jobs."""
+    name = f"test-{secrets.token_hex(4)}"
     role = json.loads(kubectl("get", "role", "vit-distillation", "--output", "json"))
     rules = [rule for rule in role["rules"] if "kubeflow.org" not in str(rule["apiGroups"])]
-    change = [{"op": "replace", "path": "/rules", "value": rules}]
-    kubectl("patch", "role", "vit-distillation", "--type=json", "--patch", json.dumps(change))
-    yield
-    change = [{"op": "replace", "path": "/rules", "value": role["rules"]}]
-    kubectl("patch", "role", "vit-distillation", "--type=json", "--patch", json.dumps(change))
+    rights = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": name}}
+    parts = [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
+        {**rights, "kind": "Role", "rules": rules},
+        {
+            **rights,
+            "kind": "RoleBinding",
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name}],
+        },
+    ]
+    kubectl("create", "--filename=-", text=json.dumps({"apiVersion": "v1", "kind": "List", "items": parts}))
+    yield name
+    kubectl("delete", f"serviceaccount/{name}", f"role/{name}", f"rolebinding/{name}")
 
 
-def test_a_denied_right_is_explained(run_pipeline, uncached, no_right_to_jobs):
-    run = run_pipeline(uncached)
+def test_a_denied_right_is_explained(run_pipeline, uncached, account):
+    run = run_pipeline(uncached, further=["--service-account", account])
     assert run.exit_code != 0
     logs = run.logs()
     assert "no right to" in logs
     assert "pytorchjobs.kubeflow.org" in logs
+    assert account in logs
     assert "kubectl apply -k manifests/base" in logs
+
+
+@pytest.fixture
+def schedule():
+    """A run of the recipe `grocery`, on digits, each minute."""
+    command = [sys.executable, "-m", "pipelines.deploy", "--namespace", NAMESPACE, *image(), "--cron", "* * * * *"]
+    command += ["--recipe", "grocery", "--dataset", "digits", "--pool", "cpu"]
+    made = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    yield re.search(r"recurringrun/details/([0-9a-f-]{36})", made)[1]
+    parser = argparse.ArgumentParser()
+    connection.add_arguments(parser)
+    with connection.connect(parser.parse_args(["--namespace", NAMESPACE])) as api:
+        for one in schedules.of_pipeline(api, versions.pipeline(api).pipeline_id):
+            if one.display_name == schedules.name_of("grocery"):
+                schedules.remove(api, one)
+
+
+def test_a_schedule_starts_runs(schedule):
+    selector = "scheduledworkflows.kubeflow.org/scheduledWorkflowName"
+    started = eventually(
+        lambda: [one for one in objects("workflows", selector) if schedule in json.dumps(one["metadata"])],
+        seconds=180,
+        what="the schedule has started a run",
+    )
+    for workflow in started:
+        run = workflow["metadata"]["labels"]["pipeline/runid"]
+        subprocess.run([sys.executable, "-m", "pipelines.runs", "stop", run], check=True, timeout=120)

@@ -1,0 +1,192 @@
+"""What goes wrong on a cluster, made to go wrong: processes are killed, pods deleted and evicted, servers away, controllers restarted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from tests.cluster.conftest import Run, eventually, kubectl, objects
+from tests.cluster.progress import Seen, steps
+
+AWAY_S = 120.0
+"""How long a server is away."""
+KILL = """
+import os, pathlib, signal
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    if process.name not in {"1", str(os.getpid())}:
+        os.kill(int(process.name), signal.SIGKILL)
+"""
+"""Kills a container's processes but the first, of which the kernel lets nobody inside dispose: the end has exit code 137, as after an OOM
+kill. Memory that is taken beside a task does not do: the kernel then chooses the taker."""
+
+
+def kill(pod, container="main"):
+    """Kill what runs in a pod's container."""
+    where = ["--namespace", pod["metadata"]["namespace"], pod["metadata"]["name"], "--container", container]
+    command = ["kubectl", "exec", *where, "--", "python", "-c", KILL]
+    subprocess.run(command, capture_output=True, check=False, timeout=120)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults: each strikes a run's stage that is training, and returns when it is over
+
+
+def kill_the_master(run: Run, stage: str) -> None:
+    """All of its processes, as the kernel does when memory runs out."""
+    kill(run.pods(stage, "master")[0], "pytorch")
+
+
+def kill_a_worker(run: Run, stage: str) -> None:
+    """The same for another pod of the job."""
+    kill(run.pods(stage, "worker")[0], "pytorch")
+
+
+def kill_the_task(run: Run, stage: str) -> None:
+    """The pod that follows the job, not one of the job's."""
+    kill(run.task_pods(stage)[-1])
+
+
+def delete_the_master(run: Run, stage: str) -> None:
+    """As somebody does with kubectl."""
+    kubectl("delete", "pod", run.pods(stage, "master")[0]["metadata"]["name"], "--wait=false")
+
+
+def delete_a_worker(run: Run, stage: str) -> None:
+    """The same for another pod of the job."""
+    kubectl("delete", "pod", run.pods(stage, "worker")[0]["metadata"]["name"], "--wait=false")
+
+
+def evict(run: Run, stage: str) -> None:
+    """Taint the master's node so that nothing of this run may stay there; all else on it bears the taint."""
+    (master,) = run.pods(stage, "master")
+    node, key = master["spec"]["nodeName"], f"vit-distillation/test-{secrets.token_hex(4)}"
+    ours = f"vit-distillation/run={run.id}"
+    evicted = {pod["metadata"]["uid"] for pod in objects("pods", ours) if pod["spec"].get("nodeName") == node}
+    toleration = {"key": key, "operator": "Exists", "effect": "NoExecute"}
+    for pod in json.loads(kubectl("get", "pods", "--all-namespaces", "--output", "json"))["items"]:
+        if pod["spec"].get("nodeName") == node and pod["metadata"]["uid"] not in evicted:
+            change = {"spec": {"tolerations": [*pod["spec"].get("tolerations", []), toleration]}}
+            where = ["--namespace", pod["metadata"]["namespace"], pod["metadata"]["name"]]
+            # One that has ended meanwhile needs none.
+            kubectl("patch", "pod", *where, "--type=merge", "--patch", json.dumps(change), check=False)
+    kubectl("taint", "node", node, f"{key}=gone:NoExecute")
+    try:
+        eventually(
+            lambda: not evicted & {pod["metadata"]["uid"] for pod in objects("pods", ours)},
+            seconds=120,
+            what=f"the run's pods have left {node}",
+        )
+    finally:
+        kubectl("taint", "node", node, f"{key}-")
+
+
+def mlflow_away(run: Run, stage: str) -> None:
+    """Two minutes without the tracking server."""
+    with away("mlflow"):
+        time.sleep(AWAY_S)
+
+
+def store_away(run: Run, stage: str) -> None:
+    """Two minutes without the object store."""
+    with away("seaweedfs"):
+        time.sleep(AWAY_S)
+
+
+def restart_controllers(run: Run, stage: str) -> None:
+    """Argo's, the training operator, and KFP's API server, all at once."""
+    for name in ("workflow-controller", "training-operator", "ml-pipeline"):
+        kubectl("rollout", "restart", f"deployment/{name}")
+    for name in ("workflow-controller", "training-operator", "ml-pipeline"):
+        kubectl("rollout", "status", f"deployment/{name}", "--timeout=180s")
+
+
+FAULTS: dict[str, Callable[[Run, str], None]] = {
+    "master killed": kill_the_master,
+    "worker killed": kill_a_worker,
+    "task killed": kill_the_task,
+    "master deleted": delete_the_master,
+    "worker deleted": delete_a_worker,
+    "node tainted": evict,
+    "MLflow away": mlflow_away,
+    "store away": store_away,
+    "controllers restarted": restart_controllers,
+}
+STOP_TRAINING = {"master killed", "worker killed", "master deleted", "worker deleted", "node tainted"}
+"""Those after which a training begins again at a checkpoint; the others let it go on."""
+
+
+@contextlib.contextmanager
+def away(service: str) -> Iterator[None]:
+    """Nobody reaches a service meanwhile: what comes new is refused at once, as where its pod is gone."""
+    found = json.loads(kubectl("get", "service", service, "--output", "json"))
+    if selector := found["spec"].get("selector"):
+        kubectl("patch", "service", service, "--patch", json.dumps({"spec": {"selector": {"away": "now"}}}))
+        back = {"spec": {"selector": {**selector, "away": None}}}
+        try:
+            yield
+        finally:
+            kubectl("patch", "service", service, "--patch", json.dumps(back))
+        return
+    # It is outside of the cluster, and its addresses are kept by hand.
+    subsets = json.loads(kubectl("get", "endpoints", service, "--output", "json"))["subsets"]
+    kubectl("patch", "endpoints", service, "--type=merge", "--patch", json.dumps({"subsets": []}))
+    try:
+        yield
+    finally:
+        kubectl("patch", "endpoints", service, "--type=merge", "--patch", json.dumps({"subsets": subsets}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What then is to be seen
+
+
+class Watch:
+    """Reads how far a stage is, as its first pod says it, until the stage has ended. Lines of pods that are gone stay read."""
+
+    EVERY_S = 2.0
+
+    def __init__(self, run: Run, stage: str) -> None:
+        self._run, self._stage = run, stage
+        self._seen: dict[float, Seen] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @property
+    def lines(self) -> list[Seen]:
+        """In the order of their time."""
+        return [self._seen[at] for at in sorted(self._seen)]
+
+    def _read(self) -> None:
+        while not self._over.wait(self.EVERY_S):
+            for pod in self._run.pods(self._stage, "master"):
+                where = [pod["metadata"]["name"], "--container=pytorch", "--timestamps", "--tail=100"]
+                for line in steps(kubectl("logs", *where, check=False)):
+                    self._seen[line.at] = line
+
+
+def registered(mlflow: Callable[..., dict], run: Run) -> list[str]:
+    """The fingerprints of the students that a run has registered; one, unless something is wrong.
+
+    Args:
+        mlflow: asks MLflow's REST API.
+        run: the run.
+    """
+    experiments = [one["experiment_id"] for one in mlflow("experiments/search", max_results=1000)["experiments"]]
+    found = mlflow("runs/search", experiment_ids=experiments, filter=f"tags.`trainer.run` = '{run.id}'").get("runs", [])
+    ids = {one["info"]["run_id"] for one in found}
+    versions = mlflow("model-versions/search?max_results=200&order_by=creation_timestamp%20DESC")["model_versions"]
+    tags = [{tag["key"]: tag["value"] for tag in one["tags"]} for one in versions if one["run_id"] in ids]
+    return [one["student_fingerprint"] for one in tags]
