@@ -263,13 +263,20 @@ def check() -> None:
 
 def _experiment(mlflow: MlflowClient) -> str:
     """The experiment's id; it is created where missing."""
+    from mlflow.exceptions import MlflowException
+
     given = os.environ.get(EXPERIMENT_ID)
     if given:
         return str(mlflow.get_experiment(given).experiment_id)
     name = os.environ.get(EXPERIMENT_NAME) or TrackingSettings.model_fields["experiment"].default
     found = mlflow.get_experiment_by_name(name)
     if found is None:
-        return str(mlflow.create_experiment(name, artifact_location=_artifact_location()))
+        try:
+            return str(mlflow.create_experiment(name, artifact_location=_artifact_location()))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            found = mlflow.get_experiment_by_name(name)  # another run has created it meanwhile
     if found.lifecycle_stage != "active":
         raise TrackingError(
             f"MLflow at {shown(uri() or URI)}: the experiment {name!r} was deleted; restore it, or choose another tracking.experiment"

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from trainer import tracking
 from trainer.config import TrackingSettings
@@ -210,6 +212,24 @@ def test_stages_are_nested_in_one_parent(store, request):
     assert store.get_run(pretrain.run_id).data.params == {"mae.epochs": "4"}
     tracking.finish_parent()
     assert store.get_run(parent).info.status == "FINISHED"
+
+
+def test_two_runs_that_create_the_experiment_at_once(store, monkeypatch):
+    """Both have seen that it is not there before one of them has made it."""
+    monkeypatch.setenv(tracking.EXPERIMENT_NAME, "made by two")
+    both, get = threading.Barrier(2, timeout=60), MlflowClient.get_experiment_by_name
+
+    def get_at_once(client, name):
+        found = get(client, name)
+        if found is None:
+            both.wait()
+        return found
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", get_at_once)
+    with ThreadPoolExecutor(2) as pool:
+        for checked in [pool.submit(tracking.check) for _ in range(2)]:
+            checked.result()
+    assert get(store, "made by two").lifecycle_stage == "active"
 
 
 def test_injected_parent_is_used_and_left_running(store, monkeypatch):
