@@ -274,9 +274,9 @@ def _experiment(mlflow: MlflowClient) -> str:
         try:
             return str(mlflow.create_experiment(name, artifact_location=_artifact_location()))
         except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            found = mlflow.get_experiment_by_name(name)  # another run may have created it meanwhile
+            if found is None or error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-            found = mlflow.get_experiment_by_name(name)  # another run has created it meanwhile
     if found.lifecycle_stage != "active":
         raise TrackingError(
             f"MLflow at {shown(uri() or URI)}: the experiment {name!r} was deleted; restore it, or choose another tracking.experiment"
