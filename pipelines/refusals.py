@@ -10,7 +10,7 @@ from urllib3 import exceptions as transport
 from pipelines.places import AUTHORITY_VARIABLE, COOKIES_VARIABLE, HOST_VARIABLES, SERVICE, TOKEN_VARIABLE, Location
 from trainer.errors import DeployError
 
-NOT_FOUND, CONFLICT = 404, 409
+BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 
 class RefusedError(DeployError):

@@ -21,7 +21,7 @@ import kfp_server_api
 from pipelines import commands, connection, last_words
 from pipelines.compile import COMPILED, task_names
 from pipelines.connection import Api, every, named
-from pipelines.refusals import NOT_FOUND, RefusedError, UnansweredError
+from pipelines.refusals import BAD_REQUEST, NOT_FOUND, RefusedError, UnansweredError
 from trainer.errors import DeployError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
@@ -224,12 +224,19 @@ def _message(run: Any) -> str:
 
 
 def stop(api: Api, run_id: str) -> None:
-    """Ask for a run's end.
+    """Ask for a run's end; one that has ended, or is about to, needs no asking.
 
     Raises:
         DeployError: there is no such run, or the API refuses.
     """
-    api.runs.run_service_terminate_run(run_id)
+    try:
+        api.runs.run_service_terminate_run(run_id)
+    except RefusedError as error:
+        state = api.runs.run_service_get_run(run_id).state if error.status == BAD_REQUEST else ""
+        if state not in (*ENDED, "CANCELING"):
+            raise
+        print(f"run {run_id} is {state.lower()}; there is nothing to stop")
+        return
     print(f"run {run_id} was asked to end; its exit task deletes its jobs, or the reaper does within three minutes")
 
 

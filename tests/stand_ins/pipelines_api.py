@@ -432,6 +432,8 @@ def _list_runs(api: PipelinesApi, query: dict[str, str], *_: Any) -> Any:
 
 def _terminate_run(api: PipelinesApi, _query: dict[str, str], _body: bytes, _headers: Any, identifier: str) -> Any:
     run = _get(api.store.runs, identifier)
+    if run.state not in (None, "PAUSED", "PENDING", "RUNNING"):  # backend/src/apiserver/storage/run_store.go, KFP 2.17
+        raise RefusedError(400, f"Failed to terminate a run: Failed to terminate a run {identifier}. Row not found")
     run.state, api.store.steps[identifier] = "CANCELING", [state("CANCELED")]
     return {}
 
