@@ -35,7 +35,7 @@ class DeniedError(ClusterError):
 
 
 class NotInstalledError(ClusterError):
-    """The cluster has no such kind of object."""
+    """The cluster has no such kind of object, or an older version of it."""
 
 
 class NotFoundError(ClusterError):
@@ -96,6 +96,12 @@ def refusal(error: ApiException, request: Request) -> ClusterError:
         return _missing(request, message)
     if status == 403 and re.search(r'User ".*" cannot ', message):  # and neither a quota nor an admission webhook
         return _denied(request, message)
+    if unknown := re.findall(r'unknown field "([^"]+)"', message):
+        return NotInstalledError(
+            f"this cluster's {request.resource} (version {request.resource.version}) know no {', '.join(unknown)}: install a newer "
+            "version of the operator that runs them (manifests/versions.env; of Trainer 2.2 or later), or choose a pool with the other "
+            "backend (pytorchjob or trainjob)"
+        )
     return _plain(status, request)(f"can not {request}: the API server {request.host} answered {status}: {message}")
 
 

@@ -121,6 +121,20 @@ def test_a_job_is_made_followed_and_succeeds(jobs, launch, backend, told):
     assert any("succeeded" in line for line in told())
 
 
+def test_a_field_that_the_cluster_does_not_know_is_refused(jobs, cluster, pool, identity, spec, backend):
+    """As `runtimePatches` by Trainer 2.1, whose pods would have run without it."""
+
+    def renderer(*arguments):
+        manifest = BACKENDS[backend].renderer(*arguments)
+        return manifest | {"spec": manifest["spec"] | {"ofNextYear": True}}
+
+    newer = replace(BACKENDS[backend], renderer=renderer)
+    chosen = pool.model_copy(update={"backend": backend, "runtime": "torch-distributed"})
+    with pytest.raises(LaunchError, match=r"know no spec\.ofNextYear: install a newer version"):
+        Job(cluster, newer, spec, chosen, identity).submit(Patience(5))
+    assert jobs.names() == []
+
+
 def test_a_job_that_fails_is_an_error(jobs, launch):
     with launch() as ended:
         jobs.set_condition(jobs.wait(), "Failed", "the replicas were not to be had")

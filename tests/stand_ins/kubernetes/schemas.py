@@ -4,7 +4,7 @@ Judged by names (always); by the models of `kubernetes`, `kubeflow-training` and
 required fields, unknown fields; by some values and rules that models lack, such as those of the training operator's webhook
 (always); and by the schemas of the real CRDs, where the environment variable `KUBEFLOW_CRDS` names a folder that holds them.
 
-An unknown field is refused, as under `kubectl --validate=strict`; by default the real server drops it and warns.
+An unknown field is refused, as the launcher asks the real server to (`fieldValidation=Strict`); by default that drops it and warns.
 """
 
 from __future__ import annotations
