@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import statistics
 import sys
 import time
@@ -54,6 +55,7 @@ class Outcome:
 def main() -> int:
     """Gives the exit code."""
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left on the cluster
     chance = random.Random(options.seed)
     print(f"seed {options.seed}, {options.minutes:g} minutes, a fault every {options.every:g} minutes", flush=True)
     began = time.monotonic()
@@ -96,16 +98,22 @@ def _run(options: argparse.Namespace, faults: Iterator[str]) -> Outcome:
     strikes: list[Strike] = []
     with conftest.pool(retries=50) as pool:
         run = conftest.deploy(settings, wait=False, pool=pool)
-        with Watch(run, STAGE) as watch:
-            while run.phase() in {"Pending", "Running"}:
-                time.sleep(5)
-                if not watch.lines or watch.lines[-1].share > 0.95:  # a training that is about to end is left alone
-                    continue
-                if time.time() - max(watch.lines[0].at, *(one.at for one in strikes), 0.0) > 60 * options.every:
-                    strikes.append(Strike(next(faults), time.time()))
-                    print(f"step {watch.lines[-1].step} of {watch.lines[-1].total}: {strikes[-1].fault}", flush=True)
-                    FAULTS[strikes[-1].fault](run, STAGE)
-        run.wait()
+        try:
+            with Watch(run, STAGE) as watch:
+                while run.phase() in {"Pending", "Running"}:
+                    time.sleep(5)
+                    if not watch.lines or watch.lines[-1].share > 0.95:  # a training that is about to end is left alone
+                        continue
+                    if time.time() - max(watch.lines[0].at, *(one.at for one in strikes), 0.0) > 60 * options.every:
+                        strikes.append(Strike(next(faults), time.time()))
+                        print(
+                            f"step {watch.lines[-1].step} of {watch.lines[-1].total}: {strikes[-1].fault}", flush=True
+                        )
+                        FAULTS[strikes[-1].fault](run, STAGE)
+            run.wait()
+        finally:
+            if run.phase() in {"Pending", "Running"}:
+                run.stop()
     broken = [] if run.exit_code == 0 else [f"run {run.id} did not end well: {run.output[-2000:]}"]
     students = registered(conftest.ask_mlflow, run)
     if not broken and len(students) != 1:
