@@ -95,21 +95,10 @@ def _drawn(chance: random.Random) -> Iterator[str]:
 
 def _run(options: argparse.Namespace, faults: Iterator[str]) -> Outcome:
     settings = f"{conftest.SHORT} distill.epochs={options.epochs} distill.checkpoint_every=100 run.seed={options.seed}"
-    strikes: list[Strike] = []
     with conftest.pool(retries=50) as pool:
         run = conftest.deploy(settings, wait=False, pool=pool)
         try:
-            with Watch(run, STAGE) as watch:
-                while run.phase() in {"Pending", "Running"}:
-                    time.sleep(5)
-                    if not watch.lines or watch.lines[-1].share > 0.95:  # a training that is about to end is left alone
-                        continue
-                    if time.time() - max(watch.lines[0].at, *(one.at for one in strikes), 0.0) > 60 * options.every:
-                        strikes.append(Strike(next(faults), time.time()))
-                        print(
-                            f"step {watch.lines[-1].step} of {watch.lines[-1].total}: {strikes[-1].fault}", flush=True
-                        )
-                        FAULTS[strikes[-1].fault](run, STAGE)
+            strikes, lines = _strike(run, 60 * options.every, faults)
             run.wait()
         finally:
             if run.phase() in {"Pending", "Running"}:
@@ -118,13 +107,28 @@ def _run(options: argparse.Namespace, faults: Iterator[str]) -> Outcome:
     students = registered(conftest.ask_mlflow, run)
     if not broken and len(students) != 1:
         broken.append(f"run {run.id} registered {len(students)} students")
-    for strike, seen in _recoveries(strikes, watch.lines):
+    for strike, seen in _recoveries(strikes, lines):
         limit = NEXT_STEP_S if strike.fault in STOP_TRAINING else PAUSE_S
         if seen.next_step_s > limit:
             broken.append(f"{strike.fault}: {seen.next_step_s:.0f} s without a step, {limit:g} at most are promised")
-    if strikes and goodput(watch.lines) < GOODPUT:
-        broken.append(f"run {run.id}: goodput {goodput(watch.lines):.1%}, {GOODPUT:.0%} at least are promised")
-    return Outcome(strikes=strikes, lines=watch.lines, student="".join(students), broken=broken)
+    if strikes and goodput(lines) < GOODPUT:
+        broken.append(f"run {run.id}: goodput {goodput(lines):.1%}, {GOODPUT:.0%} at least are promised")
+    return Outcome(strikes=strikes, lines=lines, student="".join(students), broken=broken)
+
+
+def _strike(run: conftest.Run, every_s: float, faults: Iterator[str]) -> tuple[list[Strike], list[Seen]]:
+    """Follow a run to its end, and strike its training now and then; gives what struck, and the steps that were seen."""
+    strikes: list[Strike] = []
+    with Watch(run, STAGE) as watch:
+        while run.phase() in {"Pending", "Running"}:
+            time.sleep(5)
+            if not watch.lines or watch.lines[-1].share > 0.95:  # a training that is about to end is left alone
+                continue
+            if time.time() - max(watch.lines[0].at, *(one.at for one in strikes), 0.0) > every_s:
+                strikes.append(Strike(next(faults), time.time()))
+                print(f"step {watch.lines[-1].step} of {watch.lines[-1].total}: {strikes[-1].fault}", flush=True)
+                FAULTS[strikes[-1].fault](run, STAGE)
+    return strikes, watch.lines
 
 
 def _recoveries(strikes: list[Strike], lines: list[Seen]) -> Iterator[tuple[Strike, Recovery]]:
