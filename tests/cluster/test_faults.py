@@ -75,7 +75,7 @@ def test_a_job_that_may_not_try_again_is_made_again(undisturbed, run_pipeline, m
     assert {job["metadata"]["labels"]["vit-distillation/attempt"] for job in run.jobs("distill")} == {"1", "2"}
 
 
-def test_an_elastic_pool_goes_on_with_fewer(run_pipeline):
+def test_an_elastic_pool_loses_a_node(run_pipeline):
     with pool(elastic_min_nodes=1, retries=5) as name:
         run = run_pipeline(LONG, length="", pool=name, wait=False)
         job = f"vit-distillation/run={run.id},vit-distillation/stage=distill"
