@@ -68,7 +68,9 @@ def evict(run: Run, stage: str) -> None:
     ours = f"vit-distillation/run={run.id}"
     evicted = {pod["metadata"]["uid"] for pod in objects("pods", ours) if pod["spec"].get("nodeName") == node}
     toleration = {"key": key, "operator": "Exists", "effect": "NoExecute"}
-    for pod in json.loads(kubectl("get", "pods", "--all-namespaces", "--output", "json"))["items"]:
+    living = "status.phase!=Succeeded,status.phase!=Failed"
+    listed = kubectl("get", "pods", "--all-namespaces", "--field-selector", living, "--output", "json")
+    for pod in json.loads(listed)["items"]:
         if pod["spec"].get("nodeName") == node and pod["metadata"]["uid"] not in evicted:
             change = {"spec": {"tolerations": [*pod["spec"].get("tolerations", []), toleration]}}
             where = ["--namespace", pod["metadata"]["namespace"], pod["metadata"]["name"]]

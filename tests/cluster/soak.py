@@ -122,15 +122,17 @@ def _run(options: argparse.Namespace, faults: Iterator[str]) -> Outcome:
 def _strike(run: conftest.Run, every_s: float, faults: Iterator[str]) -> tuple[list[Strike], list[Seen]]:
     """Follow a run to its end, and strike its training now and then; gives what struck, and the steps that were seen."""
     strikes: list[Strike] = []
+    over = 0.0
     with Watch(run, STAGE) as watch:
         while run.phase() in {"Pending", "Running"}:
             time.sleep(5)
             if not watch.lines or watch.lines[-1].share > 0.95:  # a training that is about to end is left alone
                 continue
-            if time.time() - max(watch.lines[0].at, *(one.at for one in strikes), 0.0) > every_s:
+            if time.time() - max(watch.lines[0].at, over) > every_s:
                 strikes.append(Strike(next(faults), time.time()))
                 print(f"step {watch.lines[-1].step} of {watch.lines[-1].total}: {strikes[-1].fault}", flush=True)
                 FAULTS[strikes[-1].fault](run, STAGE)
+                over = time.time()
     return strikes, watch.lines
 
 
