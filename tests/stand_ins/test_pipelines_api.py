@@ -61,6 +61,15 @@ def test_kfps_own_client_uploads_runs_and_waits(api, client, version):
     assert ended.state == "FAILED"
     (task,) = [task for task in ended.run_details.task_details if task.display_name == "double"]
     assert task.state == "FAILED"
+    assert refused(client.terminate_run, run.run_id)[0] == 400
+
+
+def test_a_run_that_goes_on_is_terminated(api, client, version):
+    api.script = [state("RUNNING", double="RUNNING")]
+    run = client.run_pipeline(
+        client.create_experiment("numbers").experiment_id, "first", pipeline_id=version.pipeline_id,
+        version_id=version.pipeline_version_id, params={"number": 3},
+    )  # fmt: skip
     client.terminate_run(run.run_id)
     assert client.get_run(run.run_id).state == "CANCELED"
 
