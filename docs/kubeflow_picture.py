@@ -17,7 +17,7 @@ SETTLED_MS = 4000
 
 def main() -> None:
     """Take it."""
-    from playwright.sync_api import sync_playwright  # type: ignore[import-not-found]
+    from playwright.sync_api import sync_playwright  # type: ignore[import-not-found]  # not among our requirements: for this picture only
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ui", metavar="URL", help="of Kubeflow Pipelines' UI")

@@ -98,9 +98,9 @@ def refusal(error: ApiException, request: Request) -> ClusterError:
         return _denied(request, message)
     if unknown := re.findall(r'unknown field "([^"]+)"', message):
         return NotInstalledError(
-            f"this cluster's {request.resource} (version {request.resource.version}) know no {', '.join(unknown)}: install a newer "
-            "version of the operator that runs them (manifests/versions.env; of Trainer 2.2 or later), or choose a pool with the other "
-            "backend (pytorchjob or trainjob)"
+            f"on this cluster {request.resource} (version {request.resource.version}) have no field {', '.join(unknown)}: install a newer "
+            "version of the operator that runs them (a TrainJob needs Trainer 2.2 or later), or choose a pool "
+            "with the other backend (pytorchjob or trainjob)"
         )
     return _plain(status, request)(f"can not {request}: the API server {request.host} answered {status}: {message}")
 

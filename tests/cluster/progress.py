@@ -29,8 +29,7 @@ class Seen:
 def steps(log: str) -> list[Seen]:
     """The lines of a log that say how far a training is."""
     return [
-        Seen(datetime.fromisoformat(time[:26].rstrip("Z") + "+00:00").timestamp(), int(step), int(total))
-        for time, step, total in STEP.findall(log)
+        Seen(datetime.fromisoformat(time).timestamp(), int(step), int(total)) for time, step, total in STEP.findall(log)
     ]
 
 

@@ -130,7 +130,7 @@ def test_a_field_that_the_cluster_does_not_know_is_refused(jobs, cluster, pool, 
 
     newer = replace(BACKENDS[backend], renderer=renderer)
     chosen = pool.model_copy(update={"backend": backend, "runtime": "torch-distributed"})
-    with pytest.raises(LaunchError, match=r"know no spec\.ofNextYear: install a newer version"):
+    with pytest.raises(LaunchError, match=r"have no field spec\.ofNextYear: install a newer version"):
         Job(cluster, newer, spec, chosen, identity).submit(Patience(5))
     assert jobs.names() == []
 
