@@ -150,7 +150,7 @@ def away(service: str) -> Iterator[None]:
 class Watch:
     """Reads how far a stage is, as its first pod says it, until the stage has ended. Lines of pods that are gone stay read."""
 
-    EVERY_S = 2.0
+    EVERY_S = 4.0
 
     def __init__(self, run: Run, stage: str) -> None:
         self._run, self._stage = run, stage
