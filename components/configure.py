@@ -54,13 +54,13 @@ def configure(
         run_name: As Kubeflow shows the run.
     """
     from components import sections, task
-    from components.launching import Place
+    from components.launching import Placement
 
     with task.reporting("configure"):
         settings = sections.resolve(recipe, overrides, dataset, teacher, experiment)
         return sections.configure(
             settings,
-            Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
+            Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
             optional_stages,
             generation,
             run_name,

@@ -35,8 +35,8 @@ def distill(
         student: The student's model directory.
     """
     from components import task
-    from components.launching import Place
+    from components.launching import Placement
 
-    place = Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
     inputs = {"dataset": dataset, "teacher": teacher, "teacher_outputs": teacher_outputs}
     return task.train("distill", settings, inputs, place, {"student": student})

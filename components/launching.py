@@ -22,7 +22,7 @@ JOB = "job.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Placement:
     """Where a training runs, as the pipeline's parameters say."""
 
     pool: str = ""
@@ -90,7 +90,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingTask:
     """A training stage, as KFP's task has it."""
 
     stage: str
@@ -101,12 +101,12 @@ class Training:
     """Keyword of each input that is given -> its URI."""
     outputs: Mapping[str, str]
     """Keyword of each output -> its URI."""
-    place: Place
+    place: Placement
     job: str
     """URI of the record: what was launched; of a cluster's job also how it ended, its events and its logs."""
 
 
-def launch(training: Training) -> None:
+def launch(training: TrainingTask) -> None:
     """Run a training stage to its end, and keep a record of the launch.
 
     Raises:
@@ -119,7 +119,7 @@ def launch(training: Training) -> None:
         _launch_here(training)
 
 
-def _launch_here(training: Training) -> None:
+def _launch_here(training: TrainingTask) -> None:
     place = training.place
     spec = JobSpec(
         stage=training.stage,
@@ -135,7 +135,7 @@ def _launch_here(training: Training) -> None:
     LocalLauncher().run(spec)
 
 
-def _launch_on_a_pool(training: Training) -> None:
+def _launch_on_a_pool(training: TrainingTask) -> None:
     from components.launch import identity, pools
     from components.launch.launcher import ClusterLauncher
 

@@ -33,7 +33,7 @@ def pretrain(
         teacher: The teacher's model directory.
     """
     from components import task
-    from components.launching import Place
+    from components.launching import Placement
 
-    place = Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
     return task.train("pretrain", settings, {"dataset": dataset}, place, {"teacher": teacher})

@@ -35,8 +35,8 @@ def reinforce(
         recording: What the recorded outputs hold, as a page.
     """
     from components import task
-    from components.launching import Place
+    from components.launching import Placement
 
-    place = Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
     inputs = {"dataset": dataset, "teacher": teacher}
     return task.reinforce(settings, distill_teacher, inputs, place, recording)

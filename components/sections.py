@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from components.launching import Place
+from components.launching import Placement
 from trainer import artifacts, config, preflight, tracking
 from trainer.artifacts import canonical_json
 from trainer.data import sources
@@ -71,7 +71,7 @@ def needed(settings: config.Settings) -> tuple[str, ...]:
 
 def configure(
     settings: config.Settings,
-    place: Place,
+    place: Placement,
     optional: str = " ".join(OPTIONAL_STAGES),
     generation: str = "",
     run_name: str = "",

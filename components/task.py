@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from components import launching, references
-from components.launching import Place, Training
+from components.launching import Placement, TrainingTask
 from trainer import artifacts, limits, stages, storage, tracking
 from trainer.config import DistillSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
@@ -105,7 +105,7 @@ def train(
     stage: str,
     settings: str,
     inputs: Mapping[str, str],
-    place: Place,
+    place: Placement,
     models: Mapping[str, dsl.Model] = MappingProxyType({}),
 ) -> tuple[str, ...]:
     """Run a training stage as a group of processes, here or on a node pool.
@@ -126,7 +126,7 @@ def train(
     with reporting(stage):
         places = _places(stage)
         launching.launch(
-            Training(
+            TrainingTask(
                 stage=stage,
                 settings=settings,
                 inputs=references.uris(inputs),
@@ -156,7 +156,7 @@ def _made(stage: str, places: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(references.to(places[name], kind) for name, kind in stages.STAGES[stage].outputs.items())
 
 
-def warm_up(settings: str, inputs: Mapping[str, str], place: Place) -> tuple[str, ...]:
+def warm_up(settings: str, inputs: Mapping[str, str], place: Placement) -> tuple[str, ...]:
     """Run the stage warm_up if its section says so; gives the reference to its report, empty where nothing was run.
 
     Raises:
@@ -178,7 +178,7 @@ class Tuned(NamedTuple):
     """The reference to the tuning; empty where nothing was measured."""
 
 
-def tune(settings: str, inputs: Mapping[str, str], place: Place) -> Tuned:
+def tune(settings: str, inputs: Mapping[str, str], place: Placement) -> Tuned:
     """Run the stage tune if its section says so, and give the settings that distill then uses.
 
     Raises:
@@ -198,7 +198,7 @@ def _tuned(settings: DistillSettings, made: str = "") -> Tuned:
 
 
 def reinforce(
-    settings: str, distill_teacher: str, inputs: Mapping[str, str], place: Place, recording: dsl.HTML
+    settings: str, distill_teacher: str, inputs: Mapping[str, str], place: Placement, recording: dsl.HTML
 ) -> tuple[str, ...]:
     """Run the stage reinforce if the distillation reads what it records; gives the reference to that, empty where nothing was recorded.
 

@@ -31,7 +31,7 @@ def tune(
         teacher: The teacher's model directory, its URI and digest.
     """
     from components import task
-    from components.launching import Place
+    from components.launching import Placement
 
-    place = Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
     return task.tune(settings, {"dataset": dataset, "teacher": teacher}, place)

@@ -29,7 +29,7 @@ def warm_up(
         dataset: The prepared data set, its URI and digest.
     """
     from components import task
-    from components.launching import Place
+    from components.launching import Placement
 
-    place = Place(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
     return task.warm_up(settings, {"dataset": dataset}, place)

@@ -94,7 +94,7 @@ def deploy(options: argparse.Namespace) -> None:
         _tell_of_tag(options.image)
         if not starts:
             return
-        job = runs.Job(
+        job = runs.RunRequest(
             version=version,
             experiment_id=runs.experiment(api, settings.tracking.experiment),
             parameters=parameters,
@@ -144,7 +144,7 @@ def _parameters(options: argparse.Namespace) -> dict[str, str | int]:
             f"recipe {options.recipe} is a file of this machine, which a cluster's tasks can not read; "
             "put it into trainer/recipes and build an image with it, or give its settings with SET"
         )
-    place = launching.Place(
+    place = launching.Placement(
         pool=options.pool or DEFAULT_POOL, nodes=options.nodes, processes_per_node=options.processes
     )
     place.check()

@@ -24,7 +24,7 @@ import components
 import trainer
 from components import launching, references, sections, task
 from components.image import tagged
-from components.launching import Place
+from components.launching import Placement
 from pipelines import commands
 from pipelines import compile as compilation
 from trainer import config, launch, runs, storage, tracking
@@ -46,12 +46,12 @@ _WITHOUT_GPU = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class LocalRun:
     """What is to be run."""
 
     parameters: Mapping[str, str]
     """The pipeline's parameters, but for the place."""
-    place: Place
+    place: Placement
     """Where the trainings run."""
     output: str | None
     """The run's directory; None for a new one below `runs/`."""
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def _request(arguments: Sequence[str] | None) -> Request:
+def _request(arguments: Sequence[str] | None) -> LocalRun:
     parser = argparse.ArgumentParser(
         prog="python -m pipelines.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,16 +101,16 @@ def _request(arguments: Sequence[str] | None) -> Request:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(arguments)
     named = ("recipe", "overrides", "dataset", "teacher", "experiment")
-    return Request(
+    return LocalRun(
         parameters={name: getattr(options, name) for name in named},
-        place=Place(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes),
+        place=Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes),
         output=options.output or None,
         fresh=options.fresh,
         debug=options.debug,
     )
 
 
-def run(request: Request) -> dict[str, Any]:
+def run(request: LocalRun) -> dict[str, Any]:
     """Run the pipeline and print its progress and its results.
 
     Returns:
@@ -137,7 +137,7 @@ def run(request: Request) -> dict[str, Any]:
     return summary
 
 
-def with_processes(place: Place, device: str) -> Place:
+def with_processes(place: Placement, device: str) -> Placement:
     """The place with training processes, where none are asked for here: one for each GPU; two without, which shows what several do.
 
     Args:
@@ -150,7 +150,7 @@ def with_processes(place: Place, device: str) -> Place:
     return replace(place, processes_per_node=gpus or _WITHOUT_GPU)
 
 
-def _environment(settings: config.Settings, directory: Path, request: Request) -> dict[str, str]:
+def _environment(settings: config.Settings, directory: Path, request: LocalRun) -> dict[str, str]:
     """What the tasks read from the environment, for as parameters they would spoil the cache."""
     packages = [str(Path(trainer.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = runs.environment(settings, directory)
@@ -164,7 +164,7 @@ def _environment(settings: config.Settings, directory: Path, request: Request) -
     }
 
 
-def _checkpoints(place: Place) -> str:
+def _checkpoints(place: Placement) -> str:
     """Where the next run finds them too: a job's lie in a store, in the folder that is named or beside what it exchanges."""
     if not place.pool:
         return str(CHECKPOINTS.resolve())
@@ -172,7 +172,7 @@ def _checkpoints(place: Place) -> str:
     return named if storage.is_remote(named) else storage.join(launching.exchange_folder(), "checkpoints")
 
 
-def _run_pipeline(request: Request, directory: Path, optional: Collection[str]) -> dict[str, Any]:
+def _run_pipeline(request: LocalRun, directory: Path, optional: Collection[str]) -> dict[str, Any]:
     from pipelines import local_tasks
 
     pipeline = compilation.with_image(compilation.compiled_text(optional), tagged(f"local-{code_version(*CODE)}"))
@@ -187,7 +187,7 @@ def _run_pipeline(request: Request, directory: Path, optional: Collection[str]) 
                     cache_root=CACHE,
                     fresh=request.fresh,
                     log=log,
-                    reporter=_Reporter(sys.stdout),
+                    reporter=_TaskReporter(sys.stdout),
                 )
             except local_tasks.TaskError as error:
                 raise LaunchError(str(error)) from error
@@ -235,7 +235,7 @@ def _print_results(summary: Mapping[str, Any], directory: Path) -> None:
     print(f"\n{summaries.table(summary)}\n\nAll of it: {directory / summaries.SUMMARY}")
 
 
-class _Reporter:
+class _TaskReporter:
     """One line when a task starts and one when it has ended, with the task's own lines between them."""
 
     def __init__(self, stream: TextIO) -> None:

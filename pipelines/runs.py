@@ -51,7 +51,7 @@ def name_of(recipe: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunRequest:
     """What a run or a schedule starts."""
 
     version: Any
@@ -74,7 +74,7 @@ class Job:
         }
 
 
-def start(api: Api, name: str, job: Job) -> Any:
+def start(api: Api, name: str, job: RunRequest) -> Any:
     """Start a run and say where it is seen.
 
     Raises:
@@ -88,7 +88,7 @@ def start(api: Api, name: str, job: Job) -> Any:
     return run
 
 
-def _described(name: str, job: Job) -> Any:
+def _described(name: str, job: RunRequest) -> Any:
     """A run with what a person needs who opens it."""
     description = f"In MLflow: run {name!r} of the experiment {job.experiment!r}. {MLFLOW_UI}"
     return kfp_server_api.V2beta1Run(display_name=name, description=description, **job.fields())
@@ -120,7 +120,7 @@ def follow(api: Api, run_id: str, tasks: Collection[str], *, hours: float = DEFA
         DeployError: the run did not succeed, with what KFP says of each failed task; or the wait became too long.
         KeyboardInterrupt: the wait was broken off, and how to stop the run was said.
     """
-    follower = _Follower(api, run_id, tasks)
+    follower = _RunFollower(api, run_id, tasks)
     try:
         run = follower.wait(hours)
     except KeyboardInterrupt:
@@ -134,7 +134,7 @@ def follow(api: Api, run_id: str, tasks: Collection[str], *, hours: float = DEFA
         raise DeployError(_failure(api, run, tasks))
 
 
-class _Follower:
+class _RunFollower:
     def __init__(self, api: Api, run_id: str, tasks: Collection[str]) -> None:
         self._api, self._run_id, self._tasks = api, run_id, tasks
         self._states: dict[str, str] = {}

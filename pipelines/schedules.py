@@ -52,7 +52,7 @@ def name_of(recipe: str) -> str:
     return f"scheduled {recipe}"
 
 
-def put(api: Api, name: str, cron: str, job: runs.Job) -> None:
+def put(api: Api, name: str, cron: str, job: runs.RunRequest) -> None:
     """Have one schedule of this name, as it is given here: KFP can not change one, so another is made and the old one removed.
 
     Args:

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 
 from components import launching, sections
-from components.launching import Place, Training
+from components.launching import Placement, TrainingTask
 from pipelines import commands
 from trainer import config, limits, runs, stages, storage
 
@@ -59,14 +59,14 @@ def warm_up(options: argparse.Namespace) -> None:
         TrainerError: a setting is wrong, or what is compiled would be lost, before anything starts; or the job failed.
     """
     settings = sections.resolve(options.recipe, f"{options.overrides} warm_up.enabled=true")
-    place = Place(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes)
+    place = Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes)
     place.check(warms_up=True)
     storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(options.recipe).stem}-warm-up"
     directory = runs.new_directory(options.recipe, str(runs.RUNS / name))
     os.environ.setdefault("TRAINER_RUN", name)
     launching.launch(
-        Training(
+        TrainingTask(
             stage="warm_up",
             settings=json.dumps(settings.for_stage("warm_up")),
             inputs={"dataset": options.dataset or _prepared(settings, directory)},

@@ -10,7 +10,7 @@ import torch
 from tests import groups
 from trainer import artifacts, config, launch, models, stages
 from trainer.data.dataset import open_dataset
-from trainer.data.schema import SPLITS, UNLABELED, Description, features
+from trainer.data.schema import SPLITS, UNLABELED, DatasetDescription, features
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import prepare
 
@@ -53,7 +53,7 @@ def half_labelled(dataset, directory):
         for name, split in splits.items():
             split.cast(features(), **in_memory).save_to_disk(str(draft.path / name))
         images = {name: len(split) for name, split in splits.items()}
-        Description(classes=whole.classes, image_size=whole.image_size, images=images).write(draft.path)
+        DatasetDescription(classes=whole.classes, image_size=whole.image_size, images=images).write(draft.path)
     return str(directory)
 
 

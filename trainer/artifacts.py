@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from trainer import limits, storage
 from trainer.config import CHECKPOINTS_VARIABLE
-from trainer.costs import Place, place_here
+from trainer.costs import Machines, place_here
 from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 from trainer.storage import FileRecord, cache
 
@@ -103,7 +103,7 @@ class Manifest:
     """How long the stage took to make it."""
     startup_seconds: float | None
     """From the launch of its stage until it was begun; none for a stage that nobody launches."""
-    place: Place | None
+    place: Machines | None
     """On which machines; none where nobody told."""
     device: str | None
     """Kind of the devices that it was trained on, `cpu`, `cuda` or `xla`; none of what no training made."""
@@ -348,7 +348,7 @@ def manifest(uri: str | Path, kind: Kind) -> Manifest:
     _check_manifest(uri, kind, content)
     told: dict[str, Any] = {one.name: content.get(one.name) for one in fields(Manifest)}
     try:
-        place = None if told["place"] is None else Place.model_validate(told["place"])
+        place = None if told["place"] is None else Machines.model_validate(told["place"])
         return Manifest(**told | {"created": datetime.fromisoformat(told["created"]), "place": place})
     except (TypeError, ValueError) as error:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from trainer.costs import Place, dollars_text, duration_text, place_here
+from trainer.costs import Machines, dollars_text, duration_text, place_here
 from trainer.forecast import Forecast
+from trainer.strict import StrictModel
 
 if TYPE_CHECKING:
     from trainer.artifacts import Manifest
@@ -39,11 +40,7 @@ _SHOWN = 0.005
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class StageBill(_Record):
+class StageBill(StrictModel):
     """What a stage took."""
 
     stage: str
@@ -51,7 +48,7 @@ class StageBill(_Record):
     """Wall time."""
     parts: Mapping[str, Seconds] = {}
     """Each of `PARTS` that there was -> its share of the time; empty where only the total is known."""
-    place: Place | None = None
+    place: Machines | None = None
     """None where nobody told."""
     dollars: float | None = None
     """None where the price is not known."""
@@ -65,7 +62,7 @@ class StageBill(_Record):
         return self.place.dollars(self.parts[part]) if self.place else None
 
 
-class Bill(_Record):
+class Bill(StrictModel):
     """What a run took."""
 
     stages: tuple[StageBill, ...]

@@ -13,12 +13,13 @@ import datetime
 import os
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trainer.errors import SettingsError
+from trainer.strict import StrictModel
 
 PLACE_VARIABLE = "TRAINER_PLACE"
-"""Environment variable with the `Place` of this process, as JSON; whoever launches it sets it."""
+"""Environment variable with the `Machines` of this process, as JSON; whoever launches it sets it."""
 THIS_MACHINE = "this machine"
 OLD_DAYS = 180
 """A price is doubtful when it is older."""
@@ -41,8 +42,8 @@ def _first_day(text: str) -> datetime.date:
     return datetime.date.fromisoformat(f"{text}-01" if text.count("-") == 1 else text)
 
 
-class _Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+class _Group(StrictModel):
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class Price(_Group):
@@ -69,7 +70,7 @@ class Price(_Group):
         return ""
 
 
-class Place(_Group):
+class Machines(_Group):
     """Machines of one kind on which something runs."""
 
     pool: Annotated[str, Field(min_length=1)]
@@ -95,17 +96,17 @@ class Place(_Group):
         return {PLACE_VARIABLE: self.model_dump_json(exclude_none=True)}
 
 
-def place_here() -> Place | None:
+def place_here() -> Machines | None:
     """The place that somebody told this process; none where nobody did.
 
     Raises:
-        SettingsError: it is no `Place`.
+        SettingsError: it is no `Machines`.
     """
     told = os.environ.get(PLACE_VARIABLE)
     if not told:
         return None
     try:
-        return Place.model_validate_json(told)
+        return Machines.model_validate_json(told)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -115,16 +116,16 @@ def place_here() -> Place | None:
         ) from error
 
 
-def local_place(processes: int) -> Place:
+def local_place(processes: int) -> Machines:
     """This machine, with the name and the price that its user's `TRAINER_PLACE` gives it.
 
     Args:
         processes: how many run together.
 
     Raises:
-        SettingsError: the variable is no `Place`.
+        SettingsError: the variable is no `Machines`.
     """
-    told = place_here() or Place(pool=THIS_MACHINE)
+    told = place_here() or Machines(pool=THIS_MACHINE)
     return told.model_copy(update={"nodes": 1, "processes_per_node": processes})
 
 

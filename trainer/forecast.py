@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from scipy import special
 
 from trainer.config import DistillSettings
-from trainer.costs import THIS_MACHINE, Place, dollars_text, duration_text
+from trainer.costs import THIS_MACHINE, Machines, dollars_text, duration_text
 from trainer.errors import BudgetError
+from trainer.strict import StrictModel
 from trainer.training import schedules
 
 logger = logging.getLogger(__name__)
@@ -31,14 +32,10 @@ LEAST_STEPS = 4
 """Fewer leave no interval."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Measurement(_Record):
+class Measurement(StrictModel):
     """A short trial of a distillation."""
 
-    place: Place
+    place: Machines
     settings: Mapping[str, Any]
     """Section `distill` that was measured."""
     batch_size: Annotated[int, Field(ge=1)]
@@ -64,7 +61,7 @@ class Measurement(_Record):
     """Recording the teacher's outputs, where the distillation reads them and nobody has recorded them yet."""
 
 
-class Work(_Record):
+class WorkCount(StrictModel):
     """How often a distillation does what."""
 
     steps: Count
@@ -74,10 +71,10 @@ class Work(_Record):
     """Of the operators' profiler."""
 
 
-class Forecast(_Record):
+class Forecast(StrictModel):
     """Hours and dollars of a distillation, with the interval that the measurement leaves."""
 
-    place: Place
+    place: Machines
     hours: float
     hours_low: float
     hours_high: float
@@ -131,7 +128,7 @@ def mean_interval(seconds: Sequence[float]) -> tuple[float, float, float]:
     return mean, max(0.0, mean - half), mean + half
 
 
-def work_of(settings: DistillSettings, samples: int) -> Work:
+def work_of(settings: DistillSettings, samples: int) -> WorkCount:
     """What these settings make of a data set.
 
     Args:
@@ -139,7 +136,7 @@ def work_of(settings: DistillSettings, samples: int) -> Work:
         samples: training images.
     """
     steps, evidence = schedules.step_count(settings, samples), settings.evidence
-    return Work(
+    return WorkCount(
         steps=steps,
         validations=len(schedules.validation_steps(settings, samples)),
         checkpoints=len(schedules.checkpoint_steps(settings, samples)),
@@ -147,7 +144,7 @@ def work_of(settings: DistillSettings, samples: int) -> Work:
     )
 
 
-def forecast(measurement: Measurement, work: Work) -> Forecast:
+def forecast(measurement: Measurement, work: WorkCount) -> Forecast:
     """The measured time of each part, as often as it comes. The interval is that of the step; the rest was measured once.
 
     Args:
@@ -157,7 +154,7 @@ def forecast(measurement: Measurement, work: Work) -> Forecast:
     return _forecast(measurement, work, ())
 
 
-def _forecast(measurement: Measurement, work: Work, assumptions: Sequence[str]) -> Forecast:
+def _forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[str]) -> Forecast:
     beside_s = (
         measurement.startup_s
         + (measurement.recording_s or 0.0)
@@ -191,7 +188,7 @@ def _forecast(measurement: Measurement, work: Work, assumptions: Sequence[str]) 
 
 
 def on_nodes(
-    measurements: Sequence[Measurement], work: Work, nodes: int, *, assumed_efficiency: float = 0.9
+    measurements: Sequence[Measurement], work: WorkCount, nodes: int, *, assumed_efficiency: float = 0.9
 ) -> Forecast:
     """The same distillation on another number of nodes of the same pool.
 
@@ -249,7 +246,7 @@ def _nodes(count: int) -> str:
 # The budget
 
 
-def check_budget(place: Place | None, budget_usd: float | None) -> None:
+def check_budget(place: Machines | None, budget_usd: float | None) -> None:
     """Find out before anything is measured whether a budget in dollars can be kept.
 
     Raises:

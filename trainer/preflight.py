@@ -15,7 +15,7 @@ from trainer import limits, storage
 from trainer.config import DataSettings, DistillSettings, PretrainSettings, Settings, TrainingSettings
 from trainer.data import sources
 from trainer.data.schema import UNLABELED
-from trainer.data.sources import Listing
+from trainer.data.sources import SourceListing
 from trainer.errors import ModelError, SettingsError, TrainerError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def pinned(settings: Settings) -> Settings:
     return settings.model_copy(update={"pretrain": pretrain, "warm_up": warm_up})
 
 
-def _listing(settings: DataSettings) -> Listing | None:
+def _listing(settings: DataSettings) -> SourceListing | None:
     """What the source holds; none where listing it takes long, or fetches it."""
     kind, _, place = settings.source.partition(":")
     if kind == "hub" or storage.is_remote(place):
@@ -162,7 +162,7 @@ def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classi
         )
 
 
-def _trainings(settings: Settings, listing: Listing | None) -> list[tuple[str, TrainingSettings, int | None]]:
+def _trainings(settings: Settings, listing: SourceListing | None) -> list[tuple[str, TrainingSettings, int | None]]:
     """Full name and settings of each training, with the images that the source has for it before val and test are taken, if known."""
     items = listing.items if listing else ()
     unlabeled = sum(item.label == UNLABELED for item in items)

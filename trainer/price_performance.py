@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer import limits, storage, tracking
 from trainer.billing import Bill
-from trainer.costs import Place, dollars_text, duration_text
+from trainer.costs import Machines, dollars_text, duration_text
 from trainer.errors import ArtifactError, ObjectNotFoundError
 from trainer.summary import SUMMARY, aligned
 
@@ -23,11 +23,11 @@ _TEXT = ("run", "where", "price of", "")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class PricedRun:
     """A run in the table; none for what is not known of it."""
 
     name: str
-    place: Place | None
+    place: Machines | None
     seconds: float
     """Billed wall time."""
     iterations_per_second: float | None = None
@@ -51,7 +51,7 @@ class Entry:
         """Seconds an epoch."""
         return self.seconds / self.epochs if self.epochs else None
 
-    def epoch_speed(self, other: Entry) -> float | None:
+    def epoch_speed(self, other: PricedRun) -> float | None:
         """How many times as fast an epoch is as the other run's."""
         return other.epoch_s / self.epoch_s if self.epoch_s and other.epoch_s else None
 
@@ -60,7 +60,7 @@ class Entry:
 # Where entries come from
 
 
-def read_run(run: str | Path) -> tuple[Entry, Bill]:
+def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
     """A run by its directory, by the registration that it made, or by its `summary.json`.
 
     Raises:
@@ -85,7 +85,7 @@ def read_run(run: str | Path) -> tuple[Entry, Bill]:
     return entry(_name(path), bill, accuracy=accuracy, epochs=epochs), bill
 
 
-def read_experiment(name: str) -> list[Entry]:
+def read_experiment(name: str) -> list[PricedRun]:
     """The runs of an MLflow experiment that came to their end.
 
     Raises:
@@ -114,7 +114,7 @@ def _name(path: str) -> str:
     return folder.removesuffix("/registration").rpartition("/")[2]
 
 
-def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None) -> Entry:
+def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None) -> PricedRun:
     """A run by its bill.
 
     Raises:
@@ -123,7 +123,7 @@ def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None
     distill = bill.stage("distill")
     if distill is None:
         raise ArtifactError(f"{name}: its bill has no distillation; leave it out")
-    return Entry(
+    return PricedRun(
         name=name,
         place=distill.place,
         seconds=sum(one.seconds for one in bill.stages if one.stage in STAGES),
@@ -138,13 +138,13 @@ def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None
 # The table
 
 
-def rows(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
+def rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
     """Heading and a row for each run; columns of which nothing is known are left out.
 
     Speeds are against the first run. The last column names the cheapest, the fastest and the most accurate run.
     """
     first = entries[0]
-    columns: Mapping[str, Callable[[Entry], str]] = {
+    columns: Mapping[str, Callable[[PricedRun], str]] = {
         "run": lambda one: one.name,
         "where": lambda one: str(one.place or ""),
         "it/s": lambda one: _number(one.iterations_per_second, ",.2f"),
@@ -165,7 +165,7 @@ def rows(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
     return [tuple(kept), *(tuple(cells[index] for cells in kept.values()) for index in range(len(entries)))]
 
 
-def _winners(entries: Sequence[Entry]) -> dict[str, Entry]:
+def _winners(entries: Sequence[PricedRun]) -> dict[str, PricedRun]:
     """The best run of each kind, where they differ."""
     known = {
         "cheapest": [(one.dollars, one) for one in entries if one.dollars is not None],
@@ -183,7 +183,7 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
     return "" if value is None else f"{value:{form}}{unit}"
 
 
-def lines(entries: Sequence[Entry]) -> list[str]:
+def lines(entries: Sequence[PricedRun]) -> list[str]:
     """The table as text, with what it is of and what speaks against the prices."""
     doubts = dict.fromkeys(one.place.price.doubt() for one in entries if one.place and one.place.price)
     table = rows(entries)

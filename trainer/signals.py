@@ -38,7 +38,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
-class Request:
+class EndRequest:
     """A request to end that can wait for the right moment. A second one, more than `AGAIN_S` later, never waits.
 
     with Request() as request:

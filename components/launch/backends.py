@@ -11,7 +11,7 @@ from components.image import IMAGE, IMAGE_VARIABLE
 from components.launch import environment, pod, pytorchjob, trainjob
 from components.launch.identity import Identity
 from components.launch.pools import Pool
-from components.launch.state import State
+from components.launch.state import JobState
 from trainer.launch import JobSpec
 
 
@@ -27,7 +27,7 @@ class Backend:
     """The name of the training container in a job's pods."""
     renderer: Callable[[JobSpec, Pool, Identity], dict[str, Any]]
     """A pure function; `render` adds to it what the launching process hands on."""
-    state: Callable[[Mapping[str, Any]], State]
+    state: Callable[[Mapping[str, Any]], JobState]
     """A job as the API server shows it -> how it stands."""
     pod_selector: Callable[[str], str]
     """A job's name -> the label selector of its pods."""

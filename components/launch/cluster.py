@@ -18,7 +18,7 @@ from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 
 from components.launch.identity import default_namespace
-from components.launch.refusals import AwayError, ClusterError, ExpiredError, Request, away, reason, refusal
+from components.launch.refusals import AwayError, ClusterError, ExpiredError, ServerRequest, away, reason, refusal
 from components.launch.resources import PODS, Resource
 from trainer import __version__
 
@@ -35,7 +35,7 @@ _METHODS: Mapping[str, str] = {"create": "POST", "patch": "PATCH", "delete": "DE
 
 
 @dataclass(frozen=True)
-class Listing:
+class ObjectList:
     """Objects, and the resource version to watch from."""
 
     items: list[dict[str, Any]]
@@ -130,10 +130,10 @@ class Cluster:
     def get(self, resource: Resource, name: str) -> dict[str, Any]:
         return self._answer(self._request("get", resource, name))
 
-    def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> Listing:
+    def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> ObjectList:
         """All objects that the selectors take; an empty list where the namespace does not exist."""
         found = self._answer(self._request("list", resource), query=_selectors(labels, fields))
-        return Listing(found["items"], found["metadata"]["resourceVersion"])
+        return ObjectList(found["items"], found["metadata"]["resourceVersion"])
 
     def patch(self, resource: Resource, name: str, change: Mapping[str, Any]) -> dict[str, Any]:
         """Change an object by a JSON merge patch."""
@@ -181,11 +181,11 @@ class Cluster:
         response = self._open(self._request("get", PODS, pod, "log"), query=query, silence_s=LOG_SILENCE_S)
         return Stream(response, self.host)
 
-    def _request(self, verb: str, resource: Resource, *names: str) -> Request:
-        return Request(self.host, self.namespace, verb, resource, names)
+    def _request(self, verb: str, resource: Resource, *names: str) -> ServerRequest:
+        return ServerRequest(self.host, self.namespace, verb, resource, names)
 
     def _answer(
-        self, request: Request, *, query: Mapping[str, Any] | None = None, body: object = None
+        self, request: ServerRequest, *, query: Mapping[str, Any] | None = None, body: object = None
     ) -> dict[str, Any]:
         response = self._open(request, query=query or {}, body=body, silence_s=ANSWER_TIMEOUT_S)
         try:
@@ -199,7 +199,7 @@ class Cluster:
         return content
 
     def _open(
-        self, request: Request, *, query: Mapping[str, Any], silence_s: float, body: object = None
+        self, request: ServerRequest, *, query: Mapping[str, Any], silence_s: float, body: object = None
     ) -> urllib3.BaseHTTPResponse:
         content = "application/merge-patch+json" if request.verb == "patch" else "application/json"
         try:

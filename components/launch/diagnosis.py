@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from components.launch.progress import Progress
+from components.launch.progress import JobProgress
 from components.launch.replicas import Replica, Termination
 from trainer.errors import CRASH_EXIT_CODE, CRASHED_NODE_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE
 
@@ -34,13 +34,13 @@ _ADVICE_BY_EXIT_CODE: Mapping[int, str] = {
 }
 
 
-def fails_again(progress: Progress) -> bool:
+def fails_again(progress: JobProgress) -> bool:
     """Whether the same job would fail again: the trainer itself ended it with a message, such as for a wrong setting."""
     culprit = _culprit(progress)
     return culprit is not None and culprit.exit_code == EXIT_CODE
 
 
-def explain_failure(job: str, look: str, progress: Progress) -> str:
+def explain_failure(job: str, look: str, progress: JobProgress) -> str:
     """The message for a failed job.
 
     Args:
@@ -60,7 +60,7 @@ def explain_failure(job: str, look: str, progress: Progress) -> str:
     return f"{failed}: {culprit.replica} {culprit}{said}{_advice(culprit)}{lines}"
 
 
-def _missing(progress: Progress) -> list[str]:
+def _missing(progress: JobProgress) -> list[str]:
     """Replicas that did not end but were deleted, or that never started, in words."""
     waiting = {
         name: f"had not started{f' ({one.waiting})' if one.waiting else ''}"
@@ -70,13 +70,13 @@ def _missing(progress: Progress) -> list[str]:
     return [f"{name} {what}" for name, what in sorted((waiting | progress.lost).items())]
 
 
-def _culprit(progress: Progress) -> Termination | None:
+def _culprit(progress: JobProgress) -> Termination | None:
     ended = [one for one in progress.replicas.values() if one.ended]
     # One that was seen running again, and then no more, failed in the end if nothing else did.
     return _first([one for one in ended if not one.running], progress) or _first(ended, progress)
 
 
-def _first(replicas: Iterable[Replica], progress: Progress) -> Termination | None:
+def _first(replicas: Iterable[Replica], progress: JobProgress) -> Termination | None:
     return first_failure([one.ended for one in replicas if one.ended], progress.heard)
 
 

@@ -14,13 +14,13 @@ from components.launch import replicas
 from components.launch.cluster import Cluster
 from components.launch.logs import Line, LogReader
 from components.launch.patience import Patience
-from components.launch.progress import Ending, Progress
+from components.launch.progress import Ending, JobProgress
 from components.launch.readers import Ended, Readers
-from components.launch.record import Record
+from components.launch.record import JobRecord
 from components.launch.refusals import ClusterError, DeniedError, NotInstalledError
 from components.launch.replicas import Replica
 from components.launch.resources import EVENTS, PODS
-from components.launch.submitting import Job
+from components.launch.submitting import TaskJob
 from components.launch.watching import Change, Watcher
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,11 @@ class Follower:
     def __init__(
         self,
         cluster: Cluster,
-        job: Job,
-        progress: Progress,
+        job: TaskJob,
+        progress: JobProgress,
         patience: Patience,
         *,
-        record: Record,
+        record: JobRecord,
         tell: Callable[[str], None],
     ) -> None:
         """Prepare; nothing is read before `follow`.

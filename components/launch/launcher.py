@@ -14,10 +14,10 @@ from components.launch.following import Follower
 from components.launch.identity import Identity
 from components.launch.patience import Patience, duration
 from components.launch.pools import Pool
-from components.launch.progress import Ending, Limits, Progress
-from components.launch.record import Record
+from components.launch.progress import Ending, JobProgress, Limits
+from components.launch.record import JobRecord
 from components.launch.refusals import AwayError, ClusterError, NotInstalledError
-from components.launch.submitting import Job
+from components.launch.submitting import TaskJob
 from trainer import storage
 from trainer.errors import LaunchError
 from trainer.launch import JobSpec
@@ -88,7 +88,7 @@ class ClusterLauncher:
             logger.warning("pool %s: %s", self._pool.name, doubt)
         record, attempt = self._record, 0
         while True:
-            job = Job(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)
+            job = TaskJob(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)
             try:
                 return self._follow(job, spec, cluster, record)
             except _JobFailedError as failure:
@@ -102,10 +102,10 @@ class ClusterLauncher:
                 record = self._record and storage.join(self._record, f"attempt-{attempt + 1}")
                 time.sleep(PAUSE_S)
 
-    def _follow(self, job: Job, spec: JobSpec, cluster: Cluster, record_uri: str | None) -> None:
+    def _follow(self, job: TaskJob, spec: JobSpec, cluster: Cluster, record_uri: str | None) -> None:
         tell, progress, patience = _teller(job), self._progress(spec), Patience(self._away_limit_s)
         with (
-            Record(record_uri) as record,
+            JobRecord(record_uri) as record,
             Follower(cluster, job, progress, patience, record=record, tell=tell) as follower,
         ):
             with _abandoned_in_order(job, follower, tell):
@@ -120,7 +120,7 @@ class ClusterLauncher:
                     raise (_JobFailedError if ending.passing else LaunchError)(f"job {job.name} {ending.message}")
             _conclude(ending, job, progress)
 
-    def _progress(self, spec: JobSpec) -> Progress:
+    def _progress(self, spec: JobSpec) -> JobProgress:
         pool = self._pool
         limits = Limits(
             queued_s=MINUTE_S * pool.queued_minutes,
@@ -128,17 +128,17 @@ class ClusterLauncher:
             silent_s=MINUTE_S * pool.silent_minutes,
             retries=pool.retries,
         )
-        return Progress(nodes=pool.elastic_min_nodes or spec.nodes, limits=limits, now=time.monotonic())
+        return JobProgress(nodes=pool.elastic_min_nodes or spec.nodes, limits=limits, now=time.monotonic())
 
 
-def _teller(job: Job) -> Callable[[str], None]:
+def _teller(job: TaskJob) -> Callable[[str], None]:
     """Lines about a job, with the seconds since now."""
     start = time.monotonic()
     return lambda text: logger.info("[%6.1f s] job %s: %s", time.monotonic() - start, job.name, text)
 
 
 @contextmanager
-def _abandoned_in_order(job: Job, follower: Follower, tell: Callable[[str], None]) -> Iterator[None]:
+def _abandoned_in_order(job: TaskJob, follower: Follower, tell: Callable[[str], None]) -> Iterator[None]:
     """Delete a job that nobody follows any more, whatever ended the block; but leave it where the API server is away.
 
     Raises:
@@ -156,7 +156,7 @@ def _abandoned_in_order(job: Job, follower: Follower, tell: Callable[[str], None
         raise
 
 
-def _delete(job: Job, follower: Follower, tell: Callable[[str], None]) -> None:
+def _delete(job: TaskJob, follower: Follower, tell: Callable[[str], None]) -> None:
     try:
         if not Patience(DELETE_LIMIT_S)(job.delete):
             return
@@ -168,7 +168,7 @@ def _delete(job: Job, follower: Follower, tell: Callable[[str], None]) -> None:
     tell("deleted" if gone else f"still being deleted after {duration(GONE_LIMIT_S)}; the cluster goes on with that")
 
 
-def _conclude(ending: Ending, job: Job, progress: Progress) -> None:
+def _conclude(ending: Ending, job: TaskJob, progress: JobProgress) -> None:
     """Return if the job has succeeded.
 
     Raises:
@@ -187,7 +187,7 @@ def _conclude(ending: Ending, job: Job, progress: Progress) -> None:
         )
 
 
-def _note_failure(job: Job, message: str) -> None:
+def _note_failure(job: TaskJob, message: str) -> None:
     """So that a next attempt of the task, where KFP makes one all the same, does not pay for the same failure."""
     try:
         Patience(DELETE_LIMIT_S)(lambda: job.note_failure(message))
@@ -195,7 +195,7 @@ def _note_failure(job: Job, message: str) -> None:
         logger.warning("job %s: that it would fail again is not noted: %s", job.name, error)
 
 
-def _with_its_kind(job: Job) -> str:
+def _with_its_kind(job: TaskJob) -> str:
     """Whether the job was not meant, but all of its kind were."""
     try:
         Patience(DELETE_LIMIT_S)(job.is_gone)

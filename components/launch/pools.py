@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from trainer import limits, storage
-from trainer.costs import PLACE_VARIABLE, Place, Price
+from trainer.costs import PLACE_VARIABLE, Machines, Price
 from trainer.errors import SettingsError, StorageError
 
 POOLS_VARIABLE = "TRAINER_POOLS"
@@ -232,7 +232,7 @@ class Pool(_Group):
             )
         return asked or self.processes_per_node
 
-    def place(self, nodes: int, processes_per_node: int = 0) -> Place:
+    def place(self, nodes: int, processes_per_node: int = 0) -> Machines:
         """What a training here is told of where it runs.
 
         Raises:
@@ -243,7 +243,7 @@ class Pool(_Group):
                 f"nodes = {nodes}, but the nodes of pool {self.name} have no EFA, without which Neuron devices of several nodes can not "
                 f'exchange gradients; set nodes=1, or name a pool with resources."{EFA}"'
             )
-        return Place(
+        return Machines(
             pool=self.name,
             instance=self.instance,
             nodes=nodes,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from components.launch.patience import duration
 from components.launch.replicas import Replica, Termination
-from components.launch.state import State
+from components.launch.state import JobState
 
 STUCK_S = 300.0
 """How long a replica may wait for what seldom comes by itself, such as an image of another name."""
@@ -50,7 +50,7 @@ class Ending:
     """Of `overdue`: whether another job need not reach that limit."""
 
 
-class Progress:
+class JobProgress:
     """What is known of a job."""
 
     def __init__(self, *, nodes: int, limits: Limits, now: float) -> None:
@@ -61,7 +61,7 @@ class Progress:
             limits: how long it may take.
             now: seconds on any clock that only goes forward, here and in all methods.
         """
-        self.state = State(phase="pending")
+        self.state = JobState(phase="pending")
         self.replicas: dict[str, Replica] = {}
         self.tails: dict[str, deque[str]] = {}
         self.heard: dict[str, float] = {}
@@ -89,7 +89,7 @@ class Progress:
         told, self._news = self._news, []
         return told
 
-    def see_job(self, state: State, *, deleting: bool, now: float) -> None:
+    def see_job(self, state: JobState, *, deleting: bool, now: float) -> None:
         """The job is in this state; `deleting`: somebody has asked for its deletion."""
         self.state, self._deleted = state, deleting
         self._judge(now)

@@ -8,7 +8,7 @@ from typing import Any
 from components.launch import pod, state
 from components.launch.identity import Identity
 from components.launch.pools import Pool
-from components.launch.state import State
+from components.launch.state import JobState
 from trainer.errors import LaunchError
 from trainer.launch import JobSpec
 
@@ -62,7 +62,7 @@ def _run_policy(pool: Pool) -> dict[str, Any]:
     return {
         # Workers would otherwise run on when the master has ended; those that ended are kept, with their exit codes.
         "cleanPodPolicy": "Running",
-        # It would count restarts within a pod, of which the policy ExitCode has none; whoever follows the job counts (`Progress`).
+        # It would count restarts within a pod, of which the policy ExitCode has none; whoever follows the job counts (`JobProgress`).
         **({} if pool.retries else {"backoffLimit": 0}),
         # For when the launcher is gone: its own limits are the exact ones, and the operator's clock runs while pods wait for nodes.
         "activeDeadlineSeconds": 60 * (pool.queued_minutes + pool.running_minutes),
@@ -87,7 +87,7 @@ def _elastic_policy(spec: JobSpec, pool: Pool) -> dict[str, Any]:
     return {"elasticPolicy": policy}
 
 
-def status(job: Mapping[str, Any]) -> State:
+def status(job: Mapping[str, Any]) -> JobState:
     """How a job stands."""
     return state.from_conditions(
         job,

@@ -29,7 +29,7 @@ _SECONDS: Mapping[str, int] = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ProjectJob:
     """A job of this project."""
 
     kind: Resource
@@ -56,7 +56,7 @@ class Found:
         return self.phase in {"succeeded", "failed"}
 
 
-def find(cluster: Cluster, run: str = "") -> list[Found]:
+def find(cluster: Cluster, run: str = "") -> list[ProjectJob]:
     """The jobs of a run, or of all runs, in the cluster's namespace, the oldest first.
 
     Raises:
@@ -66,7 +66,7 @@ def find(cluster: Cluster, run: str = "") -> list[Found]:
     return sorted(_listed(cluster, selector), key=lambda job: -job.age_s)
 
 
-def find_orphaned(cluster: Cluster) -> list[Found]:
+def find_orphaned(cluster: Cluster) -> list[ProjectJob]:
     """The jobs that go on although the pod of their task ended a while ago, in the cluster's namespace, the oldest first.
 
     A job without an owner is followed from elsewhere, such as a laptop; one whose owner is deleted is deleted by Kubernetes itself.
@@ -78,7 +78,7 @@ def find_orphaned(cluster: Cluster) -> list[Found]:
     return [replace(job, orphaned=why) for job in going if job.owner and (why := _orphaned(cluster, job.owner))]
 
 
-def delete(cluster: Cluster, job: Found) -> bool:
+def delete(cluster: Cluster, job: ProjectJob) -> bool:
     """Delete a job, with its pods; gives whether it was still there. An orphan that has changed, as by adoption, is left.
 
     Raises:
@@ -116,7 +116,7 @@ def age(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _listed(cluster: Cluster, selector: str) -> Iterator[Found]:
+def _listed(cluster: Cluster, selector: str) -> Iterator[ProjectJob]:
     refused: list[DeniedError] = []
     for backend in BACKENDS.values():
         kind = resource(backend)
@@ -135,9 +135,9 @@ def _listed(cluster: Cluster, selector: str) -> Iterator[Found]:
         logger.warning("these jobs are not looked at: %s", refusal)
 
 
-def _found(kind: Resource, job: Mapping[str, Any], phase: Phase) -> Found:
+def _found(kind: Resource, job: Mapping[str, Any], phase: Phase) -> ProjectJob:
     metadata = job["metadata"]
-    return Found(
+    return ProjectJob(
         kind=kind,
         name=metadata["name"],
         uid=metadata["uid"],

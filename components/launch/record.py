@@ -17,7 +17,7 @@ from trainer.errors import TrainerError
 logger = logging.getLogger(__name__)
 
 
-class Record:
+class JobRecord:
     """Collects on this machine, and writes below a URI when its block ends, in whatever way.
 
     A record that can not be written is a warning: it must not hide how the job ended.

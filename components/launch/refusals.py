@@ -55,7 +55,7 @@ class NotReadyError(ClusterError):
 
 
 @dataclass(frozen=True)
-class Request:
+class ServerRequest:
     """What the server is asked for."""
 
     host: str
@@ -78,7 +78,7 @@ class Request:
         return "/".join((self.resource.plural, *self.names[1:]))
 
 
-def refusal(error: ApiException, request: Request) -> ClusterError:
+def refusal(error: ApiException, request: ServerRequest) -> ClusterError:
     """The error for an answer that is no success."""
     status, message = error.status or 0, _message(error)
     if status in _PASSING:
@@ -118,13 +118,13 @@ def reason(error: Exception) -> str:
     return str(error).rpartition("): ")[2] or type(error).__name__
 
 
-def _plain(status: int, request: Request) -> type[ClusterError]:
+def _plain(status: int, request: ServerRequest) -> type[ClusterError]:
     if status == 400 and request.kind == "pods/log":
         return NotReadyError
     return {409: ConflictError, 410: ExpiredError}.get(status, ClusterError)
 
 
-def _missing(request: Request, message: str) -> ClusterError:
+def _missing(request: ServerRequest, message: str) -> ClusterError:
     if "page not found" in message or "could not find the requested resource" in message:
         return NotInstalledError(
             f"this cluster has no {request.resource} (version {request.resource.version}): install the operator that runs them "
@@ -137,7 +137,7 @@ def _missing(request: Request, message: str) -> ClusterError:
     return NotFoundError(f"can not {request}: {message}")
 
 
-def _denied(request: Request, message: str) -> DeniedError:
+def _denied(request: ServerRequest, message: str) -> DeniedError:
     return DeniedError(
         f"no right to {request}: {message}; a Role bound to that account in this namespace needs the rule "
         f"{rule(request.resource.group, request.kind)} (manifests/base has Role and RoleBinding: kubectl apply -k manifests/base)"

@@ -10,7 +10,7 @@ Phase = Literal["pending", "suspended", "running", "restarting", "succeeded", "f
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class JobState:
     """How a job stands."""
 
     phase: Phase
@@ -20,7 +20,7 @@ class State:
     """The operator's sentence."""
 
 
-def from_conditions(job: Mapping[str, Any], phases: Mapping[str, Phase]) -> State:
+def from_conditions(job: Mapping[str, Any], phases: Mapping[str, Phase]) -> JobState:
     """The state that the conditions of a job's status tell.
 
     Args:
@@ -31,5 +31,5 @@ def from_conditions(job: Mapping[str, Any], phases: Mapping[str, Phase]) -> Stat
     true = {condition["type"]: condition for condition in conditions if condition.get("status") == "True"}
     for kind, phase in phases.items():
         if kind in true:
-            return State(phase=phase, reason=true[kind].get("reason", ""), message=true[kind].get("message", ""))
-    return State(phase="pending")
+            return JobState(phase=phase, reason=true[kind].get("reason", ""), message=true[kind].get("message", ""))
+    return JobState(phase="pending")

@@ -42,7 +42,7 @@ def selector(identity: Identity) -> str:
     return f"{RUN_LABEL}={labels[RUN_LABEL]},{TASK_LABEL}={labels[TASK_LABEL]}"
 
 
-class Job:
+class TaskJob:
     """The job of one task."""
 
     def __init__(self, cluster: Cluster, backend: Backend, spec: JobSpec, pool: Pool, identity: Identity) -> None:

@@ -10,7 +10,7 @@ from components.launch.environment import variables
 from components.launch.identity import Identity
 from components.launch.pools import Pool
 from components.launch.pytorchjob import QUEUE_LABEL
-from components.launch.state import State
+from components.launch.state import JobState
 from trainer.errors import LaunchError
 from trainer.launch import JobSpec
 
@@ -77,11 +77,11 @@ def _patch(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
     return {"template": {"spec": {"replicatedJobs": [{"name": NODE, "template": {"spec": {"template": template}}}]}}}
 
 
-def status(job: Mapping[str, Any]) -> State:
+def status(job: Mapping[str, Any]) -> JobState:
     """How a job stands. A TrainJob has no condition for running; the pods that are ready tell it."""
     ended = state.from_conditions(job, {"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"})
     if ended.phase == "pending" and any(part.get("ready") for part in job.get("status", {}).get("jobsStatus") or []):
-        return State(phase="running")
+        return JobState(phase="running")
     return ended
 
 

@@ -23,7 +23,7 @@ from trainer import storage
 from trainer.config import TrainingSettings
 from trainer.training.averages import AveragedModel
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.checkpoints.state import State, capture
+from trainer.training.checkpoints.state import TrainingState, capture
 from trainer.training.devices import choose_device
 from trainer.training.optimizers import make_optimizer, parameter_groups
 from trainer.training.processes import Processes
@@ -68,7 +68,7 @@ class Training:
         return time.perf_counter() - began
 
     @property
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """After the steps so far."""
         return capture(self.steps, self.model, self.optimizer, self.average.model)
 

@@ -31,7 +31,7 @@ from trainer.profiling.startup import Startup
 from trainer.stages import prepare
 from trainer.stages.tune import Subject, open_subject
 from trainer.training.processes import join_processes
-from trainer.tuning.ideas import Job
+from trainer.tuning.ideas import Workload
 from trainer.tuning.schema import Candidate, Trial
 from trainer.tuning.search import search
 from trainer.tuning.trials import Trials
@@ -87,7 +87,7 @@ def told(trials: Iterator[Trial], count: int) -> Iterator[Trial]:
         yield trial
 
 
-def exhaustive(start: Candidate, job: Job, trials: Trials, most: int) -> tuple[Trial, float, int]:
+def exhaustive(start: Candidate, job: Workload, trials: Trials, most: int) -> tuple[Trial, float, int]:
     """The best cell, the seconds that it took to find it, and the number of cells."""
     grid = list(cells(start))[:most]
     measured = list(told(map(trials.measure, grid), len(grid)))
@@ -95,7 +95,9 @@ def exhaustive(start: Candidate, job: Job, trials: Trials, most: int) -> tuple[T
     return min(fitting, key=job.run_s), sum(trial.seconds for trial in measured), len(measured)
 
 
-def again(candidates: Mapping[str, Candidate], job: Job, trials: Trials, rounds: int) -> dict[str, tuple[float, float]]:
+def again(
+    candidates: Mapping[str, Candidate], job: Workload, trials: Trials, rounds: int
+) -> dict[str, tuple[float, float]]:
     """Name of each candidate -> its images a second and the seconds of the distillation, medians over rounds in turns."""
     measured: dict[str, list[Trial]] = {name: [] for name in candidates}
     for _ in range(rounds):

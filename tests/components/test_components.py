@@ -12,7 +12,7 @@ import pytest
 
 import components
 from components import image
-from components.launching import Place
+from components.launching import Placement
 from trainer.stages import STAGES
 
 FOLDER = Path(components.__file__).parent
@@ -102,7 +102,7 @@ def test_a_task_gets_references_and_no_artifact_that_kfp_would_fetch(name):
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_takes_its_place(name):
     inputs = component(name).component_spec.inputs
-    fields = {field.name: field.type for field in dataclasses.fields(Place)}
+    fields = {field.name: field.type for field in dataclasses.fields(Placement)}
     assert {key: {"String": "str", "Integer": "int"}[inputs[key].type] for key in fields} == fields
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from components import launching
-from components.launching import Place, Training
+from components.launching import Placement, TrainingTask
 from trainer import artifacts
 from trainer.errors import LaunchError, SettingsError
 
@@ -27,30 +27,30 @@ from trainer.errors import LaunchError, SettingsError
 )
 def test_a_place_that_can_not_be_is_named(place, message):
     with pytest.raises(SettingsError, match=message):
-        Place(**place).check()
+        Placement(**place).check()
 
 
 def test_a_place_that_is_right():
-    Place(processes_per_node=2).check()
-    Place(pool="gpu-a100", nodes=4).check()
+    Placement(processes_per_node=2).check()
+    Placement(pool="gpu-a100", nodes=4).check()
 
 
 def test_a_task_of_a_cluster_is_too_small_to_train_in(monkeypatch):
     monkeypatch.setenv("KFP_POD_NAME", "distillation-abc-1")
-    Place(pool="cpu").check()
+    Placement(pool="cpu").check()
     with pytest.raises(SettingsError, match=r"pool is empty, but .* name a node pool, such as cpu"):
-        Place().check()
+        Placement().check()
 
 
 def test_what_was_launched_here_is_recorded_also_when_it_fails(tmp_path):
     inputs = {name: str(tmp_path / name) for name in ("dataset", "teacher")}
     outputs = {name: str(tmp_path / name) for name in ("student", "evidence")}
-    training = Training(
+    training = TrainingTask(
         stage="distill",
         settings='{"epochs": 1}',
         inputs=inputs,
         outputs=outputs,
-        place=Place(processes_per_node=1),
+        place=Placement(processes_per_node=1),
         job=str(tmp_path / "job"),
     )
     with pytest.raises(LaunchError, match="no such directory"):
@@ -67,12 +67,12 @@ def test_a_job_elsewhere_needs_a_store_that_both_reach(tmp_path, monkeypatch, ex
     monkeypatch.setenv(launching.ARTIFACTS, exchange)
     with artifacts.create(tmp_path / "dataset", "dataset", settings={}):
         pass
-    training = Training(
+    training = TrainingTask(
         stage="pretrain",
         settings="{}",
         inputs={"dataset": str(tmp_path / "dataset")},
         outputs={},
-        place=Place(pool="cpu"),
+        place=Placement(pool="cpu"),
         job=str(tmp_path),
     )
     with pytest.raises(LaunchError, match=rf"TRAINER_ARTIFACTS='{exchange}': a cluster's job can not read"):

@@ -10,7 +10,7 @@ import torch
 
 from components import sections
 from components.configure import configure
-from components.launching import Place
+from components.launching import Placement
 from tests.distillations import blank_teacher
 from trainer import artifacts, config, tracking
 from trainer.errors import DataError, SettingsError, TrackingError
@@ -21,7 +21,7 @@ def _untracked(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
 
 
-HERE = Place()
+HERE = Placement()
 
 
 def configured(*parameters, place=HERE, **named):
@@ -70,8 +70,8 @@ def test_the_device_is_what_trainings_find_and_the_pools_own_on_a_pool(monkeypat
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert (device(), device("run.device=cpu"), HERE.device("xla")) == ("cpu", "cpu", "xla")
-    assert device(place=Place(pool="gpu-a100")) == "cuda"
-    assert device("run.device=cpu", place=Place(pool="neuron-trn1")) == "xla"
+    assert device(place=Placement(pool="gpu-a100")) == "cuda"
+    assert device("run.device=cpu", place=Placement(pool="neuron-trn1")) == "xla"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device() == "cuda"
 
@@ -85,7 +85,7 @@ def test_a_warm_up_is_of_the_trainings_that_follow():
 
 
 def test_a_warm_up_that_would_be_lost_is_refused_before_anything_starts(monkeypatch):
-    neuron = Place(pool="neuron-trn1")
+    neuron = Placement(pool="neuron-trn1")
     configured("digits", place=neuron)
     with pytest.raises(SettingsError, match=r"NEURON_COMPILE_CACHE_URL=/cache/neuron lies in the pods"):
         configured("digits", "warm_up.enabled=true", place=neuron)
@@ -232,12 +232,12 @@ def test_settings_that_need_a_stage_that_the_graph_lacks_are_refused():
     """As "Create run" in Kubeflow's UI can combine them."""
     settings = sections.resolve("digits", "distill.teacher=recorded")
     with pytest.raises(SettingsError, match=r"need reinforce, which this version of the pipeline leaves out; .*RUN=1"):
-        sections.configure(settings, Place(), "tune")
+        sections.configure(settings, Placement(), "tune")
 
 
 def test_a_new_generation_makes_the_first_cached_task_another_one():
     before, after = (
-        sections.configure(sections.resolve("digits"), Place(), generation=generation)
+        sections.configure(sections.resolve("digits"), Placement(), generation=generation)
         for generation in ("", "20260131t120000z")
     )
     assert after.source_version != before.source_version
@@ -251,7 +251,7 @@ def test_mlflow_names_the_run_as_kubeflow_does_and_links_to_it(tmp_path, monkeyp
     for name in ("TRAINER_RUN", "KFP_RUN_ID"):
         monkeypatch.setenv(name, "0b8e1f")
     monkeypatch.setenv(sections.KUBEFLOW_UI, "https://kubeflow.example.com/pipeline/")
-    sections.configure(sections.resolve("digits"), Place(pool="cpu"), run_name="digits 2026-01-31 12:00:00 UTC")
+    sections.configure(sections.resolve("digits"), Placement(pool="cpu"), run_name="digits 2026-01-31 12:00:00 UTC")
     parent = tracking.client().get_run(tracking.parent_run())
     assert parent.info.run_name == "digits 2026-01-31 12:00:00 UTC"
     assert parent.data.tags[tracking.RUN_TAG] == "0b8e1f"

@@ -9,7 +9,7 @@ from kfp import dsl
 from kfp.dsl.types import artifact_types
 
 from components import references, task
-from components.launching import Place
+from components.launching import Placement
 from components.sections import configure, resolve
 from trainer import artifacts
 from trainer.errors import (
@@ -143,14 +143,14 @@ def test_a_wrong_setting_ends_the_task(folder, capfd):
     ],
 )
 def test_without_tuning_the_distillation_is_handed_on_as_it_is_and_nothing_is_launched(folder, overrides, asked):
-    sections = configure(resolve("digits", overrides), Place())
-    assert task.tune(sections.tune, {}, Place()) == (sections.distill, asked, "")
+    sections = configure(resolve("digits", overrides), Placement())
+    assert task.tune(sections.tune, {}, Placement()) == (sections.distill, asked, "")
     assert not folder.exists()
 
 
 def test_what_is_not_asked_for_is_not_launched_and_its_reference_is_empty(folder, tmp_path):
-    sections = configure(resolve("digits"), Place())
+    sections = configure(resolve("digits"), Placement())
     page = dsl.HTML(uri=str(tmp_path / "page"))
-    assert task.reinforce(sections.reinforce, task.ONLINE, {}, Place(), page) == ("",)
-    assert task.warm_up(sections.warm_up, {}, Place()) == ("",)
+    assert task.reinforce(sections.reinforce, task.ONLINE, {}, Placement(), page) == ("",)
+    assert task.warm_up(sections.warm_up, {}, Placement()) == ("",)
     assert list(tmp_path.iterdir()) == []

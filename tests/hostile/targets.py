@@ -25,7 +25,7 @@ from trainer import artifacts, config, limits, models, storage
 from trainer.config import ModelSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.decoding import decode_square, encode
-from trainer.data.schema import SPLITS, Description, features
+from trainer.data.schema import SPLITS, DatasetDescription, features
 from trainer.data.sources import list_source
 from trainer.distillation import recording, shards
 from trainer.distillation.recording import open_recording
@@ -265,7 +265,7 @@ def _find(folder: Path, pattern: str) -> Path:
 
 
 def _make_recording(folder: Path) -> None:
-    description = recording.Description(
+    description = recording.RecordingDescription(
         samples=5,
         views=2,
         block=3,
@@ -311,7 +311,7 @@ def _make_dataset(folder: Path) -> None:
         datasets.disable_progress_bars()
         datasets.Dataset(table).cast(features()).save_to_disk(str(folder / split))
     images = {split: 2 if split == "train" else 0 for split in SPLITS}
-    Description(classes=("a", "b"), image_size=SIZE, images=images).write(folder)
+    DatasetDescription(classes=("a", "b"), image_size=SIZE, images=images).write(folder)
     sign(folder, "dataset")
 
 

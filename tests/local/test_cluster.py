@@ -11,7 +11,7 @@ from kfp import dsl
 from kfp.dsl.types import artifact_types
 
 from components import references, task
-from components.launching import Place
+from components.launching import Placement
 from tests.pipelines.local_runs import PLAIN, SMALL, happened, start
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
@@ -34,7 +34,7 @@ retries = 1
 silent_minutes = 2
 """
 """One core, and so one thread, for each process: what two of them get on the machines of the CI too."""
-TWO_MACHINES = Place(pool="small", nodes=2)
+TWO_MACHINES = Placement(pool="small", nodes=2)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_stu
 
     with ThreadPoolExecutor(1) as thread:
         lost = thread.submit(lose_a_machine)
-        place = Place(pool="interrupted", nodes=2)
+        place = Placement(pool="interrupted", nodes=2)
         root, _ = train_on_cluster(here, place, "run-2", environment, store, monkeypatch)
         lost.result()
     told = capsys.readouterr().out

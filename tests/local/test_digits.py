@@ -12,7 +12,7 @@ import pytest
 from tests.pipelines.local_runs import SMALL
 from trainer import artifacts, config, runs
 from trainer.billing import Bill
-from trainer.costs import Place
+from trainer.costs import Machines
 from trainer.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def test_the_whole_run_and_the_same_again(tmp_path):
     for line in ("teacher", "student", "Where to look:"):
         assert line in ended.stdout
     distill = Bill.model_validate(summary["bill"]).stage("distill")
-    assert distill.place == Place(pool="this machine", processes_per_node=1)
+    assert distill.place == Machines(pool="this machine", processes_per_node=1)
     assert distill.seconds == pytest.approx(sum(distill.parts.values()))
     assert {"startup", "training", "evaluation", "checkpoints"} <= set(distill.parts)
     assert distill.dollars is None
@@ -103,7 +103,7 @@ def test_a_run_with_recorded_outputs_keeps_them_for_another_distillation(tmp_pat
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
     distill = Bill.model_validate(summary["bill"]).stage("distill")
-    assert distill.place == Place(pool="this machine", processes_per_node=2)
+    assert distill.place == Machines(pool="this machine", processes_per_node=2)
     assert list(summary["stages"]) == [name for name in STAGES if name not in ("tune", "warm_up")]
     assert "reinforce" in summary["reports"]
     assert re.search(r"^reinforce .* 2 views of 1,\d+ images", ended.stdout, flags=re.MULTILINE)

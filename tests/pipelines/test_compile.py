@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from components.image import IMAGE, IMAGE_VARIABLE
-from components.launching import Place
+from components.launching import Placement
 from components.sections import OPTIONAL_STAGES
 from pipelines import compile as compilation
 from pipelines.pods import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
@@ -173,7 +173,7 @@ def test_caching(compiled):
 def test_every_parameter_has_a_default_and_a_description(compiled):
     parameters = compiled["root"]["inputDefinitions"]["parameters"]
     named = {"recipe", "overrides", "dataset", "teacher", "experiment"}
-    assert set(parameters) == named | {field.name for field in dataclasses.fields(Place)}
+    assert set(parameters) == named | {field.name for field in dataclasses.fields(Placement)}
     assert all(parameter["description"] and "defaultValue" in parameter for parameter in parameters.values())
 
 

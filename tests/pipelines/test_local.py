@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.launching import Place
+from components.launching import Placement
 from pipelines import local
 from pipelines.compile import compiled_text
 from tests.pipelines.local_runs import ALL, PLAIN, SMALL, command, environment, happened, start
@@ -86,7 +86,7 @@ def test_wrong_input_ends_in_one_message_before_anything_starts(tmp_path, monkey
 )
 def test_one_process_for_each_gpu_and_two_without(monkeypatch, gpus, device, asked, expected):
     monkeypatch.setattr(launch, "gpus", lambda: gpus)
-    assert local.with_processes(Place(**asked), device).processes_per_node == expected
+    assert local.with_processes(Placement(**asked), device).processes_per_node == expected
 
 
 def test_a_store_that_is_not_there_is_told_before_anything_starts(tmp_path):
@@ -109,8 +109,8 @@ def test_a_store_that_is_not_there_is_told_before_anything_starts(tmp_path):
 def test_the_checkpoints_of_an_interrupted_run_lie_where_the_next_run_looks(monkeypatch, pool, named, expected):
     monkeypatch.setenv("TRAINER_ARTIFACTS", "s3://bucket/x")
     monkeypatch.setenv("TRAINER_CHECKPOINTS", named)
-    place = Place(pool=pool)
-    request = local.Request(parameters={}, place=place, output=None, fresh=False, debug=False)
+    place = Placement(pool=pool)
+    request = local.LocalRun(parameters={}, place=place, output=None, fresh=False, debug=False)
     for directory in (Path("runs/1"), Path("runs/2")):
         assert local._environment(config.resolve("digits"), directory, request)["TRAINER_CHECKPOINTS"] == expected
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer import artifacts, storage
-from trainer.costs import PLACE_VARIABLE, Place, Price
+from trainer.costs import PLACE_VARIABLE, Machines, Price
 from trainer.errors import ArtifactError, OutputError, StorageError, TrainerError, writing_to
 
 SETTINGS = {"temperature": 2.0, "name": "ä"}
@@ -54,7 +54,7 @@ def test_it_says_when_and_on_which_machines_it_was_made_outside_of_the_fingerpri
     assert before <= base.created <= datetime.now(UTC)
     assert (base.place, base.startup_seconds) == (None, None)
     price = Price(dollars_an_hour=1.0, date="2026-11", region="here", source="bill")
-    place = Place(pool="gpu", nodes=2, price=price)
+    place = Machines(pool="gpu", nodes=2, price=price)
     monkeypatch.setenv(PLACE_VARIABLE, place.model_dump_json())
     priced = artifacts.read(make(tmp_path / "priced"), "model")
     assert priced.place == place

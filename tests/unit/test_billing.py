@@ -7,7 +7,7 @@ import pytest
 from trainer import artifacts, billing
 from trainer.billing import Bill, bill_here, make_bill, stage_bill
 from trainer.config import EvidenceSettings
-from trainer.costs import PLACE_VARIABLE, Place, Price
+from trainer.costs import PLACE_VARIABLE, Machines, Price
 from trainer.forecast import Forecast
 from trainer.profiling.evidence import Evidence, RankEvidence, Spans, TensorLooks, TrainingEvidence
 from trainer.profiling.schema import (
@@ -21,7 +21,7 @@ from trainer.profiling.schema import (
 
 BEGAN = 1_790_000_000.0
 PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="us-east-1", source="list")
-GPUS = Place(pool="gpu", instance="g5.xlarge", nodes=2, price=PRICE)
+GPUS = Machines(pool="gpu", instance="g5.xlarge", nodes=2, price=PRICE)
 
 
 def record(**changes):

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from trainer import costs
-from trainer.costs import Place, Price
+from trainer.costs import Machines, Price
 from trainer.errors import SettingsError
 
 TODAY = datetime.date(2026, 11, 21)
@@ -18,8 +18,8 @@ def price(**changes):
 
 
 def test_dollars_are_of_all_nodes_and_unknown_without_a_price():
-    assert Place(pool="trn1", nodes=4, price=price()).dollars(1800) == pytest.approx(43)
-    assert Place(pool="trn1", nodes=4).dollars(1800) is None
+    assert Machines(pool="trn1", nodes=4, price=price()).dollars(1800) == pytest.approx(43)
+    assert Machines(pool="trn1", nodes=4).dollars(1800) is None
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_tomls_own_date_is_one_too():
 def test_a_place_goes_through_the_environment(monkeypatch):
     monkeypatch.delenv(costs.PLACE_VARIABLE, raising=False)
     assert costs.place_here() is None
-    place = Place(pool="gpu-a100", instance="p4d.24xlarge", nodes=4, processes_per_node=8, price=price())
+    place = Machines(pool="gpu-a100", instance="p4d.24xlarge", nodes=4, processes_per_node=8, price=price())
     monkeypatch.setenv(costs.PLACE_VARIABLE, place.environment()[costs.PLACE_VARIABLE])
     assert costs.place_here() == place
     assert str(place) == "4 nodes of gpu-a100 (p4d.24xlarge)"
@@ -63,9 +63,9 @@ def test_a_place_goes_through_the_environment(monkeypatch):
 
 def test_a_user_prices_this_machine(monkeypatch):
     monkeypatch.delenv(costs.PLACE_VARIABLE, raising=False)
-    assert costs.local_place(2) == Place(pool="this machine", processes_per_node=2)
+    assert costs.local_place(2) == Machines(pool="this machine", processes_per_node=2)
     monkeypatch.setenv(costs.PLACE_VARIABLE, json.dumps({"pool": "workstation", "price": price().model_dump()}))
-    assert costs.local_place(2) == Place(pool="workstation", processes_per_node=2, price=price())
+    assert costs.local_place(2) == Machines(pool="workstation", processes_per_node=2, price=price())
 
 
 def test_the_example_of_the_docstring_is_a_place(monkeypatch):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from trainer.config import DistillSettings, EvidenceSettings
-from trainer.costs import Place, Price
+from trainer.costs import Machines, Price
 from trainer.errors import BudgetError
 from trainer.forecast import (
     Measurement,
-    Work,
+    WorkCount,
     check_budget,
     epochs_that_fit,
     forecast,
@@ -29,7 +29,7 @@ SETTINGS = DistillSettings(epochs=100, batch_size=100, validate_every_epochs=10,
 
 def measured(nodes=1, step_s=3.6, price=PRICE, **changes):
     values = {
-        "place": Place(pool="gpu", nodes=nodes, price=price),
+        "place": Machines(pool="gpu", nodes=nodes, price=price),
         "settings": {},
         "batch_size": 100,
         "step_s": step_s,
@@ -97,13 +97,13 @@ def test_work_is_counted_as_the_loop_does_it(samples, size):
             before, after = (seen * size // (every * samples) if every else 0 for seen in (step, step + 1))
             validations += step + 1 == total or after > before
             saves += bool(checkpoints) and ((step + 1) % checkpoints == 0 or step + 1 == total)
-        expected = Work(steps=total, validations=validations, checkpoints=saves, windows=int(total > 20))
+        expected = WorkCount(steps=total, validations=validations, checkpoints=saves, windows=int(total > 20))
         assert work_of(settings, samples) == expected
 
 
 def test_every_part_counts_as_often_as_it_comes():
     work = work_of(SETTINGS, SAMPLES)
-    assert work == Work(steps=1000, validations=10, checkpoints=4, windows=1)
+    assert work == WorkCount(steps=1000, validations=10, checkpoints=4, windows=1)
     expected = forecast(measured(), work)
     assert expected.hours == pytest.approx((36 + 1000 * 3.6 + 10 * 7.2 + 4 * 1.8) / 3600)
     assert expected.hours_low == pytest.approx((36 + 1000 * 0.9 * 3.6 + 10 * 7.2 + 4 * 1.8) / 3600)
@@ -141,21 +141,21 @@ def test_recording_the_teacher_is_part_of_it_where_it_has_to_be_done():
 
 
 def test_without_a_price_there_are_no_dollars():
-    expected = forecast(measured(price=None), Work(steps=10, validations=0, checkpoints=0))
+    expected = forecast(measured(price=None), WorkCount(steps=10, validations=0, checkpoints=0))
     assert (expected.dollars, expected.dollars_low, expected.dollars_high) == (None, None, None)
     assert "$" not in str(expected)
 
 
 def test_an_old_price_is_among_the_assumptions():
     old = PRICE.model_copy(update={"date": "2020-01"})
-    (said,) = forecast(measured(price=old), Work(steps=10, validations=0, checkpoints=0)).assumptions
+    (said,) = forecast(measured(price=old), WorkCount(steps=10, validations=0, checkpoints=0)).assumptions
     assert "is of 2020-01" in said
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # More nodes
 
-STEPS_ALONE = Work(steps=1000, validations=0, checkpoints=0)
+STEPS_ALONE = WorkCount(steps=1000, validations=0, checkpoints=0)
 
 
 def step_s(expected):
@@ -193,7 +193,7 @@ def test_fewer_nodes_take_longer():
 
 
 def test_measurements_of_other_machines_are_not_mixed():
-    other = measured().model_copy(update={"place": Place(pool="cpu")})
+    other = measured().model_copy(update={"place": Machines(pool="cpu")})
     with pytest.raises(ValueError, match="one pool and one batch size"):
         on_nodes([measured(), other], STEPS_ALONE, 2)
 
@@ -233,7 +233,7 @@ def test_a_refusal_names_forecast_budget_and_alternatives():
 
 
 def test_dollars_are_not_limited_where_no_price_is_known():
-    for place in (None, Place(pool="cpu")):
+    for place in (None, Machines(pool="cpu")):
         check_budget(place, None)
         check_budget(place, 0)
         with pytest.raises(BudgetError, match=r"run.budget_usd=50 can not be kept, for the price of .* TRAINER_PLACE"):

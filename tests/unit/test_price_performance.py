@@ -6,14 +6,14 @@ import pytest
 
 from trainer import cli
 from trainer.billing import StageBill, make_bill
-from trainer.costs import Place, Price
+from trainer.costs import Machines, Price
 from trainer.errors import EXIT_CODE, ArtifactError
-from trainer.price_performance import Entry, lines, read_run, rows
+from trainer.price_performance import PricedRun, lines, read_run, rows
 
 
 def place(pool, dollars, **changes):
     price = Price(dollars_an_hour=dollars, date="2026-11", region="us-east-1", source="list")
-    return Place(pool=pool, price=price, **changes)
+    return Machines(pool=pool, price=price, **changes)
 
 
 def column(entries, title):
@@ -24,10 +24,12 @@ def column(entries, title):
 # ---------------------------------------------------------------------------------------------------------------------
 # Two published comparisons, from their own inputs
 
-TRAINIUM = Entry(
+TRAINIUM = PricedRun(
     name="trn1.32xlarge", place=place("trn1", 24.725), seconds=6033, iterations_per_second=6.64, accuracy=0.984
 )
-A100 = Entry(name="p4d.24xlarge", place=place("p4d", 37.69), seconds=6553, iterations_per_second=5.44, accuracy=0.984)
+A100 = PricedRun(
+    name="p4d.24xlarge", place=place("p4d", 37.69), seconds=6553, iterations_per_second=5.44, accuracy=0.984
+)
 
 
 def test_the_published_comparison_of_a_bert_is_reproduced():
@@ -47,9 +49,9 @@ def test_the_published_comparison_of_a_bert_is_reproduced():
 
 def test_the_model_case_is_reproduced():
     """300 epochs at 3.20 h on 2 A100-80GB were 40 days; 210 at 0.11 h on 32 A100-40GB a day: an epoch 29 times as fast."""
-    before = Entry(name="before", place=Place(pool="2 x A100-80GB"), seconds=300 * 3.20 * 3600, epochs=300)
-    after = Entry(
-        name="after", place=Place(pool="8 x A100-40GB", nodes=4, processes_per_node=8), seconds=210 * 0.11 * 3600, epochs=210
+    before = PricedRun(name="before", place=Machines(pool="2 x A100-80GB"), seconds=300 * 3.20 * 3600, epochs=300)
+    after = PricedRun(
+        name="after", place=Machines(pool="8 x A100-40GB", nodes=4, processes_per_node=8), seconds=210 * 0.11 * 3600, epochs=210
     )  # fmt: skip
     assert column([before, after], "time") == ["40.0 days", "23.10 h"]
     assert column([before, after], "an epoch") == ["3.20 h", "6.6 min"]
@@ -83,7 +85,7 @@ def write_run(directory, *, seconds=3600.0, at=None, top1=0.9, epochs=10, record
 def test_runs_stand_side_by_side_whatever_they_ran_on(tmp_path, capsys):
     gpus = write_run(tmp_path / "gpus", at=place("gpu-a100", 21.96, instance="p4d.24xlarge", nodes=2), top1=0.91)
     neuron = write_run(tmp_path / "neuron", at=place("neuron-trn1-16", 21.5), seconds=5400.0)
-    laptop = write_run(tmp_path / "laptop", at=Place(pool="this machine"), seconds=86400.0)
+    laptop = write_run(tmp_path / "laptop", at=Machines(pool="this machine"), seconds=86400.0)
     assert cli.main(["bill", *map(str, (gpus, neuron, laptop))]) == 0
     heading, first, second, third, *_ = capsys.readouterr().out.splitlines()
     titles = "run where it/s images/s accuracy epochs an epoch epoch speed time dollars $/point price of"
@@ -127,8 +129,8 @@ def test_a_registration_is_named_like_its_run(tmp_path):
 
 
 def test_the_table_says_what_time_it_is_of_and_doubts_old_prices():
-    old = Place(pool="gpu", price=Price(dollars_an_hour=1.0, date="2020-01", region="r", source="s"))
-    text = "\n".join(lines([Entry(name="a", place=old, seconds=3600.0)]))
+    old = Machines(pool="gpu", price=Price(dollars_an_hour=1.0, date="2020-01", region="r", source="s"))
+    text = "\n".join(lines([PricedRun(name="a", place=old, seconds=3600.0)]))
     assert "warm_up, reinforce, distill, with start-up and compilation" in text
     assert "  - the price of 1.00 $/h (r; s) is of 2020-01, " in text
 

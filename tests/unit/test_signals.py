@@ -3,7 +3,7 @@ import signal
 import pytest
 
 from trainer import signals
-from trainer.signals import Request, Terminated, ended_by_sigterm
+from trainer.signals import EndRequest, Terminated, ended_by_sigterm
 
 
 def end_by(number):
@@ -29,9 +29,9 @@ def ask(request, *numbers):
 
 def test_a_request_ends_at_once_until_it_is_deferred():
     with pytest.raises(Terminated):
-        ask(Request(), signal.SIGTERM)
+        ask(EndRequest(), signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt) as ended:
-        ask(Request(), signal.SIGINT)
+        ask(EndRequest(), signal.SIGINT)
     assert not isinstance(ended.value, Terminated)
 
 
@@ -46,14 +46,14 @@ def later(request):
 def test_a_deferred_request_is_noted_and_the_handlers_are_put_back():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(ValueError, match="another reason"):
-        later(Request())
+        later(EndRequest())
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def ask_deferred(monkeypatch, seconds):
     now = 100.0
     monkeypatch.setattr(signals.time, "monotonic", lambda: now)
-    with Request() as request:
+    with EndRequest() as request:
         request.defer()
         signal.raise_signal(signal.SIGTERM)
         now += seconds
@@ -69,7 +69,7 @@ def test_the_same_request_by_two_ways_is_one_and_a_second_one_ends_at_once(monke
 
 
 def overlook():
-    with Request() as request:
+    with EndRequest() as request:
         request.defer()
         signal.raise_signal(signal.SIGTERM)
 

@@ -6,13 +6,13 @@ import pytest
 
 from trainer import summary
 from trainer.billing import StageBill, make_bill
-from trainer.costs import Place, Price
+from trainer.costs import Machines, Price
 from trainer.forecast import Forecast
 from trainer.summary import Registered
 
 PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="us-east-1", source="list")
 EXPECTED = Forecast(
-    place=Place(pool="gpu", price=PRICE),
+    place=Machines(pool="gpu", price=PRICE),
     hours=0.01,
     hours_low=0.009,
     hours_high=0.011,
@@ -185,7 +185,7 @@ def test_the_table_tells_the_verdict_on_the_trainings_and_what_was_forecast():
 
 
 def test_the_bill_is_in_the_table_with_dollars_where_there_is_a_price():
-    priced = bill(EXPECTED, Place(pool="gpu", instance="g5.xlarge", nodes=2, price=PRICE), distill=40.0)
+    priced = bill(EXPECTED, Machines(pool="gpu", instance="g5.xlarge", nodes=2, price=PRICE), distill=40.0)
     plain = bill(prepare=10.0)
     content = built(bill=make_bill([*plain.stages, *priced.stages], EXPECTED))
     text = summary.table(content)

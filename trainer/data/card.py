@@ -14,7 +14,7 @@ from PIL import Image
 from trainer import html, limits
 from trainer.config import DataSettings
 from trainer.data.schema import DROPPED, QUARANTINE, UNLABELED, SplitName
-from trainer.data.selection import Candidate, Dropped, Quarantined
+from trainer.data.selection import Dropped, ImageCandidate, Quarantined
 
 ROWS = 200
 """Longest list of files on the page."""
@@ -49,7 +49,7 @@ class CardContent:
     classes: Sequence[str]
     notes: Sequence[str]
     """What the source left out, in sentences."""
-    splits: Mapping[SplitName, Sequence[Candidate]]
+    splits: Mapping[SplitName, Sequence[ImageCandidate]]
     quarantined: Sequence[Quarantined]
     dropped: Sequence[Dropped]
     read: Callable[[int], bytes]
@@ -186,7 +186,7 @@ def _quantiles(values: np.typing.NDArray[np.int64] | np.typing.NDArray[np.float6
 
 def _samples(content: CardContent) -> str:
     chosen = np.unique(np.linspace(0, len(content.classes) - 1, STRIPS).round().astype(int)).tolist()
-    of_class: dict[int, list[Candidate]] = {label: [] for label in [*chosen, UNLABELED]}
+    of_class: dict[int, list[ImageCandidate]] = {label: [] for label in [*chosen, UNLABELED]}
     for split in ("train", "unlabeled"):
         for member in content.splits[split]:
             if member.label in of_class:
@@ -209,12 +209,12 @@ def _samples(content: CardContent) -> str:
     )
 
 
-def _drawn(members: Sequence[Candidate]) -> list[Candidate]:
+def _drawn(members: Sequence[ImageCandidate]) -> list[ImageCandidate]:
     """A few of a class that do not stand side by side in the source: those with the smallest content keys."""
     return sorted(members, key=lambda member: member.key)[:TILES]
 
 
-def _strip(members: Sequence[Candidate], read: Callable[[int], bytes]) -> bytes:
+def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> bytes:
     """Pictures side by side, as a JPEG file."""
     strip = Image.new("RGB", (TILE * len(members), TILE))
     for position, member in enumerate(members):

@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info
 from trainer import artifacts, limits
 from trainer.artifacts import Artifact
 from trainer.data.decoding import Pixels, decode_square, decoder_of
-from trainer.data.schema import DESCRIPTION, SPLITS, Description, SplitName
+from trainer.data.schema import DESCRIPTION, SPLITS, DatasetDescription, SplitName
 from trainer.errors import ArtifactError, DataError
 from trainer.served_student.preprocessing import BadImageError, Square
 
@@ -174,7 +174,7 @@ def _channels_first(images: Tensor) -> Tensor:
 class PreparedDataset:
     """A prepared data set: four splits and what they have in common."""
 
-    def __init__(self, artifact: Artifact, description: Description) -> None:
+    def __init__(self, artifact: Artifact, description: DatasetDescription) -> None:
         self.fingerprint = artifact.fingerprint
         self.classes = description.classes
         self.image_size = description.image_size
@@ -252,4 +252,4 @@ def open_dataset(uri: str | Path) -> PreparedDataset:
         ArtifactError: it is missing, damaged, of another kind or of another schema version.
     """
     artifact = artifacts.read(uri, "dataset")
-    return PreparedDataset(artifact, Description.read(artifact.path))
+    return PreparedDataset(artifact, DatasetDescription.read(artifact.path))

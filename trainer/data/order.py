@@ -105,7 +105,9 @@ class SampleOrder:
         kinds = _kinds(count, labelled)
         self._share = Fraction(str(labelled_share)) if len(kinds) > 1 else Fraction(0)
         self._streams = [
-            _Stream(one, count, seed, view_seed=seed if view_seed is None else view_seed, views=views, paired=paired)
+            _SampleStream(
+                one, count, seed, view_seed=seed if view_seed is None else view_seed, views=views, paired=paired
+            )
             for one in ([[kind] for kind in kinds] if self._share else [kinds])
         ]
 
@@ -125,7 +127,7 @@ class SampleOrder:
         return Taken(indices, numbers, np.append(labelled.partners, others.partners)[place])
 
 
-class _Stream:
+class _SampleStream:
     """The endless stream of some samples, each once an epoch."""
 
     def __init__(

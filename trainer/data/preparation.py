@@ -37,9 +37,9 @@ from trainer.config import LOADING, DataSettings
 from trainer.cores import usable_cores
 from trainer.data import decoding, selection
 from trainer.data.card import CardContent, data_card
-from trainer.data.schema import CARD, DROPPED, QUARANTINE, SPLITS, Description, SplitName, features
-from trainer.data.selection import Candidate, Dropped, Quarantined
-from trainer.data.sources import Item, Listing, list_source
+from trainer.data.schema import CARD, DROPPED, QUARANTINE, SPLITS, DatasetDescription, SplitName, features
+from trainer.data.selection import Dropped, ImageCandidate, Quarantined
+from trainer.data.sources import Item, SourceListing, list_source
 from trainer.data.spool import Decoded, Outcome, Spool
 from trainer.errors import DataError, ObjectTooLargeError, writing_to
 from trainer.served_student import preprocessing
@@ -116,7 +116,7 @@ def prepare(
         )
         (directory / CARD).write_text(data_card(content), encoding="utf-8")
     counts = {str(split): len(members) for split, members in splits.items()}
-    Description(classes=listing.classes, image_size=settings.image_size, images=counts).write(directory)
+    DatasetDescription(classes=listing.classes, image_size=settings.image_size, images=counts).write(directory)
     leakage = sum(drop.is_leakage for drop in dropped)
     return counts | {
         "classes": len(listing.classes),
@@ -126,7 +126,7 @@ def prepare(
     }
 
 
-def _with_test(listing: Listing, settings: DataSettings) -> Listing:
+def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
     """The listing with its val as test where the settings want that and the source has no test of its own."""
     splits = {item.split for item in listing.items}
     if settings.test_from == "train" or "test" in splits:
@@ -178,13 +178,13 @@ class _Chunk(NamedTuple):
     """Whether an earlier try has decoded it."""
 
 
-def _chunks(listing: Listing) -> list[Sequence[Item]]:
+def _chunks(listing: SourceListing) -> list[Sequence[Item]]:
     """The pieces that the work is cut into."""
     size = min(max(len(listing.items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
     return [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
 
 
-def _decode_all(listing: Listing, settings: DataSettings, spool: Spool, processes: int) -> list[Outcome]:
+def _decode_all(listing: SourceListing, settings: DataSettings, spool: Spool, processes: int) -> list[Outcome]:
     """Decode every image; good ones get the next rows of the spool, in the listing's order."""
     work = partial(_make_chunk, read=listing.read, settings=settings, schema=features().arrow_schema, spool=spool)
     outcomes: list[Outcome] = []
@@ -316,7 +316,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 # Deciding
 
 
-def _separate(outcomes: Iterable[Outcome], classes: Sequence[str]) -> tuple[list[Candidate], list[Quarantined]]:
+def _separate(outcomes: Iterable[Outcome], classes: Sequence[str]) -> tuple[list[ImageCandidate], list[Quarantined]]:
     """What may be kept, and what is quarantined; the good images' rows in the spool follow from their order."""
     bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
     decoded = [outcome for outcome in outcomes if isinstance(outcome, Decoded)]
@@ -326,9 +326,9 @@ def _separate(outcomes: Iterable[Outcome], classes: Sequence[str]) -> tuple[list
     return candidates, sorted(bad + contradicting, key=lambda one: one.name)
 
 
-def _candidate(row: int, decoded: Decoded) -> Candidate:
+def _candidate(row: int, decoded: Decoded) -> ImageCandidate:
     item = decoded.item
-    return Candidate(
+    return ImageCandidate(
         row=row,
         name=item.name,
         label=item.label,
@@ -352,8 +352,8 @@ def _check_quarantined(quarantined: Sequence[Quarantined], total: int, settings:
 
 
 def _split(
-    candidates: Sequence[Candidate], listing: Listing, settings: DataSettings
-) -> Mapping[SplitName, Sequence[Candidate]]:
+    candidates: Sequence[ImageCandidate], listing: SourceListing, settings: DataSettings
+) -> Mapping[SplitName, Sequence[ImageCandidate]]:
     given: set[SplitName] = {item.split for item in listing.items}
     selection.check_classes(candidates, listing.classes, settings)
     kept = selection.take_missing_splits(candidates, given, settings)
@@ -385,7 +385,7 @@ def _square(squares: Any, row: int) -> bytes:
 
 
 def _write_splits(
-    splits: Mapping[SplitName, Sequence[Candidate]], squares: Any, directory: Path, processes: int
+    splits: Mapping[SplitName, Sequence[ImageCandidate]], squares: Any, directory: Path, processes: int
 ) -> None:
     row_bytes = squares.data.nbytes / len(squares)
     with _quiet():

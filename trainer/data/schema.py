@@ -1,7 +1,7 @@
 """What a prepared data set looks like; `preparation` writes it and `dataset` reads it.
 
 The artifact holds one Arrow data set a split (`train/`, `val/`, `test/`, `unlabeled/`; columns: `features`), `dataset.json`
-(`Description`), `quarantine.json`, `dropped.json` and the data card `card.html`. Imports nothing heavy, because every process that
+(`DatasetDescription`), `quarantine.json`, `dropped.json` and the data card `card.html`. Imports nothing heavy, because every process that
 decodes images loads it.
 """
 
@@ -41,7 +41,7 @@ def features() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
+class DatasetDescription:
     """What `dataset.json` says."""
 
     classes: tuple[str, ...]
@@ -57,7 +57,7 @@ class Description:
         (directory / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, directory: Path) -> Description:
+    def read(cls, directory: Path) -> DatasetDescription:
         """Read `dataset.json`.
 
         Raises:

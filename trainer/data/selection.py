@@ -20,7 +20,7 @@ _Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class ImageCandidate:
     """A decoded image that may be kept."""
 
     row: int
@@ -62,8 +62,8 @@ class Dropped:
 
 
 def quarantine_contradictions(
-    candidates: Iterable[Candidate], classes: Sequence[str]
-) -> tuple[list[Candidate], list[Quarantined]]:
+    candidates: Iterable[ImageCandidate], classes: Sequence[str]
+) -> tuple[list[ImageCandidate], list[Quarantined]]:
     """Set equal pictures with different labels aside, all of them: nothing says which label is right.
 
     Unlabelled copies contradict nothing, but go with them.
@@ -71,7 +71,7 @@ def quarantine_contradictions(
     Returns:
         The others, and what was set aside, both in the given order.
     """
-    good: list[Candidate] = []
+    good: list[ImageCandidate] = []
     bad: list[Quarantined] = []
     candidates = list(candidates)
     groups = _group(candidates, lambda candidate: candidate.key)
@@ -87,14 +87,14 @@ def quarantine_contradictions(
     return good, bad
 
 
-def drop_copies(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Dropped]]:
+def drop_copies(candidates: Sequence[ImageCandidate]) -> tuple[list[ImageCandidate], list[Dropped]]:
     """Keep one of equal pictures: the first one in test, else in val, else in train, else the first unlabelled one.
 
     Returns:
         What is kept and what is dropped, both in the given order.
     """
     order: tuple[SplitName, ...] = ("test", "val", "train", "unlabeled")
-    kept: dict[str, Candidate] = {}
+    kept: dict[str, ImageCandidate] = {}
     for candidate in sorted(candidates, key=lambda candidate: order.index(candidate.split)):
         kept.setdefault(candidate.key, candidate)
     dropped = [
@@ -111,8 +111,8 @@ def drop_copies(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[
 
 
 def take_missing_splits(
-    candidates: Sequence[Candidate], given: Iterable[SplitName], settings: DataSettings
-) -> list[Candidate]:
+    candidates: Sequence[ImageCandidate], given: Iterable[SplitName], settings: DataSettings
+) -> list[ImageCandidate]:
     """Take val and test from train, class by class, where the source does not give them.
 
     An image has a fixed place in [0, 1), drawn from its content and `split_seed`. Of a class's N images the `test_fraction` x N with
@@ -158,7 +158,7 @@ def _counts(total: int, test_fraction: float, val_fraction: float) -> tuple[int,
     return test, val
 
 
-def check_classes(candidates: Iterable[Candidate], classes: Sequence[str], settings: DataSettings) -> None:
+def check_classes(candidates: Iterable[ImageCandidate], classes: Sequence[str], settings: DataSettings) -> None:
     """Make sure that there is something to tell apart, and enough of it.
 
     Raises:
@@ -178,7 +178,7 @@ def check_classes(candidates: Iterable[Candidate], classes: Sequence[str], setti
         )
 
 
-def check_splits(candidates: Iterable[Candidate], classes: Sequence[str], listed: Collection[int]) -> None:
+def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], listed: Collection[int]) -> None:
     """Make sure that every class can be learnt and that every split measures something.
 
     Args:
@@ -217,8 +217,10 @@ def _some_classes(counts: Mapping[str, int]) -> str:
     return f"{'class' if len(counts) == 1 else 'classes'} {shown}{more}"
 
 
-def _group(candidates: Iterable[Candidate], key: Callable[[Candidate], _Key]) -> dict[_Key, list[Candidate]]:
-    groups: defaultdict[_Key, list[Candidate]] = defaultdict(list)
+def _group(
+    candidates: Iterable[ImageCandidate], key: Callable[[ImageCandidate], _Key]
+) -> dict[_Key, list[ImageCandidate]]:
+    groups: defaultdict[_Key, list[ImageCandidate]] = defaultdict(list)
     for candidate in candidates:
         groups[key(candidate)].append(candidate)
     return groups

@@ -72,7 +72,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listing:
+class SourceListing:
     """What a source holds."""
 
     items: Sequence[Item]
@@ -85,7 +85,7 @@ class Listing:
     """What was left out, for the data card."""
 
 
-def list_source(source: str, *, outside: Outside = "refuse") -> Listing:
+def list_source(source: str, *, outside: Outside = "refuse") -> SourceListing:
     """List the images of `data.source` without reading them; `outside` is as in the settings.
 
     Raises:
@@ -282,13 +282,13 @@ def _readable(name: str) -> str:
 # digits
 
 
-def _list_digits(_: str, _outside: Outside) -> Listing:
+def _list_digits(_: str, _outside: Outside) -> SourceListing:
     targets = _bundled_digits().target
     items = [
         Item(name=f"digit {index:04d}", location=str(index), label=int(target), split="train")
         for index, target in enumerate(targets)
     ]
-    return Listing(items=items, classes=tuple(str(digit) for digit in range(10)), read=_read_digit)
+    return SourceListing(items=items, classes=tuple(str(digit) for digit in range(10)), read=_read_digit)
 
 
 @functools.cache
@@ -312,7 +312,7 @@ def _read_digit(location: str) -> bytes:
 # imagefolder
 
 
-def _list_folder(folder: str, outside: Outside) -> Listing:
+def _list_folder(folder: str, outside: Outside) -> SourceListing:
     files = _files(folder, outside)
     images = [file for file in files if PurePosixPath(file.name).suffix.lower() in SUFFIXES]
     has_splits = _has_splits(images)
@@ -331,7 +331,7 @@ def _list_folder(folder: str, outside: Outside) -> Listing:
     ]
     others = len(files) - len(images)
     notes = (f"Files without an image's extension, which were not looked at: {others}.",) if others else ()
-    return Listing(items=items, classes=classes, read=read_file, notes=notes)
+    return SourceListing(items=items, classes=classes, read=read_file, notes=notes)
 
 
 def _has_splits(images: Iterable[_File]) -> bool:
@@ -370,7 +370,7 @@ def _class_names(groups: set[str], folder: str) -> dict[str, str]:
 # manifest
 
 
-def _list_manifest(manifest: str, outside: Outside) -> Listing:
+def _list_manifest(manifest: str, outside: Outside) -> SourceListing:
     rows = list(_manifest_rows(manifest, _read_text(manifest), outside))
     classes = tuple(sorted({row.label for row in rows if row.split != "unlabeled"}))
     index = {name: number for number, name in enumerate(classes)}
@@ -383,7 +383,7 @@ def _list_manifest(manifest: str, outside: Outside) -> Listing:
         )
         for row in rows
     ]
-    return Listing(items=items, classes=classes, read=read_file)
+    return SourceListing(items=items, classes=classes, read=read_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,7 +525,7 @@ def _hub_folders(reference: str, outside: Outside) -> tuple[str, ...]:
     return tuple(os.path.realpath(folder) for folder in folders)
 
 
-def _list_hub(reference: str, outside: Outside) -> Listing:
+def _list_hub(reference: str, outside: Outside) -> SourceListing:
     splits = _load_hub(reference)
     image_column, label_column, classes = _hub_columns(reference, next(iter(splits.values())).features)
     import datasets
@@ -546,7 +546,7 @@ def _list_hub(reference: str, outside: Outside) -> Listing:
         image_column,
         _hub_folders(reference, outside),
     )
-    return Listing(items=items, classes=classes, read=read, notes=tuple(notes))
+    return SourceListing(items=items, classes=classes, read=read, notes=tuple(notes))
 
 
 def _hub_items(reference: str, name: str, split: SplitName, labels: Iterable[int | None]) -> list[Item]:
@@ -604,7 +604,7 @@ def _one_column(reference: str, found: Sequence[str], kind: str, usual: str) -> 
     )
 
 
-_LISTERS: Mapping[str, Callable[[str, Outside], Listing]] = {
+_LISTERS: Mapping[str, Callable[[str, Outside], SourceListing]] = {
     "digits": _list_digits,
     "imagefolder": _list_folder,
     "manifest": _list_manifest,

@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from trainer import storage
 from trainer.data.selection import Quarantined
 from trainer.data.sources import Item
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 from trainer.storage import sealed
+from trainer.strict import StrictModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +48,7 @@ class Decoded:
 Outcome: TypeAlias = Decoded | Quarantined
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class _Image(_Record):
+class _Image(StrictModel):
     """An image of a chunk, as its chunk tells it."""
 
     name: str
@@ -70,7 +67,7 @@ class _Image(_Record):
         return Decoded(item=item, key=self.key, width=self.width, height=self.height)
 
 
-class _Chunk(_Record):
+class _Chunk(StrictModel):
     """What is remembered of a chunk."""
 
     way: str

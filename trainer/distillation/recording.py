@@ -1,6 +1,6 @@
 """Recorded teacher outputs: for each view of each training image the largest logits and the sum of the rest, in records of fixed size.
 
-The artifact holds `recording.json` (`Description`), `keys.bin` (the samples' 64-bit keys, in the order of the splits), the
+The artifact holds `recording.json` (`RecordingDescription`), `keys.bin` (the samples' 64-bit keys, in the order of the splits), the
 shards (`trainer.distillation.shards`) and `report.html`.
 
 Shapes: N samples, B samples in a batch, K logits a record, C classes, D features.
@@ -46,7 +46,7 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
+class RecordingDescription:
     """What `recording.json` says: what the outputs depend on, and how a record looks."""
 
     samples: Count
@@ -87,7 +87,7 @@ class Description:
         )
 
 
-_DESCRIPTION = TypeAdapter(Description)
+_DESCRIPTION = TypeAdapter(RecordingDescription)
 
 
 def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None, *, in_memory: bool) -> str:
@@ -97,13 +97,13 @@ def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None, *, in_memory
     return data.decoder_name()
 
 
-def write_description(directory: Path, description: Description, keys: npt.NDArray[np.uint64]) -> None:
+def write_description(directory: Path, description: RecordingDescription, keys: npt.NDArray[np.uint64]) -> None:
     """Write `recording.json` and `keys.bin` into an artifact in the making."""
     (directory / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2, ensure_ascii=False) + "\n")
     (directory / KEYS).write_bytes(keys.astype("<u8").tobytes())
 
 
-def describe(uri: str | Path) -> Description:
+def describe(uri: str | Path) -> RecordingDescription:
     """What recorded outputs say of themselves; their records are neither fetched nor checked.
 
     Raises:
@@ -113,7 +113,7 @@ def describe(uri: str | Path) -> Description:
     return _read_description(uri, storage.join(uri, DESCRIPTION), artifacts.manifest(uri, "teacher_outputs"))
 
 
-def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> Description:
+def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> RecordingDescription:
     """The description, if the artifact has the files that it promises."""
     try:
         content = storage.read_limited(file, limits.JSON_BYTES)
@@ -134,7 +134,7 @@ def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> 
     return description
 
 
-def _first_wrong_file(description: Description, sizes: Mapping[str, int]) -> str:
+def _first_wrong_file(description: RecordingDescription, sizes: Mapping[str, int]) -> str:
     """Keys or a shard that the artifact lacks, or has in another length; empty where all fit."""
     if sizes.get(KEYS) != 8 * description.samples:
         return KEYS
@@ -166,7 +166,7 @@ class Recording:
     Shards are mapped into memory when they are first read, in each process that reads them.
     """
 
-    def __init__(self, path: Path, description: Description, fingerprint: str) -> None:
+    def __init__(self, path: Path, description: RecordingDescription, fingerprint: str) -> None:
         self.description, self.fingerprint = description, fingerprint
         self._path = path
         self._blocks = math.ceil(description.samples / description.block)
@@ -227,7 +227,7 @@ def unpack(records: Records) -> Recorded:
 
 def check_fits(
     uri: str | Path, settings: DistillSettings, *, data: PreparedDataset, dataset: str | Path, teacher: str | Path
-) -> Description:
+) -> RecordingDescription:
     """Refuse outputs that were recorded of something else; by manifests and descriptions, before any record or weight is read.
 
     Args:
@@ -261,7 +261,7 @@ def check_fits(
     return description
 
 
-def _teacher_differs(description: Description, manifest: Manifest, teacher: str | Path) -> str:
+def _teacher_differs(description: RecordingDescription, manifest: Manifest, teacher: str | Path) -> str:
     now, then = artifacts.manifest(teacher, "model"), manifest.parents.get("teacher", "unknown")
     if now.fingerprint == then:
         return ""
@@ -273,7 +273,7 @@ def _teacher_differs(description: Description, manifest: Manifest, teacher: str 
 
 
 def _dataset_differs(
-    uri: str | Path, description: Description, manifest: Manifest, data: PreparedDataset, dataset: str | Path
+    uri: str | Path, description: RecordingDescription, manifest: Manifest, data: PreparedDataset, dataset: str | Path
 ) -> str:
     then = manifest.parents.get("dataset", "unknown")
     if data.fingerprint == then:
@@ -299,7 +299,7 @@ def _changes(prefix: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> li
     ]
 
 
-def _images_that_differ(uri: str | Path, data: PreparedDataset, description: Description) -> str:
+def _images_that_differ(uri: str | Path, data: PreparedDataset, description: RecordingDescription) -> str:
     then = np.frombuffer(storage.read_bytes(storage.join(uri, KEYS), 0, 8 * description.samples), dtype="<u8")
     now = np.concatenate([split.keys for split in data.training_splits(unlabeled=description.unlabeled > 0)])
     gone, new = len(np.setdiff1d(then, now)), len(np.setdiff1d(now, then))
@@ -308,7 +308,7 @@ def _images_that_differ(uri: str | Path, data: PreparedDataset, description: Des
     return "" if np.array_equal(then, now) else "the training images are the same, in another order"
 
 
-def _unlabeled_differ(description: Description, wanted: int) -> str:
+def _unlabeled_differ(description: RecordingDescription, wanted: int) -> str:
     """Recorded outputs of more images than are learned from do fit: those with labels come first, and are mixed with one another."""
     if description.unlabeled or not wanted:
         return ""
@@ -318,7 +318,7 @@ def _unlabeled_differ(description: Description, wanted: int) -> str:
     )
 
 
-def _decoder_differs(description: Description, decoder: str) -> str:
+def _decoder_differs(description: RecordingDescription, decoder: str) -> str:
     if decoder == description.decoder:
         return ""
     return (
@@ -327,7 +327,7 @@ def _decoder_differs(description: Description, decoder: str) -> str:
     )
 
 
-def _views_differ(description: Description, views: ViewSettings) -> str:
+def _views_differ(description: RecordingDescription, views: ViewSettings) -> str:
     changes = _changes("distill.views", description.augmentation, views.model_dump(mode="json"))
     if not changes:
         return ""

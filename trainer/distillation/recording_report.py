@@ -10,14 +10,14 @@ import numpy as np
 
 from trainer import html
 from trainer.distillation.coverage import EDGES, TEMPERATURES, Coverage, entries
-from trainer.distillation.recording import Description
-from trainer.distillation.reinforcement import Work
+from trainer.distillation.recording import RecordingDescription
+from trainer.distillation.reinforcement import RecordedWork
 
 _WIDTH, _HEIGHT, _BARS = 720, 160, 60
 _COLORS = ("#2563eb", "#ea580c")
 
 
-def figures(description: Description, held: Coverage, work: Work) -> dict[str, Any]:
+def figures(description: RecordingDescription, held: Coverage, work: RecordedWork) -> dict[str, Any]:
     """The main numbers, as `summary.json` shows them; the speed only where this job recorded anything."""
     size = description.record.itemsize
     speed = {"views_per_second": work.views / work.seconds} if work.views else {}
@@ -34,7 +34,7 @@ def figures(description: Description, held: Coverage, work: Work) -> dict[str, A
     }
 
 
-def render(description: Description, held: Coverage, work: Work, parents: Mapping[str, str]) -> str:
+def render(description: RecordingDescription, held: Coverage, work: RecordedWork, parents: Mapping[str, str]) -> str:
     """The whole page, self-contained.
 
     Args:
@@ -52,7 +52,7 @@ def render(description: Description, held: Coverage, work: Work, parents: Mappin
     )
 
 
-def _mass(description: Description, held: Coverage) -> str:
+def _mass(description: RecordingDescription, held: Coverage) -> str:
     means = held.mean_mass()
     rows = [
         (f"T = {one}", f"{means[row]:.4%}", f"{held.quantile(0.05, one):.4%}", f"{held.quantile(0.01, one):.4%}")
@@ -78,7 +78,7 @@ def _mass(description: Description, held: Coverage) -> str:
     )
 
 
-def _ladder(description: Description, held: Coverage) -> str:
+def _ladder(description: RecordingDescription, held: Coverage) -> str:
     counts = entries(description.top_k)
     rows = [
         (f"{count:,}", *(f"{mass:.4%}" for mass in masses), f"{_record_bytes(description, count)}")
@@ -96,7 +96,7 @@ def _ladder(description: Description, held: Coverage) -> str:
     return html.table(headers, rows)
 
 
-def _record_bytes(description: Description, entries: int) -> int:
+def _record_bytes(description: RecordingDescription, entries: int) -> int:
     """Of a record with this number of entries."""
     entry = description.record["indices"].base.itemsize + description.record["logits"].base.itemsize
     return description.record.itemsize + (entries - description.top_k) * entry
@@ -148,7 +148,7 @@ def _answers(held: Coverage) -> str:
     return html.section("Teacher and labels", html.table(["", "share of the views"], rows), html.paragraph(note))
 
 
-def _cost(description: Description, work: Work) -> str:
+def _cost(description: RecordingDescription, work: RecordedWork) -> str:
     size = description.record.itemsize
     rows: list[tuple[str, str]] = [
         ("bytes a view", f"{size:,}"),
@@ -164,7 +164,7 @@ def _cost(description: Description, work: Work) -> str:
     return html.section("Storage and time", html.table(["", ""], rows))
 
 
-def _origin(description: Description, parents: Mapping[str, str]) -> str:
+def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> str:
     rows = [
         ("teacher", f"{description.teacher}, fingerprint {parents['teacher'][:12]}"),
         ("data set", f"fingerprint {parents['dataset'][:12]}"),

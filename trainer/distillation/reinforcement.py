@@ -38,7 +38,7 @@ from trainer.data.views.mixing import mixes
 from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
 from trainer.distillation.outputs import TeacherOutputs
-from trainer.distillation.recording import Description, Records
+from trainer.distillation.recording import RecordingDescription, Records
 from trainer.distillation.shards import Shelf, Unit
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
@@ -46,7 +46,7 @@ from trainer.profiling.timeline import HostClock, Timeline
 from trainer.training.feeding import feed_for
 from trainer.training.loading import measured_workers
 from trainer.training.processes import Processes
-from trainer.training.progress import Progress
+from trainer.training.progress import TrainingProgress
 from trainer.training.readback import ReadBack
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ _NAMED = 8
 # Batches
 
 
-class Part(NamedTuple):
+class UnitBatch(NamedTuple):
     """A batch of a unit."""
 
     unit: Unit
@@ -75,20 +75,20 @@ def even_batch(block: int, batch_size: int) -> int:
     return math.ceil(block / math.ceil(block / batch_size))
 
 
-def parts_of(units: Iterable[Unit], batch: int) -> Iterator[Part]:
+def parts_of(units: Iterable[Unit], batch: int) -> Iterator[UnitBatch]:
     """The batches of all units, one unit after the other."""
-    return (Part(unit, start) for unit in units for start in range(0, unit.count, batch))
+    return (UnitBatch(unit, start) for unit in units for start in range(0, unit.count, batch))
 
 
 class UnitBatches(TorchDataset[Batch]):
-    """Item `Part` is a full batch of views; where the unit ends before it does, the unit's last sample fills it up."""
+    """Item `UnitBatch` is a full batch of views; where the unit ends before it does, the unit's last sample fills it up."""
 
     def __init__(self, views: Views, count: int) -> None:
         """`count` samples a batch."""
         self._views, self._count = views, count
         self._partners: tuple[int, Indices] | None = None
 
-    def __getitem__(self, part: Part) -> Batch:
+    def __getitem__(self, part: UnitBatch) -> Batch:
         unit = part.unit
         rows = np.arange(part.start, part.start + self._count, dtype=np.int64)
         indices = unit.first + np.minimum(rows, unit.count - 1)
@@ -107,7 +107,9 @@ class UnitBatches(TorchDataset[Batch]):
 # Records
 
 
-def record_batches(batches: Iterable[Tensor], teacher: FrozenTeacher, description: Description) -> Iterator[Records]:
+def record_batches(
+    batches: Iterable[Tensor], teacher: FrozenTeacher, description: RecordingDescription
+) -> Iterator[Records]:
     """The records [B] of each batch of views, uint8 [B, 3, V, V] on the teacher's device.
 
     A batch is read back when the next one is under way, so that the device never waits for the host.
@@ -132,7 +134,7 @@ def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
     return Recorded(indices, values, rest, outputs.features)
 
 
-def pack(parts: Mapping[str, Tensor], description: Description) -> Records:
+def pack(parts: Mapping[str, Tensor], description: RecordingDescription) -> Records:
     """The records [B] of the parts of `Recorded` that there are, on the host; what half precision can not hold becomes infinite in them."""
     records = np.empty(len(parts["logits"]), dtype=description.record)
     with np.errstate(over="ignore"):
@@ -153,13 +155,13 @@ def unusable(records: Records) -> npt.NDArray[np.bool_]:
 # A job
 
 
-def plan_of(description: Description, parents: Mapping[str, str]) -> str:
+def plan_of(description: RecordingDescription, parents: Mapping[str, str]) -> str:
     """SHA-256 of all that the records depend on, as hexadecimal text."""
     version = artifacts.SCHEMA_VERSIONS["teacher_outputs"]
     return artifacts.digest({"version": version, "description": asdict(description), "parents": parents})
 
 
-class Work(NamedTuple):
+class RecordedWork(NamedTuple):
     """What one job has recorded, on all its processes."""
 
     views: int
@@ -172,7 +174,7 @@ class Reinforcement:
 
     views: Views
     teacher: FrozenTeacher
-    description: Description
+    description: RecordingDescription
     shelf: Shelf
     processes: Processes
     batch_size: int
@@ -186,7 +188,7 @@ class Reinforcement:
         description = self.description
         return shards.units(description.views, samples=description.samples, size=description.block)
 
-    def record(self) -> Work:
+    def record(self) -> RecordedWork:
         """Record what an earlier job has not, this process its share of it.
 
         Raises:
@@ -199,7 +201,7 @@ class Reinforcement:
             logger.info("reinforce  going on: %d of %d shards are there", len(found), len(self.units))
         start = time.monotonic()
         self._record(missing)
-        return Work(views=sum(unit.count for unit in missing), seconds=time.monotonic() - start)
+        return RecordedWork(views=sum(unit.count for unit in missing), seconds=time.monotonic() - start)
 
     def _found(self) -> set[Unit]:
         """The units that an earlier job has finished; each process checks its share."""
@@ -223,7 +225,7 @@ class Reinforcement:
         mine, world_size = self._share(missing), self.processes.world_size
         batch = even_batch(self.description.block, self.batch_size)
         total = sum(math.ceil(unit.count / batch) for unit in mine)
-        progress = Progress(
+        progress = TrainingProgress(
             "reinforce",
             first_step=0,
             total_steps=total,
@@ -243,7 +245,7 @@ class Reinforcement:
             if writing is not None:
                 writing.result()
 
-    def _stream(self, units: Sequence[Unit], batch: int, progress: Progress) -> Iterator[Records]:
+    def _stream(self, units: Sequence[Unit], batch: int, progress: TrainingProgress) -> Iterator[Records]:
         """The records of all batches of these units."""
         parts, batches = list(parts_of(units, batch)), UnitBatches(self.views, batch)
         loader = make_loader(
@@ -263,7 +265,7 @@ class Reinforcement:
                 yield feed.take(timeline).images
                 feed.send(timeline)
 
-    def _loaders(self, batches: UnitBatches, parts: Sequence[Part]) -> int:
+    def _loaders(self, batches: UnitBatches, parts: Sequence[UnitBatch]) -> int:
         """Loader processes: as set, or as many as keep up with the teacher, measured on the first batches."""
         if self.workers != "auto":
             return self.workers

@@ -22,7 +22,7 @@ class GateFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class GateVerdict:
     """The outcome of the gate."""
 
     passed: bool
@@ -30,12 +30,12 @@ class Verdict:
     """Each condition that failed, with its number and its limit; empty if all held."""
 
 
-def judge(settings: GateSettings, figures: GateFigures) -> Verdict:
+def judge(settings: GateSettings, figures: GateFigures) -> GateVerdict:
     """Check every condition of the gate."""
     checks = (_drop, _floor, _compression, _latency)
     conditions = [check(settings, figures) for check in checks]
     reasons = [reason for reason in conditions if reason]
-    return Verdict(passed=not reasons, reasons=reasons)
+    return GateVerdict(passed=not reasons, reasons=reasons)
 
 
 def _drop(settings: GateSettings, figures: GateFigures) -> str:

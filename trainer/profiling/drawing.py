@@ -165,7 +165,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class BarPart:
     """A part of a stacked bar."""
 
     name: str
@@ -173,7 +173,7 @@ class Part:
     share: float
 
 
-def stacked_bar(parts: Sequence[Part], title: str) -> str:
+def stacked_bar(parts: Sequence[BarPart], title: str) -> str:
     """Shares side by side; those that are wide enough carry their percentage."""
     content, x = [], 0.0
     for part in parts:
@@ -226,7 +226,7 @@ def _value_axis(most: float, length: float, height: float, unit: str) -> str:
     return "".join(content)
 
 
-def stacked_rows(rows: Sequence[tuple[str, Sequence[Part], str]], most: float, unit: str, title: str) -> str:
+def stacked_rows(rows: Sequence[tuple[str, Sequence[BarPart], str]], most: float, unit: str, title: str) -> str:
     """One stacked bar a row on a common scale: (label, parts whose `share` is an amount, note)."""
     length = PLOT - 190
     row = _ROW if len(rows) <= _MANY_ROWS else _NARROW_ROW
@@ -291,7 +291,7 @@ class Lane:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class ChartLine:
     """A line of a lane; `style` is s0 or s1, `label` tells it from the others."""
 
     style: str
@@ -300,7 +300,7 @@ class Curve:
     values: Series
 
 
-def over_time(lanes: Sequence[Lane], duration_s: float, title: str, *, windows: Sequence[Window] = ()) -> str:
+def over_time(lanes: Sequence[Lane], duration_s: float, title: str, *, windows: Sequence[MarkedTime] = ()) -> str:
     """Lanes below one another, on one time axis; windows are marked through all of them where they begin and end."""
     divisor, unit = _time_unit(duration_s)
     gap, y = 14.0, 8.0
@@ -319,7 +319,7 @@ def over_time(lanes: Sequence[Lane], duration_s: float, title: str, *, windows: 
     return figure(axis + 24, "".join(content), title)
 
 
-def _edges(window: Window, duration_s: float, height: float) -> str:
+def _edges(window: MarkedTime, duration_s: float, height: float) -> str:
     """Where a window begins and ends; nothing for one that is nearly the whole time."""
     if window.end_s - window.start_s > _WHOLE * duration_s:
         return ""
@@ -346,7 +346,7 @@ def _time_unit(duration_s: float) -> tuple[float, str]:
 def line_lane(
     title: str,
     unit: str,
-    curves: Sequence[Curve],
+    curves: Sequence[ChartLine],
     duration_s: float,
     *,
     height: float = 72,
@@ -491,7 +491,7 @@ def _scale(chart: HeatMap, y: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class MarkedTime:
     """A time in which something was seen; `style` is note, warning or severe."""
 
     label: str
@@ -500,7 +500,7 @@ class Window:
     end_s: float
 
 
-def window_lane(title: str, unit: str, windows: Sequence[Window], duration_s: float) -> Lane:
+def window_lane(title: str, unit: str, windows: Sequence[MarkedTime], duration_s: float) -> Lane:
     """A row for each window: its label, and a line below it as long as it lasted."""
     row, scale = 22, PLOT / duration_s
     content = [rectangle(0, 0, PLOT, row * len(windows), "panel")]

@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from trainer import artifacts
 from trainer.config import EvidenceSettings
-from trainer.costs import Place
+from trainer.costs import Machines
 from trainer.profiling.operators import OperatorTable
+from trainer.strict import StrictModel
 
 SCHEMA_VERSION = artifacts.SCHEMA_VERSIONS["evidence"]
 
@@ -76,13 +77,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class Record(BaseModel):
-    """A part of the JSON object; nothing else may stand in it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ProcessRecord(Record):
+class ProcessRecord(StrictModel):
     """The process that recorded."""
 
     pid: int
@@ -91,7 +86,7 @@ class ProcessRecord(Record):
     """When torch and the trainer were loaded."""
 
 
-class StepRecord(Record):
+class StepRecord(StrictModel):
     """Sums over all steps, also those that the table no longer holds."""
 
     count: Count
@@ -106,14 +101,14 @@ class StepRecord(Record):
     """Path of each range -> seconds in it and in none of its own ranges."""
 
 
-class OutsideRecord(Record):
+class OutsideRecord(StrictModel):
     """All ranges of one name outside of steps."""
 
     count: Count
     seconds: Seconds
 
 
-class CompilationRecord(Record):
+class CompilationRecord(StrictModel):
     """Graphs that were compiled within one step; those of a validation are not among them."""
 
     step: Count
@@ -122,7 +117,7 @@ class CompilationRecord(Record):
     seconds: Seconds
 
 
-class TransferRecord(Record):
+class TransferRecord(StrictModel):
     """What an XLA device and the host exchanged, between the steps too: losses that are read, validations, checkpoints."""
 
     from_device: Count
@@ -134,7 +129,7 @@ class TransferRecord(Record):
     """Operator that ran on the host within steps -> calls: XLA has it not, or, `aten::_local_scalar_dense`, its result was read."""
 
 
-class CommunicationRecord(Record):
+class CommunicationRecord(StrictModel):
     """How long gradients travel, as DistributedDataParallel measures it; seconds a step, means over the steps that it looked at."""
 
     steps: Count
@@ -146,7 +141,7 @@ class CommunicationRecord(Record):
     """Of that, while the backward pass computed."""
 
 
-class AttemptRecord(Record):
+class AttemptRecord(StrictModel):
     """One try of this training: a later one goes on from a checkpoint."""
 
     began_unix: float
@@ -157,7 +152,7 @@ class AttemptRecord(Record):
     """Steps that it completed, as far as is known."""
 
 
-class ContextRecord(Record):
+class ContextRecord(StrictModel):
     """What a rule needs to know of the training beside what is measured; none where it is not known."""
 
     settings: Mapping[str, Any] = {}
@@ -177,7 +172,7 @@ class ContextRecord(Record):
     """Temperature, as text -> mean probability of the classes that the teacher's recorded outputs hold."""
 
 
-class RankRecord(Record):
+class RankRecord(StrictModel):
     """What one process tells beside its tables."""
 
     schema_version: int
@@ -196,7 +191,7 @@ class RankRecord(Record):
     workers: Count | None = None
     """Loader processes beside the process; none where nothing was loaded."""
     process: ProcessRecord
-    place: Place | None = None
+    place: Machines | None = None
     """The node pool and its price; none where nobody told."""
     context: ContextRecord = ContextRecord()
     attempts: tuple[AttemptRecord, ...] = ()

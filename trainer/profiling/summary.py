@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.costs import Place
+from trainer.costs import Machines
 from trainer.profiling.binning import mean_in_bins
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
 from trainer.profiling.operators import Operator
@@ -136,7 +136,7 @@ class TrainingSummary:
     """Of the machine."""
     workers: int | None
     """Loader processes beside each process."""
-    place: Place | None
+    place: Machines | None
     settings: Mapping[str, Any]
     """Of this training, as far as they were recorded."""
     parameters: int | None

@@ -13,7 +13,7 @@ from trainer.config import DistillSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.distillation.objective import DistillObjective
-from trainer.distillation.recording import Description, Recording, check_fits, open_recording
+from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.distillation.student import ProjectedStudent
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import SettingsError
@@ -136,7 +136,7 @@ def _open_recording(
     return open_recording(uri)
 
 
-def _check_content(settings: DistillSettings, student: Classifier, uri: str | Path, held: Description) -> None:
+def _check_content(settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription) -> None:
     """Refuse recorded outputs that lack what the losses or the student need."""
     if settings.needs_all_logits and held.top_k < held.classes:
         loss = f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits

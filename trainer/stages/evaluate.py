@@ -70,7 +70,7 @@ def run(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Subject:
+class _Evaluated:
     """A model under evaluation."""
 
     name: str
@@ -79,11 +79,11 @@ class _Subject:
     fingerprint: str
 
 
-def _subject(name: str, uri: str | Path, classes: Sequence[str]) -> _Subject:
+def _subject(name: str, uri: str | Path, classes: Sequence[str]) -> _Evaluated:
     artifact, model = artifacts.read(uri, "model"), models.load(uri)
     models.check_labels(model, classes, f"{name} {artifact.path}")
     size_bytes = (artifact.path / models.WEIGHTS).stat().st_size
-    return _Subject(name=name, model=model, size_bytes=size_bytes, fingerprint=artifact.fingerprint)
+    return _Evaluated(name=name, model=model, size_bytes=size_bytes, fingerprint=artifact.fingerprint)
 
 
 def _test_split(data: PreparedDataset) -> Split:
@@ -97,7 +97,7 @@ def _test_split(data: PreparedDataset) -> Split:
 
 
 def _evaluate(
-    settings: EvaluateSettings, classes: Sequence[str], split: Split, subjects: Sequence[_Subject], directory: Path
+    settings: EvaluateSettings, classes: Sequence[str], split: Split, subjects: Sequence[_Evaluated], directory: Path
 ) -> dict[str, Any]:
     """Measure, judge, write the files; returns the main figures."""
     logits = {subject.name: predict(subject.model, split, settings.batch_size, subject.name) for subject in subjects}
@@ -150,7 +150,7 @@ def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logi
 
 
 def _measured(
-    subject: _Subject, logits: Logits, split: Split, settings: EvaluateSettings, latencies: Sequence[latency.Latency]
+    subject: _Evaluated, logits: Logits, split: Split, settings: EvaluateSettings, latencies: Sequence[latency.Latency]
 ) -> Measured:
     model = subject.model
     classes = len(model.card.labels)

@@ -12,8 +12,8 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples, Views, makes_views_on_device
 from trainer.distillation import recording, recording_report, shards
 from trainer.distillation.coverage import Coverage
-from trainer.distillation.recording import Description
-from trainer.distillation.reinforcement import Reinforcement, Work, plan_of
+from trainer.distillation.recording import RecordingDescription
+from trainer.distillation.reinforcement import RecordedWork, Reinforcement, plan_of
 from trainer.distillation.shards import Shelf
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.models import Classifier
@@ -107,9 +107,9 @@ def describe(
     teacher: Classifier,
     samples: Samples,
     device: Device,
-) -> Description:
+) -> RecordingDescription:
     """What would be recorded of a teacher on these samples."""
-    return Description(
+    return RecordingDescription(
         samples=len(samples),
         unlabeled=samples.unlabeled,
         views=settings.views,
@@ -128,7 +128,7 @@ def describe(
 
 
 def _explain(
-    job: Reinforcement, held: Coverage, work: Work, parents: Mapping[str, str], directory: Path
+    job: Reinforcement, held: Coverage, work: RecordedWork, parents: Mapping[str, str], directory: Path
 ) -> dict[str, Any]:
     """Write what the records are, and the report, beside them; gives the main numbers."""
     recording.write_description(directory, job.description, job.views.samples.keys)

@@ -23,10 +23,10 @@ from trainer.data.loader import MicroBatches, Samples, Views, makes_views_on_dev
 from trainer.data.order import SampleOrder
 from trainer.data.views.mixing import mixes
 from trainer.data.workers import measure_loading
-from trainer.distillation.recording import Description, Recording, check_fits, open_recording
+from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import SettingsError
-from trainer.forecast import Forecast, Measurement, Work
+from trainer.forecast import Forecast, Measurement, WorkCount
 from trainer.models import Classifier
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, reinforce
@@ -37,10 +37,10 @@ from trainer.training.processes import Processes, join_processes
 from trainer.training.validation import batch_size_of, validate
 from trainer.tuning import measuring, outlook
 from trainer.tuning.blank import blank_recording
-from trainer.tuning.ideas import Job
+from trainer.tuning.ideas import Workload
 from trainer.tuning.journal import Journal, RecordingTime
 from trainer.tuning.schema import FILE, Candidate, Trial, Tuning
-from trainer.tuning.search import Found, search
+from trainer.tuning.search import SearchResult, search
 from trainer.tuning.trials import MakeTraining, Trials
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class Subject:
         """Seconds that a forecast has to count for recording; none where nothing has to be recorded."""
         return self.recording_s if settings.reads_recording and self.recording_s else None
 
-    def job(self, tuned: TuneSettings) -> Job:
+    def job(self, tuned: TuneSettings) -> Workload:
         """What the search may not change."""
         settings, processes, device = self.settings, self.processes, self.processes.device
         images = settings.epochs * len(self.samples)
@@ -212,7 +212,7 @@ class Subject:
             "there are no more images to train on": len(self.samples),
         }
         tightest = min(limits, key=lambda why: limits[why])
-        return Job(
+        return Workload(
             images=images,
             largest_batch=max(limits[tightest], settings.batch_size),
             largest_batch_why=tightest,
@@ -278,7 +278,7 @@ def open_subject(
 
 
 def _hindrance(
-    settings: DistillSettings, recorder: ReinforceSettings, student: Classifier, described: Description
+    settings: DistillSettings, recorder: ReinforceSettings, student: Classifier, described: RecordingDescription
 ) -> str:
     """Why the distillation could not learn from what reinforce would record; empty if it could."""
     mistakes = config.recording_mistakes(settings, recorder)
@@ -290,7 +290,11 @@ def _hindrance(
 
 
 def _recording_time(
-    model: Classifier, samples: Samples, recorder: ReinforceSettings, described: Description, processes: Processes
+    model: Classifier,
+    samples: Samples,
+    recorder: ReinforceSettings,
+    described: RecordingDescription,
+    processes: Processes,
 ) -> RecordingTime:
     """What the stage reinforce would take."""
     teacher_s = _teacher_s(model, recorder, described, processes)
@@ -298,7 +302,9 @@ def _recording_time(
     return RecordingTime(teacher_s=teacher_s, recording_s=view_s * described.samples * described.views)
 
 
-def _teacher_s(model: Classifier, recorder: ReinforceSettings, described: Description, processes: Processes) -> float:
+def _teacher_s(
+    model: Classifier, recorder: ReinforceSettings, described: RecordingDescription, processes: Processes
+) -> float:
     """Seconds that the teacher needs for an image when it is recorded, on all processes together."""
     device = processes.device
     frozen = FrozenTeacher(
@@ -316,7 +322,11 @@ def _teacher_s(model: Classifier, recorder: ReinforceSettings, described: Descri
 
 
 def _view_s(
-    samples: Samples, recorder: ReinforceSettings, described: Description, processes: Processes, teacher_s: float
+    samples: Samples,
+    recorder: ReinforceSettings,
+    described: RecordingDescription,
+    processes: Processes,
+    teacher_s: float,
 ) -> float:
     """Seconds that a view takes to be recorded, on all processes together: a GPU's loaders work beside it, a CPU does both."""
     augmentation = recorder.augmentation or ViewSettings()
@@ -381,7 +391,7 @@ def _tune(
     )
 
 
-def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, journal: Journal) -> Found:
+def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, journal: Journal) -> SearchResult:
     trials = Trials(make, subject.settings, subject.processes)
 
     def measure(candidate: Candidate, rate_to_beat: float) -> Trial:
@@ -397,7 +407,7 @@ def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, journa
     return search(Candidate.of(subject.settings), job, measure, limit_s=60 * settings.minutes)
 
 
-def _chosen(found: Found, given: DistillSettings) -> DistillSettings:
+def _chosen(found: SearchResult, given: DistillSettings) -> DistillSettings:
     """The best candidate's settings; what is as it was given stays so, also where that is `auto`."""
     best = found.best.candidate
     if best.workers == found.given.workers:
@@ -405,7 +415,7 @@ def _chosen(found: Found, given: DistillSettings) -> DistillSettings:
     return best.applied(given)
 
 
-def _reasons(found: Found) -> Iterator[str]:
+def _reasons(found: SearchResult) -> Iterator[str]:
     """What was changed, in words."""
     for tried in found.tried[1:]:
         if tried.taken:
@@ -425,7 +435,7 @@ def _alternatives(
     measured: Measurement,
     uses: DistillSettings,
     chosen: DistillSettings,
-    found: Found | None,
+    found: SearchResult | None,
     elsewhere: Sequence[Tuning],
 ) -> Iterator[tuple[str, Forecast]]:
     """What else could be done -> what that would take."""
@@ -446,7 +456,7 @@ def _alternatives(
 
 
 def _more_nodes(
-    settings: TuneSettings, measured: Measurement, work: Work, elsewhere: Sequence[Tuning]
+    settings: TuneSettings, measured: Measurement, work: WorkCount, elsewhere: Sequence[Tuning]
 ) -> Iterator[tuple[str, Forecast]]:
     """On more nodes of this pool: as fast as was measured where somebody has, or else as is assumed."""
     same = (measured.place.pool, measured.batch_size)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from trainer import artifacts, models, storage, tracking
 from trainer.artifacts import Draft
@@ -36,6 +36,7 @@ from trainer.models import Classifier
 from trainer.profiling.schema import RankRecord
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, pretrain, reinforce
+from trainer.strict import StrictModel
 from trainer.training.checkpoints import checkpoint_root
 from trainer.training.outputs import shared_artifact
 from trainer.training.processes import Processes, join_processes
@@ -51,10 +52,8 @@ FILE = "warm-up.json"
 Part = TypeVar("Part", bound=TrainingSettings)
 
 
-class Warmed(BaseModel):
+class Warmed(StrictModel):
     """What the first steps of one training compiled; of several processes, the most."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     training: str
     """`mae`, `finetune` or `distill`."""

@@ -25,7 +25,7 @@ WARM_STEPS, TIMED_STEPS = 3, 5
 """Steps that may compile or fill caches, and those after them whose time counts."""
 
 
-class Loading:
+class MicroBatchLoader:
     """The micro-batches of one training process; which they are does not depend on who loads them.
 
     `auto` loads in the training process until the step's time is known, and then in as many processes as keep up with it. Where the CPU

@@ -41,17 +41,17 @@ from trainer.training.attempts import Attempts
 from trainer.training.averages import AveragedModel, running_statistics
 from trainer.training.boundaries import Boundary, Validate
 from trainer.training.checkpoints import Checkpoints, newest
-from trainer.training.checkpoints.state import State, capture, restore
+from trainer.training.checkpoints.state import TrainingState, capture, restore
 from trainer.training.feeding import Feed, feed_for
-from trainer.training.loading import Loading
+from trainer.training.loading import MicroBatchLoader
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
 from trainer.training.preemption import Preemption
 from trainer.training.processes import Processes
-from trainer.training.progress import Progress
+from trainer.training.progress import TrainingProgress
 from trainer.training.reporting import Report
 from trainer.training.schedules import checkpoint_steps, learning_rate_at, step_count, validation_steps
 from trainer.training.sharding import RowSharded
-from trainer.training.wrapping import Exchange, wrap
+from trainer.training.wrapping import ExchangeTimer, wrap
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ def _boundary(training: Training, loop: Loop, report: Report, timeline: Timeline
 
 def _report(training: Training, recorder: Recorder, tracker: Tracker, first_step: int) -> Report:
     settings, processes = training.settings, training.processes
-    progress = Progress(
+    progress = TrainingProgress(
         training.name,
         first_step=first_step,
         total_steps=training.total_steps,
@@ -289,7 +289,7 @@ class Loop:
         self._model = training.objective.model.to(processes.device.torch_device).train()
         with processes.waiting("the comparison of the models"):
             self._wrapped, self._graphs = wrap(self._model, settings, processes)
-        self._exchange = Exchange(self._wrapped) if isinstance(self._wrapped, DistributedDataParallel) else None
+        self._exchange = ExchangeTimer(self._wrapped) if isinstance(self._wrapped, DistributedDataParallel) else None
         groups = parameter_groups(self._model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         self._optimizer = make_optimizer(groups, settings, processes)
@@ -336,7 +336,7 @@ class Loop:
             teacher_outputs=training.teacher_outputs,
         )
         starts = training.positions(first_step, training.total_steps, processes.rank)
-        loading = Loading(
+        loading = MicroBatchLoader(
             batches,
             starts,
             accumulation=self._settings.accumulation,
@@ -437,7 +437,7 @@ class Loop:
         if self._processes.is_first:
             self._training.checkpoints.save(state, top1=top1, needed=needed)
 
-    def _check_finite(self, step: int, state: State) -> None:
+    def _check_finite(self, step: int, state: TrainingState) -> None:
         """The loss was finite, but the update that followed may have spoilt the weights, which would never heal."""
         weights = {name: state.model[name] for name, _ in self._model.named_parameters()}
         finite = torch.stack([torch.isfinite(weight).all() for weight in weights.values()]).tolist()

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from trainer.signals import Request
+from trainer.signals import EndRequest
 from trainer.training.processes import Processes
 
 
@@ -29,7 +29,7 @@ class Preemption:
 
     def __init__(self, processes: Processes) -> None:
         """Of the training of these processes."""
-        self._processes, self._request = processes, Request()
+        self._processes, self._request = processes, EndRequest()
         self._told = torch.zeros((), dtype=torch.int32)
         self._under_way: dist.Work | None = None
         self._ending = False

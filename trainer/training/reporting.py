@@ -15,7 +15,7 @@ from trainer.errors import TrainingError
 from trainer.profiling.recorder import Recorder
 from trainer.tracking import Tracker
 from trainer.training.processes import Processes
-from trainer.training.progress import Progress
+from trainer.training.progress import TrainingProgress
 from trainer.training.readback import ReadBack
 
 _NAMED = 8
@@ -38,7 +38,7 @@ class Report:
         processes: Processes,
         recorder: Recorder,
         tracker: Tracker,
-        progress: Progress,
+        progress: TrainingProgress,
         *,
         log_every: int,
         learning_rate: Callable[[int], float],

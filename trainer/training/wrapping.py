@@ -51,7 +51,7 @@ class Graphs:
         self._seen = self.count
 
 
-class Exchange:
+class ExchangeTimer:
     """Adds up how long DistributedDataParallel says that gradients travel: it times the first ten backward passes and every hundredth."""
 
     def __init__(self, model: DistributedDataParallel) -> None:

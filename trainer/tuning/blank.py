@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from trainer.distillation import shards
-from trainer.distillation.recording import Description, Recording
+from trainer.distillation.recording import Recording, RecordingDescription
 
 
-def blank_recording(directory: Path, description: Description) -> Recording:
+def blank_recording(directory: Path, description: RecordingDescription) -> Recording:
     """One view of each sample, all of the same outputs: a teacher that finds its first classes equally likely.
 
     All shards are one file under many names, so they take the room of one.

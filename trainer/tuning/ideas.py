@@ -13,7 +13,7 @@ from trainer.tuning.schema import Candidate, Trial
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Workload:
     """What a search may not change: the images to train on, and the machines."""
 
     images: int
@@ -106,9 +106,9 @@ class Past:
     """What the last larger batch brought."""
 
 
-def ideas(best: Trial, job: Job, past: Past) -> list[Idea | LeftOut]:
+def ideas(best: Trial, job: Workload, past: Past) -> list[Idea | LeftOut]:
     """All that could be changed in the best candidate so far, and what is not worth it."""
-    makers: tuple[Callable[[Trial, Job, Past], Ideas], ...] = (
+    makers: tuple[Callable[[Trial, Workload, Past], Ideas], ...] = (
         _workers,
         _teacher,
         _precision,
@@ -121,7 +121,7 @@ def ideas(best: Trial, job: Job, past: Past) -> list[Idea | LeftOut]:
     return [idea for make in makers for idea in make(best, job, past)]
 
 
-def less_memory(candidate: Candidate, job: Job) -> Candidate | None:
+def less_memory(candidate: Candidate, job: Workload) -> Candidate | None:
     """The same batch in twice as many parts; none where it can not be divided further."""
     if job.relates_images or (candidate.held // job.world_size) % 2:
         return None
@@ -132,7 +132,7 @@ def _changed(field: str, best: Trial, value: object, gain: float, why: str) -> I
     return Idea(field=field, candidate=best.candidate.model_copy(update={field: value}), gain=gain, why=why)
 
 
-def _workers(best: Trial, job: Job, _past: Past) -> Ideas:
+def _workers(best: Trial, job: Workload, _past: Past) -> Ideas:
     has, advised, waits = best.workers, best.advised_workers, best.shares.get("data", 0.0)
     yield from _fewer_workers(best, job)
     if waits < _LEAST_WAIT:
@@ -150,7 +150,7 @@ def _workers(best: Trial, job: Job, _past: Past) -> Ideas:
         yield _changed("workers", best, more, gain, f"{waits:.0%} of a step waits for data")
 
 
-def _fewer_workers(best: Trial, job: Job) -> Ideas:
+def _fewer_workers(best: Trial, job: Workload) -> Ideas:
     has, crowded = best.workers, best.workers > job.most_workers
     fewer = {best.advised_workers: "so many keep up with the step by what loading was measured to take"}
     if crowded:
@@ -164,12 +164,12 @@ def _fewer_workers(best: Trial, job: Job) -> Ideas:
             yield _changed("workers", best, number, _CROWDED if crowded else _FEWER, why)
 
 
-def more_workers(trial: Trial, job: Job) -> int:
+def more_workers(trial: Trial, job: Workload) -> int:
     """Loader processes for a candidate that waits for its data."""
     return max(trial.advised_workers, min(max(1, 2 * trial.workers), job.most_workers))
 
 
-def held_up(trial: Trial, best: Trial, job: Job) -> Iterator[Idea]:
+def held_up(trial: Trial, best: Trial, job: Workload) -> Iterator[Idea]:
     """A candidate that would be clearly faster than the best if it did not wait for its data: the same with more loader processes."""
     workers, unhindered = (
         more_workers(trial, job),
@@ -183,7 +183,7 @@ def held_up(trial: Trial, best: Trial, job: Job) -> Iterator[Idea]:
         )
 
 
-def _teacher(best: Trial, job: Job, _past: Past) -> Ideas:
+def _teacher(best: Trial, job: Workload, _past: Past) -> Ideas:
     if job.no_recording:
         yield LeftOut(field="recorded outputs of the teacher", why=job.no_recording)
         return
@@ -203,7 +203,7 @@ def _teacher(best: Trial, job: Job, _past: Past) -> Ideas:
     yield _changed("teacher", best, "recorded", gain, why)
 
 
-def _without_recording(best: Trial, job: Job) -> Ideas:
+def _without_recording(best: Trial, job: Workload) -> Ideas:
     online = best.startup_s + job.images * (1 / best.images_per_second + job.teacher_s)
     gain = job.run_s(best) / online
     if gain > 1:
@@ -211,7 +211,7 @@ def _without_recording(best: Trial, job: Job) -> Ideas:
         yield _changed("teacher", best, "online", gain, why)
 
 
-def _precision(best: Trial, job: Job, _past: Past) -> Ideas:
+def _precision(best: Trial, job: Workload, _past: Past) -> Ideas:
     if job.uses_bf16(best.candidate):
         yield _changed(
             "precision",
@@ -232,7 +232,7 @@ def _precision(best: Trial, job: Job, _past: Past) -> Ideas:
         )
 
 
-def _batch(best: Trial, job: Job, past: Past) -> Ideas:
+def _batch(best: Trial, job: Workload, past: Past) -> Ideas:
     candidate = best.candidate
     size = 2 * candidate.batch_size
     if size > job.largest_batch:
@@ -267,7 +267,7 @@ def _needs_as_much(failed: Candidate, candidate: Candidate) -> bool:
     return candidate.held >= failed.held and all(getattr(failed, name) == getattr(candidate, name) for name in alike)
 
 
-def _accumulation(best: Trial, job: Job, past: Past) -> Ideas:
+def _accumulation(best: Trial, job: Workload, past: Past) -> Ideas:
     candidate = best.candidate
     if job.relates_images:
         yield LeftOut(
@@ -287,7 +287,7 @@ def _accumulation(best: Trial, job: Job, past: Past) -> Ideas:
         )
 
 
-def _compile(best: Trial, job: Job, _past: Past) -> Ideas:
+def _compile(best: Trial, job: Workload, _past: Past) -> Ideas:
     if job.compiles(best.candidate):
         yield _changed(
             "compile",
@@ -304,7 +304,7 @@ def _compile(best: Trial, job: Job, _past: Past) -> Ideas:
         yield LeftOut(field="compile", why="on a CPU the compiler's start takes longer than its code saves")
 
 
-def _zero(best: Trial, job: Job, past: Past) -> Ideas:
+def _zero(best: Trial, job: Workload, past: Past) -> Ideas:
     if job.world_size == 1:
         return
     if best.candidate.zero:
@@ -319,7 +319,7 @@ def _zero(best: Trial, job: Job, past: Past) -> Ideas:
         yield LeftOut(field="zero", why="it saves memory, and memory was not the limit")
 
 
-def _compression(best: Trial, job: Job, _past: Past) -> Ideas:
+def _compression(best: Trial, job: Workload, _past: Past) -> Ideas:
     if best.candidate.gradient_compression == "bf16":
         yield _changed("gradient_compression", best, "none", _UNCOMPRESSED, "nothing to convert")
     elif job.nodes > 1:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from trainer import storage
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError
 from trainer.storage import sealed
+from trainer.strict import StrictModel
 from trainer.training.processes import Processes
 from trainer.tuning.schema import Candidate, Trial
 
@@ -21,11 +22,7 @@ logger = logging.getLogger(__name__)
 FILE = "trials.jsonl"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class RecordingTime(_Record):
+class RecordingTime(StrictModel):
     """What it would take to record the teacher's outputs."""
 
     teacher_s: float
@@ -34,7 +31,7 @@ class RecordingTime(_Record):
     """Seconds that the whole recording takes."""
 
 
-class _Notes(_Record):
+class _Notes(StrictModel):
     recording: RecordingTime | None = None
     trials: tuple[Trial, ...] = ()
 

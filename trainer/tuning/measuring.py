@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 from trainer.config import DistillSettings
-from trainer.costs import THIS_MACHINE, Place, place_here
+from trainer.costs import THIS_MACHINE, Machines, place_here
 from trainer.forecast import Measurement
 from trainer.profiling.recorder import Recorder
 from trainer.tracking import Tracker
 from trainer.training.loop import Training
 from trainer.training.processes import Processes
-from trainer.training.progress import Progress
+from trainer.training.progress import TrainingProgress
 from trainer.training.reporting import Report
 from trainer.training.schedules import step_count
 from trainer.tuning.laps import Laps
@@ -118,11 +118,11 @@ def from_trial(
     )
 
 
-def place_of(processes: Processes) -> Place:
+def place_of(processes: Processes) -> Machines:
     """The machines that the processes run on."""
     local = processes.local_world_size
     nodes = max(1, processes.world_size // local)
-    return place_here() or Place(pool=THIS_MACHINE, nodes=nodes, processes_per_node=local)
+    return place_here() or Machines(pool=THIS_MACHINE, nodes=nodes, processes_per_node=local)
 
 
 def _timed(processes: Processes, what: Callable[[], object]) -> float:
@@ -138,7 +138,7 @@ def _timed(processes: Processes, what: Callable[[], object]) -> float:
 def _report(training: Training, recorder: Recorder, tracker: Tracker) -> Report:
     """The report of a training, without lines in the log."""
     size, every = training.settings.batch_size, training.settings.log_every
-    progress = Progress(
+    progress = TrainingProgress(
         training.name, first_step=0, total_steps=training.total_steps, images_per_step=size, active=False
     )
     return Report(

@@ -6,22 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from trainer import artifacts
 from trainer.config import Compile, DistillSettings, Precision, Workers
-from trainer.costs import Place
+from trainer.costs import Machines
 from trainer.errors import ArtifactError
-from trainer.forecast import Forecast, Measurement, Work
+from trainer.forecast import Forecast, Measurement, WorkCount
+from trainer.strict import StrictModel
 
 FILE = "tuning.json"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Candidate(_Record):
+class Candidate(StrictModel):
     """The settings of a distillation that a search may change; each means what it means there."""
 
     workers: Workers
@@ -54,7 +51,7 @@ class Candidate(_Record):
         return self.batch_size // self.accumulation
 
 
-class Trial(_Record):
+class Trial(StrictModel):
     """A candidate, measured."""
 
     candidate: Candidate
@@ -88,7 +85,7 @@ class Trial(_Record):
         return self.ended in ("out of memory", "not compiled")
 
 
-class Tried(_Record):
+class Tried(StrictModel):
     """A step of the search."""
 
     trial: Trial
@@ -103,10 +100,10 @@ class Tried(_Record):
     """Why it was taken, or not."""
 
 
-class Tuning(_Record):
+class Tuning(StrictModel):
     """What was tried, what was found, and what the distillation will take."""
 
-    place: Place
+    place: Machines
     given: Mapping[str, Any]
     """Section `distill` before."""
     chosen: Mapping[str, Any]
@@ -125,7 +122,7 @@ class Tuning(_Record):
     """How long it took."""
     measurement: Measurement
     """Of the settings that the distillation uses."""
-    work: Work
+    work: WorkCount
     forecast: Forecast
     """Of the settings that the distillation uses."""
     alternatives: Mapping[str, Forecast]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.errors import SettingsError
-from trainer.tuning.ideas import Idea, Job, LeftOut, Past, held_up, ideas, less_memory
+from trainer.tuning.ideas import Idea, LeftOut, Past, Workload, held_up, ideas, less_memory
 from trainer.tuning.schema import Candidate, Trial, Tried
 
 LEAST_GAIN = 1.03
@@ -29,7 +29,7 @@ Measure = Callable[[Candidate, float], Trial]
 
 
 @dataclass(kw_only=True)
-class Found:
+class SearchResult:
     """What a search found."""
 
     best: Trial
@@ -46,8 +46,8 @@ class Found:
 
 
 @dataclass(kw_only=True)
-class _State:
-    job: Job
+class _SearchState:
+    job: Workload
     best: Trial
     tried: list[Tried] = field(default_factory=list)
     rejected: dict[str, Trial] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class _State:
         return max(rates, self.job.run_s(before) / self.job.run_s(self.best)) >= ANOTHER_CHANCE
 
 
-def search(start: Candidate, job: Job, measure: Measure, *, limit_s: float) -> Found:
+def search(start: Candidate, job: Workload, measure: Measure, *, limit_s: float) -> SearchResult:
     """Measure candidates until nothing is left that would pay for its trial.
 
     Args:
@@ -104,11 +104,13 @@ def search(start: Candidate, job: Job, measure: Measure, *, limit_s: float) -> F
         stopped = _reason_to_stop(state, name, new[name].gain, limit_s) if name else "nothing is left to try"
         if stopped:
             untried = left_out | {one: _reason_to_stop(state, one, new[one].gain, limit_s) for one in new}
-            return Found(best=state.best, tried=state.tried, untried=untried, stopped=stopped, seconds=state.seconds)
+            return SearchResult(
+                best=state.best, tried=state.tried, untried=untried, stopped=stopped, seconds=state.seconds
+            )
         _try(state, name, new[name], measure)
 
 
-def _begin(start: Candidate, job: Job, measure: Measure) -> _State:
+def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
     """The given settings, in as many parts as it takes for them to fit; uncompiled where nothing of them is compiled."""
     tried: list[Tried] = []
     candidate: Candidate | None = start
@@ -120,7 +122,7 @@ def _begin(start: Candidate, job: Job, measure: Measure) -> _State:
         tried.append(Tried(trial=trial, idea=idea, run_s=run_s, gain=None, taken=not trial.failed, verdict=verdict))
         if not trial.failed:
             known = candidate.model_copy(update={"workers": trial.workers})  # what `auto` found need not be found again
-            return _State(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
+            return _SearchState(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
         if trial.ended == "not compiled":
             candidate, idea = candidate.model_copy(update={"compile": "off"}), "the same, uncompiled on purpose"
         else:
@@ -132,7 +134,7 @@ def _begin(start: Candidate, job: Job, measure: Measure) -> _State:
     )
 
 
-def _reason_to_stop(state: _State, name: str, gain: float, limit_s: float) -> str:
+def _reason_to_stop(state: _SearchState, name: str, gain: float, limit_s: float) -> str:
     """Why the search ends here; empty if it goes on with the idea of that name."""
     cost, run_s = state.best.seconds, state.job.run_s(state.best)
     saving = run_s * (1 - 1 / gain)
@@ -143,7 +145,7 @@ def _reason_to_stop(state: _State, name: str, gain: float, limit_s: float) -> st
     return ""
 
 
-def _try(state: _State, name: str, idea: Idea, measure: Measure) -> None:
+def _try(state: _SearchState, name: str, idea: Idea, measure: Measure) -> None:
     job, best = state.job, state.best
     before = job.run_s(best)
     trial = measure(idea.candidate, rate_to_beat(job, best, idea.candidate))
@@ -164,7 +166,7 @@ def _try(state: _State, name: str, idea: Idea, measure: Measure) -> None:
     )
 
 
-def _judge(job: Job, trial: Trial, before: float, gain: float) -> tuple[bool, str]:
+def _judge(job: Workload, trial: Trial, before: float, gain: float) -> tuple[bool, str]:
     if trial.ended == "outrun":
         return False, f"clearly slower: {gain:.2f} times the speed of the best, when it was stopped"
     if gain < LEAST_GAIN:
@@ -179,7 +181,7 @@ def _judge(job: Job, trial: Trial, before: float, gain: float) -> tuple[bool, st
     return True, f"{gain:.2f} times the speed of the best before"
 
 
-def rate_to_beat(job: Job, best: Trial, candidate: Candidate) -> float:
+def rate_to_beat(job: Workload, best: Trial, candidate: Candidate) -> float:
     """Images a second below which a candidate makes the distillation no shorter than the best one does."""
     left = job.run_s(best) - job.fixed_s(candidate, 0.0)
     return job.images / left if left > 0 else float("inf")

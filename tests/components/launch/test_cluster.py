@@ -21,7 +21,7 @@ from components.launch.refusals import (
     LoginError,
     NotFoundError,
     NotReadyError,
-    Request,
+    ServerRequest,
     refusal,
 )
 from components.launch.resources import PODS
@@ -119,7 +119,7 @@ def test_a_server_without_our_trust_is_not_tried_again(monkeypatch, tmp_path, ku
 def test_403_is_not_always_a_matter_of_rights(message):
     error = ApiException(status=403, reason="Forbidden")
     error.body = json.dumps({"message": message})
-    refused = refusal(error, Request("https://c", "kubeflow", "create", PODS))
+    refused = refusal(error, ServerRequest("https://c", "kubeflow", "create", PODS))
     assert not isinstance(refused, DeniedError)
     assert (
         str(refused) == f"can not create pods in namespace kubeflow: the API server https://c answered 403: {message}"

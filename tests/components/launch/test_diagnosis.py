@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from components.launch.diagnosis import explain_failure, first_failure
-from components.launch.progress import Limits, Progress
+from components.launch.progress import JobProgress, Limits
 from components.launch.replicas import Replica, Termination
-from components.launch.state import State
+from components.launch.state import JobState
 from trainer.launch import MISSED_ANOTHER
 
 
@@ -25,8 +25,8 @@ def explain():
     """The message for replicas that ended so."""
 
     def explain(*ends, lines=()):
-        progress = Progress(nodes=1, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
-        progress.state = State(phase="failed", reason="PyTorchJobFailed", message="1 replica failed.")
+        progress = JobProgress(nodes=1, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
+        progress.state = JobState(phase="failed", reason="PyTorchJobFailed", message="1 replica failed.")
         for one in ends:
             progress.replicas[one.replica] = Replica(
                 name=one.replica, pod="p", uid="u", placed=True, over=True, ended=one
@@ -38,12 +38,12 @@ def explain():
 
 
 def test_without_an_end_of_its_own_the_replica_that_went_away_is_named():
-    progress = Progress(nodes=2, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
+    progress = JobProgress(nodes=2, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
     for name, waiting in (("worker-0", "PodInitializing"), ("worker-1", "ContainerCreating")):
         progress.see_replica(Replica(name=name, pod=name, uid=name, placed=False, waiting=waiting), 0)
     progress.see_replica_gone(progress.replicas["worker-0"], 1)
     progress.see_job(
-        State(phase="failed", reason="PyTorchJobFailed", message="Job has reached the limit."), deleting=False, now=2
+        JobState(phase="failed", reason="PyTorchJobFailed", message="Job has reached the limit."), deleting=False, now=2
     )
     assert explain_failure("job-1", "kubectl describe", progress) == (
         "job job-1 failed (PyTorchJobFailed): Job has reached the limit; worker-0 was deleted before it had started; "
@@ -123,8 +123,8 @@ def test_without_a_failed_replica_the_operators_words_have_to_do(explain):
 
 
 def test_a_container_that_runs_again_is_not_to_blame():
-    progress = Progress(nodes=1, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
-    progress.state = State(phase="failed")
+    progress = JobProgress(nodes=1, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
+    progress.state = JobState(phase="failed")
     again = Replica(
         name="worker-0", pod="p", uid="u", placed=True, running=True, ended=end("worker-0", 137, "OOMKilled")
     )

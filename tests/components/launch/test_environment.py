@@ -2,7 +2,7 @@ import pytest
 
 from components.launch import environment, pools
 from components.launch.identity import Identity
-from trainer.costs import Place
+from trainer.costs import Machines
 from trainer.errors import LaunchError, SettingsError
 from trainer.launch import JobSpec
 
@@ -142,10 +142,10 @@ def test_the_pool_decides_the_device_and_the_threads():
 
 
 def test_pods_know_their_place_and_its_price():
-    place = Place.model_validate_json(rendered(spec(nodes=4), pool="gpu-a100")["TRAINER_PLACE"])
+    place = Machines.model_validate_json(rendered(spec(nodes=4), pool="gpu-a100")["TRAINER_PLACE"])
     assert (place.pool, place.instance, place.nodes, place.processes_per_node) == ("gpu-a100", "p4d.24xlarge", 4, 8)
     assert place.price == pools.get("gpu-a100").price
-    spot = Place.model_validate_json(rendered(spec(processes_per_node=2), pool="gpu-a100-spot")["TRAINER_PLACE"])
+    spot = Machines.model_validate_json(rendered(spec(processes_per_node=2), pool="gpu-a100-spot")["TRAINER_PLACE"])
     assert (spot.processes_per_node, spot.price) == (2, None)
     with pytest.raises(LaunchError, match="TRAINER_PLACE can not be part of a job's environment: it is set by the"):
         rendered(spec(environment={"TRAINER_PLACE": "{}"}))

@@ -10,9 +10,9 @@ import pytest
 from components.launch.backends import BACKENDS
 from components.launch.following import Follower
 from components.launch.patience import Patience
-from components.launch.progress import Limits, Progress
-from components.launch.record import Record
-from components.launch.submitting import Job
+from components.launch.progress import JobProgress, Limits
+from components.launch.record import JobRecord
+from components.launch.submitting import TaskJob
 from tests.stand_ins.kubernetes.resources import EVENTS, PYTORCHJOBS
 
 pytestmark = pytest.mark.usefixtures("threads_end")
@@ -25,7 +25,7 @@ def kubernetes(still_kubernetes):
 
 @pytest.fixture
 def job(cluster, pool, identity, spec):
-    job = Job(cluster, BACKENDS["pytorchjob"], spec, pool, identity)
+    job = TaskJob(cluster, BACKENDS["pytorchjob"], spec, pool, identity)
     job.submit(Patience(5))
     return job
 
@@ -66,9 +66,9 @@ def test_events_of_the_job_and_what_was_made_for_it_are_told_and_no_others(kuber
 
     thread = threading.Thread(target=end)
     thread.start()
-    progress = Progress(nodes=1, limits=Limits(queued_s=10, running_s=10, silent_s=10), now=time.monotonic())
+    progress = JobProgress(nodes=1, limits=Limits(queued_s=10, running_s=10, silent_s=10), now=time.monotonic())
     with (
-        Record(None) as record,
+        JobRecord(None) as record,
         Follower(cluster, job, progress, Patience(5), record=record, tell=told.append) as follower,
     ):
         assert follower.follow().kind == "succeeded"

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from components.launch.progress import Limits, Progress
+from components.launch.progress import JobProgress, Limits
 from components.launch.replicas import Replica, Termination
-from components.launch.state import State
+from components.launch.state import JobState
 
 LIMITS = Limits(queued_s=100, running_s=1000, silent_s=50)
-PENDING, SUSPENDED, RUNNING = State(phase="pending"), State(phase="suspended"), State(phase="running")
+PENDING, SUSPENDED, RUNNING = JobState(phase="pending"), JobState(phase="suspended"), JobState(phase="running")
 
 
 @pytest.fixture
 def progress():
-    return Progress(nodes=2, limits=LIMITS, now=0)
+    return JobProgress(nodes=2, limits=LIMITS, now=0)
 
 
 def replica(number, **changes):
@@ -48,7 +48,7 @@ def test_a_job_counts_as_running_when_all_replicas_run(progress):
 
 
 def test_an_elastic_job_runs_with_fewer(progress):
-    elastic = Progress(nodes=1, limits=LIMITS, now=0)
+    elastic = JobProgress(nodes=1, limits=LIMITS, now=0)
     elastic.see_job(RUNNING, deleting=False, now=1)
     elastic.see_replica(replica(1, placed=True), 2)
     assert elastic.news()[-1] == "running (1 of 1 replicas)"
@@ -57,7 +57,7 @@ def test_an_elastic_job_runs_with_fewer(progress):
 @pytest.mark.parametrize(("phase", "kind"), [("succeeded", "succeeded"), ("failed", "failed")])
 def test_the_jobs_own_state_ends_it(progress, phase, kind):
     assert progress.ending(0) is None
-    progress.see_job(State(phase=phase), deleting=True, now=1)
+    progress.see_job(JobState(phase=phase), deleting=True, now=1)
     ending = progress.ending(1)
     assert ending
     assert ending.kind == kind
@@ -66,7 +66,7 @@ def test_the_jobs_own_state_ends_it(progress, phase, kind):
 def test_a_job_that_is_being_deleted_or_gone_is_over(progress):
     progress.see_job(RUNNING, deleting=True, now=1)
     assert progress.ending(1).kind == "deleted"
-    gone = Progress(nodes=1, limits=LIMITS, now=0)
+    gone = JobProgress(nodes=1, limits=LIMITS, now=0)
     gone.see_job_gone()
     assert gone.ending(1).kind == "deleted"
 
@@ -187,7 +187,7 @@ def test_a_deleted_pod_whose_init_container_was_killed_did_not_start(progress):
     progress.see_job(RUNNING, deleting=False, now=1)
     progress.see_replica(replica(0, placed=True, over=True, deleting=True), 2)
     assert progress.lost == {"worker-0": "was deleted before it had started"}
-    progress.see_job(State(phase="failed"), deleting=False, now=3)
+    progress.see_job(JobState(phase="failed"), deleting=False, now=3)
     progress.see_replica(replica(1, placed=True, over=True, deleting=True), 4)  # cleaned up
     assert list(progress.lost) == ["worker-0"]
     assert progress.news()[-1] == "failed"
@@ -195,7 +195,7 @@ def test_a_deleted_pod_whose_init_container_was_killed_did_not_start(progress):
 
 def test_what_the_operator_removes_after_the_end_is_no_news(progress):
     start(progress, 1)
-    progress.see_job(State(phase="succeeded"), deleting=False, now=2)
+    progress.see_job(JobState(phase="succeeded"), deleting=False, now=2)
     progress.news()
     progress.see_replica_gone(replica(0, placed=True), 3)
     assert (progress.lost, progress.news()) == ({}, [])

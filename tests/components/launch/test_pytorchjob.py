@@ -2,7 +2,7 @@ import pytest
 
 from components.launch import pools, pytorchjob
 from components.launch.identity import HASH_ANNOTATION, Identity
-from components.launch.state import State
+from components.launch.state import JobState
 from tests.stand_ins.kubernetes import schemas
 from trainer.errors import LaunchError, SettingsError
 from trainer.launch import JobSpec
@@ -122,7 +122,7 @@ def test_conditions_tell_how_a_job_stands(conditions, phase):
     assert state.phase == phase
     if phase != "pending":
         kind = phase.capitalize()
-        assert state == State(phase=phase, reason=f"PyTorchJob{kind}", message=f"it is {kind}")
+        assert state == JobState(phase=phase, reason=f"PyTorchJob{kind}", message=f"it is {kind}")
 
 
 def test_a_new_job_without_status_is_pending():

@@ -14,7 +14,7 @@ from components.launch.backends import BACKENDS
 from components.launch.identity import Owner
 from components.launch.patience import Patience
 from components.launch.refusals import DeniedError
-from components.launch.submitting import Job
+from components.launch.submitting import TaskJob
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from trainer.errors import SettingsError
 
@@ -29,7 +29,7 @@ def make(kubernetes, cluster, pool, identity, spec):
     """Make a job of a run; gives its name."""
 
     def make(run, *, backend="pytorchjob", task="distill", age_s=0, condition="", owner=None):
-        job = Job(cluster, BACKENDS[backend], spec, pool, replace(identity, run=run, task=task, owner=owner))
+        job = TaskJob(cluster, BACKENDS[backend], spec, pool, replace(identity, run=run, task=task, owner=owner))
         job.submit(Patience(5))
         kind = PYTORCHJOBS if backend == "pytorchjob" else TRAINJOBS
         with kubernetes.store.changing(kind, "kubeflow", job.name) as made:

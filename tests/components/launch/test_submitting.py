@@ -10,7 +10,7 @@ from components.launch.backends import BACKENDS
 from components.launch.identity import HASH_ANNOTATION, Owner
 from components.launch.patience import Patience
 from components.launch.refusals import ClusterError, DeniedError, NotInstalledError
-from components.launch.submitting import Job
+from components.launch.submitting import TaskJob
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
 from trainer.errors import LaunchError
 
@@ -25,7 +25,7 @@ def job(kubernetes, cluster, pool, identity, spec):
     """A job, not yet submitted; changes by keyword."""
 
     def job(*, owner=None, spec=spec, pool=pool):
-        return Job(cluster, BACKENDS["pytorchjob"], spec, pool, replace(identity, owner=owner))
+        return TaskJob(cluster, BACKENDS["pytorchjob"], spec, pool, replace(identity, owner=owner))
 
     return job
 

@@ -14,7 +14,7 @@ from PIL import Image
 from trainer.config import DataSettings
 from trainer.data.card import CLASSES, ROWS, STRIPS, TILE, CardContent, data_card
 from trainer.data.schema import SplitName
-from trainer.data.selection import Candidate, Dropped, Quarantined
+from trainer.data.selection import Dropped, ImageCandidate, Quarantined
 
 EVIL = '<script>alert("1")</script>'
 
@@ -26,8 +26,10 @@ def square(row: int) -> bytes:
     return buffer.getvalue()
 
 
-def candidate(row: int, label: int, split: SplitName, *, width: int = 20, height: int = 10) -> Candidate:
-    return Candidate(row=row, name=f"{row}", label=label, split=split, key=f"{row:064x}", width=width, height=height)
+def candidate(row: int, label: int, split: SplitName, *, width: int = 20, height: int = 10) -> ImageCandidate:
+    return ImageCandidate(
+        row=row, name=f"{row}", label=label, split=split, key=f"{row:064x}", width=width, height=height
+    )
 
 
 def content(**changes: object) -> CardContent:

@@ -18,7 +18,7 @@ from PIL import Image
 from trainer import artifacts
 from trainer.data import dataset as reading
 from trainer.data.dataset import open_dataset
-from trainer.data.schema import SPLITS, Description, features
+from trainer.data.schema import SPLITS, DatasetDescription, features
 from trainer.errors import ArtifactError, DataError
 from trainer.served_student.preprocessing import Square
 
@@ -52,7 +52,7 @@ def prepared(tmp_path: Path) -> Path:
         for split, count in COUNTS.items():
             table = datasets.Dataset.from_dict(rows(split, count), features=features())
             table.save_to_disk(str(draft.path / split), num_shards=1)
-        Description(classes=("a", "b"), image_size=SIZE, images=COUNTS).write(draft.path)
+        DatasetDescription(classes=("a", "b"), image_size=SIZE, images=COUNTS).write(draft.path)
     return path
 
 
@@ -91,7 +91,7 @@ def test_rows_are_found_in_any_chunk_of_the_table(tmp_path: Path) -> None:
     path = tmp_path / "dataset"
     with artifacts.create(path, "dataset", settings={}) as draft:
         datasets.concatenate_datasets(chunks).save_to_disk(str(draft.path / "train"), num_shards=3)
-        Description(classes=("a", "b"), image_size=SIZE, images={"train": 7}).write(draft.path)
+        DatasetDescription(classes=("a", "b"), image_size=SIZE, images={"train": 7}).write(draft.path)
     split = open_dataset(path).split("train")
     assert [bytes(split.encoded(index)) for index in range(7)] == [image["bytes"] for image in names["image"]]
 
@@ -103,7 +103,7 @@ def test_the_decoder_is_that_of_the_stored_images(prepared: Path, tmp_path: Path
     with artifacts.create(tmp_path / "photos", "dataset", settings={}) as draft:
         for split in SPLITS:
             datasets.Dataset.from_dict(table, features=features()).save_to_disk(str(draft.path / split))
-        Description(classes=("a",), image_size=SIZE, images=dict.fromkeys(SPLITS, 1)).write(draft.path)
+        DatasetDescription(classes=("a",), image_size=SIZE, images=dict.fromkeys(SPLITS, 1)).write(draft.path)
     assert open_dataset(tmp_path / "photos").decoder_name() == f"simplejpeg {simplejpeg.__version__}"
 
 
@@ -222,6 +222,6 @@ def test_an_image_that_can_not_be_decoded_is_named(tmp_path: Path) -> None:
     broken["image"][1] = {"bytes": b"no image", "path": None}
     with artifacts.create(path, "dataset", settings={}) as draft:
         datasets.Dataset.from_dict(broken, features=features()).save_to_disk(str(draft.path / "train"))
-        Description(classes=("a", "b"), image_size=SIZE, images={"train": 2}).write(draft.path)
+        DatasetDescription(classes=("a", "b"), image_size=SIZE, images={"train": 2}).write(draft.path)
     with pytest.raises(DataError, match=str(broken["key"][1])):
         open_dataset(path).split("train").read([0])

@@ -35,7 +35,7 @@ from trainer.data.loader import (
     positions,
 )
 from trainer.data.order import SampleOrder, Taken
-from trainer.data.schema import Description, features
+from trainer.data.schema import DatasetDescription, features
 from trainer.data.views.mixing import mixes
 from trainer.data.views.rendering import make_views
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainingError
@@ -417,7 +417,7 @@ def stored(tmp_path_factory):
                 "source": [str(number) for number in numbers],
             }
             datasets.Dataset.from_dict(rows, features=features()).save_to_disk(str(draft.path / split), num_shards=1)
-        Description(classes=("a",), image_size=SIZE, images=COUNTS).write(draft.path)
+        DatasetDescription(classes=("a",), image_size=SIZE, images=COUNTS).write(draft.path)
     return open_dataset(path)
 
 

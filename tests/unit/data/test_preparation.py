@@ -20,8 +20,8 @@ from trainer.data import preparation
 from trainer.data.dataset import open_dataset
 from trainer.data.decoding import content_key
 from trainer.data.preparation import prepare
-from trainer.data.schema import SPLITS, Description
-from trainer.data.sources import Item, Listing
+from trainer.data.schema import SPLITS, DatasetDescription
+from trainer.data.sources import Item, SourceListing
 from trainer.data.spool import Spool
 from trainer.errors import DataError
 from trainer.stages.prepare import run
@@ -318,14 +318,14 @@ def test_no_image_is_good(tmp_path: Path) -> None:
 def test_storage_that_fails_is_not_the_image_s_fault(tmp_path: Path) -> None:
     """Reading a process's memory from address 0 gives EIO, as a failing disk does."""
     item = Item(name="x.png", location="/proc/self/mem", label=0, split="train")
-    listing = Listing(items=[item], classes=("a",), read=lambda location: Path(location).read_bytes())
+    listing = SourceListing(items=[item], classes=("a",), read=lambda location: Path(location).read_bytes())
     with pytest.raises(DataError, match=r"image x\.png: reading it failed .* see to the storage"):
         preparation._decode_all(listing, settings(tmp_path), spool(tmp_path), 1)
 
 
 def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
     item = Item(name="x.png", location=9, label=0, split="train")  # type: ignore[arg-type]  # the exit code
-    listing = Listing(items=[item], classes=("a",), read=os._exit)
+    listing = SourceListing(items=[item], classes=("a",), read=os._exit)
     with pytest.raises(DataError, match="a process that decodes images died"):
         preparation._decode_all(listing, settings(tmp_path), spool(tmp_path), 2)
 
@@ -345,7 +345,7 @@ def test_a_log_gets_plain_lines(
 
 def test_the_description_counts_the_images(tmp_path: Path) -> None:
     figures = prepare(settings(folder(tmp_path / "photos")), made(tmp_path / "out"))
-    description = Description.read(tmp_path / "out")
+    description = DatasetDescription.read(tmp_path / "out")
     assert description.image_size == 16
     assert description.images == {split: figures[split] for split in SPLITS}
     assert (tmp_path / "out" / "card.html").read_text().startswith("<!doctype html>")

@@ -11,8 +11,8 @@ import pytest
 from trainer.config import DataSettings
 from trainer.data.schema import SplitName
 from trainer.data.selection import (
-    Candidate,
     Dropped,
+    ImageCandidate,
     Quarantined,
     check_classes,
     check_splits,
@@ -26,16 +26,16 @@ from trainer.errors import DataError
 CLASSES = ("cat", "dog", "eel")
 
 
-def candidate(name: str, label: int = 0, split: SplitName = "train", content: str = "") -> Candidate:
+def candidate(name: str, label: int = 0, split: SplitName = "train", content: str = "") -> ImageCandidate:
     key = hashlib.sha256((content or name).encode()).hexdigest()
-    return Candidate(row=0, name=name, label=label, split=split, key=key, width=9, height=9)
+    return ImageCandidate(row=0, name=name, label=label, split=split, key=key, width=9, height=9)
 
 
-def many(count: int, label: int = 0, start: int = 0) -> list[Candidate]:
+def many(count: int, label: int = 0, start: int = 0) -> list[ImageCandidate]:
     return [candidate(f"{label}/{number}", label) for number in range(start, start + count)]
 
 
-def splits(candidates: list[Candidate]) -> dict[str, SplitName]:
+def splits(candidates: list[ImageCandidate]) -> dict[str, SplitName]:
     return {one.name: one.split for one in candidates}
 
 

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from trainer import storage
 from trainer.data import sources
 from trainer.data.schema import SplitName
-from trainer.data.sources import Listing, list_source, source_version
+from trainer.data.sources import SourceListing, list_source, source_version
 from trainer.errors import DataError, SettingsError, StorageError
 
 
@@ -31,7 +31,7 @@ def touch(root: Path, *names: str) -> None:
         path.write_bytes(name.encode())
 
 
-def found(listing: Listing) -> dict[str, tuple[SplitName, str]]:
+def found(listing: SourceListing) -> dict[str, tuple[SplitName, str]]:
     """Name -> split and class ("" for none)."""
     assert [item.name for item in listing.items] == sorted(item.name for item in listing.items)
     return {item.name: (item.split, listing.classes[item.label] if item.label >= 0 else "") for item in listing.items}

@@ -9,11 +9,11 @@ import torch
 from trainer import artifacts
 from trainer.distillation import recording, shards
 from trainer.distillation.outputs import TeacherOutputs
-from trainer.distillation.recording import Description, Recording, open_recording
+from trainer.distillation.recording import Recording, RecordingDescription, open_recording
 from trainer.distillation.reinforcement import pack, summarize, unusable
 from trainer.errors import ArtifactError
 
-DESCRIPTION = Description(
+DESCRIPTION = RecordingDescription(
     samples=25,
     views=3,
     block=9,

@@ -12,7 +12,15 @@ from trainer.data.loader import make_loader
 from trainer.distillation import reinforcement, shards
 from trainer.distillation.outputs import TeacherOutputs
 from trainer.distillation.recording import unpack
-from trainer.distillation.reinforcement import MEETING, Part, Reinforcement, UnitBatches, even_batch, parts_of, plan_of
+from trainer.distillation.reinforcement import (
+    MEETING,
+    Reinforcement,
+    UnitBatch,
+    UnitBatches,
+    even_batch,
+    parts_of,
+    plan_of,
+)
 from trainer.distillation.shards import Unit
 
 
@@ -64,7 +72,7 @@ def test_partners_are_those_of_the_view_whatever_was_loaded_before():
     settings = ViewSettings(cutmix=1)
     unit, other = Unit(view=1, first=0, count=17, block=0), Unit(view=2, first=0, count=17, block=0)
     batches = UnitBatches(Numbered(17, settings), 17)
-    first, between, again = (batches[Part(one, 0)].partners for one in (unit, other, unit))
+    first, between, again = (batches[UnitBatch(one, 0)].partners for one in (unit, other, unit))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, between)
     assert np.array_equal(first[first], np.arange(17))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer.costs import Place, Price
+from trainer.costs import Machines, Price
 from trainer.profiling.evidence import Curve, RankEvidence, TensorLooks, TrainingEvidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.operators import Operator, OperatorTable
@@ -23,7 +23,7 @@ from trainer.profiling.schema import (
 from trainer.profiling.series import Series
 
 RANKS, CORES, STEPS, SAMPLES, BLOCKS, LOOKS = 64, 192, 16384, 8192, 24, 200
-PLACE = Place(
+PLACE = Machines(
     pool="gpu-a100",
     instance="p4d.24xlarge",
     nodes=8,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.costs import Place, Price
+from trainer.costs import Machines, Price
 from trainer.errors import ArtifactError
 from trainer.profiling.evidence import read_evidence
 from trainer.profiling.findings import Answer, answers, found, from_json, judged, to_json, verdict
@@ -137,7 +137,7 @@ def test_dollars_are_those_of_the_place_where_the_training_ran(summary: Training
         judge=lambda _: SLOW,
     )
     judgement = Judgement(rule=rule, training="distill", outcome=SLOW)
-    place = Place(pool="pool", nodes=2, price=PRICE)
+    place = Machines(pool="pool", nodes=2, price=PRICE)
     assert answers([judgement], [replace(summary, place=place)])[0].dollars == pytest.approx(0.6)
     assert answers([judgement], [replace(summary, place=None)])[0].dollars is None
     healthy = replace(judgement, outcome=Healthy(text="fine"))

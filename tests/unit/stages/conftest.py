@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from tests import shared_folders
 from trainer import artifacts, models
 from trainer.config import ModelSettings
-from trainer.data.schema import Description, features
+from trainer.data.schema import DatasetDescription, features
 from trainer.served_student.preprocessing import Square
 
 EDGE = 16
@@ -64,7 +64,7 @@ def write_dataset(path: Path) -> None:
             }
             datasets.Dataset.from_dict(columns, features=features()).save_to_disk(draft.path / name)
         images = {name: len(indices) for name, indices in IMAGES.items()}
-        Description(classes=tuple("0123456789"), image_size=EDGE, images=images).write(draft.path)
+        DatasetDescription(classes=tuple("0123456789"), image_size=EDGE, images=images).write(draft.path)
         (draft.path / "card.html").write_text("<p>the digits</p>")
         draft.figures.update({**images, "classes": 10, "quarantined": 0})
 

@@ -17,11 +17,11 @@ from tests.unit.stages.photos import measure, write_photos
 from trainer import artifacts, cli, models, tracking
 from trainer.billing import Bill
 from trainer.config import EvaluateSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
-from trainer.costs import PLACE_VARIABLE, Place, Price
+from trainer.costs import PLACE_VARIABLE, Machines, Price
 from trainer.distillation import recording
 from trainer.errors import EXIT_CODE, ModelError, TrackingAwayError, TrackingError
 from trainer.evaluation import metrics
-from trainer.forecast import Measurement, Work, forecast
+from trainer.forecast import Measurement, WorkCount, forecast
 from trainer.stages import STAGES, evaluate, register
 from trainer.tuning.schema import FILE, Tuning
 
@@ -280,7 +280,7 @@ def test_summary_has_its_contract_keys(inputs, evaluations, tracked, tmp_path):
     assert set(summary["reports"]) == {"data", "profile", "evaluation"}
 
 
-PRICED = Place(pool="gpu", price=Price(dollars_an_hour=3600.0, date="2026-11", region="here", source="bill"))
+PRICED = Machines(pool="gpu", price=Price(dollars_an_hour=3600.0, date="2026-11", region="here", source="bill"))
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def tuning(tmp_path):
             place=PRICED, settings={}, batch_size=32, step_s=0.1, step_low_s=0.09, step_high_s=0.12, steps=20,
             startup_s=1.0, validation_s=0.1, checkpoint_s=0.1,
         )  # fmt: skip
-        work = Work(steps=90, validations=0, checkpoints=0)
+        work = WorkCount(steps=90, validations=0, checkpoints=0)
         found = Tuning(
             place=PRICED, given=RESOLVED["distill"], chosen=RESOLVED["distill"] | {"batch_size": 4096}, applied=True,
             tried=(), untried={}, reasons=(), stopped="", search_s=1.0, measurement=measurement, work=work,

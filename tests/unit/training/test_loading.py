@@ -12,7 +12,7 @@ from trainer.data.workers import LoadingTime
 from trainer.profiling.recorder import Recorder
 from trainer.training import loading as module
 from trainer.training.devices import Device, choose_device
-from trainer.training.loading import TIMED_STEPS, WARM_STEPS, Loading
+from trainer.training.loading import TIMED_STEPS, WARM_STEPS, MicroBatchLoader
 from trainer.training.processes import Processes
 
 # Here stands a CPU for a GPU, and there may be fewer cores than processes.
@@ -63,7 +63,9 @@ def run(recorder, workers, device, batches, *, steps=STEPS, **timing):
     processes = Processes(rank=0, world_size=1, local_rank=0, device=device)
     starts = iter(range(0, 10 * steps, 10))
     with recorder:
-        loading = Loading(batches, starts, accumulation=1, workers=workers, processes=processes, recorder=recorder)
+        loading = MicroBatchLoader(
+            batches, starts, accumulation=1, workers=workers, processes=processes, recorder=recorder
+        )
         return train(loading, recorder.timeline, steps, **timing)
 
 
@@ -84,7 +86,7 @@ def takes(monkeypatch):
 
     def give(loading, step):
         monkeypatch.setattr(module, "measure_loading", lambda *_: loading)
-        monkeypatch.setattr(Loading, "_step_seconds", lambda _: step)
+        monkeypatch.setattr(MicroBatchLoader, "_step_seconds", lambda _: step)
 
     return give
 
@@ -119,7 +121,9 @@ def test_a_step_is_measured_without_its_wait_for_data_and_by_the_micro_batch(mon
     timeline = SimpleNamespace(catch_up=lambda: None, steps=SimpleNamespace(column=columns.__getitem__))
     processes = Processes(rank=0, world_size=1, local_rank=0, device=GPU)
     recorder = SimpleNamespace(timeline=timeline)
-    loading = Loading(Batches(), iter([]), accumulation=2, workers="auto", processes=processes, recorder=recorder)
+    loading = MicroBatchLoader(
+        Batches(), iter([]), accumulation=2, workers="auto", processes=processes, recorder=recorder
+    )
     assert loading._step_seconds() == pytest.approx(0.2)
 
 

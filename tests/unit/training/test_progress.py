@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from trainer.training import progress
-from trainer.training.progress import Progress
+from trainer.training.progress import TrainingProgress
 
 
 class Terminal(io.StringIO):
@@ -13,7 +13,7 @@ class Terminal(io.StringIO):
 
 
 def make(**changes):
-    return Progress(
+    return TrainingProgress(
         **{"name": "distill", "first_step": 0, "total_steps": 100, "images_per_step": 32, "active": True} | changes
     )
 

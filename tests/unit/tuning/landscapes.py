@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainer.tuning.ideas import Job
+from trainer.tuning.ideas import Workload
 from trainer.tuning.schema import Candidate, Trial
 
 LUCK, NOISE = 0.02, 0.01
@@ -46,7 +46,7 @@ class Landscape:
         self.most_held = self.batch * draw.choice([0.5, 1, 2, 4, 8])
         self.images = 10 ** draw.uniform(4, 5) / self.student / 10
         self.views = self.images * draw.choice([0.1, 0.5, 2.0])
-        self.job = Job(
+        self.job = Workload(
             images=int(self.images),
             largest_batch=4 * self.batch,
             largest_batch_why="it has grown fourfold",

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from trainer.distillation.losses import recorded_kl
-from trainer.distillation.recording import Description
+from trainer.distillation.recording import RecordingDescription
 from trainer.tuning.blank import blank_recording
 
-DESCRIPTION = Description(
+DESCRIPTION = RecordingDescription(
     samples=50_000,
     views=30,
     block=12_500,

@@ -4,16 +4,16 @@ import pytest
 
 from trainer import artifacts, cli
 from trainer.config import DistillSettings
-from trainer.costs import Place, Price
+from trainer.costs import Machines, Price
 from trainer.errors import EXIT_CODE, ArtifactError
-from trainer.forecast import Measurement, Work, forecast
+from trainer.forecast import Measurement, WorkCount, forecast
 from trainer.tuning.outlook import read_tunings, subject_of
 from trainer.tuning.schema import FILE, Tuning
 
 
 def place(pool, nodes, dollars):
     price = Price(dollars_an_hour=dollars, date="2026-11", region="us-east-1", source="list") if dollars else None
-    return Place(pool=pool, nodes=nodes, price=price)
+    return Machines(pool=pool, nodes=nodes, price=price)
 
 
 def write_tuning(directory, pool, step_s, *, nodes=1, dollars=None, dataset="d", epochs=100):
@@ -23,7 +23,7 @@ def write_tuning(directory, pool, step_s, *, nodes=1, dollars=None, dataset="d",
         place=where, settings=settings, batch_size=1024, step_s=step_s, step_low_s=0.9 * step_s, step_high_s=1.1 * step_s,
         steps=60, startup_s=0.0, validation_s=0.0, checkpoint_s=0.0,
     )  # fmt: skip
-    work = Work(steps=3600, validations=0, checkpoints=0)
+    work = WorkCount(steps=3600, validations=0, checkpoints=0)
     tuning = Tuning(
         place=where, given=settings, chosen=settings, applied=False, tried=(), untried={}, reasons=(), stopped="",
         search_s=0.0, measurement=measurement, work=work, forecast=forecast(measurement, work), alternatives={},

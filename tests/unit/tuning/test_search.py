@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.tuning.landscapes import TRIAL_S, Landscape
 from trainer.errors import SettingsError
-from trainer.tuning.ideas import Job
+from trainer.tuning.ideas import Workload
 from trainer.tuning.schema import Candidate, Trial
 from trainer.tuning.search import LEAST_GAIN, search
 
@@ -70,7 +70,7 @@ def test_a_distillation_that_is_short_is_not_searched_for_longer_than_it_takes()
 # ---------------------------------------------------------------------------------------------------------------------
 # Small machines, made by hand
 
-JOB = Job(
+JOB = Workload(
     images=10**7,
     largest_batch=256,
     largest_batch_why="more were not asked for",

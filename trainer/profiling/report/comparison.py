@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from trainer import html
 from trainer.profiling import drawing, words
 from trainer.profiling.compare import Comparison, Pair, Table
-from trainer.profiling.drawing import Part
+from trainer.profiling.drawing import BarPart
 from trainer.profiling.report import course
 from trainer.profiling.summary import TrainingSummary
 
@@ -76,7 +76,7 @@ def _bars(
     rows = []
     for when, one in (("before", pair.before), ("after", pair.after)):
         parts = [
-            Part(
+            BarPart(
                 name=colours.get(name, "named"), label=spoken(name), share=pair.scaled(one, values(one).get(name, 0.0))
             )
             for name in seen

@@ -8,7 +8,7 @@ import numpy as np
 
 from trainer import html
 from trainer.profiling import binning, drawing, words
-from trainer.profiling.drawing import BINS, Curve, Lane, Window
+from trainer.profiling.drawing import BINS, ChartLine, Lane, MarkedTime
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
 from trainer.profiling.findings import Found
 from trainer.profiling.pace import is_core, phase_seconds
@@ -78,10 +78,10 @@ def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequ
     )
 
 
-def _windows(rank: RankEvidence, findings: Sequence[tuple[int, Found]]) -> list[Window]:
+def _windows(rank: RankEvidence, findings: Sequence[tuple[int, Found]]) -> list[MarkedTime]:
     """Of the findings that were not seen all the time."""
     return [
-        Window(label=f"{number}. {one.answer.title}", style=one.finding.severity, start_s=span[0], end_s=span[1])
+        MarkedTime(label=f"{number}. {one.answer.title}", style=one.finding.severity, start_s=span[0], end_s=span[1])
         for number, one in findings
         if (span := _seconds(rank, one))
     ]
@@ -103,7 +103,7 @@ def _metric_lanes(evidence: TrainingEvidence, duration: float) -> list[Lane]:
         if metric is None or not np.isfinite(metric.values).any():
             continue
         seconds, values = binning.thin_curve(metric.seconds, metric.values * factor, BINS)
-        curve = Curve(style="s0", label=name, seconds=seconds, values=values)
+        curve = ChartLine(style="s0", label=name, seconds=seconds, values=values)
         lanes.append(drawing.line_lane(title, unit, [curve], duration, low=None))
     return lanes
 
@@ -114,13 +114,15 @@ def _step_lanes(rank: RankEvidence, edges: Series, duration: float) -> list[Lane
         return []
     centres, ms = _by_bin(rank, rank.steps["seconds"] * 1000, edges)
     curves = [
-        Curve(style="s1", label="longest", seconds=centres, values=np.array([values.max() for values in ms])),
-        Curve(style="s0", label="mean", seconds=centres, values=np.array([values.mean() for values in ms])),
+        ChartLine(style="s1", label="longest", seconds=centres, values=np.array([values.max() for values in ms])),
+        ChartLine(style="s0", label="mean", seconds=centres, values=np.array([values.mean() for values in ms])),
     ]
     lanes = [drawing.line_lane("Steps", "ms", curves, duration, height=54)]
     if np.isfinite(rank.steps["queued"]).any():
         centres, queued = _by_bin(rank, rank.steps["queued"], edges)
-        curve = Curve(style="s0", label="ready", seconds=centres, values=np.array([values.mean() for values in queued]))
+        curve = ChartLine(
+            style="s0", label="ready", seconds=centres, values=np.array([values.mean() for values in queued])
+        )
         lanes.append(drawing.line_lane("Loaders", "batches ready", [curve], duration, height=54, high=2.0))
     return lanes
 
@@ -145,7 +147,7 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
     lanes = []
     for title, unit, factor, high, signals in _MACHINE:
         curves = [
-            Curve(
+            ChartLine(
                 style=style,
                 label=label,
                 seconds=centres,

@@ -8,7 +8,7 @@ from trainer import billing, html
 from trainer.billing import Bill
 from trainer.costs import dollars_text
 from trainer.profiling import drawing, words
-from trainer.profiling.drawing import Bar, Part
+from trainer.profiling.drawing import Bar, BarPart
 from trainer.profiling.summary import TrainingSummary
 
 _STARTUP = {
@@ -50,7 +50,8 @@ def bill(given: Bill) -> str:
     rows = []
     for stage in given.stages:
         parts = [
-            Part(name=_COLOURS[name], label=billing.PARTS[name], share=seconds) for name, seconds in stage.parts.items()
+            BarPart(name=_COLOURS[name], label=billing.PARTS[name], share=seconds)
+            for name, seconds in stage.parts.items()
         ]
         note = " ".join(filter(None, (words.duration(stage.seconds), dollars_text(stage.dollars))))
         rows.append((stage.stage, parts, note))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trainer import html
 from trainer.profiling import drawing, words
-from trainer.profiling.drawing import Bar, Part
+from trainer.profiling.drawing import Bar, BarPart
 from trainer.profiling.operators import Operator
 from trainer.profiling.pace import is_core
 from trainer.profiling.summary import OperatorSummary, TrainingSummary, operator_ms
@@ -57,7 +57,7 @@ def ranks(summary: TrainingSummary) -> str:
     rows = []
     for rank in drawn:
         amounts = drawing.by_colour(rank.phase_ms)
-        parts = [Part(name=name, label=words.label(name), share=ms) for name, ms in amounts.items()]
+        parts = [BarPart(name=name, label=words.label(name), share=ms) for name, ms in amounts.items()]
         memory = f", {words.size(rank.memory_bytes)}" if rank.memory_bytes else ""
         rows.append(
             (f"rank {rank.rank}", parts, f"{words.milliseconds(rank.step_ms.p50 if rank.step_ms else 0.0)}{memory}")

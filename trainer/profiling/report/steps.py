@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from trainer import html
 from trainer.profiling import drawing, words
-from trainer.profiling.drawing import Bar, Part
+from trainer.profiling.drawing import Bar, BarPart
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.pace import Spread, is_core, measured_steps
 from trainer.profiling.summary import PhaseSummary, SlowStep, TrainingSummary
@@ -27,7 +27,9 @@ _AFTER = {"checkpoint": "just after a checkpoint", "evaluate": "just after an ev
 
 def recording(summary: TrainingSummary) -> str:
     """Shares of the whole recording."""
-    parts = [Part(name=name, label=words.label(name), share=share) for name, share in summary.recorded_shares.items()]
+    parts = [
+        BarPart(name=name, label=words.label(name), share=share) for name, share in summary.recorded_shares.items()
+    ]
     legend = drawing.legend(
         [(drawing.colour_class(part.name), f"{part.label} {words.percent(part.share)}") for part in parts]
     )

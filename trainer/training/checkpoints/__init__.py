@@ -16,6 +16,6 @@ background, and `collection` keeps the newest and the best.
 from __future__ import annotations
 
 from trainer.training.checkpoints.collection import Checkpoints, checkpoint_root, newest, root_is_shared
-from trainer.training.checkpoints.state import State
+from trainer.training.checkpoints.state import TrainingState
 
-__all__ = ["Checkpoints", "State", "checkpoint_root", "newest", "root_is_shared"]
+__all__ = ["Checkpoints", "TrainingState", "checkpoint_root", "newest", "root_is_shared"]

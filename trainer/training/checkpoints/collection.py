@@ -29,7 +29,7 @@ from trainer.training.checkpoints import generations, snapshots
 from trainer.training.checkpoints.compatibility import compatible, differences, listed
 from trainer.training.checkpoints.generations import Generation
 from trainer.training.checkpoints.snapshots import Snapshot
-from trainer.training.checkpoints.state import State
+from trainer.training.checkpoints.state import TrainingState
 from trainer.training.checkpoints.writer import MOST_FAILURES, PASSING, Writer
 from trainer.training.meetings import wait_limit_s
 from trainer.training.processes import Processes
@@ -48,7 +48,7 @@ _DRAFT = ".step-"
 """Begins the name of a folder, beside the others, in which a checkpoint is made."""
 
 
-class Entry(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """One of a training's checkpoints; the one that counts more is greater."""
 
     generation: int
@@ -111,7 +111,7 @@ class Checkpoints:
         key = artifacts.digest({"settings": compatible(settings), "parents": parents})[:16]
         self.uri = storage.join(root, f"{name}-{key}")
         self._generation: Generation | None = None
-        self._whole: dict[Entry, float | None] = {}
+        self._whole: dict[CheckpointEntry, float | None] = {}
         """Complete ones, not known to be damaged -> top-1 accuracy of those that were measured."""
         self._snapshot, self._writer = Snapshot(), Writer(name)
         self._passed_over = False
@@ -185,7 +185,7 @@ class Checkpoints:
         """Highest top-1 accuracy of those that this try has found or written."""
         return max((top1 for top1 in self._whole.values() if top1 is not None), default=None)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointEntry]:
         """All that seem to be there, the one that counts most first.
 
         Raises:
@@ -193,7 +193,7 @@ class Checkpoints:
         """
         return _entries(self.uri)
 
-    def read(self, entry: Entry) -> State | None:
+    def read(self, entry: CheckpointEntry) -> TrainingState | None:
         """A checkpoint, if it is valid; a damaged one is named in the log.
 
         Raises:
@@ -210,13 +210,13 @@ class Checkpoints:
             self._whole.pop(entry, None)
             return None
 
-    def _uri(self, entry: Entry) -> str:
+    def _uri(self, entry: CheckpointEntry) -> str:
         return storage.join(self.uri, entry.name)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Writing
 
-    def save(self, state: State, *, top1: float | None = None, needed: bool = False) -> None:
+    def save(self, state: TrainingState, *, top1: float | None = None, needed: bool = False) -> None:
         """Copy a state, unless this try has written that step, and write it in the background; waits for the write before.
 
         Where a store holds that one up, the state is passed over: the training is to go on, and has another one to keep soon.
@@ -246,7 +246,7 @@ class Checkpoints:
         self.look()
         if self._generation is None:
             self.begin()
-        if self._generation is not None and Entry(self._generation.number, state.step) in self._whole:
+        if self._generation is not None and CheckpointEntry(self._generation.number, state.step) in self._whole:
             return
         self._snapshot.take(state)
         self._writer.start(partial(self._write, state.step, top1), "a checkpoint could not be written", counts=True)
@@ -343,7 +343,7 @@ class Checkpoints:
         assert self._generation is not None, "a try begins before something is saved"
         self.check_ours()
         self.beforehand()
-        entry, figures = Entry(self._generation.number, step), {"step": step}
+        entry, figures = CheckpointEntry(self._generation.number, step), {"step": step}
         try:
             self._write_snapshot(self._uri(entry), figures if top1 is None else {**figures, TOP1: top1})
         except PASSING:
@@ -388,7 +388,7 @@ class Checkpoints:
                 self._whole.pop(entry, None)
 
 
-def newest(checkpoints: Checkpoints, processes: Processes) -> State | None:
+def newest(checkpoints: Checkpoints, processes: Processes) -> TrainingState | None:
     """Begin a new try of a training: from the newest checkpoint that is valid on all its processes; a damaged one is passed over.
 
     Raises:
@@ -414,6 +414,6 @@ def newest(checkpoints: Checkpoints, processes: Processes) -> State | None:
     return None
 
 
-def _entries(uri: str) -> list[Entry]:
+def _entries(uri: str) -> list[CheckpointEntry]:
     matches = (_NAME.fullmatch(name) for name in storage.children(uri))
-    return sorted((Entry(int(match[2]), int(match[1])) for match in matches if match), reverse=True)
+    return sorted((CheckpointEntry(int(match[2]), int(match[1])) for match in matches if match), reverse=True)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from trainer.errors import ArtifactError
 from trainer.sections import NonNegative
-from trainer.training.checkpoints.state import State
+from trainer.training.checkpoints.state import TrainingState
 
 DESCRIPTION = "state.json"
 """What of a state is not a tensor."""
 PARTS = ("model", "optimizer", "average")
-"""Fields of `State` with tensors; each is one file."""
+"""Fields of `TrainingState` with tensors; each is one file."""
 
 _TYPES = {
     torch.float64: "F64",
@@ -71,7 +71,7 @@ class Snapshot:
         self._parts: dict[str, _Part] = {}
         self._description = _Description(step=0, pending=(), groups=())
 
-    def take(self, state: State) -> None:
+    def take(self, state: TrainingState) -> None:
         """Copy a state; waits for the device until that is done."""
         held: dict[str, Mapping[str, Tensor] | None] = {name: getattr(state, name) for name in PARTS}
         for name, tensors in held.items():
@@ -98,7 +98,7 @@ class Snapshot:
         _write(folder / DESCRIPTION, self._description.model_dump_json(indent=2).encode())
 
 
-def read(folder: Path, uri: str) -> State:
+def read(folder: Path, uri: str) -> TrainingState:
     """The state in the folder of a checkpoint, on the CPU; `uri` names it for people.
 
     Raises:
@@ -111,7 +111,7 @@ def read(folder: Path, uri: str) -> State:
         raise ArtifactError(
             f"checkpoint {uri}: can not be read ({' '.join(str(error).split())}); remove it to go on from the one before"
         ) from error
-    return State(
+    return TrainingState(
         step=told.step,
         model=parts["model"],
         optimizer=parts["optimizer"],

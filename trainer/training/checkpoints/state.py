@@ -26,7 +26,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class TrainingState:
     """What a checkpoint holds."""
 
     step: int
@@ -52,7 +52,7 @@ def capture(
     *,
     processes: Processes | None = None,
     pending: tuple[str, ...] = (),
-) -> State:
+) -> TrainingState:
     """The state after `step` steps: the tensors themselves, which the next step changes.
 
     Args:
@@ -77,7 +77,7 @@ def capture(
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         assert processes is not None, "an optimiser is sharded over some"
         tensors = sharding.gather_wholes(tensors, processes, what)
-    state = State(
+    state = TrainingState(
         step=step,
         model=model.state_dict(),
         optimizer=tensors,
@@ -97,7 +97,7 @@ def capture(
     return state
 
 
-def _on_host(state: State, device: Device) -> State:
+def _on_host(state: TrainingState, device: Device) -> TrainingState:
     """The state itself, or copies on the host where tensors of the device are not copied one by one."""
     held = [part for part in (state.model, state.optimizer, state.average) if part is not None]
     copies = device.host_copies([tensor for part in held for tensor in part.values()])
@@ -108,7 +108,9 @@ def _on_host(state: State, device: Device) -> State:
     return replace(state, model=model, optimizer=optimizer, average=average[0] if average else None)
 
 
-def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None) -> None:
+def restore(
+    state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None
+) -> None:
     """Put a state into a model, its optimiser (of which a sharded one takes its share) and its average.
 
     Raises:
@@ -155,7 +157,7 @@ def _restore_optimizer(
 # What does not fit
 
 
-def _refuse(state: State, part: str, misfits: Sequence[str]) -> None:
+def _refuse(state: TrainingState, part: str, misfits: Sequence[str]) -> None:
     if misfits:
         raise ArtifactError(
             f"checkpoint {state.uri or f'of step {state.step}'} does not fit this training in its {part}: {_listed(misfits)}; "

@@ -216,7 +216,7 @@ class InFlight:
         return copies
 
 
-class _Failure:
+class _ThreadError:
     """An error, or none; torch_xla's threads would drop one that they meet."""
 
     __slots__ = ("error",)  # what has a dictionary, torch_xla looks through for tensors
@@ -225,9 +225,9 @@ class _Failure:
         self.error = error
 
 
-def _outcomes(items: Iterable[Item]) -> Iterator[tuple[Item | None, _Failure]]:
+def _outcomes(items: Iterable[Item]) -> Iterator[tuple[Item | None, _ThreadError]]:
     try:
         for item in items:
-            yield item, _Failure()
+            yield item, _ThreadError()
     except Exception as error:  # noqa: BLE001  # it is raised where the item is taken
-        yield None, _Failure(error)
+        yield None, _ThreadError(error)

@@ -14,7 +14,7 @@ from tests.checkpoints import PARTS, everything, learner, on_two_processes, snap
 from trainer import artifacts, storage
 from trainer.errors import OutputError, SettingsError, StorageAwayError, StorageError, SupersededError
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, collection, newest, root_is_shared
-from trainer.training.checkpoints.collection import Entry
+from trainer.training.checkpoints.collection import CheckpointEntry
 from trainer.training.checkpoints.snapshots import Snapshot
 from trainer.training.checkpoints.state import restore
 from trainer.training.devices import choose_device
@@ -339,7 +339,7 @@ def test_the_later_try_counts_even_where_the_earlier_one_came_further(tmp_path):
     save(first, 10, 500)
     second.begin()
     save(second, 20)
-    assert checkpoints(tmp_path).entries() == [Entry(2, 20), Entry(1, 500)]
+    assert checkpoints(tmp_path).entries() == [CheckpointEntry(2, 20), CheckpointEntry(1, 500)]
     assert latest(tmp_path).step == 20
 
 
@@ -366,7 +366,7 @@ def test_a_store_that_has_lost_the_record_of_the_tries_supersedes_nobody(object_
     save(held, 20, 30)
     (warning,) = caplog.messages
     assert warning.startswith(f"distill  the record of try 1 is gone from {held.uri}, and was written again")
-    assert held.entries() == [Entry(1, 30), Entry(1, 20)]
+    assert held.entries() == [CheckpointEntry(1, 30), CheckpointEntry(1, 20)]
     fresh = checkpoints(object_store.uri("c"))
     assert newest(fresh, ALONE).step == 30
     with pytest.raises(SupersededError, match="this is try 1"):
@@ -385,7 +385,7 @@ def test_a_checkpoint_that_is_due_while_the_store_holds_up_the_one_before_is_pas
     object_store.clear()
     held.save(snapshot_of(40, learner()), needed=True)
     held.finish(needed=True)
-    assert held.entries() == [Entry(1, 40), Entry(1, 10)]
+    assert held.entries() == [CheckpointEntry(1, 40), CheckpointEntry(1, 10)]
     (warning,) = caplog.messages
     assert f"no checkpoint after step 20: the one before is still on its way to {held.uri}" in warning
 

@@ -8,7 +8,7 @@ from tests.checkpoints import everything, learner, snapshot_of
 from trainer.errors import ArtifactError
 from trainer.training.checkpoints import snapshots
 from trainer.training.checkpoints.snapshots import DESCRIPTION, Snapshot
-from trainer.training.checkpoints.state import State
+from trainer.training.checkpoints.state import TrainingState
 
 
 def written(state, folder, snapshot=None):
@@ -39,7 +39,7 @@ def test_every_type_and_shape_is_kept(tmp_path):
         "turned": torch.randn(3, 5).t(),
         "odd": torch.tensor([float("nan"), float("-inf"), -0.0]),
     }
-    state = State(step=1, model=tensors, optimizer={}, groups=[], average=None)
+    state = TrainingState(step=1, model=tensors, optimizer={}, groups=[], average=None)
     folder = written(state, tmp_path / "one")
     read = snapshots.read(folder, "one")
     assert everything(read) == everything(state)
@@ -56,7 +56,7 @@ def test_its_memory_is_used_again_and_made_anew_where_it_no_longer_fits(tmp_path
     for number, state in enumerate(states):
         read = snapshots.read(written(state, tmp_path / str(number), snapshot), "one")
         assert everything(read) == everything(state)
-    no_average = State(**{**vars(states[2]), "average": None})
+    no_average = TrainingState(**{**vars(states[2]), "average": None})
     assert snapshots.read(written(no_average, tmp_path / "last", snapshot), "one").average is None
 
 
@@ -88,8 +88,11 @@ def test_a_file_that_is_no_checkpoints_is_refused(tmp_path, file, content):
 def test_a_state_on_a_gpu_is_copied_whole_while_the_device_goes_on(tmp_path):
     model = {str(number): torch.randn(1000, 1000, device="cuda") for number in range(20)}
     model["small"] = torch.randn(3, device="cuda").bfloat16()
-    state = State(step=1, model=model, optimizer={"step/0": torch.tensor(1.0)}, groups=[], average=None)
-    before, snapshot = everything(State(**{**vars(state), "model": {n: t.cpu() for n, t in model.items()}})), Snapshot()
+    state = TrainingState(step=1, model=model, optimizer={"step/0": torch.tensor(1.0)}, groups=[], average=None)
+    before, snapshot = (
+        everything(TrainingState(**{**vars(state), "model": {n: t.cpu() for n, t in model.items()}})),
+        Snapshot(),
+    )
     for tensor in model.values():
         tensor.add_(1)  # still under way when the copy is asked for
         tensor.sub_(1)

@@ -24,7 +24,7 @@ _WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSy
 _READING_OPERATOR = "aten::_local_scalar_dense"
 
 
-class _Samples:
+class _GpuSamples:
     """What the system did while the first process was at its steps, in percent."""
 
     def __init__(self, rank: RankEvidence) -> None:
@@ -42,14 +42,14 @@ def _mean(cores: Sequence[Series]) -> Series | None:
     return np.mean(cores, axis=0) if cores else None
 
 
-def _samples(case: Case) -> _Samples | NotJudged:
+def _samples(case: Case) -> _GpuSamples | NotJudged:
     rank = case.training.ranks[0]
     if not rank.record.device.startswith("cuda"):
         return NotJudged(reason=f"the training runs on {rank.record.device if is_traced(rank) else 'a CPU'}")
     if "gpu_percent" not in rank.system:
         reason = rank.record.missing.get("gpu_utilization", "it was not sampled")
         return NotJudged(reason=f"the use of the GPU is not known: {reason}")
-    samples = _Samples(rank)
+    samples = _GpuSamples(rank)
     if len(samples) < FEWEST_SAMPLES:
         return NotJudged(
             reason=f"only {len(samples)} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed",
@@ -119,7 +119,7 @@ def _gpu_utilization(case: Case) -> Outcome:
     )
 
 
-def _if_used(case: Case, samples: _Samples, percent: float) -> Saving:
+def _if_used(case: Case, samples: _GpuSamples, percent: float) -> Saving:
     """What the steps would take less if the GPU were used as much as the limit on average."""
     mean = float(samples.gpu.mean())
     seconds = case.training.ranks[0].record.steps.seconds * max(0.0, 1 - mean / percent)

@@ -26,7 +26,7 @@ _MARGIN = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading:
+class LoadingWait:
     """What a process waits for its batches in a usual step; seconds."""
 
     step_s: float
@@ -63,7 +63,7 @@ class Loading:
         return max(self.workers + 1, math.ceil(_MARGIN * making_s / max(self.step_s - self.waiting_s, 1e-9)))
 
 
-def diagnose(steps: Steps, *, busy_loader_percent: float) -> Loading:
+def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
     """How the process that waits as long as most others loads.
 
     Other programs on the machine slow training and loading alike; what they take is left out, as far as the kernel tells.
@@ -78,7 +78,7 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> Loading:
     workers = record.workers or 0
     measure = partial(_beside, workers=workers, busy_percent=busy_loader_percent) if workers else _itself
     training_s, storage_s, computing_s = measure(steps, number)
-    return Loading(
+    return LoadingWait(
         step_s=max(training_s + storage_s + computing_s, 1e-9),
         waiting_s=storage_s + computing_s,
         computing_s=computing_s,
@@ -190,7 +190,7 @@ def _loader_workers(case: Case) -> Outcome:
     return Healthy(text=f"{_processes(loading)}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
 
 
-def _too_few(loading: Loading, steps: Steps) -> Finding:
+def _too_few(loading: LoadingWait, steps: Steps) -> Finding:
     share = loading.share(loading.computing_s)
     most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
     wanted = max(loading.workers + 1, min(loading.workers_that_keep_up(), most))
@@ -208,7 +208,7 @@ def _too_few(loading: Loading, steps: Steps) -> Finding:
     )
 
 
-def _too_many(loading: Loading, steps: Steps, *, waits: bool) -> Finding:
+def _too_many(loading: LoadingWait, steps: Steps, *, waits: bool) -> Finding:
     share = loading.share(loading.computing_s)
     wanted = max(0, steps.record.cores // steps.processes_here() - 1)
     waiting = f"{_told(loading, share, loading.computing_s)}, and" if waits else "There are more processes than cores:"
@@ -264,21 +264,21 @@ def _cheaper_batches(steps: Steps) -> str:
     return "Store smaller images (data.image_size), which are cheaper to decode, or take a machine with more cores."
 
 
-def _waits_for_processor(loading: Loading, waiting_share: float, own_share: float) -> bool:
+def _waits_for_processor(loading: LoadingWait, waiting_share: float, own_share: float) -> bool:
     limit = own_share if loading.itself else waiting_share
     return loading.cause == "processor" and loading.share(loading.computing_s) > limit
 
 
-def _waits_for_storage(loading: Loading, waiting_share: float) -> bool:
+def _waits_for_storage(loading: LoadingWait, waiting_share: float) -> bool:
     return loading.cause == "storage" and loading.share(loading.storage_s) > waiting_share
 
 
-def _told(loading: Loading, share: float, seconds: float) -> str:
+def _told(loading: LoadingWait, share: float, seconds: float) -> str:
     verb = "goes into batches" if loading.itself else "waits for batches"
     return f"{share:.0%} of each step ({_ms(seconds)} of {_ms(loading.step_s)} undisturbed) {verb}"
 
 
-def _processes(loading: Loading) -> str:
+def _processes(loading: LoadingWait) -> str:
     beside = (
         "no loader process"
         if not loading.workers
@@ -291,7 +291,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def _numbers(loading: Loading, share: float) -> dict[str, float]:
+def _numbers(loading: LoadingWait, share: float) -> dict[str, float]:
     return {
         "waiting_share": share,
         "undisturbed_step_s": loading.step_s,

@@ -23,7 +23,7 @@ _SMALLEST_SCALE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looks:
+class TensorHistory:
     """What each look saw of each tensor."""
 
     names: Sequence[str]
@@ -64,10 +64,12 @@ class Looks:
         return np.asarray((dimensions >= 2) & (dimensions != 3))
 
 
-def looks_of(case: Case) -> Looks:
+def looks_of(case: Case) -> TensorHistory:
     """The first process's looks; all processes hold the same weights."""
     table = case.training.ranks[0].tensors
     index = {name: number for number, name in enumerate(dict.fromkeys(table.tensors))}
     steps, first, rows = np.unique(table.steps, return_index=True, return_inverse=True)
     columns = np.fromiter((index[name] for name in table.tensors), np.int64, len(table.tensors))
-    return Looks(names=list(index), steps=steps, seconds=table.seconds[first], rows=rows, columns=columns, table=table)
+    return TensorHistory(
+        names=list(index), steps=steps, seconds=table.seconds[first], rows=rows, columns=columns, table=table
+    )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trainer.profiling.rules.causes import first_cause, listed, saving_after, setting, start_unseen
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
-from trainer.profiling.rules.training.looks import Looks, looks_of
+from trainer.profiling.rules.training.looks import TensorHistory, looks_of
 from trainer.profiling.series import Series
 
 Flags = npt.NDArray[np.bool_]
@@ -30,7 +30,7 @@ _WARM = 0.1
 """Share of the peak learning rate from which on a step is meant to move the weights."""
 
 
-def _few(looks: Looks, needed: int) -> NotJudged | None:
+def _few(looks: TensorHistory, needed: int) -> NotJudged | None:
     if len(looks) >= needed:
         return None
     return NotJudged(
@@ -42,7 +42,7 @@ def _few(looks: Looks, needed: int) -> NotJudged | None:
     )
 
 
-def _chosen(looks: Looks, flags: Flags) -> list[str]:
+def _chosen(looks: TensorHistory, flags: Flags) -> list[str]:
     """Names of the tensors that flags [P] choose."""
     return [name for name, is_chosen in zip(looks.names, flags, strict=True) if is_chosen]
 
@@ -77,7 +77,7 @@ def _judge_initialisation(case: Case) -> Outcome:
     )
 
 
-def _poor(looks: Looks, flags: Flags, what: str, confidence: float) -> Finding:
+def _poor(looks: TensorHistory, flags: Flags, what: str, confidence: float) -> Finding:
     names = _chosen(looks, flags)
     return Finding(
         severity="severe",
@@ -172,7 +172,7 @@ def _judge_exploding(case: Case) -> Outcome:
     )
 
 
-def _not_finite(case: Case, looks: Looks) -> Finding | None:
+def _not_finite(case: Case, looks: TensorHistory) -> Finding | None:
     """Numbers that are none, in a gradient or a tensor of weights."""
     bad = (
         (looks.grid("gradient_nonfinite") > 0)
@@ -198,7 +198,7 @@ def _not_finite(case: Case, looks: Looks) -> Finding | None:
     )
 
 
-def _growth(case: Case, looks: Looks) -> Outcome:
+def _growth(case: Case, looks: TensorHistory) -> Outcome:
     """The whole gradient's norm against the larger of its first one and its median before, in two looks in a row."""
     limit = case.rules.exploding_gradients.growth
     norms = np.sqrt(np.nansum(looks.grid("gradient_norm") ** 2, axis=1))
@@ -226,18 +226,18 @@ def _growth(case: Case, looks: Looks) -> Outcome:
     )
 
 
-def _moved(looks: Looks) -> str:
+def _moved(looks: TensorHistory) -> str:
     ratio = _largest_update(looks)
     return f"; steps moved the middle matrix by up to {ratio:.2g} times its own norm" if ratio else ""
 
 
-def _largest_update(looks: Looks) -> float:
+def _largest_update(looks: TensorHistory) -> float:
     """Of the middle matrix against its own norm; 0 where it is not known."""
     ratios = looks.update_ratios()
     return float(ratios[np.isfinite(ratios)].max(initial=0.0))
 
 
-def _calm(case: Case, looks: Looks) -> str:
+def _calm(case: Case, looks: TensorHistory) -> str:
     settings = case.training.ranks[0].record.context.settings
     rate, clip = settings.get("base_learning_rate"), settings.get("clip_norm")
     factor = min(0.1, _USUAL_UPDATE / max(_largest_update(looks), _USUAL_UPDATE))
@@ -280,7 +280,7 @@ def _judge_update_ratio(case: Case) -> Outcome:
     return _size_of_warm_steps(case, looks)
 
 
-def _too_large(case: Case, looks: Looks, worst: int) -> Finding:
+def _too_large(case: Case, looks: TensorHistory, worst: int) -> Finding:
     ratio, limit = float(looks.update_ratios()[worst]), case.rules.update_ratio.largest
     return Finding(
         severity="severe",
@@ -296,7 +296,7 @@ def _too_large(case: Case, looks: Looks, worst: int) -> Finding:
     )
 
 
-def _size_of_warm_steps(case: Case, looks: Looks) -> Outcome:
+def _size_of_warm_steps(case: Case, looks: TensorHistory) -> Outcome:
     """Whether the steps near the peak learning rate move the weights."""
     warm = _is_warm(case, looks.steps) & np.isfinite(looks.update_ratios())
     if warm.sum() < _LOOKS:
@@ -359,7 +359,7 @@ def _judge_unchanged(case: Case) -> Outcome:
     return first_cause(case, UPDATE_RATIO) or _some_unchanged(case, looks, _chosen(looks, frozen))
 
 
-def _all_unchanged(case: Case, looks: Looks, since_s: float) -> Finding:
+def _all_unchanged(case: Case, looks: TensorHistory, since_s: float) -> Finding:
     needed, rate = case.rules.unchanged_weights.looks, setting(case, "base_learning_rate")
     return Finding(
         severity="severe",
@@ -370,7 +370,7 @@ def _all_unchanged(case: Case, looks: Looks, since_s: float) -> Finding:
     )
 
 
-def _some_unchanged(case: Case, looks: Looks, names: Sequence[str]) -> Finding:
+def _some_unchanged(case: Case, looks: TensorHistory, names: Sequence[str]) -> Finding:
     return Finding(
         severity="warning",
         confidence=0.95,
