@@ -17,8 +17,8 @@ from trainer.launch import JobSpec
 GROUP, VERSION, PLURAL, KIND = "trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"
 NODE = "node"
 """The runtime's name for the job of the training pods, and for their container."""
-MANAGER = "vit-distillation"
-"""Whose patches of the runtime ours are."""
+MANAGER = "vit-distillation/launcher"
+"""Whose patches of the runtime ours are; a path with a domain, as Trainer wants it."""
 
 
 def render(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:

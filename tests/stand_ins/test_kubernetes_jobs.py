@@ -439,7 +439,7 @@ def test_a_train_job_becomes_pods(cluster, train_jobs):
     code = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('PET_')}))"
     template = {"metadata": {"labels": {"run": "a"}}, "spec": {"nodeSelector": {"kubernetes.io/os": "linux"}}}
     replicated = {"name": "node", "template": {"spec": {"template": template}}}
-    patch = {"manager": "tests", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}
+    patch = {"manager": "tests/patch", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}
     train_jobs.create(train_job(code=code, runtimePatches=[patch]))
     cluster.wait_for(lambda: cluster.conditions("job") == {"Complete": "True"})
     first, second = cluster.list(PODS)

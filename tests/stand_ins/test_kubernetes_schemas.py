@@ -115,6 +115,7 @@ def test_an_elastic_job_needs_workers():
         ("spec.backoffLimit", 2, 400, 'unknown field "spec.backoffLimit"'),
         ("metadata.name", "1-digit", 422, "metadata.name"),
         ("spec.trainer.env", [{"name": "PET_NNODES", "value": "2"}], 403, "must not have reserved envs"),
+        ("spec.runtimePatches", [{"manager": "tests"}], 403, "must be a domain-prefixed path"),
     ],
 )
 def test_a_wrong_train_job_is_refused(path, value, code, message):

@@ -37,12 +37,7 @@ def webhook_problems(manifest: Mapping[str, Any], resource: Resource) -> list[st
     if resource == PYTORCHJOBS:
         return list(_pytorch_job_problems(manifest))
     if resource == TRAINJOBS:
-        variables = (manifest["spec"].get("trainer") or {}).get("env") or []
-        reserved = sorted({variable["name"] for variable in variables} & _RESERVED)
-        if reserved:
-            return [
-                f"spec.trainer.env: Invalid value: must not have reserved envs, invalid envs configured: {reserved}"
-            ]
+        return list(_train_job_problems(manifest["spec"]))
     return []
 
 
@@ -52,6 +47,19 @@ def suspended(manifest: Mapping[str, Any], resource: Resource) -> dict[str, Any]
     if resource == PYTORCHJOBS:
         return spec | {"runPolicy": (spec.get("runPolicy") or {}) | {"suspend": True}}
     return spec | {"suspend": True} if resource == TRAINJOBS else spec
+
+
+def _train_job_problems(spec: Mapping[str, Any]) -> Iterator[str]:
+    """In Trainer's words, of its plugins torch and jobset (pkg/runtime/framework/plugins)."""
+    reserved = sorted({variable["name"] for variable in (spec.get("trainer") or {}).get("env") or []} & _RESERVED)
+    if reserved:
+        yield f"spec.trainer.env: Invalid value: must not have reserved envs, invalid envs configured: {reserved}"
+    for patch in spec.get("runtimePatches") or []:
+        if not names.is_domain_prefixed_path(patch["manager"]):
+            yield (
+                f'spec.runtimePatches.manager: Invalid value: "{patch["manager"]}": '
+                'must be a domain-prefixed path (such as "acme.io/foo")'
+            )
 
 
 def _pytorch_job_problems(manifest: Mapping[str, Any]) -> Iterator[str]:

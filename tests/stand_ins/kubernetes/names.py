@@ -44,6 +44,12 @@ def dns_1035_problem(name: str) -> str:
     return "" if is_dns_1035_label(name) else _1035_LABEL_RULE
 
 
+def is_domain_prefixed_path(text: str) -> bool:
+    """Whether a text can say who manages something: `acme.io/foo`."""
+    domain, _, path = text.partition("/")
+    return bool(path and re.fullmatch(_SUBDOMAIN, domain))
+
+
 def metadata_problems(metadata: Mapping[str, Any], path: str = "metadata") -> Iterator[str]:
     """Causes for a refusal: the object's name, its labels and its annotations."""
     name = metadata.get("name") or metadata.get("generateName", "") + "xxxxx"
