@@ -180,7 +180,7 @@ def exchange_folder() -> str:
     folder = os.environ.get(ARTIFACTS, "")
     if not storage.is_remote(folder):
         raise LaunchError(
-            f"{ARTIFACTS}={folder!r}: a cluster's job can not read what lies on this machine; set it to a folder of an object "
+            f"{ARTIFACTS}={folder!r}: a cluster's job cannot read what lies on this machine; set it to a folder of an object "
             "store that both reach, such as s3://bucket/vit-distillation"
         )
     return folder

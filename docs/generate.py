@@ -40,7 +40,7 @@ _RULES_HEAD = """\
 # Rules
 
 What the profiler looks for in every training. Each rule answers with a finding (severity, confidence, advice, and what the cure would
-save in seconds and, where the node pool has a price, in dollars), with what it saw where all is well, or with why it can not say.
+save in seconds and, where the node pool has a price, in dollars), with what it saw where all is well, or with why it cannot say.
 The answers stand in the report of the stage profile (`report.html`, `findings.json`).
 
 Rules that are judged live run during the training too, in its first process, with at least `watch.interval_s` seconds between two times:

@@ -59,7 +59,7 @@ def chromium(
             [
                 command,
                 "--headless",
-                "--no-sandbox",  # it can not be had in most containers, and the page is our own
+                "--no-sandbox",  # it cannot be had in most containers, and the page is our own
                 "--disable-gpu",
                 "--disable-dev-shm-usage",
                 "--hide-scrollbars",

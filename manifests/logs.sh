@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Collects what tells why something failed: objects, events, and the logs of every container, the one before a restart as well.
 #   [CONTEXT=kubeconfig's] manifests/logs.sh FOLDER
-# Goes on where one of them can not be had: a part is better than nothing. Secrets are not read.
+# Goes on where one of them cannot be had: a part is better than nothing. Secrets are not read.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/require.sh"
 FOLDER="${1:?name a folder}"
 require_kubectl
-mkdir -p "$FOLDER/pods" || fail "$FOLDER can not be made"
+mkdir -p "$FOLDER/pods" || fail "$FOLDER cannot be made"
 
 get() { kubectl ${CONTEXT:+--context="$CONTEXT"} --namespace "$NAMESPACE" --request-timeout=30s "$@"; }
 

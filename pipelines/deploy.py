@@ -135,13 +135,13 @@ def _parameters(options: argparse.Namespace) -> dict[str, str | int]:
     """The pipeline's parameters.
 
     Raises:
-        TrainerError: one of them can not work on a cluster.
+        TrainerError: one of them cannot work on a cluster.
     """
     if options.wait and not options.run:
         raise SettingsError("WAIT=1 follows a run; add RUN=1")
     if Path(options.recipe).suffix:
         raise SettingsError(
-            f"recipe {options.recipe} is a file of this machine, which a cluster's tasks can not read; "
+            f"recipe {options.recipe} is a file of this machine, which a cluster's tasks cannot read; "
             "put it into trainer/recipes and build an image with it, or give its settings with SET"
         )
     place = launching.Placement(

@@ -53,7 +53,7 @@ def name_of(recipe: str) -> str:
 
 
 def put(api: Api, name: str, cron: str, job: runs.RunRequest) -> None:
-    """Have one schedule of this name, as it is given here: KFP can not change one, so another is made and the old one removed.
+    """Have one schedule of this name, as it is given here: KFP cannot change one, so another is made and the old one removed.
 
     Args:
         api: the API.

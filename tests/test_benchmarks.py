@@ -117,5 +117,5 @@ def test_forecast(bench):
 @pytest.mark.long
 def test_accuracy(bench, monkeypatch):
     monkeypatch.setattr(bench_accuracy.subprocess, "run", run_command)
-    monkeypatch.setattr(cli, "ended_by_sigterm", contextlib.nullcontext)  # a thread can not listen to signals
+    monkeypatch.setattr(cli, "ended_by_sigterm", contextlib.nullcontext)  # a thread cannot listen to signals
     assert "| 0 |" in bench("bench_accuracy", "labels", "digits", "--seeds", "0", "--set", *RECIPE)

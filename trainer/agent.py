@@ -57,7 +57,7 @@ def run(config: api.LaunchConfig, arguments: Sequence[str]) -> None:
 def _handlers_put_back() -> Iterator[None]:
     """The agent takes these signals and does not give them back; only the main thread can have taken them."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    # None is a handler that is not Python's, which Python can not put back.
+    # None is a handler that is not Python's, which Python cannot put back.
     before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
     try:
         yield

@@ -157,7 +157,7 @@ def create(
 
     Raises:
         SettingsError: `TRAINER_PLACE` does not describe a place.
-        OutputError: the directory can not be written.
+        OutputError: the directory cannot be written.
         StorageError: the store does not answer or refuses.
     """
     place = place_here()
@@ -245,7 +245,7 @@ def copy(source: str | Path, target: str | Path, kind: Kind) -> Manifest:
     Raises:
         ArtifactError: the source is not a complete artifact.
         StorageError: a store does not answer or refuses.
-        OutputError: the target can not be written.
+        OutputError: the target cannot be written.
     """
     content = manifest(source, kind)
     if _fingerprint(target, kind) == content.fingerprint:

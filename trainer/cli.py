@@ -322,7 +322,7 @@ def _stage(options: argparse.Namespace) -> None:
 def _checked_json(options: argparse.Namespace) -> str:
     if options.overrides:
         raise SettingsError(
-            "--settings gives all settings of the stage, so --set can not change them; use --recipe with --set"
+            "--settings gives all settings of the stage, so --set cannot change them; use --recipe with --set"
         )
     try:
         values = limits.parse_json(options.settings)

@@ -183,7 +183,7 @@ class TrainingSettings(Section):
     epochs: NonNegative = 100
     """Passes over the training images; 0 switches this part off."""
     batch_size: Annotated[int, Field(ge=2)] = 1024
-    """Images an optimiser step, over all processes and accumulated micro-batches; where these can not share it evenly they differ by one
+    """Images an optimiser step, over all processes and accumulated micro-batches; where these cannot share it evenly they differ by one
     image, and the gradient is still the mean over all. At most the number of images to train on; a larger one is clamped to it."""
     accumulation: Positive = 1
     """Micro-batches an optimiser step on each process; more of them need less memory."""
@@ -703,7 +703,7 @@ def load_recipe(recipe: str) -> dict[str, Any]:
     except StorageError as error:
         raise SettingsError(f"recipe {error}") from error
     except ValueError as error:
-        raise SettingsError(f"recipe {path}: can not be read: {error}") from error
+        raise SettingsError(f"recipe {path}: cannot be read: {error}") from error
 
 
 def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
@@ -859,7 +859,7 @@ def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: st
         SettingsError: every wrong value with its full name, itself, and what is allowed.
     """
     unprintable = [
-        f"{name} has characters that can not be shown: {text!r}" for name, text in _unprintable(values, prefix)
+        f"{name} has characters that cannot be shown: {text!r}" for name, text in _unprintable(values, prefix)
     ]
     if unprintable:
         raise SettingsError("\n".join(unprintable))
@@ -932,7 +932,7 @@ def _explain(section: type[Section], alternatives: Sequence[ErrorDetails], prefi
         return f"{name} must be {' or '.join(allowed)}, got {value!r}"
     if kind == "model_type":
         return (
-            f"{name} is a group of settings and can not be {value!r}; set one of its members, such as {name}.NAME=VALUE"
+            f"{name} is a group of settings and cannot be {value!r}; set one of its members, such as {name}.NAME=VALUE"
         )
     if kind == "value_error":
         return f"{name}: {details['ctx']['error']}"

@@ -4,14 +4,14 @@
     ├── SettingsError           a recipe, a setting or an override is wrong
     ├── DataError               the images, labels or splits are not usable
     ├── ArtifactError           a directory handed from one stage to another is missing, damaged or of another kind
-    ├── ModelError              a model can not be built, or does not fit the data set
+    ├── ModelError              a model cannot be built, or does not fit the data set
     ├── TrainingError           a training stopped: loss not finite, processes that do not form one group
     │   ├── LostProcessError    a process of the group did not come to a meeting, or is gone
     │   └── SupersededError     a later try of the same training has begun
     ├── PreemptedError          a training was asked to end; its checkpoint is written, and the same command goes on
     ├── LaunchError             a launched process or job failed
     │   └── CrashError          a launched process crashed or was killed, and had no message of its own
-    ├── BudgetError             the forecast is over the budget, or can not be held against it
+    ├── BudgetError             the forecast is over the budget, or cannot be held against it
     ├── DeployError             Kubeflow Pipelines is not found or refuses, or a run there did not succeed
     ├── TrackingError           MLflow does not answer or refuses
     ├── StorageError            the object store does not answer, refuses, or has lost something
@@ -20,7 +20,7 @@
     │   ├── ObjectExistsError   there is one already where a new one was to be made
     │   ├── ObjectDamagedError  an object is not what its checksum says
     │   └── ObjectTooLargeError an object, or file, is larger than what is read of its kind
-    └── OutputError             an output can not be written: disk full, read-only
+    └── OutputError             an output cannot be written: disk full, read-only
 
 A message names the thing, the value and the next move. `python -m trainer` prints it without a
 traceback (`--debug` shows that too) and exits with `EXIT_CODE`.
@@ -53,7 +53,7 @@ class TrainerError(Exception):
     """Whether it is nobody's mistake and need not come again, so that the same is worth another try."""
 
     def __str__(self) -> str:
-        """The message, of a length that can be read; names in it that others gave can not steer a terminal."""
+        """The message, of a length that can be read; names in it that others gave cannot steer a terminal."""
         return limits.cut(limits.printable(super().__str__()), limits.MESSAGE_CHARACTERS)
 
 
@@ -70,7 +70,7 @@ class ArtifactError(TrainerError):
 
 
 class ModelError(TrainerError):
-    """A model can not be built, or does not fit the data set."""
+    """A model cannot be built, or does not fit the data set."""
 
 
 class TrainingError(TrainerError):
@@ -102,7 +102,7 @@ class CrashError(LaunchError):
 
 
 class BudgetError(TrainerError):
-    """The forecast is over the budget, or can not be held against it."""
+    """The forecast is over the budget, or cannot be held against it."""
 
 
 class DeployError(TrainerError):
@@ -146,7 +146,7 @@ class ObjectTooLargeError(StorageError):
 
 
 class OutputError(TrainerError):
-    """An output can not be written."""
+    """An output cannot be written."""
 
 
 _OUTPUT_ADVICE = {
@@ -172,7 +172,7 @@ def make_directory(path: Path) -> None:
             path.mkdir(parents=True, exist_ok=True)
         except FileNotFoundError as error:  # such as below /proc
             raise OutputError(
-                f"can not write to {path}: no directory can be made there; choose another output"
+                f"cannot write to {path}: no directory can be made there; choose another output"
             ) from error
 
 
@@ -195,4 +195,4 @@ def writing_to(path: Path | str) -> Iterator[None]:
 def refused_to_write(error: Exception, path: Path | str) -> str:
     """What the operating system refused to write, below `path`, and the next move; empty where that is not what happened."""
     advice = _OUTPUT_ADVICE.get(error.errno or 0) if isinstance(error, OSError) else None
-    return f"can not write to {getattr(error, 'filename', None) or path}: {advice}" if advice else ""
+    return f"cannot write to {getattr(error, 'filename', None) or path}: {advice}" if advice else ""

@@ -255,7 +255,7 @@ def check_budget(place: Machines | None, budget_usd: float | None) -> None:
     if budget_usd and (place is None or place.price is None):
         where = place or THIS_MACHINE
         raise BudgetError(
-            f"run.budget_usd={budget_usd:g} can not be kept, for the price of {where} is not known; give the pool a price in pools.toml "
+            f"run.budget_usd={budget_usd:g} cannot be kept, for the price of {where} is not known; give the pool a price in pools.toml "
             "(this machine: TRAINER_PLACE), or set run.budget_hours in its place"
         )
 

@@ -67,7 +67,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Log lines in which names that others gave can not steer a terminal."""
+    """Log lines in which names that others gave cannot steer a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -129,7 +129,7 @@ def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float =
         network: Any = timm.create_model(architecture, **further)
     except Exception as error:  # timm passes any argument on to any model
         raise ModelError(
-            f"architecture {architecture!r} with the arguments {dict(args)} can not be built: {error}"
+            f"architecture {architecture!r} with the arguments {dict(args)} cannot be built: {error}"
         ) from error
     if not network.default_cfg["classifier"]:
         raise ModelError(f"architecture {architecture!r}: has no head for classes; choose another one")
@@ -222,7 +222,7 @@ def feature_size(model: Classifier) -> int:
     head = linear_head(model)
     if head is None:
         raise ModelError(
-            f"architecture {model.card.architecture!r} can not be compared by its features: its logits are not one linear layer of them; "
+            f"architecture {model.card.architecture!r} cannot be compared by its features: its logits are not one linear layer of them; "
             "set distill.feature_weight=0 and reinforce.features=false, or choose another architecture"
         )
     return head.in_features

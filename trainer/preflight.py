@@ -36,7 +36,7 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
         processes: that share a step.
 
     Raises:
-        SettingsError: there is no such device here, a batch can not be dealt to the processes, or stored images are smaller than the
+        SettingsError: there is no such device here, a batch cannot be dealt to the processes, or stored images are smaller than the
             views of them.
         ModelError: teacher or student cannot be built, or do not fit the classes, the trainings or each other.
         ArtifactError: the given weights are missing or damaged.

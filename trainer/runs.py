@@ -62,7 +62,7 @@ def new_directory(recipe: str, output: str | None) -> Path:
     """Make the directory of a run, by default `runs/<time>-<recipe>`, and let `runs/latest` point to it.
 
     Raises:
-        OutputError: it can not be written.
+        OutputError: it cannot be written.
         StorageError: it is no directory of this machine.
     """
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(recipe).stem}"
@@ -70,7 +70,7 @@ def new_directory(recipe: str, output: str | None) -> Path:
     make_directory(directory)
     with writing_to(directory):
         if not os.access(directory, os.W_OK):
-            raise OutputError(f"can not write to {directory}: no permission to write; choose another output")
+            raise OutputError(f"cannot write to {directory}: no permission to write; choose another output")
         if not output:
             link = RUNS / f".{LATEST}.{os.getpid()}"
             link.symlink_to(name)

@@ -146,7 +146,7 @@ def client() -> MlflowClient:
     """A client for `uri()`.
 
     Raises:
-        TrackingError: nothing is tracked, or MLflow can not use the URI.
+        TrackingError: nothing is tracked, or MLflow cannot use the URI.
     """
     tracking_uri = uri()
     if tracking_uri is None:
@@ -623,7 +623,7 @@ def _read_points(place: str) -> Iterable[tuple[str, float, int, int]]:
     try:
         return _POINTS.validate_json(storage.read_bytes(place)) if storage.exists(place) else ()
     except (TrainerError, ValidationError) as error:
-        logger.warning("points for MLflow of an earlier try are not known: %s can not be read (%s)", place, error)
+        logger.warning("points for MLflow of an earlier try are not known: %s cannot be read (%s)", place, error)
         return ()
 
 

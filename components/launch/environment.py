@@ -74,7 +74,7 @@ def _tracking(task: Mapping[str, str]) -> dict[str, str]:
     uri = task.get(TRACKING_URI, "")
     if not uri.startswith(("http://", "https://", "databricks")):
         if uri:
-            logger.warning("the job's metrics are not tracked: its pods can not reach %s=%s", TRACKING_URI, uri)
+            logger.warning("the job's metrics are not tracked: its pods cannot reach %s=%s", TRACKING_URI, uri)
         return {}
     return {name: value for name, value in task.items() if name.startswith("MLFLOW_") and not SECRET.search(name)}
 
@@ -88,7 +88,7 @@ def variables(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[str, A
     for name in spec.environment:
         if SECRET.search(name) or RESERVED.fullmatch(name):
             raise LaunchError(
-                f"{spec.stage}: {name} can not be part of a job's environment: "
+                f"{spec.stage}: {name} cannot be part of a job's environment: "
                 + (
                     "it looks like a secret; name it under secrets of the pool"
                     if SECRET.search(name)

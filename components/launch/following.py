@@ -97,7 +97,7 @@ class Follower:
         """Tell how the job goes until it has ended and its logs are read, or a limit is reached.
 
         Raises:
-            ClusterError: the job can not be followed.
+            ClusterError: the job cannot be followed.
         """
         self._start()
         while not (ending := self._ending()):

@@ -109,7 +109,7 @@ class LogReader:
         """Publish lines until everything is read after `finish`, or until stopped.
 
         Raises:
-            ClusterError: the log can not be read.
+            ClusterError: the log cannot be read.
         """
         while replica := self._next():
             self._follow(replica)

@@ -36,7 +36,7 @@ def image(pool: Pool, task: str = IMAGE) -> str:
     """The pool's own image, or else that of its task, in the variant for the pool's device.
 
     Raises:
-        LaunchError: the variant can not be told, since the task's image is named by its digest.
+        LaunchError: the variant cannot be told, since the task's image is named by its digest.
     """
     if pool.image or pool.device != "xla":
         return pool.image or task

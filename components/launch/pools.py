@@ -176,9 +176,7 @@ class Pool(_Group):
             if device == self.device and self.accelerators < 1:
                 raise ValueError(f'device = "{device}" needs resources."{resource}" = 1 or more')
             if device != self.device and resource in self.resources:
-                raise ValueError(
-                    f'device = "{self.device}" can not use resources."{resource}"; set device = "{device}"'
-                )
+                raise ValueError(f'device = "{self.device}" cannot use resources."{resource}"; set device = "{device}"')
         most = self.most_processes
         if most and self.processes_per_node > most:
             raise ValueError(
@@ -236,11 +234,11 @@ class Pool(_Group):
         """What a training here is told of where it runs.
 
         Raises:
-            SettingsError: the node has not devices enough, or nodes of this kind can not work together.
+            SettingsError: the node has not devices enough, or nodes of this kind cannot work together.
         """
         if nodes > 1 and not self.joins_nodes:
             raise SettingsError(
-                f"nodes = {nodes}, but the nodes of pool {self.name} have no EFA, without which Neuron devices of several nodes can not "
+                f"nodes = {nodes}, but the nodes of pool {self.name} have no EFA, without which Neuron devices of several nodes cannot "
                 f'exchange gradients; set nodes=1, or name a pool with resources."{EFA}"'
             )
         return Machines(
@@ -259,7 +257,7 @@ def load() -> dict[str, Pool]:
     """Every pool by its name.
 
     Raises:
-        SettingsError: the file can not be read, or naming the pool, the field, its value and what is allowed.
+        SettingsError: the file cannot be read, or naming the pool, the field, its value and what is allowed.
     """
     path = _path()
     tables = _read(path)

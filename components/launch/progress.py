@@ -124,11 +124,11 @@ class JobProgress:
             self.see_replica(replace(replica, placed=False, over=True, waiting=""), now)
 
     def see_no_replicas(self) -> None:
-        """Pods can not be seen: the job's own state has to do."""
+        """Pods cannot be seen: the job's own state has to do."""
         self._blind = True
 
     def see_no_logs(self) -> None:
-        """Logs can not be read: their silence means nothing."""
+        """Logs cannot be read: their silence means nothing."""
         self._deaf = True
 
     def see_line(self, replica: str, text: str, now: float) -> None:

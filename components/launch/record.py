@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class JobRecord:
     """Collects on this machine, and writes below a URI when its block ends, in whatever way.
 
-    A record that can not be written is a warning: it must not hide how the job ended.
+    A record that cannot be written is a warning: it must not hide how the job ended.
     """
 
     def __init__(self, uri: str | None) -> None:
@@ -74,5 +74,5 @@ class JobRecord:
         try:
             action()
         except (TrainerError, OSError) as error:
-            logger.warning("the record of the job can not be kept in %s: %s", self._uri, error)
+            logger.warning("the record of the job cannot be kept in %s: %s", self._uri, error)
             self._uri = None

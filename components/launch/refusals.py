@@ -15,7 +15,7 @@ _PASSING = {408, 429, 500, 502, 503, 504}
 
 
 class ClusterError(LaunchError):
-    """The API server refused, or can not be asked."""
+    """The API server refused, or cannot be asked."""
 
 
 class AwayError(ClusterError):
@@ -82,7 +82,7 @@ def refusal(error: ApiException, request: ServerRequest) -> ClusterError:
     """The error for an answer that is no success."""
     status, message = error.status or 0, _message(error)
     if status in _PASSING:
-        return AwayError(f"the API server {request.host} can not {request} now ({status}): {message}")
+        return AwayError(f"the API server {request.host} cannot {request} now ({status}): {message}")
     if status == 0:
         return ClusterError(
             f"no trusted connection to the API server {request.host}: {message}; check certificate-authority and server in the kubeconfig"
@@ -102,7 +102,7 @@ def refusal(error: ApiException, request: ServerRequest) -> ClusterError:
             "version of the operator that runs them (a TrainJob needs Trainer 2.2 or later), or choose a pool "
             "with the other backend (pytorchjob or trainjob)"
         )
-    return _plain(status, request)(f"can not {request}: the API server {request.host} answered {status}: {message}")
+    return _plain(status, request)(f"cannot {request}: the API server {request.host} answered {status}: {message}")
 
 
 def away(error: Exception, host: str) -> AwayError:
@@ -134,7 +134,7 @@ def _missing(request: ServerRequest, message: str) -> ClusterError:
         return NotFoundError(
             f"there is no namespace {request.namespace}: create it (kubectl create namespace {request.namespace}), or name another"
         )
-    return NotFoundError(f"can not {request}: {message}")
+    return NotFoundError(f"cannot {request}: {message}")
 
 
 def _denied(request: ServerRequest, message: str) -> DeniedError:

@@ -26,13 +26,13 @@ def pass_through(configuration: Any, *, kubeconfig: str | None, namespace: str, 
         The name of kubeconfig's context.
 
     Raises:
-        NoKubeconfigError: none was found, or it can not be read.
+        NoKubeconfigError: none was found, or it cannot be read.
     """
     try:
         _, context = config.list_kube_config_contexts(kubeconfig)
         config.load_kube_config(kubeconfig, client_configuration=configuration)
     except (config.ConfigException, OSError, yaml.YAMLError, TypeError) as error:  # TypeError: YAML of another form
-        raise NoKubeconfigError(f"kubeconfig can not be used ({' '.join(str(error).split())})") from error
+        raise NoKubeconfigError(f"kubeconfig cannot be used ({' '.join(str(error).split())})") from error
     address = f"{configuration.host}/api/v1/namespaces/{namespace}/services/{service}:{port}/proxy"
     refresh = configuration.refresh_api_key_hook
 

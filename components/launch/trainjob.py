@@ -25,7 +25,7 @@ def render(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
     """The manifest of a job: what is run stands in `trainer`, what its pods are in a patch of the runtime.
 
     Raises:
-        LaunchError: the pool asks for what a TrainJob can not say.
+        LaunchError: the pool asks for what a TrainJob cannot say.
     """
     _check(spec, pool)
     body = {
@@ -57,7 +57,7 @@ def _check(spec: JobSpec, pool: Pool) -> None:
     for field in ("elastic_min_nodes", "retries"):
         if getattr(pool, field):
             raise LaunchError(
-                f"{spec.stage}: pool {pool.name}: {field} = {getattr(pool, field)} can not be said in a TrainJob; "
+                f"{spec.stage}: pool {pool.name}: {field} = {getattr(pool, field)} cannot be said in a TrainJob; "
                 f'set it to 0, or backend = "pytorchjob"'
             )
 

@@ -54,7 +54,7 @@ class Watcher:
         """Publish changes until stopped.
 
         Raises:
-            ClusterError: the objects can not be listed, or not for longer than patience allows.
+            ClusterError: the objects cannot be listed, or not for longer than patience allows.
         """
         while True:
             version = self._list()

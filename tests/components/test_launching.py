@@ -75,5 +75,5 @@ def test_a_job_elsewhere_needs_a_store_that_both_reach(tmp_path, monkeypatch, ex
         place=Placement(pool="cpu"),
         job=str(tmp_path),
     )
-    with pytest.raises(LaunchError, match=rf"TRAINER_ARTIFACTS='{exchange}': a cluster's job can not read"):
+    with pytest.raises(LaunchError, match=rf"TRAINER_ARTIFACTS='{exchange}': a cluster's job cannot read"):
         launching.launch(training)

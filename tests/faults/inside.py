@@ -286,7 +286,7 @@ def _target(fault: Fault) -> int:
 
 
 def _ask_twice(fault: Fault, _subject: Any) -> None:
-    """SIGTERM, and again when it can not be the same request by another way any more."""
+    """SIGTERM, and again when it cannot be the same request by another way any more."""
     target = _target(fault)
     os.kill(target, signal.SIGTERM)
     later = threading.Timer(1.2, lambda: _ask_again(target))

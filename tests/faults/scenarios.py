@@ -210,8 +210,8 @@ def disk_refuses(kind: str, error: str, at: Surroundings, chance: random.Random)
     whole, job = at.bench.whole(kind), at.bench.job(kind)
     fault = Fault(does=error, folder=job.folder, write=chance.randint(1, last_long_write(whole.writes)))
     message = {
-        "ENOSPC": "can not write to .*: the disk is full",
-        "EROFS": "can not write to .*: the file system is read-only",
+        "ENOSPC": "cannot write to .*: the disk is full",
+        "EROFS": "cannot write to .*: the file system is read-only",
     }
     return stops_and_goes_on(job, whole.result, fault, code=EXIT_CODE, message=message[error], start=Job.fork)
 

@@ -24,7 +24,7 @@ from trainer.errors import PREEMPTED_EXIT_CODE
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"epochs": 5, "checkpoint_every": 5, "batch_size": 127}
-"""A batch that two processes can not share evenly."""
+"""A batch that two processes cannot share evenly."""
 RENDEZVOUS = "timeout=120,join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=12"
 """Torch's own last call, for nodes that may still come, takes half a minute."""
 LIMIT_S = 120

@@ -186,7 +186,7 @@ def test_a_job_holds_no_secret(planted, monkeypatch, backend):
     spec = JobSpec(stage="distill", settings={}, inputs=places, outputs={"student": "s3://bucket/student"})
     identity = Identity(run="run", task="distill")
     for pool in pools.load().values():
-        plain = pool.model_copy(update={"retries": 0, "elastic_min_nodes": 0})  # a TrainJob can not say more
+        plain = pool.model_copy(update={"retries": 0, "elastic_min_nodes": 0})  # a TrainJob cannot say more
         manifest = BACKENDS[backend].render(replace(spec, nodes=2 if pool.joins_nodes else 1), plain, identity)
         assert leaked(json.dumps(manifest).encode()) == set()
         assert "http://mlflow:5000" in json.dumps(manifest)

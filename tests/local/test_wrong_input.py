@@ -162,7 +162,7 @@ def test_labels_of_teacher_and_data_set_that_do_not_match(capsys, teacher, tmp_p
         ),
         (
             ["distill.student.args.heads=3"],
-            r"distill\.student: architecture .* with the arguments .* can not be built: .*heads",
+            r"distill\.student: architecture .* with the arguments .* cannot be built: .*heads",
         ),
         (
             ["distill.student.architecture=vgg11", "distill.student.args={}", "distill.drop_path=0.1"],
@@ -192,13 +192,13 @@ def test_labels_of_teacher_and_data_set_that_do_not_match(capsys, teacher, tmp_p
                 "distill.feature_weight=1",
                 "data.image_size=224",
             ],
-            r"distill\.student: architecture 'levit_128' can not be compared by its features",
+            r"distill\.student: architecture 'levit_128' cannot be compared by its features",
         ),
         (
             ["distill.teacher=recorded", "reinforce.view_size=16"],
             r"distill\.student takes images of 32 pixels, but the recorded views have 16; set reinforce\.view_size=32",
         ),
-        (["run.device=xla"], r"run\.device is xla, but torch_xla can not be loaded here"),
+        (["run.device=xla"], r"run\.device is xla, but torch_xla cannot be loaded here"),
         (["run.device=cuda"], r"run\.device is cuda, but torch finds no GPU on this machine"),
         (
             ["pretrain.weights=timm:vit_tiny_patch16_224@main", "pretrain.finetune.epochs=0"],
@@ -217,8 +217,8 @@ def test_what_a_late_stage_would_find(capsys, tmp_path, monkeypatch, settings, p
 def test_an_output_that_can_not_be_written(capsys, tmp_path, place):
     (tmp_path / "file").write_text("")
     output = place.format(tmp_path)
-    assert_message(capsys, "can not write to", "run", "digits", "--output", output)
-    assert_message(capsys, "can not write to", "stage", "prepare", "--recipe", "digits", "--dataset", output)
+    assert_message(capsys, "cannot write to", "run", "digits", "--output", output)
+    assert_message(capsys, "cannot write to", "stage", "prepare", "--recipe", "digits", "--dataset", output)
 
 
 def test_a_full_disk(capsys, digits, teacher, tmp_path):
@@ -226,7 +226,7 @@ def test_a_full_disk(capsys, digits, teacher, tmp_path):
     output = tmp_path / "evaluation"
     output.mkdir()
     (output / "metrics.json").symlink_to("/dev/full")
-    assert_message(capsys, "can not write to .*: the disk is full", *evaluate(digits, teacher, teacher, output))
+    assert_message(capsys, "cannot write to .*: the disk is full", *evaluate(digits, teacher, teacher, output))
     assert not artifacts.exists(output)
 
 
@@ -236,7 +236,7 @@ def test_a_full_disk_in_training(distillation):
     folder = storage.local_path(training.outputs["student"])
     folder.mkdir(parents=True)
     (folder / models.WEIGHTS).symlink_to("/dev/full")
-    with pytest.raises(TrainerError, match=r"process 0 of 2: can not write to .*: the disk is full"):
+    with pytest.raises(TrainerError, match=r"process 0 of 2: cannot write to .*: the disk is full"):
         training.run(processes=2)
 
 

@@ -41,7 +41,7 @@ def test_the_base_is_pinned(name):
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_it_does_not_run_as_root(name):
-    """The last user is a number, for Kubernetes can not know who a name is; it is the user of the jobs' pods."""
+    """The last user is a number, for Kubernetes cannot know who a name is; it is the user of the jobs' pods."""
     from components.launch import pod
 
     users = [rest for instruction, rest in instructions(name) if instruction == "USER"]

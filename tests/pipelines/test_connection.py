@@ -77,7 +77,7 @@ def test_in_a_pod_the_service_beside_it(tmp_path, monkeypatch):
 def test_nowhere():
     message = refused()
     assert message.startswith("no Kubeflow Pipelines to be found: KFP_HOST is not set")
-    assert "kubeconfig can not be used" in message
+    assert "kubeconfig cannot be used" in message
     assert message.endswith(
         "such as http://localhost:8080 after: kubectl port-forward --namespace kubeflow service/ml-pipeline-ui 8080:80"
     )
@@ -88,7 +88,7 @@ def test_nowhere():
 )
 def test_a_kubeconfig_that_is_none(tmp_path, content):
     (tmp_path / "config").write_text(content)
-    assert "kubeconfig can not be used" in refused(KUBECONFIG=str(tmp_path / "config"))
+    assert "kubeconfig cannot be used" in refused(KUBECONFIG=str(tmp_path / "config"))
 
 
 def test_a_host_without_scheme():

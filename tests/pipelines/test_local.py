@@ -56,8 +56,8 @@ def assert_last_message(ended, pattern):
         (["--nodes", "0"], r"nodes must be >= 1, got 0"),
         (["--nodes", "2"], r"nodes = 2, but this machine is one; name a node pool with pool"),
         (["--pool", "gpu-a10"], r".*gpu-a10.*did you mean gpu-a10g.*"),
-        (["--pool", "cpu"], r"TRAINER_ARTIFACTS='': a cluster's job can not read what lies on this machine; .*"),
-        (["--output", "file/below"], r"can not write to .*file.*"),
+        (["--pool", "cpu"], r"TRAINER_ARTIFACTS='': a cluster's job cannot read what lies on this machine; .*"),
+        (["--output", "file/below"], r"cannot write to .*file.*"),
     ],
 )
 def test_wrong_input_ends_in_one_message_before_anything_starts(tmp_path, monkeypatch, capsys, arguments, pattern):

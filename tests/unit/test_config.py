@@ -107,7 +107,7 @@ WRONG = {
     "distill.epochs=many": r"distill.epochs must be a whole number, got 'many'",
     "data.fit=squeeze": r"data.fit must be 'crop' or 'stretch', got 'squeeze'",
     "distill.zero=perhaps": r"distill.zero must be true or false, got 'perhaps'",
-    "distill=3": r"distill is a group of settings and can not be 3",
+    "distill=3": r"distill is a group of settings and cannot be 3",
     "distill.temperature.x=3": r"distill.temperature",
     "distill.logit_weight=0 distill.label_weight=0": r"distill: logit_weight and label_weight are both 0.*give one of them a weight",
     "distill.kl_weight=1": r"unknown setting distill.kl_weight; did you mean distill.logit_weight",
@@ -183,7 +183,7 @@ def test_a_recipe_of_ones_own_is_a_toml_file(tmp_path):
     (tmp_path / "mine.toml").write_text("# Mine.\n[distill]\ntemperature = 7\n")
     assert config.resolve(str(tmp_path / "mine.toml")).distill.temperature == 7
     (tmp_path / "broken.toml").write_text("[distill")
-    with pytest.raises(SettingsError, match=r"broken.toml: can not be read"):
+    with pytest.raises(SettingsError, match=r"broken.toml: cannot be read"):
         config.resolve(str(tmp_path / "broken.toml"))
 
 

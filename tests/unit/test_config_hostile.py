@@ -10,7 +10,7 @@ from trainer.errors import SettingsError
 
 def test_an_override_is_one_setting():
     for further in ("evil = 3", "[run]\nseed = 3"):
-        with pytest.raises(SettingsError, match=r"distill.temperature has characters that can not be shown: '2\\n"):
+        with pytest.raises(SettingsError, match=r"distill.temperature has characters that cannot be shown: '2\\n"):
             config.resolve("", [f"distill.temperature=2\n{further}"])
 
 
@@ -21,7 +21,7 @@ def test_text_that_can_not_be_shown_is_refused_wherever_it_stands(text):
         ({"distill": {"student": {"architecture": "vit", "args": {"pool": text}}}}, "distill.student.args.pool"),
         ({"profile": {"stop_on": ["loss", text]}}, "profile.stop_on"),
     ):
-        with pytest.raises(SettingsError, match=f"{name} has characters that can not be shown") as caught:
+        with pytest.raises(SettingsError, match=f"{name} has characters that cannot be shown") as caught:
             config.validate(config.Settings, values)
         assert limits.printable(str(caught.value)) == str(caught.value)
 
@@ -42,17 +42,17 @@ def test_absurd_depth_size_and_number_are_refused(tmp_path):
     assert str(caught.value).endswith("and 970 more")
     for text in (f"a = {'[' * 3000}", f"run.seed = {'9' * 40}", f"run.seed = {'9' * 5000}"):
         (tmp_path / "own.toml").write_text(text)
-        with pytest.raises(SettingsError, match=r"own.toml: can not be read: "):
+        with pytest.raises(SettingsError, match=r"own.toml: cannot be read: "):
             config.resolve(str(tmp_path / "own.toml"))
 
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("a\0b.toml", "can not be a path"),
-        ("x" * 5000 + ".toml", "can not be a path"),
+        ("a\0b.toml", "cannot be a path"),
+        ("x" * 5000 + ".toml", "cannot be a path"),
         ("/dev/zero", "it is no regular file"),
-        ("/proc/self/mem", "can not be read"),
+        ("/proc/self/mem", "cannot be read"),
         ("../../etc/passwd", "unknown recipe"),
         ("\x1b[2J", r"unknown recipe '\\x1b\[2J'"),
         ("..", r"unknown recipe '\.\.'"),

@@ -94,7 +94,7 @@ def test_an_unknown_architecture_is_answered_with_similar_ones():
 
 
 def test_a_wrong_argument_is_named():
-    with pytest.raises(ModelError, match=r"\{'heads': 3\} can not be built.*heads"):
+    with pytest.raises(ModelError, match=r"\{'heads': 3\} cannot be built.*heads"):
         models.create(ModelSettings(architecture="vit_tiny_patch16_224", args={"heads": 3}), ["a", "b"])
 
 

@@ -220,8 +220,8 @@ def test_without_credentials(object_store, monkeypatch, tmp_path):
     [
         ("s3://nowhere/a", "the store at http.* has no such bucket; make it, or correct the URI"),
         ("s3:///a", "names no bucket; write s3://BUCKET/NAME"),
-        ("s3://No!Bucket/a", "'No!Bucket' can not be a bucket; write s3://BUCKET/NAME"),
-        ("s3://key:secret@evil.com:9000/a", r"^s3://evil.com:9000/...: 'evil.com:9000' can not be a bucket"),
+        ("s3://No!Bucket/a", "'No!Bucket' cannot be a bucket; write s3://BUCKET/NAME"),
+        ("s3://key:secret@evil.com:9000/a", r"^s3://evil.com:9000/...: 'evil.com:9000' cannot be a bucket"),
         ("s3://artifacts/../other/a", "has . or .. for a folder, by which it could lead to another bucket"),
         ("memory://a::s3://artifacts/a", "Protocol not known: memory"),
         ("zip://a.zip::s3://artifacts/a.zip", "Protocol not known: zip"),
@@ -458,7 +458,7 @@ def test_a_limit_that_is_none_is_named(object_store, monkeypatch):
 def test_a_cache_that_can_not_be_written_is_named(object_store, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "file"))
-    with pytest.raises(OutputError, match=r"can not write to .*/file.*TRAINER_CACHE names"):
+    with pytest.raises(OutputError, match=r"cannot write to .*/file.*TRAINER_CACHE names"):
         keep("a")
 
 

@@ -113,7 +113,7 @@ def test_passwords_are_not_shown_in_errors(monkeypatch):
 
 def test_a_full_disk_is_told_as_such(monkeypatch):
     monkeypatch.setenv(tracking.URI, "sqlite:////data/mlflow.db")
-    message = r"MLflow at sqlite:////data/mlflow.db: can not write to .*: the disk is full; free some space"
+    message = r"MLflow at sqlite:////data/mlflow.db: cannot write to .*: the disk is full; free some space"
     with (
         pytest.raises(TrackingError, match=message),
         tracking.explained(),

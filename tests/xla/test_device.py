@@ -37,11 +37,11 @@ def test_tensors_are_sent_ahead_in_their_order_and_the_rest_stays(xla):
 def test_an_error_of_the_loader_comes_at_its_turn(xla):
     def items():
         yield [torch.ones(2)]
-        raise DataError("image 7 can not be decoded")
+        raise DataError("image 7 cannot be decoded")
 
     ahead = xla.send_ahead(items())
     assert next(ahead)[0].device == xla.torch_device
-    with pytest.raises(DataError, match="image 7 can not be decoded"):
+    with pytest.raises(DataError, match="image 7 cannot be decoded"):
         next(ahead)
 
 

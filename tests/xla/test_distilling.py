@@ -105,7 +105,7 @@ def test_processes_that_do_not_form_one_group_are_refused(distillation):
     ("settings", "message"),
     [
         ({"compile": "on"}, "XLA compiles whole steps by itself; set compile=auto"),
-        ({"accumulation": 3}, "can not be dealt evenly to 1 processes x 3 micro-batches"),
+        ({"accumulation": 3}, "cannot be dealt evenly to 1 processes x 3 micro-batches"),
     ],
 )
 def test_what_xla_can_not_do_is_refused_with_the_reason(distillation, settings, message):

@@ -98,7 +98,7 @@ class Split:
         """The images at `indices` (0 <= index < N): uint8 [B, 3, S, S], the channels innermost in memory.
 
         Raises:
-            DataError: an image can not be decoded.
+            DataError: an image cannot be decoded.
         """
         self.load()
         if self._decoded is None:
@@ -113,7 +113,7 @@ class Split:
         E is S, or `S / shrink` rounded up where a JPEG is decoded for it (`decoding.decode_square`).
 
         Raises:
-            DataError: it can not be decoded.
+            DataError: it cannot be decoded.
         """
         self.load()
         pixels = torch.from_numpy(self._decode(index, shrink=shrink)) if self._decoded is None else self._decoded[index]
@@ -224,13 +224,13 @@ class PreparedDataset:
         """The images of one split.
 
         Raises:
-            ArtifactError: the split can not be opened, has labels that are no classes, or not as many images as `dataset.json` says.
+            ArtifactError: the split cannot be opened, has labels that are no classes, or not as many images as `dataset.json` says.
         """
         try:
             split = Split(self._directory, name, self.image_size)
         except Exception as error:  # the readers of `datasets` and of Arrow raise nearly anything for a damaged file
             raise ArtifactError(
-                f"dataset {self._directory}: split {name} can not be opened ({limits.cut(str(error), 500)}); prepare it again"
+                f"dataset {self._directory}: split {name} cannot be opened ({limits.cut(str(error), 500)}); prepare it again"
             ) from error
         if len(split) and not -1 <= split.labels.min() <= split.labels.max() < len(self.classes):
             raise ArtifactError(

@@ -62,7 +62,7 @@ def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None 
         `out`, or RGB pixels uint8 [E, E, 3]; E is `size / shrink` rounded up for a JPEG, and `size` for others.
 
     Raises:
-        BadImageError: it can not be decoded, or is no square of this size.
+        BadImageError: it cannot be decoded, or is no square of this size.
     """
     jpeg = is_jpeg(encoded)
     edge = -(-size // shrink) if jpeg else size

@@ -25,7 +25,7 @@ def check_gpu_decoding(encoded: bytes | memoryview, *, on_device: bool) -> None:
         on_device: whether views are made on the device.
 
     Raises:
-        SettingsError: it can not, and why.
+        SettingsError: it cannot, and why.
     """
     if not torch.cuda.is_available():
         raise SettingsError(f"data.decode_on is cuda, but torch finds no GPU on this machine; {_BACK}")
@@ -57,7 +57,7 @@ def decode_jpegs(joined: Tensor, lengths: Tensor, device: torch.device) -> Tenso
         RGB pixels, uint8 [B, 3, S, S], on the device.
 
     Raises:
-        DataError: a file can not be decoded.
+        DataError: a file cannot be decoded.
     """
     from torchcodec.decoders import decode_jpeg  # here, because few need it
 
@@ -65,6 +65,6 @@ def decode_jpegs(joined: Tensor, lengths: Tensor, device: torch.device) -> Tenso
         images = decode_jpeg(list(joined.split(lengths.tolist())), mode="RGB", device=device)
     except RuntimeError as error:
         raise DataError(
-            f"a batch of {len(lengths)} images can not be decoded on the GPU: {error}; {_BACK} to see which, or prepare the data set again"
+            f"a batch of {len(lengths)} images cannot be decoded on the GPU: {error}; {_BACK} to see which, or prepare the data set again"
         ) from error
     return torch.stack(list(images))

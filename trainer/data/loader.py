@@ -2,7 +2,7 @@
 
 Step s takes the positions s x G .. (s + 1) x G - 1 of the order (G: `batch_size`). They are dealt in runs: micro-batch a of process r
 is run a x W + r of the step (W processes), so that the union over processes does not depend on how many there are. Any number of
-processes can share a step: where G can not be dealt evenly, the runs differ by one sample.
+processes can share a step: where G cannot be dealt evenly, the runs differ by one sample.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Views:
             exact: whether the loader decodes at full size even where less would do, so that views are the same wherever they are made.
 
         Raises:
-            SettingsError: a GPU is to decode what it can not.
+            SettingsError: a GPU is to decode what it cannot.
         """
         self.samples, self.size, self.seed, self.settings = samples, size, seed, settings
         self._on_device, self._exact = on_device, exact
@@ -289,7 +289,7 @@ def _run(part: int, count: int, parts: int) -> range:
 
 
 def micro_batch_size(settings: TrainingSettings, world_size: int) -> int:
-    """Samples in a micro-batch of one process; where `batch_size` can not be dealt evenly, some have one less.
+    """Samples in a micro-batch of one process; where `batch_size` cannot be dealt evenly, some have one less.
 
     Raises:
         SettingsError: there are fewer samples in a step than micro-batches.
@@ -297,7 +297,7 @@ def micro_batch_size(settings: TrainingSettings, world_size: int) -> int:
     parts = world_size * settings.accumulation
     if settings.batch_size < parts:
         raise SettingsError(
-            f"batch_size = {settings.batch_size} can not be dealt to {world_size} processes x {settings.accumulation} micro-batches, "
+            f"batch_size = {settings.batch_size} cannot be dealt to {world_size} processes x {settings.accumulation} micro-batches, "
             f"for each needs an image; choose {parts} or more, or less accumulation or fewer processes"
         )
     return -(-settings.batch_size // parts)

@@ -48,7 +48,7 @@ from trainer.served_student.preprocessing import BadImageError, Square
 logger = logging.getLogger(__name__)
 
 CHUNKS = 1000
-"""Pieces that the work is cut into; each is a file of the spool, which is memory-mapped, so there can not be a million."""
+"""Pieces that the work is cut into; each is a file of the spool, which is memory-mapped, so there cannot be a million."""
 
 SMALLEST_CHUNK = 128
 """Fewer images at a time do not repay handing them to a process, and keeping them."""
@@ -91,7 +91,7 @@ def prepare(
 
     Raises:
         SettingsError: `settings.source` is no source.
-        DataError: the source can not be read, or its images, labels or splits are not usable.
+        DataError: the source cannot be read, or its images, labels or splits are not usable.
     """
     listing = _with_test(list_source(settings.source, outside=settings.outside), settings)
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
@@ -251,7 +251,7 @@ def _write_squares(file: Path, table: pa.Table) -> None:
 
 
 def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcome, bytes]:
-    """SHA-256 of an image's file, or why it can not be read; what becomes of the image; its square if it is good."""
+    """SHA-256 of an image's file, or why it cannot be read; what becomes of the image; its square if it is good."""
     content = ""
     try:
         file = _read(item, read)
@@ -262,7 +262,7 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
 
 
 def _content(item: Item, read: Read) -> str:
-    """SHA-256 of an image's file, or why it can not be read."""
+    """SHA-256 of an image's file, or why it cannot be read."""
     try:
         return hashlib.sha256(_read(item, read)).hexdigest()
     except BadImageError as error:
@@ -277,7 +277,7 @@ def _read(item: Item, read: Read) -> bytes:
     except ObjectTooLargeError as error:
         raise BadImageError(f"too large: more than {limits.IMAGE_BYTES:,} bytes") from error
     except (PermissionError, IsADirectoryError) as error:
-        raise BadImageError(f"can not be read: {error.strerror}") from error
+        raise BadImageError(f"cannot be read: {error.strerror}") from error
     except OSError as error:  # a network or a disk that fails says nothing about the image
         raise DataError(
             f"image {item.name}: reading it failed ({error}); see to the storage and prepare again"

@@ -40,7 +40,7 @@ class ImageCandidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quarantined:
-    """An image that can not be used."""
+    """An image that cannot be used."""
 
     name: str
     reason: str
@@ -202,7 +202,7 @@ def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], l
     if unlisted:
         where = " and ".join(split for split in ("val", "test") if any(counts[split][name] for name in unlisted))
         raise DataError(
-            f"{_some_classes(unlisted)}: the source has no training image of it, only images in {where}, so it can not be learnt; add "
+            f"{_some_classes(unlisted)}: the source has no training image of it, only images in {where}, so it cannot be learnt; add "
             f"training images, remove the class from {where}, or correct its name if it is another one in train"
         )
     if untaught:

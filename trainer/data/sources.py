@@ -162,7 +162,7 @@ def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:
     """The bytes of a local file or of a URI, of which there may be `limit`.
 
     Raises:
-        OSError: it can not be read.
+        OSError: it cannot be read.
         ObjectTooLargeError: it has more bytes.
         StorageError: the store does not answer or refuses, which says nothing about the image.
     """
@@ -187,7 +187,7 @@ def _files(folder: str, outside: Outside) -> list[_File]:
     """All files below a folder but hidden ones, sorted by name.
 
     Raises:
-        DataError: the folder is missing, can not be listed, leads out of itself, or exceeds a limit.
+        DataError: the folder is missing, cannot be listed, leads out of itself, or exceeds a limit.
         StorageError: the store does not answer or refuses.
     """
     try:
@@ -197,7 +197,7 @@ def _files(folder: str, outside: Outside) -> list[_File]:
         files = sorted(itertools.islice(found, limits.SOURCE_IMAGES + 1), key=lambda file: file.name)
     except OSError as error:
         raise DataError(
-            f"folder {folder}: can not be listed ({error}); check the path and the right to read it"
+            f"folder {folder}: cannot be listed ({error}); check the path and the right to read it"
         ) from error
     if len(files) > limits.SOURCE_IMAGES:
         raise _too_many_files(folder)
@@ -429,7 +429,7 @@ class _Folder:
 
         Raises:
             DataError: outside of the folder, and that is to be refused.
-            StorageError: it can not be a path.
+            StorageError: it cannot be a path.
         """
         given = storage.is_remote(path) or Path(path).is_absolute()
         location = path if given else f"{self.uri}/{path}"
@@ -484,7 +484,7 @@ def _read_text(manifest: str) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"manifest {manifest}: is not UTF-8 ({error}); save it as UTF-8 text") from error
     except OSError as error:
-        raise DataError(f"manifest {manifest}: can not be read ({error}); check data.source") from error
+        raise DataError(f"manifest {manifest}: cannot be read ({error}); check data.source") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -578,7 +578,7 @@ def _load_hub(reference: str) -> dict[str, Any]:
         loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config or None)
     except Exception as error:  # the Hub's client and its file readers raise many kinds
         raise DataError(
-            f"hub data set {reference}: can not be loaded ({error}); check its name and configuration, the network, and HF_TOKEN"
+            f"hub data set {reference}: cannot be loaded ({error}); check its name and configuration, the network, and HF_TOKEN"
         ) from error
     return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 

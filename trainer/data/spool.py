@@ -54,7 +54,7 @@ class _Image(StrictModel):
     name: str
     label: int
     content: str
-    """SHA-256 of its file, or why that can not be read."""
+    """SHA-256 of its file, or why that cannot be read."""
     reason: str = ""
     """Why it is quarantined; empty for a good one, which has the rest."""
     key: str = ""
@@ -97,7 +97,7 @@ class Spool:
         Args:
             number: of the chunk.
             items: its images.
-            content: reads an image's file; gives SHA-256 of it, or why it can not be read.
+            content: reads an image's file; gives SHA-256 of it, or why it cannot be read.
 
         Raises:
             DataError: reading an image failed.
@@ -122,11 +122,11 @@ class Spool:
             number: of the chunk.
             items: its images.
             outcomes: what became of each.
-            contents: SHA-256 of each one's file, or why it can not be read.
+            contents: SHA-256 of each one's file, or why it cannot be read.
 
         Raises:
             StorageError: the store does not answer or refuses.
-            OutputError: the file can not be written.
+            OutputError: the file cannot be written.
         """
         squares = self.squares(number)
         if storage.is_remote(self.uri):

@@ -62,7 +62,7 @@ def measure_loading(batches: Dataset[Any], indices: Iterable[Any]) -> LoadingTim
     """What one core needs for a micro-batch, measured in this process on the batches at `indices`, of which a few are taken.
 
     Raises:
-        DataError: an image can not be decoded.
+        DataError: an image cannot be decoded.
     """
     wanted = iter(indices)
     with one_thread():

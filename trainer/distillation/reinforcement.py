@@ -135,7 +135,7 @@ def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
 
 
 def pack(parts: Mapping[str, Tensor], description: RecordingDescription) -> Records:
-    """The records [B] of the parts of `Recorded` that there are, on the host; what half precision can not hold becomes infinite in them."""
+    """The records [B] of the parts of `Recorded` that there are, on the host; what half precision cannot hold becomes infinite in them."""
     records = np.empty(len(parts["logits"]), dtype=description.record)
     with np.errstate(over="ignore"):
         for name in description.record.names or ():
@@ -324,7 +324,7 @@ class Reinforcement:
         Raises:
             ArtifactError: a shard is not there or damaged.
             StorageError: the store does not answer or refuses.
-            OutputError: the directory can not be written.
+            OutputError: the directory cannot be written.
         """
         if self.processes.is_first:
             storage.remove(directory / shards.FOLDER)

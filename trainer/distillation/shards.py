@@ -118,7 +118,7 @@ class Shelf:
 
         Raises:
             StorageError: the store does not answer or refuses.
-            OutputError: the file can not be written.
+            OutputError: the file cannot be written.
         """
         storage.write_bytes(storage.join(self.uri, unit.name), encode(unit, records, self._plan))
 

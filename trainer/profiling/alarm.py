@@ -1,4 +1,4 @@
-"""Tells of a training that hangs, which the training's own thread can not."""
+"""Tells of a training that hangs, which the training's own thread cannot."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def by_colour(amounts: Mapping[str, Amount]) -> dict[str, Amount]:
 
 
 def figure(height: float, content: str, title: str) -> str:
-    """A whole drawing; `title` is plain text, for readers who can not see it."""
+    """A whole drawing; `title` is plain text, for readers who cannot see it."""
     label = escape(title)
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{label}">{content}</svg>'
 

@@ -108,7 +108,7 @@ def write_rank(directory: str | Path, training: TrainingEvidence) -> None:
         training: with the evidence of this process only; the first one writes the curves too.
 
     Raises:
-        OutputError: the directory can not be written.
+        OutputError: the directory cannot be written.
     """
     (rank,) = training.ranks
     path = Path(directory) / training.name
@@ -256,7 +256,7 @@ def _read_arrow(path: Path, columns: Sequence[str]) -> pa.Table:
         with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
             table = reader.read_all()
     except (OSError, pa.ArrowInvalid) as error:
-        raise ArtifactError(f"evidence {path}: can not be read ({error}); run the training again") from error
+        raise ArtifactError(f"evidence {path}: cannot be read ({error}); run the training again") from error
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise ArtifactError(f"evidence {path}: lacks the columns {', '.join(missing)}; run the training again")

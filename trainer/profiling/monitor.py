@@ -1,6 +1,6 @@
 """What the machine does while a training runs: a thread that samples CPU cores, memory, disk, network and the GPU.
 
-A signal that can not be read here is recorded as missing, with the reason; nothing is ever raised into the training. Signals of the
+A signal that cannot be read here is recorded as missing, with the reason; nothing is ever raised into the training. Signals of the
 whole machine are sampled by one process of each machine. Memory is bounded: when the table is full, neighbouring samples
 are averaged and the interval doubles, so a long training is seen whole, only coarser.
 """
@@ -36,7 +36,7 @@ class Signal(Protocol):
         """One value for each column, over the time since the last call where it is a rate.
 
         Raises:
-            Exception: the signal can not be read here.
+            Exception: the signal cannot be read here.
         """
         ...
 
@@ -65,7 +65,7 @@ class CpuSignal:
 
 
 class MemorySignal:
-    """Memory of the machine that is in use and can not be freed, in bytes."""
+    """Memory of the machine that is in use and cannot be freed, in bytes."""
 
     name = "memory"
     columns = ("memory_used_bytes",)

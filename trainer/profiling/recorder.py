@@ -216,7 +216,7 @@ class Recorder:
         """Write this rank's files below `directory`/NAME, an evidence artifact in the making.
 
         Raises:
-            OutputError: the directory can not be written.
+            OutputError: the directory cannot be written.
         """
         write_rank(directory, self.snapshot())
 

@@ -34,7 +34,7 @@ class TensorStatistics:
         ]
         self._lengths = torch.tensor(lengths, device=device)
         self._owners: Tensor | None = None
-        """The tensor of each sampled element, [E], where the device can not sum neighbours by their numbers."""
+        """The tensor of each sampled element, [E], where the device cannot sum neighbours by their numbers."""
         if device.type == "xla":
             self._owners = torch.repeat_interleave(torch.tensor(lengths)).to(device)
         self._sizes = torch.tensor([[weights.numel(), weights.dim()] for weights in self._weights], device=device)

@@ -57,7 +57,7 @@ _LIMITS_LOCK = threading.Lock()
 
 
 class BadImageError(ValueError):
-    """An image that can not be used; its text is the reason, which starts with a few words that many images share."""
+    """An image that cannot be used; its text is the reason, which starts with a few words that many images share."""
 
 
 @dataclass(frozen=True, kw_only=True)

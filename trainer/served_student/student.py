@@ -56,7 +56,7 @@ class ServedStudent:
             The probability of each label: B rows, K columns named by the labels.
 
         Raises:
-            BadImageError: one of them is no image, or can not be used; names it, and nothing is classified.
+            BadImageError: one of them is no image, or cannot be used; names it, and nothing is classified.
         """
         photos = _each(images)
         batches = [torch.empty(0, len(self.labels))]

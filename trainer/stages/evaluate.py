@@ -91,7 +91,7 @@ def _test_split(data: PreparedDataset) -> Split:
     if len(split) == 0 or (split.labels < 0).any():
         raise DataError(
             f"the test split has {len(split)} images, {int((split.labels < 0).sum())} of them without a label; "
-            "a student can not be judged on it, prepare a labelled one (data.test_fraction)"
+            "a student cannot be judged on it, prepare a labelled one (data.test_fraction)"
         )
     return split
 

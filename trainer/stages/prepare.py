@@ -18,7 +18,7 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
     Raises:
         SettingsError: `settings.source` is no source.
         DataError: the images, labels or splits are not usable.
-        OutputError: the directory can not be written.
+        OutputError: the directory cannot be written.
         StorageError: a store does not answer or refuses.
         TrackingError: MLflow does not answer or refuses.
     """

@@ -41,7 +41,7 @@ def run(
 
     Raises:
         ArtifactError: evidence is missing, damaged, or of another version.
-        OutputError: the report can not be written.
+        OutputError: the report cannot be written.
         TrackingError: MLflow does not answer or refuses.
     """
     sources = {

@@ -83,7 +83,7 @@ def run(
 
     Raises:
         BudgetError: the distillation would cost more than `budget_usd` or take longer than `budget_hours`; or its price is not known.
-        SettingsError: the batch can not be dealt to the processes, or fits into no memory.
+        SettingsError: the batch cannot be dealt to the processes, or fits into no memory.
         TrainerError: as the parts that it calls.
     """
     startup = Startup()

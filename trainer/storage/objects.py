@@ -70,7 +70,7 @@ def local_path(uri: str | Path) -> Path:
         )
     if not _is_path(path):
         raise StorageError(
-            f"{limits.cut(str(uri), 200)!r} can not be a path: it has a NUL character, or more bytes than the system takes; give another"
+            f"{limits.cut(str(uri), 200)!r} cannot be a path: it has a NUL character, or more bytes than the system takes; give another"
         )
     return Path(path)
 
@@ -115,7 +115,7 @@ def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None
 
     Raises:
         ObjectNotFoundError: there is none.
-        StorageError: it can not be read, or the store does not answer or refuses.
+        StorageError: it cannot be read, or the store does not answer or refuses.
     """
     if not is_remote(uri):
         with _told(uri):
@@ -131,7 +131,7 @@ def read_limited(uri: str | Path, limit: int) -> bytes:
     Raises:
         ObjectNotFoundError: there is none.
         ObjectTooLargeError: it has more bytes.
-        StorageError: it can not be read, or the store does not answer or refuses.
+        StorageError: it cannot be read, or the store does not answer or refuses.
     """
     if not is_remote(uri):
         with _told(uri):
@@ -160,7 +160,7 @@ def _told(uri: str | Path) -> Iterator[None]:
         raise ObjectNotFoundError(f"{uri}: there is no such file; check the path") from error
     except OSError as error:
         raise StorageError(
-            f"{uri}: can not be read ({error.strerror or error}); check the path and the right to read it"
+            f"{uri}: cannot be read ({error.strerror or error}); check the path and the right to read it"
         ) from error
 
 
@@ -168,7 +168,7 @@ def read_file(path: Path, start: int | None = None, end: int | None = None, *, l
     """The bytes from `start` up to `end` of a file here; what is no regular file, such as a pipe or a device, is not waited for.
 
     Raises:
-        OSError: it can not be read.
+        OSError: it cannot be read.
         ObjectTooLargeError: the file has more bytes than the limit, where there is one.
     """
     with _open_regular(path) as file:
@@ -194,7 +194,7 @@ def write_bytes(uri: str | Path, content: bytes) -> None:
 
     Raises:
         StorageError: the store does not answer or refuses.
-        OutputError: the file can not be written.
+        OutputError: the file cannot be written.
     """
     if not is_remote(uri):
         _write_file(local_path(uri), content)
@@ -236,7 +236,7 @@ def create_bytes(uri: str | Path, content: bytes) -> bool:
 
     Raises:
         StorageError: the store does not answer or refuses.
-        OutputError: the file can not be written.
+        OutputError: the file cannot be written.
     """
     if not is_remote(uri):
         return _create_file(local_path(uri), content)
@@ -397,7 +397,7 @@ def locate(uri: str | Path) -> tuple[Any, str]:
     if not _BUCKET.fullmatch(bucket):
         secretless = bucket.rpartition("@")[2]
         raise StorageError(
-            f"{scheme}://{secretless}/...: {secretless!r} can not be a bucket; write {scheme}://BUCKET/NAME (where the store is, and who "
+            f"{scheme}://{secretless}/...: {secretless!r} cannot be a bucket; write {scheme}://BUCKET/NAME (where the store is, and who "
             "asks, stand in AWS_ENDPOINT_URL_S3, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
         )
     if not {".", ".."}.isdisjoint(key.split("/")):

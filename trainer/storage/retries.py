@@ -1,4 +1,4 @@
-"""A call of the object store: tried again where that can help, and explained where it can not."""
+"""A call of the object store: tried again where that can help, and explained where it cannot."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _refusal(uri: str, error: Exception) -> StorageError:
         return ObjectExistsError(f"{uri}: there is such an object already; remove it or give another URI")
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(f"{uri}: there is no such object at {_store()}; check the URI")
-    return StorageError(f"{uri}: {_store()} can not do that ({_told(error)}); check the URI and AWS_ENDPOINT_URL_S3")
+    return StorageError(f"{uri}: {_store()} cannot do that ({_told(error)}); check the URI and AWS_ENDPOINT_URL_S3")
 
 
 def _exhaustion(uri: str, error: Exception, attempts: int, seconds: float) -> StorageAwayError:

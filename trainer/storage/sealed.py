@@ -15,7 +15,7 @@ def write(uri: str | Path, text: str) -> None:
 
     Raises:
         StorageError: the store does not answer or refuses.
-        OutputError: the file can not be written.
+        OutputError: the file cannot be written.
     """
     write_bytes(uri, f"{json.dumps(_digest(text.encode()))}\n{text}\n".encode())
 

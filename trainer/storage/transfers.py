@@ -95,7 +95,7 @@ def download_directory(uri: str, directory: Path, records: Mapping[str, FileReco
         ObjectNotFoundError: the store lacks a file.
         ObjectDamagedError: a file is not what its record says, twice.
         StorageError: the store does not answer or refuses.
-        OutputError: the directory can not be written.
+        OutputError: the directory cannot be written.
     """
     for last in (False, True):
         parts = [part for name, record in records.items() for part in _missing_parts(uri, directory, name, record)]

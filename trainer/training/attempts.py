@@ -155,7 +155,7 @@ class Attempts:
             ) from error
 
     def _failures(self) -> list[Failure]:
-        """How processes of earlier tries have failed; a note that can not be read is none."""
+        """How processes of earlier tries have failed; a note that cannot be read is none."""
         found = []
         for name in storage.children(self._checkpoints):
             if name.startswith(FAILURE) and name.endswith(".json"):
@@ -163,7 +163,7 @@ class Attempts:
                     note = storage.read_bytes(storage.join(self._checkpoints, name))
                     found.append(Failure.model_validate_json(note))
                 except ValidationError as error:
-                    logger.warning("an earlier failure is not known: %s can not be read (%s)", name, error)
+                    logger.warning("an earlier failure is not known: %s cannot be read (%s)", name, error)
         return found
 
     def _read(self) -> tuple[AttemptRecord, ...]:
@@ -172,7 +172,7 @@ class Attempts:
         try:
             return _RECORDS.validate_json(storage.read_bytes(self._uri))
         except ValidationError as error:
-            logger.warning("earlier attempts are not known: %s can not be read (%s)", self._uri, error)
+            logger.warning("earlier attempts are not known: %s cannot be read (%s)", self._uri, error)
             return ()
 
     def _begin_sign(self, work: Callable[[], None]) -> None:

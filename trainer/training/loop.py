@@ -176,7 +176,7 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
 
     Raises:
         TrainingError: a loss is not finite; the step and the samples are named. Or a rule of `stop_on` has a finding.
-        SettingsError: the batch can not be dealt to the processes.
+        SettingsError: the batch cannot be dealt to the processes.
         PreemptedError: a process was asked to end; the checkpoint is written.
         LostProcessError: a process did not come to a step or a meeting within the limit, or is gone.
     """
@@ -274,7 +274,7 @@ def check_batch(settings: TrainingSettings, processes: Processes) -> None:
     most, parts = micro_batch_size(settings, processes.world_size), processes.world_size * settings.accumulation
     if processes.device.traces and most * parts != settings.batch_size:
         raise SettingsError(
-            f"batch_size = {settings.batch_size} can not be dealt evenly to {processes.world_size} processes x {settings.accumulation} "
+            f"batch_size = {settings.batch_size} cannot be dealt evenly to {processes.world_size} processes x {settings.accumulation} "
             f"micro-batches, and on XLA each size is compiled by itself; choose {most * parts}"
         )
 

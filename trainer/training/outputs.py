@@ -31,7 +31,7 @@ def shared_artifact(
         parents: name of each parent -> its fingerprint.
 
     Raises:
-        OutputError: the directory can not be written, or not all machines see it.
+        OutputError: the directory cannot be written, or not all machines see it.
         StorageError: the store does not answer or refuses.
     """
     leader = processes.first_of_node if storage.is_remote(uri) else 0

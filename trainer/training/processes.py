@@ -22,7 +22,7 @@ T = TypeVar("T")
 _KEYS = "trainer/meetings"
 """Where the store keeps who came to which meeting."""
 _DEVICE_PATIENCE = 2
-"""How much longer than the host the device waits for the others: it can not tell for whom, and its end takes the process with it."""
+"""How much longer than the host the device waits for the others: it cannot tell for whom, and its end takes the process with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

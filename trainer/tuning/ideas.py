@@ -35,7 +35,7 @@ class Workload:
     teacher_s: float = 0.0
     """Seconds that the teacher needs for an image, on all processes together."""
     no_recording: str = ""
-    """Why the distillation can not learn from recorded outputs; empty if it can."""
+    """Why the distillation cannot learn from recorded outputs; empty if it can."""
     relates_images: bool = False
     """Whether a loss compares the images of a micro-batch, whose size is then a part of what is learned."""
 
@@ -122,7 +122,7 @@ def ideas(best: Trial, job: Workload, past: Past) -> list[Idea | LeftOut]:
 
 
 def less_memory(candidate: Candidate, job: Workload) -> Candidate | None:
-    """The same batch in twice as many parts; none where it can not be divided further."""
+    """The same batch in twice as many parts; none where it cannot be divided further."""
     if job.relates_images or (candidate.held // job.world_size) % 2:
         return None
     return candidate.model_copy(update={"accumulation": 2 * candidate.accumulation})

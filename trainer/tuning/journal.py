@@ -60,7 +60,7 @@ class Journal:
 
         Raises:
             StorageError: the store does not answer or refuses.
-            OutputError: the file can not be written.
+            OutputError: the file cannot be written.
         """
         self._write(self._notes.model_copy(update={"recording": recording}))
 
@@ -69,7 +69,7 @@ class Journal:
 
         Raises:
             StorageError: the store does not answer or refuses.
-            OutputError: the file can not be written.
+            OutputError: the file cannot be written.
         """
         self._write(self._notes.model_copy(update={"trials": (*self._notes.trials, trial)}))
 

@@ -38,7 +38,7 @@ class Laps:
 
         Args:
             images: of a step.
-            rate_to_beat: images a second below which the candidate can not be the best.
+            rate_to_beat: images a second below which the candidate cannot be the best.
             warm_steps: steps that are not measured.
             total_steps: of the whole distillation, whose length says how long a trial may be.
             thoroughness: how many times longer than a trial.

@@ -25,7 +25,7 @@ FAILURES = {
 """How a trial without a rate ended -> the verdict."""
 
 Measure = Callable[[Candidate, float], Trial]
-"""A candidate, and the rate in images a second below which it can not be the best, to its trial."""
+"""A candidate, and the rate in images a second below which it cannot be the best, to its trial."""
 
 
 @dataclass(kw_only=True)

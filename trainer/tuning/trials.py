@@ -64,10 +64,10 @@ class Trials:
 
         Args:
             candidate: what to measure.
-            rate_to_beat: images a second below which it can not be the best.
+            rate_to_beat: images a second below which it cannot be the best.
 
         Raises:
-            SettingsError: its batch can not be dealt to the processes.
+            SettingsError: its batch cannot be dealt to the processes.
         """
         began = time.perf_counter()
         trial = self._run(candidate, rate_to_beat, began) if self._fits(candidate) else None

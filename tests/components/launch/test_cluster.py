@@ -65,7 +65,7 @@ def test_objects_are_made_listed_changed_and_deleted(kubernetes, cluster):
         cluster.delete(PODS, "p", uid="another")
     cluster.delete(PODS, "p", uid=made["metadata"]["uid"])
     kubernetes.wait_for(lambda: kubernetes.list(kinds.PODS) == [])
-    with pytest.raises(NotFoundError, match='can not get pods p in namespace kubeflow: pods "p" not found'):
+    with pytest.raises(NotFoundError, match='cannot get pods p in namespace kubeflow: pods "p" not found'):
         cluster.get(PODS, "p")
 
 
@@ -121,9 +121,7 @@ def test_403_is_not_always_a_matter_of_rights(message):
     error.body = json.dumps({"message": message})
     refused = refusal(error, ServerRequest("https://c", "kubeflow", "create", PODS))
     assert not isinstance(refused, DeniedError)
-    assert (
-        str(refused) == f"can not create pods in namespace kubeflow: the API server https://c answered 403: {message}"
-    )
+    assert str(refused) == f"cannot create pods in namespace kubeflow: the API server https://c answered 403: {message}"
 
 
 def test_401_says_to_log_in(kubernetes, cluster):

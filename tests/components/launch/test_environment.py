@@ -112,8 +112,7 @@ def test_places_on_the_tasks_own_machine_are_not_handed_on(caplog):
     given = environment.handed_on(local)
     assert not [name for name in given if name.startswith("MLFLOW_") or name == "TRAINER_CHECKPOINTS"]
     assert (
-        "the job's metrics are not tracked: its pods can not reach MLFLOW_TRACKING_URI=sqlite:////home/me"
-        in caplog.text
+        "the job's metrics are not tracked: its pods cannot reach MLFLOW_TRACKING_URI=sqlite:////home/me" in caplog.text
     )
 
 
@@ -130,7 +129,7 @@ def test_secrets_come_by_reference():
     [("MY_TOKEN", "it looks like a secret; name it under secrets of the pool"), ("RANK", "it is set by the launcher")],
 )
 def test_a_job_can_not_bring_secrets_or_what_the_launcher_sets(name, reason):
-    with pytest.raises(LaunchError, match=f"distill: {name} can not be part of a job's environment: {reason}"):
+    with pytest.raises(LaunchError, match=f"distill: {name} cannot be part of a job's environment: {reason}"):
         rendered(spec(environment={name: "x"}))
 
 
@@ -147,7 +146,7 @@ def test_pods_know_their_place_and_its_price():
     assert place.price == pools.get("gpu-a100").price
     spot = Machines.model_validate_json(rendered(spec(processes_per_node=2), pool="gpu-a100-spot")["TRAINER_PLACE"])
     assert (spot.processes_per_node, spot.price) == (2, None)
-    with pytest.raises(LaunchError, match="TRAINER_PLACE can not be part of a job's environment: it is set by the"):
+    with pytest.raises(LaunchError, match="TRAINER_PLACE cannot be part of a job's environment: it is set by the"):
         rendered(spec(environment={"TRAINER_PLACE": "{}"}))
 
 
@@ -163,5 +162,5 @@ def test_nodes_wait_for_one_another_as_long_as_a_job_may_be_queued():
 
 def test_the_cache_stays_within_its_volume():
     assert float(rendered(cache="20Gi")["TRAINER_CACHE_GIB"]) == pytest.approx(16)
-    with pytest.raises(LaunchError, match="TRAINER_CACHE_GIB can not be part of a job's environment"):
+    with pytest.raises(LaunchError, match="TRAINER_CACHE_GIB cannot be part of a job's environment"):
         rendered(spec(environment={"TRAINER_CACHE_GIB": "100"}))

@@ -189,7 +189,7 @@ def test_a_failed_job_is_explained_by_its_first_failing_replica_and_stays(kubern
 
 def test_what_the_trainer_itself_refused_is_not_paid_for_again(kubernetes, fails, run, identity, pool, spec):
     wrong = Script(
-        output=["starting"], exit_code=2, termination_message="distill: batch_size = 127 can not be dealt evenly"
+        output=["starting"], exit_code=2, termination_message="distill: batch_size = 127 cannot be dealt evenly"
     )
     kubernetes.script("*", wrong)
     first = fails()
@@ -294,7 +294,7 @@ def test_what_the_trainer_itself_refused_makes_no_second_job(kubernetes, fails):
 
 @pytest.mark.usefixtures("soon", "minutes_of_half_a_second")
 def test_a_job_that_hangs_is_made_again_so_often_and_no_more(kubernetes, fails, told):
-    """It is deleted, and what it was can not be counted on the cluster."""
+    """It is deleted, and what it was cannot be counted on the cluster."""
     kubernetes.script("*", HANGING)
     assert "wrote no line for 0.5 s" in fails(attempts=3, silent_minutes=1)
     assert sum(line.startswith("made again") for line in told()) == 2
@@ -621,7 +621,7 @@ def test_a_record_that_can_not_be_written_hides_nothing(kubernetes, fails, tmp_p
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", Script(output=[], exit_code=3))
     assert "worker-0 ended with exit code 3" in fails(record=str(tmp_path / "record"))
-    assert f"the record of the job can not be kept in {tmp_path}/record" in told()[-1]
+    assert f"the record of the job cannot be kept in {tmp_path}/record" in told()[-1]
 
 
 def test_a_record_goes_to_an_object_store(kubernetes, run):

@@ -160,7 +160,7 @@ def test_a_wrong_field_is_named_with_its_pool_file_and_value(write, change, mess
         (
             'device = "cuda"',
             'device = "cpu"',
-            'device = "cpu" can not use resources."nvidia.com/gpu"; set device = "cuda"',
+            'device = "cpu" cannot use resources."nvidia.com/gpu"; set device = "cuda"',
         ),
         ('device = "cuda"', 'device = "tpu"', "device = 'tpu': Input should be 'cpu', 'cuda' or 'xla'"),
         ('device = "cuda"', "", "device is missing; give it here or under [defaults]"),

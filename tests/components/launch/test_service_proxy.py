@@ -34,7 +34,7 @@ def test_the_address_is_the_services_for_every_request(tmp_path, user):
 
 
 def test_no_kubeconfig(tmp_path):
-    with pytest.raises(service_proxy.NoKubeconfigError, match="kubeconfig can not be used"):
+    with pytest.raises(service_proxy.NoKubeconfigError, match="kubeconfig cannot be used"):
         service_proxy.pass_through(
             kfp_server_api.Configuration(), kubeconfig=str(tmp_path / "none"), namespace="a", service="b", port="http"
         )

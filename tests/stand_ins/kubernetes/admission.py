@@ -129,7 +129,7 @@ def _container_problems(container: Mapping[str, Any], volumes: set[str], path: s
 
 
 def _resource_problems(resources: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Devices can not be overcommitted: their limit is needed, and a request must equal it."""
+    """Devices cannot be overcommitted: their limit is needed, and a request must equal it."""
     limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
     for name, amount in requests.items():
         device = "/" in name and not name.startswith("kubernetes.io/")

@@ -59,7 +59,7 @@ class Api:
         """Do what is asked.
 
         Raises:
-            ApiError: it can not be done.
+            ApiError: it cannot be done.
         """
         if request.subresource == "log":
             return self._log(request)

@@ -42,7 +42,7 @@ class Script:
     creating_s: float = 0.0
     """How long the container is being created, as while its image is pulled; before a first start only."""
     pull_error_s: float = 0.0
-    """How long the image can not be pulled, with ErrImagePull and ImagePullBackOff."""
+    """How long the image cannot be pulled, with ErrImagePull and ImagePullBackOff."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ _ENDPOINT = "PET_RDZV_ENDPOINT"
 
 
 class ConfigError(Exception):
-    """A container can not be made from its manifest, as CreateContainerConfigError reports it."""
+    """A container cannot be made from its manifest, as CreateContainerConfigError reports it."""
 
 
 @dataclass(frozen=True, kw_only=True)

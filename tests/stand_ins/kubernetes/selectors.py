@@ -31,7 +31,7 @@ def selector(labels: str, fields: str) -> Selector:
     """Whether an object fits both selectors; empty text fits all.
 
     Raises:
-        ApiError: 400, a selector can not be read.
+        ApiError: 400, a selector cannot be read.
     """
     tests = [_label_test(term) for term in _terms(labels)] + [_field_test(term) for term in _terms(fields)]
     return lambda target: all(test(target) for test in tests)

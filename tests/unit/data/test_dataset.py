@@ -213,7 +213,7 @@ def test_a_missing_split_is_refused(prepared: Path) -> None:
     for file in (prepared / "test").iterdir():
         file.unlink()
     rewrite_manifest(prepared)
-    with pytest.raises(ArtifactError, match="split test can not be opened"):
+    with pytest.raises(ArtifactError, match="split test cannot be opened"):
         open_dataset(prepared).split("test")
 
 

@@ -39,11 +39,11 @@ def rewrite(directory: Path, **columns: list[Any]) -> None:
     [
         ({"label": [0, 2]}, r"has the labels 0 to 2, but dataset.json names 2 classes"),
         ({"label": [-2, 0]}, r"has the labels -2 to 0"),
-        ({"label": [0, None]}, r"can not be opened \(a row lacks its image, label or key\)"),
+        ({"label": [0, None]}, r"cannot be opened \(a row lacks its image, label or key\)"),
         ({"key": ["1" * 64, None]}, r"a row lacks its image, label or key"),
-        ({"key": ["1" * 64, "no key"]}, r"can not be opened \(invalid literal"),
+        ({"key": ["1" * 64, "no key"]}, r"cannot be opened \(invalid literal"),
         ({"image": [None, None]}, r"a row lacks its image, label or key"),
-        ({"image": [{"bytes": None, "path": "/etc/passwd"}] * 2}, r"can not be opened \(a row lacks its image\)"),
+        ({"image": [{"bytes": None, "path": "/etc/passwd"}] * 2}, r"cannot be opened \(a row lacks its image\)"),
     ],
 )
 def test_rows_that_can_not_be_are_refused(directory: Path, columns: dict[str, list[Any]], reason: str) -> None:
@@ -60,7 +60,7 @@ def test_offsets_that_lead_out_of_the_file_are_refused(directory: Path) -> None:
     content[place : place + 8] = (64).to_bytes(4, "little") + (2**30).to_bytes(4, "little")
     file.write_bytes(content)
     sign(directory, "dataset")
-    with pytest.raises(ArtifactError, match="split train can not be opened"):
+    with pytest.raises(ArtifactError, match="split train cannot be opened"):
         open_dataset(directory).split("train")
 
 

@@ -49,7 +49,7 @@ def test_a_gpu_decodes_nearly_the_same_pixels() -> None:
 
 def test_a_damaged_file_is_an_error_with_the_next_move() -> None:
     good, bad = files(2)
-    with pytest.raises(DataError, match=r"a batch of 2 images can not be decoded on the GPU: .*data\.decode_on=cpu"):
+    with pytest.raises(DataError, match=r"a batch of 2 images cannot be decoded on the GPU: .*data\.decode_on=cpu"):
         decoded("cpu", [good, bad[:3] + b"\x00" * 40])
 
 

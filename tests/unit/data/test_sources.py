@@ -243,7 +243,7 @@ def test_a_manifest_that_is_missing_or_no_text(tmp_path: Path) -> None:
     (tmp_path / "images.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="is not UTF-8"):
         list_source(f"manifest:{tmp_path}/images.csv")
-    with pytest.raises(DataError, match="can not be read"):
+    with pytest.raises(DataError, match="cannot be read"):
         list_source(f"manifest:{tmp_path}")
 
 
@@ -305,7 +305,7 @@ def test_a_folder_that_load_dataset_takes(tmp_path: Path, monkeypatch: pytest.Mo
 def test_data_sets_that_can_not_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"hub data set .*empty: can not be loaded"):
+    with pytest.raises(DataError, match=r"hub data set .*empty: cannot be loaded"):
         list_source(f"hub:{tmp_path}/empty")
     datasets.DatasetDict({"train": table([0]), "test": table([0, None])}).save_to_disk(str(tmp_path / "gaps"))
     with pytest.raises(DataError, match=r"1 images of split test have no label"):

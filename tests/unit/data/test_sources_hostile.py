@@ -119,7 +119,7 @@ def test_lines_within_the_folder_are_read_however_they_are_written(photos: Path)
 
 
 def test_a_path_that_can_be_none_and_a_name_without_end_are_refused(photos: Path) -> None:
-    with pytest.raises(DataError, match=r"line 2: .* can not be a path: it has a NUL character, or more bytes"):
+    with pytest.raises(DataError, match=r"line 2: .* cannot be a path: it has a NUL character, or more bytes"):
         list_source(f"manifest:{written(photos, 'x' * 5000)}")
     with pytest.raises(DataError, match=r"the name of a class has 5,000 characters, more than 200: 'yyyy"):
         list_source(f"manifest:{written(photos, 'cat/1.jpg', label='y' * 5000)}")

@@ -55,7 +55,7 @@ def test_other_architectures_have_features_too(architecture):
 def test_a_model_whose_logits_are_not_one_layer_of_its_features_is_refused(architecture):
     arguments = {"img_size": 32, "depth": 1} if architecture.startswith("deit") else {}
     model = models.create(ModelSettings(architecture=architecture, args=arguments), LABELS)
-    with pytest.raises(ModelError, match=f"'{architecture}' can not be compared by its features.*feature_weight=0"):
+    with pytest.raises(ModelError, match=f"'{architecture}' cannot be compared by its features.*feature_weight=0"):
         ProjectedStudent(model, 24)
     assert model.training
 

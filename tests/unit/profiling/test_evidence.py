@@ -163,7 +163,7 @@ def test_a_table_that_was_never_whole_is_refused(evidence: Path, tmp_path: Path)
     with artifacts.create(path, "evidence", settings={}) as draft:
         shutil.copytree(evidence, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
         (draft.path / "mae" / "rank0-steps.arrow").write_bytes(b"ARROW1")
-    with pytest.raises(ArtifactError, match=r"rank0-steps\.arrow: can not be read"):
+    with pytest.raises(ArtifactError, match=r"rank0-steps\.arrow: cannot be read"):
         read_evidence(path)
 
 

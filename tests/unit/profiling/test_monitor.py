@@ -51,7 +51,7 @@ def busy_on_core(core: int, ready: object, stop: object) -> None:
         sum(range(10_000))
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes can not be bound to a core here")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to a core here")
 def test_a_core_that_is_really_busy_is_seen() -> None:
     core = max(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
@@ -81,7 +81,7 @@ def test_own_cpu_time_and_memory_are_seen() -> None:
     assert cpu > 5
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes can not be bound to a core here")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to a core here")
 def test_loader_processes_are_seen_while_there_are_some() -> None:
     pids: list[int] = []
     signal = LoadersSignal(lambda: pids)

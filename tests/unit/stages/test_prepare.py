@@ -58,5 +58,5 @@ def test_a_failure_leaves_no_artifact(photos: Path, tmp_path: Path) -> None:
 
 def test_an_output_that_can_not_be_written(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="can not write"):
+    with pytest.raises(OutputError, match="cannot write"):
         run(DataSettings(source=f"imagefolder:{photos}"), dataset=tmp_path / "file" / "out")

@@ -334,7 +334,7 @@ def test_without_tracking_the_summary_is_still_written(inputs, evaluations, monk
 
 @pytest.fixture
 def recorded(inputs, object_store, monkeypatch, tmp_path):
-    """The inputs, with recorded outputs that lie in a store and whose records can not be fetched."""
+    """The inputs, with recorded outputs that lie in a store and whose records cannot be fetched."""
     uri, figures = f"s3://{object_store.bucket}/outputs", {"views": 2, "mass": {"t1": {"mean": 0.9}}}
     with artifacts.create(uri, "teacher_outputs", settings={}) as draft:
         (draft.path / recording.REPORT).write_text("<p>what they hold</p>")

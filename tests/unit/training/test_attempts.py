@@ -175,7 +175,7 @@ def test_a_damaged_note_of_a_failure_is_named_and_passed_over(tmp_path, caplog):
     (tmp_path / "failure-0.json").write_text("{")
     with pytest.raises(ZeroDivisionError):
         fail(tmp_path, ZeroDivisionError("planted"))
-    assert "failure-0.json can not be read" in caplog.text
+    assert "failure-0.json cannot be read" in caplog.text
 
 
 def test_a_failure_that_can_not_be_noted_is_told_as_it_is(tmp_path, caplog):

@@ -87,8 +87,8 @@ def test_all_may_have_come_and_lost_each_other(group):
 
 
 def test_an_error_that_is_not_about_the_others_is_left_as_it_is(group):
-    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes can not be multiplied$"):
-        wait(group[0], "step 4", "mat1 and mat2 shapes can not be multiplied")
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied$"):
+        wait(group[0], "step 4", "mat1 and mat2 shapes cannot be multiplied")
 
 
 class Silent(HashStore):

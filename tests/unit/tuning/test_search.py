@@ -200,7 +200,7 @@ def test_the_way_back_is_tried_only_when_much_has_changed_since(batch_gain, agai
 
 
 def test_a_gain_that_only_shows_with_more_loaders_is_found():
-    """bf16 makes the computing three times faster, but one process then can not load fast enough."""
+    """bf16 makes the computing three times faster, but one process then cannot load fast enough."""
 
     def measure(candidate, rate_to_beat):
         computing, loading = 0.03 if candidate.precision == "bf16" else 0.1, 0.09 / max(1, candidate.workers)

@@ -134,7 +134,7 @@ class Checkpoints:
 
         Raises:
             SettingsError: an unfinished training of other settings or inputs stands where only this one should.
-            OutputError: the folder can not be written.
+            OutputError: the folder cannot be written.
             StorageError: the store does not answer or refuses.
         """
         if not self.entries():
@@ -394,7 +394,7 @@ def newest(checkpoints: Checkpoints, processes: Processes) -> TrainingState | No
     Raises:
         TrainingError: the processes do not see the same checkpoints.
         SettingsError: an unfinished training of other settings or inputs stands in the way.
-        OutputError: the folder can not be written.
+        OutputError: the folder cannot be written.
         StorageError: the store does not answer or refuses.
     """
     if processes.is_first:

@@ -77,7 +77,7 @@ def claim(uri: str) -> Generation:
     """Begin a new try of the training with these checkpoints.
 
     Raises:
-        OutputError: the folder can not be written.
+        OutputError: the folder cannot be written.
         StorageError: the store does not answer or refuses.
     """
     for _ in range(_MOST_ATTEMPTS):

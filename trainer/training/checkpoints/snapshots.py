@@ -91,7 +91,7 @@ class Snapshot:
         """Write the copy into a folder, and wait until the disk has it.
 
         Raises:
-            OSError: the disk is full, or the folder can not be written.
+            OSError: the disk is full, or the folder cannot be written.
         """
         for name, part in self._parts.items():
             _write(folder / _file(name), *part.content)
@@ -109,7 +109,7 @@ def read(folder: Path, uri: str) -> TrainingState:
         parts = {name: safetensors.torch.load_file(folder / _file(name)) for name in PARTS if _is_there(folder, name)}
     except (OSError, ValidationError, safetensors.SafetensorError) as error:
         raise ArtifactError(
-            f"checkpoint {uri}: can not be read ({' '.join(str(error).split())}); remove it to go on from the one before"
+            f"checkpoint {uri}: cannot be read ({' '.join(str(error).split())}); remove it to go on from the one before"
         ) from error
     return TrainingState(
         step=told.step,

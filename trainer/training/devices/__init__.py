@@ -181,7 +181,7 @@ def check_device(wanted: str) -> None:
 
 def _no_xla(reason: object) -> str:
     return (
-        f"run.device is xla, but torch_xla can not be loaded here ({reason}); take the Neuron image (docs/neuron.md), or set "
+        f"run.device is xla, but torch_xla cannot be loaded here ({reason}); take the Neuron image (docs/neuron.md), or set "
         "run.device=auto"
     )
 

@@ -82,7 +82,7 @@ class XlaDevice(Device):
         return torch.autocast("xla", dtype=torch.bfloat16, enabled=self.uses_bf16(precision))
 
     def inference(self) -> AbstractContextManager[object]:
-        """Torch's inference mode can not make views of weights that were made outside of it, on this device."""
+        """Torch's inference mode cannot make views of weights that were made outside of it, on this device."""
         return torch.no_grad()
 
     def seed(self, seed: int) -> None:

@@ -40,7 +40,7 @@ def test_a_running_training_is_judged_by_live_rules_only() -> None:
 
 
 def test_nothing_recorded_is_no_finding() -> None:
-    """Rules can say that they can not say."""
+    """Rules can say that they cannot say."""
     empty = case_of(steps={name: values[:0] for name, values in case_of().training.ranks[0].steps.items()})
     for answer in judge(empty):
         assert not isinstance(answer.outcome, Finding), answer.rule.name

@@ -116,7 +116,7 @@ def test_they_are_removed_when_the_training_is_done(tmp_path):
 
 def test_a_file_in_the_way_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="can not write to"):
+    with pytest.raises(OutputError, match="cannot write to"):
         save(checkpoints(tmp_path / "file"), 10)
 
 
@@ -245,7 +245,7 @@ def test_a_write_that_fails_is_a_warning_and_the_next_one_may_succeed(tmp_path, 
     for step in (20, 30):
         held.save(snapshot_of(step, learner()))
         held.finish()
-    assert "distill  a checkpoint could not be written: can not write to" in caplog.text
+    assert "distill  a checkpoint could not be written: cannot write to" in caplog.text
     assert "the disk is full" in caplog.text
     assert [path.name for path in folder(tmp_path).iterdir() if "step" in path.name] == ["step-00000010-g001"]
     full.clear()
@@ -264,7 +264,7 @@ def test_three_failures_in_a_row_end_the_training_and_the_message_says_what_is_l
     for step in (20, 30, 40):
         held.save(snapshot_of(step, learner()))
     with pytest.raises(
-        OutputError, match=r"distill: 3 or more checkpoints in a row could not be written: can not write to"
+        OutputError, match=r"distill: 3 or more checkpoints in a row could not be written: cannot write to"
     ) as caught:
         held.finish()
     assert f"the same command goes on from {folder(tmp_path)}/step-00000010-g001, which is whole" in str(caught.value)

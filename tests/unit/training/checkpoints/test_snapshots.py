@@ -80,7 +80,7 @@ def test_a_file_that_is_no_checkpoints_is_refused(tmp_path, file, content):
     (folder / file).unlink()
     if content is not None:
         (folder / file).write_bytes(content)
-    with pytest.raises(ArtifactError, match="checkpoint s3://b/one: can not be read"):
+    with pytest.raises(ArtifactError, match="checkpoint s3://b/one: cannot be read"):
         snapshots.read(folder, "s3://b/one")
 
 

@@ -23,7 +23,7 @@ _UNCERTAIN = 0.1
 
 
 def _judgeable(case: Case, steps: Steps) -> NotJudged | None:
-    """Why processes can not be compared, if they can not."""
+    """Why processes cannot be compared, if they cannot."""
     if steps.record.world_size == 1:
         return NotJudged(reason="one process trains alone")
     if case.live:
