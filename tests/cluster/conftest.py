@@ -76,6 +76,11 @@ def objects(kind, selector="", *, namespace=NAMESPACE):
     return json.loads(found)["items"]
 
 
+def installed(kind):
+    """Whether the cluster knows a kind of object: its plural with its group."""
+    return bool(kubectl("get", "crd", kind, "--ignore-not-found", "--output", "name"))
+
+
 def eventually(condition, *, seconds, what):
     """Wait until a condition gives something true, and give that."""
     deadline = time.monotonic() + seconds

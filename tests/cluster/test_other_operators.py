@@ -4,25 +4,25 @@ import json
 
 import pytest
 
-from tests.cluster.conftest import eventually, kubectl, objects, pool
+from components.launch.backends import BACKENDS
+from tests.cluster.conftest import eventually, installed, kubectl, objects, pool
 from tests.cluster.faults import registered
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 QUEUE = "vit-distillation"
 """The LocalQueue and the ClusterQueue of manifests/components/kueue."""
-JOBS = {"pytorchjob": "pytorchjobs", "trainjob": "trainjobs"}
 
 
-def installed(crd):
+def need(kind):
     """Skip the test where a cluster does not know a kind of object."""
-    if not kubectl("get", "crd", crd, "--ignore-not-found", "--output", "name"):
-        pytest.skip(f"not installed here: {crd}")
+    if not installed(kind):
+        pytest.skip(f"not installed here: {kind}")
 
 
 @pytest.fixture
 def held():
     """Let Kueue admit nothing, until the test calls what this gives."""
-    installed("clusterqueues.kueue.x-k8s.io")
+    need("clusterqueues.kueue.x-k8s.io")
 
     def policy(text):
         change = json.dumps({"spec": {"stopPolicy": text}})
@@ -34,7 +34,7 @@ def held():
 
 
 def test_a_run_of_train_jobs(run_pipeline, uncached, mlflow):
-    installed("trainjobs.trainer.kubeflow.org")
+    need("trainjobs.trainer.kubeflow.org")
     with pool(backend="trainjob") as name:
         run = run_pipeline(uncached, pool=name)
     assert run.exit_code == 0, run.output
@@ -43,14 +43,14 @@ def test_a_run_of_train_jobs(run_pipeline, uncached, mlflow):
     assert len(registered(mlflow, run)) == 1
 
 
-@pytest.mark.parametrize("backend", JOBS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_queue_holds_a_job_until_there_is_room(run_pipeline, uncached, held, backend):
-    if backend == "trainjob":
-        installed("trainjobs.trainer.kubeflow.org")
+    jobs = f"{BACKENDS[backend].plural}.{BACKENDS[backend].group}"
+    need(jobs)
     with pool(backend=backend, queue=QUEUE) as name:
         run = run_pipeline(uncached, pool=name, wait=False)
         eventually(lambda: "suspended, waiting in its queue" in run.logs(), seconds=900, what="the job is held back")
-        (job,) = objects(JOBS[backend], f"vit-distillation/run={run.id}")
+        (job,) = objects(jobs, f"vit-distillation/run={run.id}")
         assert not objects("pods", f"vit-distillation/run={run.id}"), "the job has pods already"
         held()
         assert run.wait().exit_code == 0, run.output
