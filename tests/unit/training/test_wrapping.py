@@ -152,7 +152,7 @@ from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.distillation.student import ProjectedStudent
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.training.processes import join_processes
-from trainer.training.wrapping import Exchange, Graphs, compile_blocks, wrap
+from trainer.training.wrapping import ExchangeTimer, Graphs, compile_blocks, wrap
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 10, "num_heads": 2}
 
@@ -211,7 +211,7 @@ with join_processes() as processes:
     result["compiled"] = float((compiled - gradient(make(drop_path=0.2), of_logits, processes)).norm() / compiled.norm())
     result["graphs"] = graphs.count
     model, _ = wrap(make(), TrainingSettings(), processes)
-    exchange, told = Exchange(model), []
+    exchange, told = ExchangeTimer(model), []
     for step in range(14):
         model(torch.zeros(2, 3, 16, 16, dtype=torch.uint8)).sum().backward()
         exchange.look()
