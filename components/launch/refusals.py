@@ -99,7 +99,7 @@ def refusal(error: ApiException, request: ServerRequest) -> ClusterError:
     if unknown := re.findall(r'unknown field "([^"]+)"', message):
         return NotInstalledError(
             f"on this cluster {request.resource} (version {request.resource.version}) have no field {', '.join(unknown)}: install a newer "
-            "version of the operator that runs them (a TrainJob needs Trainer 2.2 or later), or choose a pool "
+            "version of the operator that runs them (a TrainJob needs Trainer 2.3 or later), or choose a pool "
             "with the other backend (pytorchjob or trainjob)"
         )
     return _plain(status, request)(f"cannot {request}: the API server {request.host} answered {status}: {message}")

@@ -69,7 +69,9 @@ def _patch(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
         "spec": {
             **pod.placement(pool),
             "securityContext": pod.SECURITY,
-            "terminationGracePeriodSeconds": pod.GRACE_S,
+            # Kueue 0.19 writes a TrainJob with the types of Trainer 2.2, which drops this field of 2.3 when it lets a job start; JobSet
+            # then denies the change, and the job stays suspended.
+            **({} if pool.queue else {"terminationGracePeriodSeconds": pod.GRACE_S}),
             "containers": [{"name": NODE, "volumeMounts": pod.mounts(), "securityContext": pod.CONTAINER_SECURITY}],
             "volumes": pod.volumes(pool),
         },

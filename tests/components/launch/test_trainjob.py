@@ -48,6 +48,28 @@ def test_both_backends_run_the_same():
     }
 
 
+KNOWN_TO_KUEUE = {
+    "serviceAccountName",
+    "volumes",
+    "initContainers",
+    "containers",
+    "imagePullSecrets",
+    "securityContext",
+    "nodeSelector",
+    "affinity",
+    "tolerations",
+    "schedulingGates",
+}
+"""PodSpecPatch of Trainer 2.2.1, whose types Kueue 0.19.2 is built with; it writes a TrainJob without the fields that others have."""
+
+
+def test_a_job_in_a_queue_has_no_field_that_kueue_would_drop():
+    """The server denies what a dropped field changes, and the job stays suspended."""
+    (patch,) = rendered(queue="team")["spec"]["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["spec"]["template"]["spec"].keys() <= KNOWN_TO_KUEUE
+
+
 def test_the_runtime_is_the_pools():
     assert rendered(runtime="torch-neuron")["spec"]["runtimeRef"] == {"name": "torch-neuron"}
 
