@@ -92,6 +92,6 @@ def on_two_processes(script, folder, *arguments):
         )
         for rank in ("0", "1")
     ]
-    told = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    return told
+    stderr = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], stderr
+    return stderr

@@ -89,12 +89,12 @@ def seen(distillation):
     """Keys of the samples of each step, of all ranks, as the last try that came to the step saw them."""
     steps = {}
     for attempt in range(1, 1 + _attempts(notes(distillation))):
-        told = {}
+        in_attempt = {}
         for file in notes(distillation).glob(f"{SEEN}-{attempt}-*"):
             for line in file.read_text().splitlines():
                 step, keys = json.loads(line)
-                told.setdefault(step, []).extend(keys)
-        steps |= told
+                in_attempt.setdefault(step, []).extend(keys)
+        steps |= in_attempt
     return [steps[step] for step in sorted(steps)]
 
 

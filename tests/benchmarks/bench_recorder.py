@@ -112,12 +112,12 @@ def measure(name: str, step: Step, *, rounds: int, seconds: float, fewest: int) 
     """A row of the table, of turns that last about so many seconds."""
     without(step, 3)
     count = max(fewest, int(seconds / max(without(step, 5).wall, 1e-4)))  # an empty step takes as long as its marks
-    plain, recorded, told = [], [], []
+    plain, recorded, overheads = [], [], []
     for _ in range(rounds):
         plain.append(without(step, count))
         turn, parts = with_it(step, count)
         recorded.append(turn)
-        told.append(parts)
+        overheads.append(parts)
     plain.append(without(step, count))
     extra = [
         [with_.wall - (before.wall + after.wall) / 2, with_.processor - (before.processor + after.processor) / 2]
@@ -125,7 +125,7 @@ def measure(name: str, step: Step, *, rounds: int, seconds: float, fewest: int) 
     ]
     wall, processor = (statistics.median(column) for column in zip(*extra, strict=True))
     bare = Turn(*(statistics.median(column) for column in zip(*plain, strict=True)))
-    parts = {part: statistics.median(turn[part] for turn in told) for part in ("marks", "tensors", "monitor")}
+    parts = {part: statistics.median(turn[part] for turn in overheads) for part in ("marks", "tensors", "monitor")}
     cells = [f"{1e3 * bare.wall:12.3f}", f"{1e6 * wall:10.1f}", f"{1e6 * processor:11.1f}"]
     if step.model is not None:
         cells += [f"{wall / bare.wall:9.2%}", f"{processor / bare.processor:11.2%}"]

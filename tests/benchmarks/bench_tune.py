@@ -79,7 +79,7 @@ def cells(start: Candidate) -> Iterator[Candidate]:
         yield start.model_copy(update=dict(zip(GRID, values, strict=True)))
 
 
-def told(trials: Iterator[Trial], count: int) -> Iterator[Trial]:
+def reported(trials: Iterator[Trial], count: int) -> Iterator[Trial]:
     """The trials, each with a line of its own, since an exhaustive search takes long."""
     for number, trial in enumerate(trials, 1):
         settings = " ".join(f"{field}={getattr(trial.candidate, field)}" for field in GRID)
@@ -90,7 +90,7 @@ def told(trials: Iterator[Trial], count: int) -> Iterator[Trial]:
 def exhaustive(start: Candidate, job: Workload, trials: Trials, most: int) -> tuple[Trial, float, int]:
     """The best cell, the seconds that it took to find it, and the number of cells."""
     grid = list(cells(start))[:most]
-    measured = list(told(map(trials.measure, grid), len(grid)))
+    measured = list(reported(map(trials.measure, grid), len(grid)))
     fitting = [trial for trial in measured if trial.ended == "measured"]
     return min(fitting, key=job.run_s), sum(trial.seconds for trial in measured), len(measured)
 
@@ -128,8 +128,8 @@ def compare(subject: Subject, settings: TuneSettings, checkpoints: str, *, round
     print(f"{'':12}{'images/s':>10}{'whole run':>12}{'search':>10}{'trials':>8}  settings")
     searched = {"as given": (0.0, 0), "exhaustive": (seconds, count), "tune": (found.seconds, len(found.tried))}
     for name, (rate, run_s) in measured.items():
-        told = " ".join(f"{field}={getattr(chosen[name], field)}" for field in GRID)
-        print(f"{name:12}{rate:10.1f}{run_s:10.1f} s{searched[name][0]:8.1f} s{searched[name][1]:8d}  {told}")
+        settings = " ".join(f"{field}={getattr(chosen[name], field)}" for field in GRID)
+        print(f"{name:12}{rate:10.1f}{run_s:10.1f} s{searched[name][0]:8.1f} s{searched[name][1]:8d}  {settings}")
     rate, run = measured["tune"][0] / measured["exhaustive"][0], measured["exhaustive"][1] / measured["tune"][1]
     print(
         f"tune reached {rate:.0%} of the best rate and {run:.0%} of the shortest run in {found.seconds / seconds:.1%} of the time"

@@ -21,8 +21,8 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
     if process.name not in {"1", str(os.getpid())}:
         os.kill(int(process.name), signal.SIGKILL)
 """
-"""Kills a container's processes but the first, of which the kernel lets nobody inside dispose: the end has exit code 137, as after an OOM
-kill. Memory that is taken beside a task does not do: the kernel then chooses the taker."""
+"""Kills a container's processes but the first, which the kernel protects from those inside: exit code 137, as after an OOM kill.
+Filling the memory from beside a task does not work: the kernel then kills the process that fills it."""
 
 
 def kill(pod, container="main"):
@@ -124,7 +124,7 @@ STOP_TRAINING = {"master killed", "worker killed", "master deleted", "worker del
 
 @contextlib.contextmanager
 def away(service: str) -> Iterator[None]:
-    """Nobody reaches a service meanwhile: what comes new is refused at once, as where its pod is gone."""
+    """Cut a service off: new connections are refused at once, as when its pod is gone."""
     found = json.loads(kubectl("get", "service", service, "--output", "json"))
     if selector := found["spec"].get("selector"):
         kubectl("patch", "service", service, "--patch", json.dumps({"spec": {"selector": {"away": "now"}}}))

@@ -59,10 +59,10 @@ def _outcome(work: Bomb) -> tuple[str, float]:
     start = time.monotonic()
     try:
         work()
-        told = "read"
+        outcome = "read"
     except Exception as error:  # noqa: BLE001  # the test looks at what it is
-        told = f"{type(error).__name__}: {error}"
-    return told[:600], time.monotonic() - start
+        outcome = f"{type(error).__name__}: {error}"
+    return outcome[:600], time.monotonic() - start
 
 
 # ---------------------------------------------------------------------------------------------------------------------

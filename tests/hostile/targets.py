@@ -232,9 +232,9 @@ def _read_manifest(content: bytes, folder: Path) -> None:
 def _read_signed_manifest(content: bytes, folder: Path) -> None:
     """With the fingerprint that fits, where it can have one."""
     try:
-        told = json.loads(content)
-        told["fingerprint"] = artifacts.digest({key: told[key] for key in artifacts._COVERED})
-        content = json.dumps(told).encode()
+        manifest = json.loads(content)
+        manifest["fingerprint"] = artifacts.digest({key: manifest[key] for key in artifacts._COVERED})
+        content = json.dumps(manifest).encode()
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
     _read_manifest(content, folder)

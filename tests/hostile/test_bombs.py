@@ -71,6 +71,6 @@ def test_every_bomb_is_expected(outcomes):
 
 @pytest.mark.parametrize("bomb", EXPECTED)
 def test_a_bomb_gets_a_message(outcomes, bomb):
-    told, seconds = outcomes[bomb]
-    assert re.match(EXPECTED[bomb], told, re.DOTALL), told
+    outcome, seconds = outcomes[bomb]
+    assert re.match(EXPECTED[bomb], outcome, re.DOTALL), outcome
     assert seconds < 120

@@ -58,7 +58,7 @@ def test_what_is_known_of_a_training_stands_in_its_evidence(run, teacher):
     assert context.settings["epochs"] == 2
     assert list(context.classes) == [str(digit) for digit in range(10)]
     assert sum(context.classes.values()) == context.samples
-    assert context.teacher_val_top1 is None, "nobody has measured this teacher"
+    assert context.teacher_val_top1 is None, "this teacher was not measured"
     assert {"fetch", "join", "preparation", "first_step"} <= set(record.startup)
     assert [(attempt.first_step, attempt.steps_seen) for attempt in record.attempts] == [(0, STEPS)]
     measured = evidence_of(folder / "evidence").metrics["val_top1"].values[-1]

@@ -198,9 +198,9 @@ def test_a_pipeline_and_its_parameters_hold_no_secret(planted, capsys, monkeypat
     with PipelinesApi() as api:
         monkeypatch.setenv("KFP_HOST", api.host)
         assert deploy.main(["--run", "--set", "distill.epochs=2"]) == 0
-        told = [version.pipeline_spec for version in api.store.versions.values()]
-        told += [run.to_dict() for run in api.store.runs.values()]
-    assert len(told) == 2
-    assert leaked(json.dumps(told, default=str).encode()) == set()
+        sent = [version.pipeline_spec for version in api.store.versions.values()]
+        sent += [run.to_dict() for run in api.store.runs.values()]
+    assert len(sent) == 2
+    assert leaked(json.dumps(sent, default=str).encode()) == set()
     said = capsys.readouterr()
     assert leaked((said.out + said.err).encode()) == set()

@@ -1,4 +1,4 @@
-"""The CronJob that ends jobs which nobody follows: what it runs, as whom, when, and what it may and may not do."""
+"""The CronJob that ends orphaned jobs: what it runs, as whom, when, and what it may and may not do."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ def test_the_device_has_its_name_and_what_it_does_not_tell_is_missing():
 def test_the_time_in_the_compiler_is_that_of_the_step_that_compiled():
     rank = train(13, size=lambda step: 9 if step == 20 else 8)
     assert [(one.step, one.graphs) for one in rank.record.compilations] == [(0, 1), (20, 1)]
-    told = RECOMPILATION.judge(case_of(rank))
-    assert isinstance(told, Finding)
-    assert "The number of images had changed: 9 instead of 8." in told.text
+    finding = RECOMPILATION.judge(case_of(rank))
+    assert isinstance(finding, Finding)
+    assert "The number of images had changed: 9 instead of 8." in finding.text
     assert rank.record.compilations[1].seconds <= rank.steps["seconds"][20]
 
 
@@ -86,25 +86,25 @@ def test_what_is_compiled_between_steps_is_apart():
     assert train(27, steps=2).record.compile_beside_s == 0
 
 
-def test_a_number_that_is_a_constant_of_the_graph_is_told_from_a_shape():
+def test_a_number_that_is_a_constant_of_the_graph_is_distinguished_from_a_shape():
     rank = train(17, in_step=lambda loss, step: loss.expand(step + 1).cumsum(0), steps=20)
-    assert len(rank.record.compilations) == 1, "nobody needs the result: it is not computed"
+    assert len(rank.record.compilations) == 1, "the result is unused, so it is not computed"
     kept = []
     rank = train(17, in_step=lambda loss, step: kept.append(loss.detach().expand(step + 2).sum()), steps=20)
-    told = RECOMPILATION.judge(case_of(rank))
-    assert isinstance(told, Finding)
-    assert "a number that changes in each step" in told.text
-    assert told.numbers["graphs"] == 10
+    finding = RECOMPILATION.judge(case_of(rank))
+    assert isinstance(finding, Finding)
+    assert "a number that changes in each step" in finding.text
+    assert finding.numbers["graphs"] == 10
 
 
 def test_an_operator_on_the_host_and_a_copy_are_counted_in_their_steps():
     rank = train(19, in_step=lambda loss, step: torch.special.i0(loss.detach()) if step >= 20 else None)
     assert rank.steps["transfers"].tolist() == [0] * 20 + [1] * 20
     assert rank.record.transfers.fallbacks == {"aten::i0": 20}
-    told = HOST_SYNCS.judge(case_of(rank))
-    assert isinstance(told, Finding)
-    assert told.text.endswith("aten::i0 (20 calls) ran on the host.")
-    assert told.steps == (20, 39)
+    finding = HOST_SYNCS.judge(case_of(rank))
+    assert isinstance(finding, Finding)
+    assert finding.text.endswith("aten::i0 (20 calls) ran on the host.")
+    assert finding.steps == (20, 39)
     copied = train(19, in_step=lambda loss, _: loss.detach().cpu())
     assert copied.record.transfers.fallbacks == {}
     assert isinstance(HOST_SYNCS.judge(case_of(copied)), Finding)

@@ -44,7 +44,7 @@ class Api:
     def __init__(self, store: Store, kubelet: Kubelet, faults: Faults, *, kueue: bool = False) -> None:
         self.store, self.kubelet, self.faults, self.kueue = store, kubelet, faults, kueue
         self.expiries = 0
-        """How often the open watches have been told that their version is too old."""
+        """How often the open watches were ended with 410, `too old resource version`."""
         self._verbs: dict[str, Callable[[Request], Answer | Stream]] = {
             "create": self._create,
             "get": self._get,

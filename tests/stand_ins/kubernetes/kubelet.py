@@ -99,7 +99,7 @@ class Kubelet:
         name, container = pod["metadata"]["name"], _container_name(pod, query.container)
         run = self._runs.get(pod["metadata"]["uid"])
         if not pod["spec"].get("nodeName") or run is None:
-            return iter([b""])  # the real server has nobody to ask yet, and answers with nothing
+            return iter([b""])  # the real server has no kubelet to ask yet and answers with an empty body
         if query.previous:
             if run.previous is None:
                 raise bad_request(f'previous terminated container "{container}" in pod "{name}" not found')
