@@ -42,29 +42,38 @@ def first_cells(text):
 
 
 def tree():
-    """Every path of the README's tree."""
+    """Every path of the tree in ARCHITECTURE.md."""
     folders, paths = [], []
-    for line in re.findall(r"^ {4}( *\S.*)", section(PAGES["README.md"], "## The tree"), flags=re.MULTILINE):
+    text = section(PAGES["ARCHITECTURE.md"], "## The tree")
+    for line in re.findall(r"^ {4}( *\S.*)", text, flags=re.MULTILINE):
         depth = (len(line) - len(line.lstrip())) // 2
-        names = re.match(r"\s*((?:\S+,\s)*\S+(?:\s\s+\S+/(?=\s))*)", line)[1]
-        for name in re.split(r"[,\s]+", names):
-            folders[depth:] = [name] if name.endswith("/") else []
-            paths.append("".join([*folders[:depth], name]))
+        names = re.match(r"\s*((?:\S+,\s)*\S+)", line)[1].split(", ")
+        paths += ["".join([*folders[:depth], name]) for name in names]
+        folders[depth:] = [name for name in names if name.endswith("/")][:1]
     return paths
 
 
 def test_the_tree_is_what_is_there():
     paths = tree()
-    assert len(paths) > 100
+    assert len(paths) > 80
+    assert len(paths) == len(set(paths))
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_every_module_is_in_the_tree():
-    """But for the stages and their components, which the tree names by their folder."""
-    paths = set(tree())
+def test_every_package_and_every_module_at_its_top_is_in_the_tree():
+    """But for the stages' components, which the tree names by their folder. A deeper module has its docstring."""
     tasks = {*stages.STAGES, "configure", "finish", "__init__", "__main__"}
+    folders = {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in SOURCES}
     modules = {path.relative_to(ROOT).as_posix() for path in SOURCES if path.stem not in tasks}
-    assert sorted(modules - paths) == []
+    tops = {module for module in modules if module.count("/") == 1}
+    assert sorted((folders | tops) - set(tree())) == []
+
+
+@pytest.mark.parametrize("parent", ["docs", "manifests", "tests"])
+def test_every_folder_beside_the_packages_is_in_the_tree(parent):
+    files = [path.relative_to(ROOT) for path in (ROOT / parent).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    folders = {f"{parent}/{path.parts[1]}/" for path in files if len(path.parts) > 2}
+    assert sorted(folders - set(tree())) == []
 
 
 @pytest.mark.parametrize("name", PAGES)
