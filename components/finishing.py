@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from components.launch.resources import Resource
+from components.launch.api_errors import Resource
 from trainer import tracking
 from trainer.environment import variables
 from trainer.errors import LaunchError, TrackingError
 
 if TYPE_CHECKING:
-    from components.launch.cluster import Cluster
+    from components.launch.client import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _was_stopped() -> bool:
     name = os.environ.get(WORKFLOW)
     if not name:
         return False
-    from components.launch.cluster import Cluster
+    from components.launch.client import Cluster
 
     try:
         with Cluster.connect() as cluster:
@@ -125,7 +125,7 @@ def _is_finish(node: Mapping[str, Any]) -> bool:
 
 def _delete_jobs() -> None:
     from components.launch import identity, reaping
-    from components.launch.cluster import Cluster
+    from components.launch.client import Cluster
 
     own = identity.from_environment("finish")
     with Cluster.connect(own.namespace) as cluster:

@@ -14,7 +14,7 @@ from pathlib import Path
 import kfp_server_api
 import urllib3
 
-from components.launch import service_proxy
+from components.launch.client import NoKubeconfigError, proxy_to_service
 from components.sections import KUBEFLOW_UI
 from trainer.errors import DeployError
 
@@ -119,14 +119,14 @@ def _in_cluster(namespace: str, environment: Mapping[str, str]) -> Location:
 def _through_kubeconfig(namespace: str, environment: Mapping[str, str]) -> Location:
     configuration = _configuration("")
     try:
-        context = service_proxy.pass_through(
+        context = proxy_to_service(
             configuration,
             kubeconfig=environment.get("KUBECONFIG") or None,
             namespace=namespace,
             service=SERVICE,
             port="http",
         )
-    except service_proxy.NoKubeconfigError as error:
+    except NoKubeconfigError as error:
         raise DeployError(
             f"no Kubeflow Pipelines to be found: {HOST_VARIABLES[0]} is not set, this is no pod of a cluster, and {error}; "
             f"set {HOST_VARIABLES[0]} to the address of its UI or API, such as {LOCAL_UI} after: {port_forward(namespace)}"

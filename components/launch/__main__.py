@@ -20,7 +20,7 @@ from trainer.errors import EXIT_CODE, TrainerError
 from trainer.launch import JobSpec, flag
 
 if TYPE_CHECKING:
-    from components.launch.cluster import Cluster
+    from components.launch.client import Cluster
 
 _DESCRIPTION = """Show what the launcher for clusters works with.
 
@@ -141,7 +141,7 @@ def _render(options: argparse.Namespace) -> None:
 
 def _reap(options: argparse.Namespace) -> None:
     from components.launch import reaping
-    from components.launch.cluster import Cluster
+    from components.launch.client import Cluster
 
     least_s = reaping.age(options.older_than)
     done = "would be deleted" if options.dry_run else "deleted"

@@ -11,15 +11,13 @@ from dataclasses import asdict
 from typing import Any, Self
 
 from components.launch import replicas
-from components.launch.cluster import Cluster
+from components.launch.api_errors import EVENTS, PODS, ApiRetry, ClusterError, ForbiddenError, KindNotInstalledError
+from components.launch.client import Cluster
 from components.launch.logs import Line, LogReader
-from components.launch.patience import Patience
 from components.launch.progress import Ending, JobProgress
 from components.launch.readers import Ended, Readers
 from components.launch.record import JobRecord
-from components.launch.refusals import ClusterError, DeniedError, NotInstalledError
 from components.launch.replicas import Replica
-from components.launch.resources import EVENTS, PODS
 from components.launch.submitting import TaskJob
 from components.launch.watching import Change, Watcher
 
@@ -41,7 +39,7 @@ class Follower:
         cluster: Cluster,
         job: TaskJob,
         progress: JobProgress,
-        patience: Patience,
+        retry: ApiRetry,
         *,
         record: JobRecord,
         tell: Callable[[str], None],
@@ -52,13 +50,13 @@ class Follower:
             cluster: where the job is.
             job: itself.
             progress: takes what is seen of it.
-            patience: with the API server.
+            retry: repeats requests while the API server is unavailable.
             record: takes log lines, status and events.
             tell: takes lines about the job.
         """
         self._cluster, self._job, self._progress, self._record, self._tell = cluster, job, progress, record, tell
         self._inbox: queue.SimpleQueue[Change | Line | Ended] = queue.SimpleQueue()
-        self._patience, self._readers = patience, Readers(patience, self._inbox.put)
+        self._retry, self._readers = retry, Readers(retry, self._inbox.put)
         self._logs: dict[str, LogReader] = {}
         self._unread: set[str] = set()
         """Replicas whose log is being read."""
@@ -102,7 +100,7 @@ class Follower:
         self._start()
         while not (ending := self._ending()):
             self._tell_news()
-            self._listen(self._progress.patience_s(time.monotonic()) or UNSETTLED_S)
+            self._listen(self._progress.next_limit_s(time.monotonic()) or UNSETTLED_S)
         if ending.kind in {"succeeded", "failed"}:
             self._read_to_the_end()
         self._tell_news()
@@ -111,7 +109,7 @@ class Follower:
     def _ending(self) -> Ending | None:
         """The job's end; a limit only counts when it can be seen whether it was kept."""
         ending = self._progress.ending(time.monotonic())
-        return None if ending and ending.kind == "overdue" and not self._patience.settled else ending
+        return None if ending and ending.kind == "overdue" and not self._retry.settled else ending
 
     def wait_until_gone(self, limit_s: float) -> bool:
         """Go on reading until the deleted job does not exist any more; gives whether that came true in time.
@@ -119,8 +117,8 @@ class Follower:
         Raises:
             ClusterError: the API server does not answer or refuses.
         """
-        deadline, patience = time.monotonic() + limit_s, Patience(limit_s)
-        while not (gone := patience(self._job.is_gone)) and time.monotonic() < deadline:
+        deadline, retry = time.monotonic() + limit_s, ApiRetry(limit_s)
+        while not (gone := retry(self._job.is_gone)) and time.monotonic() < deadline:
             self._listen(GONE_POLL_S)
         return gone
 
@@ -204,14 +202,14 @@ class Follower:
         self._unread.discard(ended.name)
         if ended.error is None:
             return
-        if isinstance(ended.error, NotInstalledError):
+        if isinstance(ended.error, KindNotInstalledError):
             self._progress.see_job_gone()
             return
-        if not isinstance(ended.error, DeniedError) or ended.name == "job":
+        if not isinstance(ended.error, ForbiddenError) or ended.name == "job":
             raise ended.error
         self._do_without("log" if ended.name in self._logs else ended.name, ended.error)
 
-    def _do_without(self, what: str, error: DeniedError) -> None:
+    def _do_without(self, what: str, error: ForbiddenError) -> None:
         if what not in self._missing:
             logger.warning("%s; the job is followed without", error)
         self._missing.add(what)
@@ -239,10 +237,10 @@ class Follower:
     def _look_at_pods_again(self) -> None:
         """The job's end may have been told before its pods'."""
         try:
-            listing = Patience(ENDED_LOGS_S)(lambda: self._cluster.list(PODS, labels=self._job.pod_selector))
+            listing = ApiRetry(ENDED_LOGS_S)(lambda: self._cluster.list(PODS, labels=self._job.pod_selector))
             for pod in listing.items:
                 self._take_pod(Change(PODS, pod))
-        except DeniedError:
+        except ForbiddenError:
             return  # this was told when they were to be watched
         except ClusterError as error:
             logger.warning("how the replicas ended is known only as far as it was seen: %s", error)

@@ -7,16 +7,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from components.launch.api_errors import (
+    ApiRetry,
+    ApiUnavailableError,
+    ClusterError,
+    KindNotInstalledError,
+    format_duration,
+)
 from components.launch.backends import BACKENDS
-from components.launch.cluster import Cluster
+from components.launch.client import Cluster
 from components.launch.diagnosis import explain_failure, fails_again
 from components.launch.following import Follower
 from components.launch.identity import Identity
-from components.launch.patience import Patience, duration
 from components.launch.pools import Pool
 from components.launch.progress import Ending, JobProgress, Limits
 from components.launch.record import JobRecord
-from components.launch.refusals import AwayError, ClusterError, NotInstalledError
 from components.launch.submitting import TaskJob
 from trainer import storage
 from trainer.errors import LaunchError
@@ -74,7 +79,7 @@ class ClusterLauncher:
         Raises:
             LaunchError: naming the replica that failed, why, and the next move; or the limit that was reached; or what the
                 cluster refuses.
-            AwayError: the API server was away for too long, and the job goes on.
+            ApiUnavailableError: the API server was away for too long, and the job goes on.
             KeyboardInterrupt: Ctrl-C; the job was deleted.
         """
         if self._cluster:
@@ -103,13 +108,13 @@ class ClusterLauncher:
                 time.sleep(PAUSE_S)
 
     def _follow(self, job: TaskJob, spec: JobSpec, cluster: Cluster, record_uri: str | None) -> None:
-        tell, progress, patience = _teller(job), self._progress(spec), Patience(self._away_limit_s)
+        tell, progress, retry = _teller(job), self._progress(spec), ApiRetry(self._away_limit_s)
         with (
             JobRecord(record_uri) as record,
-            Follower(cluster, job, progress, patience, record=record, tell=tell) as follower,
+            Follower(cluster, job, progress, retry, record=record, tell=tell) as follower,
         ):
             with _abandoned_in_order(job, follower, tell):
-                made = job.submit(patience)
+                made = job.submit(retry)
                 tell(
                     f"made for {spec.nodes} nodes of pool {self._pool.name}"
                     if made
@@ -142,11 +147,11 @@ def _abandoned_in_order(job: TaskJob, follower: Follower, tell: Callable[[str], 
     """Delete a job that nobody follows any more, whatever ended the block; but leave it where the API server is away.
 
     Raises:
-        AwayError: the API server was away for too long.
+        ApiUnavailableError: the API server was away for too long.
     """
     try:
         yield
-    except AwayError as error:
+    except ApiUnavailableError as error:
         left = (
             f"; job {job.name} is left to itself: the same task, run again, follows it further" if job.may_exist else ""
         )
@@ -158,14 +163,18 @@ def _abandoned_in_order(job: TaskJob, follower: Follower, tell: Callable[[str], 
 
 def _delete(job: TaskJob, follower: Follower, tell: Callable[[str], None]) -> None:
     try:
-        if not Patience(DELETE_LIMIT_S)(job.delete):
+        if not ApiRetry(DELETE_LIMIT_S)(job.delete):
             return
         tell("being deleted")
         gone = follower.wait_until_gone(GONE_LIMIT_S)
     except ClusterError as error:
         logger.warning("job %s may be left running: %s; delete it with `%s`", job.name, error, job.kubectl("delete"))
         return
-    tell("deleted" if gone else f"still being deleted after {duration(GONE_LIMIT_S)}; the cluster goes on with that")
+    tell(
+        "deleted"
+        if gone
+        else f"still being deleted after {format_duration(GONE_LIMIT_S)}; the cluster goes on with that"
+    )
 
 
 def _conclude(ending: Ending, job: TaskJob, progress: JobProgress) -> None:
@@ -190,7 +199,7 @@ def _conclude(ending: Ending, job: TaskJob, progress: JobProgress) -> None:
 def _note_failure(job: TaskJob, message: str) -> None:
     """So that a next attempt of the task, where KFP makes one all the same, does not pay for the same failure."""
     try:
-        Patience(DELETE_LIMIT_S)(lambda: job.note_failure(message))
+        ApiRetry(DELETE_LIMIT_S)(lambda: job.note_failure(message))
     except ClusterError as error:
         logger.warning("job %s: that it would fail again is not noted: %s", job.name, error)
 
@@ -198,7 +207,7 @@ def _note_failure(job: TaskJob, message: str) -> None:
 def _with_its_kind(job: TaskJob) -> str:
     """Whether the job was not meant, but all of its kind were."""
     try:
-        Patience(DELETE_LIMIT_S)(job.is_gone)
-    except NotInstalledError as error:
+        ApiRetry(DELETE_LIMIT_S)(job.is_gone)
+    except KindNotInstalledError as error:
         return f", as all jobs of its kind: {error}"
     return ""

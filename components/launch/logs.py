@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
-from components.launch.cluster import Cluster
+from components.launch.api_errors import PODS, ApiUnavailableError, LogNotReadyError, NotFoundError
+from components.launch.client import Cluster
 from components.launch.readers import Readers
-from components.launch.refusals import AwayError, NotFoundError, NotReadyError
 from components.launch.replicas import Replica
-from components.launch.resources import PODS
 
 RECONNECT_S = 1.0
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)(?: (.*))?", re.DOTALL)
@@ -118,7 +117,7 @@ class LogReader:
         """Wait for a container of which there is something to read; None: all is read."""
         with self._changed:
             while True:
-                self._readers.patience.pause(0)
+                self._readers.retry.wait(0)
                 replica = self._replica
                 if replica.placed and not (self._complete and self._read == _container(replica)):
                     return replica
@@ -151,10 +150,10 @@ class LogReader:
                     taken = self._position.take(line)
                     if taken:
                         self._publish(Line(replica.name, *taken))
-        except NotReadyError:
+        except LogNotReadyError:
             return replica.over  # then it ended before it began
-        except AwayError:
-            self._readers.patience.pause(0)  # stopped: the stream did not break, it was ended
+        except ApiUnavailableError:
+            self._readers.retry.wait(0)  # stopped: the stream did not break, it was ended
             return False
         except NotFoundError:
             return True  # the pod was deleted, and its log with it

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from components.launch.patience import duration
+from components.launch.api_errors import format_duration
 from components.launch.replicas import Replica, Termination
 from components.launch.state import JobState
 
@@ -160,7 +160,7 @@ class JobProgress:
                 return overdue
         return None
 
-    def patience_s(self, now: float) -> float:
+    def next_limit_s(self, now: float) -> float:
         """Seconds until the next limit, if nothing is seen until then."""
         return max(0.0, min(since + limit_s - now for limit_s, since, _ in self._clocks()))
 
@@ -194,14 +194,12 @@ class JobProgress:
     def _clocks_of_waiting(self) -> list[tuple[float, float, Ending]]:
         limits, because = self._limits, f"; last trouble: {self.trouble}" if self.trouble else ""
         message = (
-            f"was not running after {duration(limits.queued_s)} ({self._status}){because}; choose another pool or fewer nodes, "
+            f"was not running after {format_duration(limits.queued_s)} ({self._status}){because}; choose another pool or fewer nodes, "
             "or raise the pool's queued_minutes"
         )
         clocks = [(limits.queued_s, self._since, Ending(kind="overdue", message=message))]
         if self._stuck:
-            message = (
-                f"could not start for {duration(STUCK_S)}; last trouble: {self._why_stuck()}; mend that and run again"
-            )
+            message = f"could not start for {format_duration(STUCK_S)}; last trouble: {self._why_stuck()}; mend that and run again"
             clocks.append((STUCK_S, self._stuck_since, Ending(kind="overdue", message=message)))
         return clocks
 
@@ -213,13 +211,13 @@ class JobProgress:
     def _clocks_of_running(self) -> list[tuple[float, float, Ending]]:
         limits = self._limits
         message = (
-            f"ran for {duration(limits.running_s)}, the longest that its pool allows; run again, which goes on from the last "
+            f"ran for {format_duration(limits.running_s)}, the longest that its pool allows; run again, which goes on from the last "
             "checkpoint, or raise the pool's running_minutes"
         )
         clocks = [(limits.running_s - self._ran_s, self._since, Ending(kind="overdue", message=message))]
         if not self._deaf:
             message = (
-                f"wrote no line for {duration(limits.silent_s)}, so it seems to hang{self._last_line()}; look into the lines above, "
+                f"wrote no line for {format_duration(limits.silent_s)}, so it seems to hang{self._last_line()}; look into the lines above, "
                 "or raise the pool's silent_minutes"
             )
             hanging = Ending(kind="overdue", message=message, passing=True)  # it goes on from the last checkpoint

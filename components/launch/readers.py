@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from components.launch.cluster import Stream
-from components.launch.patience import Patience, Stopped
+from components.launch.api_errors import ApiRetry, RetryStopped
+from components.launch.client import Stream
 
 JOIN_S = 5.0
 """How long threads have to end. A stream is ended at once; only a request that is not answered yet can take longer."""
@@ -27,14 +27,14 @@ class Ended:
 class Readers:
     """Threads and their streams. A context manager: after it none of them runs."""
 
-    def __init__(self, patience: Patience, publish: Callable[[Ended], None]) -> None:
+    def __init__(self, retry: ApiRetry, publish: Callable[[Ended], None]) -> None:
         """Begin.
 
         Args:
-            patience: whose stop ends the threads' waiting.
+            retry: whose stop ends the threads' waiting.
             publish: takes the end of each thread, in that thread.
         """
-        self.patience, self._publish = patience, publish
+        self.retry, self._publish = retry, publish
         self._threads: list[threading.Thread] = []
         self._streams: set[Stream] = set()
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class Readers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.patience.stop()
+        self.retry.stop()
         with self._lock:
             for stream in self._streams:
                 stream.end()
@@ -60,7 +60,7 @@ class Readers:
     def _run(self, name: str, target: Callable[[], None]) -> None:
         try:
             target()
-        except Stopped:
+        except RetryStopped:
             return
         except Exception as error:  # noqa: BLE001  # raised again where the job is waited for
             self._publish(Ended(name, error))
@@ -72,11 +72,11 @@ class Readers:
         """Close a stream after the block, and end it when all is to end.
 
         Raises:
-            Stopped: all is to end.
+            RetryStopped: all is to end.
         """
         with stream:
             with self._lock:
-                self.patience.pause(0)
+                self.retry.wait(0)
                 self._streams.add(stream)
             try:
                 yield stream

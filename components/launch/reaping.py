@@ -9,12 +9,18 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from components.launch.api_errors import (
+    PODS,
+    ConflictError,
+    ForbiddenError,
+    KindNotInstalledError,
+    NotFoundError,
+    Resource,
+    format_duration,
+)
 from components.launch.backends import BACKENDS
-from components.launch.cluster import Cluster
+from components.launch.client import Cluster
 from components.launch.identity import RUN_LABEL, TASK_LABEL, Owner, label
-from components.launch.patience import duration
-from components.launch.refusals import ConflictError, DeniedError, NotFoundError, NotInstalledError
-from components.launch.resources import PODS, Resource
 from components.launch.state import Phase
 from components.launch.submitting import resource
 from trainer.errors import SettingsError
@@ -48,7 +54,7 @@ class ProjectJob:
     """Why nobody follows it; empty: that was not asked."""
 
     def __str__(self) -> str:
-        text = f"{self.kind} {self.name} (run {self.run}, {self.task}, {self.phase}, made {duration(self.age_s)} ago)"
+        text = f"{self.kind} {self.name} (run {self.run}, {self.task}, {self.phase}, made {format_duration(self.age_s)} ago)"
         return f"{text}: {self.orphaned}" if self.orphaned else text
 
     @property
@@ -117,14 +123,14 @@ def age(text: str) -> float:
 
 
 def _listed(cluster: Cluster, selector: str) -> Iterator[ProjectJob]:
-    refused: list[DeniedError] = []
+    refused: list[ForbiddenError] = []
     for backend in BACKENDS.values():
         kind = resource(backend)
         try:
             jobs = cluster.list(kind, labels=selector).items
-        except NotInstalledError:  # then there are no such jobs
+        except KindNotInstalledError:  # then there are no such jobs
             continue
-        except DeniedError as error:
+        except ForbiddenError as error:
             refused.append(error)
             continue
         for job in jobs:
@@ -166,7 +172,7 @@ def _orphaned(cluster: Cluster, owner: Owner) -> str:
     ended_s = min(_since(time) for time in _times(pod))
     if pod["metadata"]["uid"] != owner.uid or phase not in {"Succeeded", "Failed"} or ended_s < ORPHANED_AFTER_S:
         return ""
-    return f"the pod of its task, {owner.name}, ended {duration(ended_s)} ago ({phase})"
+    return f"the pod of its task, {owner.name}, ended {format_duration(ended_s)} ago ({phase})"
 
 
 def _times(pod: Mapping[str, Any]) -> Iterator[str]:

@@ -8,8 +8,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from components.launch.api_errors import (
+    ApiRetry,
+    ApiUnavailableError,
+    ClusterError,
+    ConflictError,
+    NotFoundError,
+    Resource,
+)
 from components.launch.backends import Backend
-from components.launch.cluster import Cluster
+from components.launch.client import Cluster
 from components.launch.identity import (
     ATTEMPT_LABEL,
     FAILURE_ANNOTATION,
@@ -19,10 +27,7 @@ from components.launch.identity import (
     Identity,
     differences,
 )
-from components.launch.patience import Patience
 from components.launch.pools import Pool
-from components.launch.refusals import AwayError, ClusterError, ConflictError, NotFoundError
-from components.launch.resources import Resource
 from trainer.errors import LaunchError
 from trainer.launch import JobSpec
 
@@ -86,7 +91,7 @@ class TaskJob:
         """The command that does something to it by hand."""
         return f"kubectl {verb} {self.kind} {self.name} -n {self._cluster.namespace}"
 
-    def submit(self, patience: Patience) -> bool:
+    def submit(self, retry: ApiRetry) -> bool:
         """Make the job, or take the one of this run and task that goes on already; gives whether it was made.
 
         Raises:
@@ -94,21 +99,21 @@ class TaskJob:
                 refuses.
         """
         labels = selector(self._identity)
-        earlier = patience(lambda: self._cluster.list(self.kind, labels=labels)).items
+        earlier = retry(lambda: self._cluster.list(self.kind, labels=labels)).items
         for job in earlier:
             if not self._is_over(job):
-                self._adopt(job, patience)
+                self._adopt(job, retry)
                 return False
             self._refuse_to_repeat(job)
         self._number(1 + max((_attempt(job) for job in earlier), default=0))
         self._sent = True
         try:
-            self._made = patience(lambda: self._cluster.create(self.kind, self.manifest))
+            self._made = retry(lambda: self._cluster.create(self.kind, self.manifest))
         except ConflictError:  # somebody else was quicker; or our request arrived, and only its answer was lost
-            self._adopt(patience(lambda: self._cluster.get(self.kind, self.name)), patience)
+            self._adopt(retry(lambda: self._cluster.get(self.kind, self.name)), retry)
             return False
         except ClusterError as error:
-            self._sent = isinstance(error, AwayError)
+            self._sent = isinstance(error, ApiUnavailableError)
             raise
         return True
 
@@ -172,7 +177,7 @@ class TaskJob:
     def _is_over(self, job: Mapping[str, Any]) -> bool:
         return "deletionTimestamp" in job["metadata"] or self.backend.state(job).phase in {"succeeded", "failed"}
 
-    def _adopt(self, job: dict[str, Any], patience: Patience) -> None:
+    def _adopt(self, job: dict[str, Any], retry: ApiRetry) -> None:
         """Take a job that is there already, if it is what would have been made, and let it belong to this task's pod.
 
         Raises:
@@ -184,7 +189,7 @@ class TaskJob:
             raise self._differs(job)
         self._made, owners = job, self.manifest["metadata"].get("ownerReferences")
         change = {"metadata": {"ownerReferences": owners}}
-        self._made = patience(lambda: self._cluster.patch(self.kind, self.name, change))
+        self._made = retry(lambda: self._cluster.patch(self.kind, self.name, change))
 
     def _differs(self, job: Mapping[str, Any]) -> LaunchError:
         found = differences(job, self.manifest)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from components.launch.cluster import Cluster, changes
+from components.launch.api_errors import ApiUnavailableError, ExpiredError, ForbiddenError, Resource
+from components.launch.client import Cluster, watch_events
 from components.launch.readers import Readers
-from components.launch.refusals import AwayError, DeniedError, ExpiredError
-from components.launch.resources import Resource
 
 logger = logging.getLogger(__name__)
 
@@ -54,18 +53,18 @@ class Watcher:
         """Publish changes until stopped.
 
         Raises:
-            ClusterError: the objects cannot be listed, or not for longer than patience allows.
+            ClusterError: the objects cannot be listed, or not for longer than retry allows.
         """
         while True:
             version = self._list()
             while version and not self._polling:
                 version = self._watch(version)
             if self._polling:
-                self._readers.patience.pause(POLL_S)
+                self._readers.retry.wait(POLL_S)
 
     def _list(self) -> str:
         """Publish what has changed since the last look; gives the resource version to watch from."""
-        listing = self._readers.patience(lambda: self._cluster.list(self._resource, **self._selectors))
+        listing = self._readers.retry(lambda: self._cluster.list(self._resource, **self._selectors))
         found = {item["metadata"]["uid"]: item for item in listing.items}
         for uid, gone in self._known.items():
             if uid not in found:
@@ -82,15 +81,15 @@ class Watcher:
         try:
             stream = self._cluster.watch(self._resource, version, **self._selectors)
             with self._readers.reading(stream):
-                for kind, item in changes(stream):
+                for kind, item in watch_events(stream):
                     version = item["metadata"]["resourceVersion"]
                     self._take(kind, item)
-        except DeniedError:
+        except ForbiddenError:
             self._poll("watching them is not allowed")
         except ExpiredError:
             version = ""
-        except AwayError:
-            self._readers.patience.pause(0)  # stopped: the stream did not break, it was ended
+        except ApiUnavailableError:
+            self._readers.retry.wait(0)  # stopped: the stream did not break, it was ended
             version = ""
         self._count_useless(time.monotonic() - start < SHORT_S and version in {"", before})
         return version
@@ -108,7 +107,7 @@ class Watcher:
     def _count_useless(self, useless: bool) -> None:
         self._useless = self._useless + 1 if useless else 0
         if useless:
-            self._readers.patience.pause(0.1 * self._useless)
+            self._readers.retry.wait(0.1 * self._useless)
         if self._useless >= USELESS_WATCHES:
             self._poll("watches break at once")
 

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from components.launch import identity, pools, reaping, resources
+from components.launch import api_errors, identity, pools, reaping
 from components.launch.backends import BACKENDS
-from components.launch.cluster import Cluster
+from components.launch.client import Cluster
 from components.launch.launcher import ClusterLauncher
 from tests.manifests.jobs import IDENTITY, job, spec
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
@@ -24,8 +24,8 @@ read pods as well."""
 
 def used():
     """(group, resource, name or "") -> verbs."""
-    launcher = {("", kind, ""): set(verbs) for kind, verbs in resources.VERBS.items()}
-    jobs = {(backend.group, backend.plural, ""): set(resources.JOB_VERBS) for backend in BACKENDS.values()}
+    launcher = {("", kind, ""): set(verbs) for kind, verbs in api_errors.VERBS.items()}
+    jobs = {(backend.group, backend.plural, ""): set(api_errors.JOB_VERBS) for backend in BACKENDS.values()}
     return launcher | jobs | KFP
 
 

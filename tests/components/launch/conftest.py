@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from components.launch import pools
-from components.launch.cluster import Cluster
+from components.launch.client import Cluster
 from components.launch.identity import Identity
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 from trainer.launch import JobSpec

@@ -13,10 +13,10 @@ import pytest
 from kubernetes import client, config
 
 from components.launch import reaping
+from components.launch.api_errors import ApiRetry
 from components.launch.backends import BACKENDS
 from components.launch.identity import HASH_ANNOTATION
 from components.launch.launcher import ClusterLauncher
-from components.launch.patience import Patience
 from components.launch.submitting import TaskJob
 from tests.stand_ins.kubernetes.real_api_server import RealApiServer, why_missing
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
@@ -131,7 +131,7 @@ def test_a_field_that_the_cluster_does_not_know_is_refused(jobs, cluster, pool, 
     newer = replace(BACKENDS[backend], renderer=renderer)
     chosen = pool.model_copy(update={"backend": backend, "runtime": "torch-distributed"})
     with pytest.raises(LaunchError, match=r"have no field spec\.ofNextYear: install a newer version"):
-        TaskJob(cluster, newer, spec, chosen, identity).submit(Patience(5))
+        TaskJob(cluster, newer, spec, chosen, identity).submit(ApiRetry(5))
     assert jobs.names() == []
 
 
@@ -144,11 +144,11 @@ def test_a_job_that_fails_is_an_error(jobs, launch):
 
 def test_the_same_job_is_adopted_and_another_refused(jobs, cluster, pool, identity, spec, backend):
     chosen = pool.model_copy(update={"backend": backend, "runtime": "torch-distributed"})
-    assert TaskJob(cluster, BACKENDS[backend], spec, chosen, identity).submit(Patience(5))
-    assert not TaskJob(cluster, BACKENDS[backend], spec, chosen, identity).submit(Patience(5))
+    assert TaskJob(cluster, BACKENDS[backend], spec, chosen, identity).submit(ApiRetry(5))
+    assert not TaskJob(cluster, BACKENDS[backend], spec, chosen, identity).submit(ApiRetry(5))
     another = replace(spec, settings={"epochs": 2})
     with pytest.raises(LaunchError, match=r"is there already, and is not the one that is wanted: .*epochs"):
-        TaskJob(cluster, BACKENDS[backend], another, chosen, identity).submit(Patience(5))
+        TaskJob(cluster, BACKENDS[backend], another, chosen, identity).submit(ApiRetry(5))
     assert reaping.delete_jobs(cluster, identity.run) == [
         TaskJob(cluster, BACKENDS[backend], spec, chosen, identity).name
     ]

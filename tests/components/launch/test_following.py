@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from components.launch.api_errors import ApiRetry
 from components.launch.backends import BACKENDS
 from components.launch.following import Follower
-from components.launch.patience import Patience
 from components.launch.progress import JobProgress, Limits
 from components.launch.record import JobRecord
 from components.launch.submitting import TaskJob
@@ -26,7 +26,7 @@ def kubernetes(still_kubernetes):
 @pytest.fixture
 def job(cluster, pool, identity, spec):
     job = TaskJob(cluster, BACKENDS["pytorchjob"], spec, pool, identity)
-    job.submit(Patience(5))
+    job.submit(ApiRetry(5))
     return job
 
 
@@ -69,7 +69,7 @@ def test_events_of_the_job_and_what_was_made_for_it_are_told_and_no_others(kuber
     progress = JobProgress(nodes=1, limits=Limits(queued_s=10, running_s=10, silent_s=10), now=time.monotonic())
     with (
         JobRecord(None) as record,
-        Follower(cluster, job, progress, Patience(5), record=record, tell=told.append) as follower,
+        Follower(cluster, job, progress, ApiRetry(5), record=record, tell=told.append) as follower,
     ):
         assert follower.follow().kind == "succeeded"
     thread.join()

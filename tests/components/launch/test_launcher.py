@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from components.launch import following, pools, watching
+from components.launch.api_errors import ApiUnavailableError
 from components.launch.identity import Owner
 from components.launch.launcher import ClusterLauncher
-from components.launch.refusals import AwayError
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from tests.stand_ins.kubernetes.stand_in import Script
 from trainer.costs import Price
@@ -469,7 +469,7 @@ def test_a_server_that_stays_away_ends_the_run_and_leaves_the_job_to_be_followed
     first, second = (kubernetes.add_pod(name)["metadata"]["uid"] for name in ("task-1", "task-2"))
     kubernetes.script("distill-*", Script(output=["step 1", 2.0, "step 2"]))
     meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
-    message = fails(AwayError, owner=Owner(name="task-1", uid=first), away_limit_s=0.3)
+    message = fails(ApiUnavailableError, owner=Owner(name="task-1", uid=first), away_limit_s=0.3)
     name = jobs(kubernetes)[0]["metadata"]["name"]
     assert f"job {name} is left to itself: the same task, run again, follows it further" in message
     run(owner=Owner(name="task-2", uid=second))
@@ -527,7 +527,7 @@ def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, told, monkeyp
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
 def test_what_can_not_be_heard_while_the_server_is_away_is_no_silence(kubernetes, run, told, meanwhile, monkeypatch):
-    monkeypatch.setattr("components.launch.patience.SETTLE_S", 1.0)
+    monkeypatch.setattr("components.launch.api_errors.SETTLE_S", 1.0)
     steps = [item for number in range(12) for item in (f"step {number}", 0.2)]
     kubernetes.script("*-master-0", Script(output=[*steps, 0.2]))
     kubernetes.script("*-worker-0", Script(output=steps))

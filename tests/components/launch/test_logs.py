@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from components.launch import logs, replicas
+from components.launch.api_errors import ApiRetry, ForbiddenError
 from components.launch.logs import LogReader, Position
-from components.launch.patience import Patience
 from components.launch.readers import Readers
-from components.launch.refusals import DeniedError
 from tests.stand_ins.kubernetes.resources import PODS
 from tests.stand_ins.kubernetes.stand_in import Script
 
@@ -80,7 +79,7 @@ def lines():
 
 @pytest.fixture
 def readers(lines):
-    with Readers(Patience(10), lines.put) as started:
+    with Readers(ApiRetry(10), lines.put) as started:
         yield started
 
 
@@ -176,7 +175,7 @@ def test_what_was_missed_of_a_container_before_its_restart_is_fetched(kubernetes
     kubernetes.faults.deny("get", "pods/log")  # from here on nothing can be read
     kubernetes.faults.cut("pods/log")
     error = lines.get(timeout=5).error
-    assert isinstance(error, DeniedError)
+    assert isinstance(error, ForbiddenError)
     kubernetes.wait_for(lambda: kubernetes.get(PODS, "p")["status"]["containerStatuses"][0].get("restartCount") == 1)
     kubernetes.wait_for(lambda: replica().running)
     kubernetes.faults.allow("get", "pods/log")

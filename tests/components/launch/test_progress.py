@@ -74,7 +74,7 @@ def test_a_job_that_is_being_deleted_or_gone_is_over(progress):
 def test_waiting_has_its_limit_and_names_the_last_trouble(progress):
     progress.see_job(PENDING, deleting=False, now=1)
     progress.see_event("worker-0", event("FailedScheduling", "0/3 nodes are available"))
-    assert progress.patience_s(40) == 60
+    assert progress.next_limit_s(40) == 60
     assert progress.ending(99.9) is None
     ending = progress.ending(100)
     assert ending.kind == "overdue"
@@ -92,7 +92,7 @@ def test_time_in_the_queue_does_not_count_as_running(progress):
     assert progress.ending(510).message.startswith("was not running after 100 s (suspended")
     progress.see_job(RUNNING, deleting=False, now=505)
     progress.see_line("worker-0", "step 2", 1100)
-    assert progress.patience_s(1100) == pytest.approx(5)  # 600 s of running are left from 505 on
+    assert progress.next_limit_s(1100) == pytest.approx(5)  # 600 s of running are left from 505 on
     ending = progress.ending(1105)
     assert ending.message.startswith("ran for 16.7 min, the longest that its pool allows")
     assert "running_minutes" in ending.message

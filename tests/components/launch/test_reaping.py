@@ -10,10 +10,9 @@ import pytest
 
 from components.launch import __main__ as command
 from components.launch import reaping
+from components.launch.api_errors import ApiRetry, ForbiddenError
 from components.launch.backends import BACKENDS
 from components.launch.identity import Owner
-from components.launch.patience import Patience
-from components.launch.refusals import DeniedError
 from components.launch.submitting import TaskJob
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from trainer.errors import SettingsError
@@ -30,7 +29,7 @@ def make(kubernetes, cluster, pool, identity, spec):
 
     def make(run, *, backend="pytorchjob", task="distill", age_s=0, condition="", owner=None):
         job = TaskJob(cluster, BACKENDS[backend], spec, pool, replace(identity, run=run, task=task, owner=owner))
-        job.submit(Patience(5))
+        job.submit(ApiRetry(5))
         kind = PYTORCHJOBS if backend == "pytorchjob" else TRAINJOBS
         with kubernetes.store.changing(kind, "kubeflow", job.name) as made:
             made["metadata"]["creationTimestamp"] = ago(age_s)
@@ -118,7 +117,7 @@ def test_a_backend_that_may_not_be_listed_is_said(kubernetes, cluster, make, cap
     assert [job.name for job in reaping.find(cluster)] == [name]
     assert "these jobs are not looked at: no right to list trainjobs.trainer.kubeflow.org" in caplog.text
     kubernetes.faults.deny("list", "pytorchjobs")
-    with pytest.raises(DeniedError):
+    with pytest.raises(ForbiddenError):
         reaping.find(cluster)
 
 

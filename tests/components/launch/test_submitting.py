@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from components.launch.api_errors import ApiRetry, ClusterError, ForbiddenError, KindNotInstalledError
 from components.launch.backends import BACKENDS
 from components.launch.identity import HASH_ANNOTATION, Owner
-from components.launch.patience import Patience
-from components.launch.refusals import ClusterError, DeniedError, NotInstalledError
 from components.launch.submitting import TaskJob
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
 from trainer.errors import LaunchError
@@ -51,7 +50,7 @@ def end(kubernetes, name, condition):
 def test_a_job_is_made_with_labels_hash_and_owner(kubernetes, job):
     task = owner(kubernetes, "task")
     made = job(owner=task)
-    assert made.submit(Patience(5))
+    assert made.submit(ApiRetry(5))
     metadata = only(kubernetes)["metadata"]
     assert metadata["name"] == made.name
     assert metadata["uid"] == made.uid
@@ -63,54 +62,54 @@ def test_a_job_is_made_with_labels_hash_and_owner(kubernetes, job):
 
 def test_the_attempt_counts_the_jobs_that_have_ended(kubernetes, job):
     first, second, third = job(), job(), job()
-    first.submit(Patience(5))
+    first.submit(ApiRetry(5))
     end(kubernetes, first.name, "Failed")
-    second.submit(Patience(5))
+    second.submit(ApiRetry(5))
     end(kubernetes, second.name, "Succeeded")
-    third.submit(Patience(5))
+    third.submit(ApiRetry(5))
     assert len({first.name, second.name, third.name}) == 3
     assert attempts(kubernetes) == ["1", "2", "3"]
 
 
 def test_a_job_that_is_being_deleted_is_neither_adopted_nor_in_the_way(kubernetes, job):
     first, second = job(), job()
-    first.submit(Patience(5))
+    first.submit(ApiRetry(5))
     with kubernetes.store.changing(PYTORCHJOBS, "kubeflow", first.name) as going:
         going["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["example.com/slow"]}
-    assert second.submit(Patience(5))
+    assert second.submit(ApiRetry(5))
     assert second.name != first.name
 
 
 def test_an_attempt_that_was_cleaned_up_does_not_bring_its_name_back_before_later_ones(kubernetes, job):
     first, second, third = job(), job(), job()
     for one in (first, second):
-        one.submit(Patience(5))
+        one.submit(ApiRetry(5))
         end(kubernetes, one.name, "Failed")
     kubernetes.delete(PYTORCHJOBS, first.name)
-    assert third.submit(Patience(5))
+    assert third.submit(ApiRetry(5))
     assert attempts(kubernetes) == ["2", "3"]
 
 
 def test_a_job_that_goes_on_is_adopted_and_belongs_to_the_new_pod(kubernetes, job):
     first, second = owner(kubernetes, "task-1"), owner(kubernetes, "task-2")
     before, after = job(owner=first), job(owner=second)
-    before.submit(Patience(5))
-    assert not after.submit(Patience(5))
+    before.submit(ApiRetry(5))
+    assert not after.submit(ApiRetry(5))
     assert (after.name, after.uid) == (before.name, before.uid)
     assert [one["uid"] for one in only(kubernetes)["metadata"]["ownerReferences"]] == [second.uid]
 
 
 def test_a_job_adopted_without_a_pod_belongs_to_nobody(kubernetes, job):
-    job(owner=owner(kubernetes, "task")).submit(Patience(5))
-    job().submit(Patience(5))
+    job(owner=owner(kubernetes, "task")).submit(ApiRetry(5))
+    job().submit(ApiRetry(5))
     assert not only(kubernetes)["metadata"].get("ownerReferences")
 
 
 def test_a_job_with_another_specification_is_refused_with_what_differs(kubernetes, job, spec, pool):
-    job().submit(Patience(5))
+    job().submit(ApiRetry(5))
     other = job(spec=replace(spec, nodes=3), pool=pool.model_copy(update={"image": "trainer:2"}))
     with pytest.raises(LaunchError) as refused:
-        other.submit(Patience(5))
+        other.submit(ApiRetry(5))
     message = str(refused.value)
     assert message.startswith(f"job {only(kubernetes)['metadata']['name']} of this run and task is there already")
     assert "Worker.replicas: 1 -> 2" in message
@@ -125,39 +124,39 @@ def test_a_job_of_our_name_that_is_not_ours_is_refused(kubernetes, job):
     foreign = {**wanted.manifest, "metadata": {"name": wanted.name}}
     kubernetes.add(PYTORCHJOBS, foreign)
     with pytest.raises(LaunchError, match="is there already, and is not the one that is wanted"):
-        wanted.submit(Patience(5))
+        wanted.submit(ApiRetry(5))
 
 
 def test_an_answer_that_is_lost_does_not_make_two_jobs(kubernetes, job):
     kubernetes.faults.lose_answer("create", "pytorchjobs")
     made = job()
-    assert not made.submit(Patience(5))  # found: it was there
+    assert not made.submit(ApiRetry(5))  # found: it was there
     assert only(kubernetes)["metadata"]["uid"] == made.uid
 
 
 def test_creation_waits_for_an_api_server_that_is_away(kubernetes, job, told):
     kubernetes.faults.away(1.0)
-    assert job().submit(Patience(20))
+    assert job().submit(ApiRetry(20))
     assert len(kubernetes.list(PYTORCHJOBS)) == 1
     loss, back = told()
     assert f"the API server {kubernetes.url} does not answer" in loss
-    assert loss.endswith("waiting for it, 20 s at most")
+    assert loss.endswith("retrying for at most 20 s")
     assert back.startswith("the API server answers again after ")
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])
 def test_creation_is_tried_again_when_the_server_is_busy(kubernetes, job, code):
     kubernetes.faults.fail(code, times=2, verb="create")
-    assert job().submit(Patience(5))
+    assert job().submit(ApiRetry(5))
     assert len(kubernetes.list(PYTORCHJOBS)) == 1
 
 
 def test_an_interrupted_creation_is_found_and_deleted(kubernetes, job):
     made = job()
     kubernetes.faults.lose_answer("create", "pytorchjobs")
-    impatient = Patience(0)
+    without_retries = ApiRetry(0)
     with pytest.raises(ClusterError):
-        made.submit(impatient)
+        made.submit(without_retries)
     assert len(kubernetes.list(PYTORCHJOBS)) == 1
     assert made.delete()
     kubernetes.wait_for(lambda: kubernetes.list(PYTORCHJOBS) == [])
@@ -170,8 +169,8 @@ def test_a_job_that_was_not_made_needs_no_deletion(kubernetes, job):
 
 def test_a_denied_creation_says_who_may_not_do_what_and_which_rule_is_missing(kubernetes, job):
     kubernetes.faults.deny("create", "pytorchjobs")
-    with pytest.raises(DeniedError) as denied:
-        job().submit(Patience(5))
+    with pytest.raises(ForbiddenError) as denied:
+        job().submit(ApiRetry(5))
     message = str(denied.value)
     assert "no right to create pytorchjobs.kubeflow.org in namespace kubeflow" in message
     assert 'User "system:serviceaccount:kubeflow:vit-distillation"' in message
@@ -185,9 +184,9 @@ def test_a_denied_creation_says_who_may_not_do_what_and_which_rule_is_missing(ku
 def test_a_cluster_without_the_operator_says_what_to_install(kubernetes, job):
     kubernetes.uninstall("pytorchjobs")
     with pytest.raises(
-        NotInstalledError, match=r"this cluster has no pytorchjobs.kubeflow.org \(version v1\): install"
+        KindNotInstalledError, match=r"this cluster has no pytorchjobs.kubeflow.org \(version v1\): install"
     ):
-        job().submit(Patience(5))
+        job().submit(ApiRetry(5))
 
 
 def test_a_manifest_that_the_server_refuses_ends_with_its_words(kubernetes, job):
@@ -195,5 +194,5 @@ def test_a_manifest_that_the_server_refuses_ends_with_its_words(kubernetes, job)
     wrong.manifest["metadata"]["labels"]["bad label"] = "x"
     wrong._number = lambda attempt: None  # the renderer makes none that is refused
     with pytest.raises(ClusterError, match="answered 4"):
-        wrong.submit(Patience(5))
+        wrong.submit(ApiRetry(5))
     assert not wrong.delete()

@@ -8,10 +8,8 @@ import time
 import pytest
 
 from components.launch import watching
-from components.launch.patience import Patience
+from components.launch.api_errors import PODS, ApiRetry, ApiUnavailableError, ForbiddenError
 from components.launch.readers import Ended, Readers
-from components.launch.refusals import AwayError, DeniedError
-from components.launch.resources import PODS
 from components.launch.watching import Watcher
 from tests.stand_ins.kubernetes import resources as kinds
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
@@ -37,7 +35,7 @@ def watch(cluster, inbox, told, monkeypatch):
 
 @pytest.fixture
 def readers(inbox):
-    with Readers(Patience(30), inbox.put) as started:
+    with Readers(ApiRetry(30), inbox.put) as started:
         yield started
 
 
@@ -136,15 +134,15 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(kubernetes, watch, read
 
 
 def test_a_server_that_stays_away_ends_the_watch(kubernetes, watch, inbox):
-    with Readers(Patience(0.3), inbox.put) as readers:
+    with Readers(ApiRetry(0.3), inbox.put) as readers:
         watch(readers)
         kubernetes.faults.away(30)
-        with pytest.raises(AwayError):
+        with pytest.raises(ApiUnavailableError):
             seen(inbox)
 
 
 def test_denied_listing_ends_the_watch(kubernetes, watch, readers, inbox):
     kubernetes.faults.deny("list", "pods")
     watch(readers)
-    with pytest.raises(DeniedError, match=r'apiGroups: \[""\], resources: \[pods\], verbs: \[get, list, watch\]'):
+    with pytest.raises(ForbiddenError, match=r'apiGroups: \[""\], resources: \[pods\], verbs: \[get, list, watch\]'):
         seen(inbox)

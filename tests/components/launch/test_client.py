@@ -1,30 +1,26 @@
-"""Finding the cluster, and what its refusals say."""
+"""Finding the cluster, requests, streams, and the way to a service."""
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
 
+import kfp_server_api
 import pytest
 import yaml
-from kubernetes.client import ApiException
 
-from components.launch.cluster import Cluster, changes
-from components.launch.refusals import (
-    AwayError,
+from components.launch.api_errors import (
+    PODS,
+    ApiUnavailableError,
     ClusterError,
     ConflictError,
-    DeniedError,
     ExpiredError,
-    LoginError,
+    LogNotReadyError,
     NotFoundError,
-    NotReadyError,
-    ServerRequest,
-    refusal,
+    UnauthorizedError,
 )
-from components.launch.resources import PODS
+from components.launch.client import Cluster, NoKubeconfigError, proxy_to_service, watch_events
 from tests.stand_ins.kubernetes import resources as kinds
 from tests.stand_ins.kubernetes.stand_in import Script
 
@@ -32,7 +28,7 @@ POD = {"metadata": {"name": "p", "labels": {"a": "1"}}, "spec": {"containers": [
 
 
 @pytest.fixture
-def nobody():
+def closed_port():
     """The address of a server that is not there."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -100,33 +96,26 @@ def test_the_namespace_is_the_given_one_or_the_usual_one(kubernetes, monkeypatch
         assert named.namespace == "team"
 
 
-def test_a_server_that_is_not_there_is_away(monkeypatch, tmp_path, nobody):
-    monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path / "config", nobody))
-    with Cluster.connect() as cluster, pytest.raises(AwayError) as away:
+def test_a_server_that_is_not_there_is_away(monkeypatch, tmp_path, closed_port):
+    monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path / "config", closed_port))
+    with Cluster.connect() as cluster, pytest.raises(ApiUnavailableError) as away:
         cluster.list(PODS)
-    assert str(away.value).startswith(f"the API server {nobody} does not answer: Failed to establish a new connection")
+    assert str(away.value).startswith(
+        f"the API server {closed_port} does not answer: Failed to establish a new connection"
+    )
 
 
 def test_a_server_without_our_trust_is_not_tried_again(monkeypatch, tmp_path, kubernetes):
     monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path / "config", kubernetes.url.replace("http:", "https:")))
     with Cluster.connect() as cluster, pytest.raises(ClusterError) as refused:
         cluster.list(PODS)
-    assert not isinstance(refused.value, AwayError)
+    assert not isinstance(refused.value, ApiUnavailableError)
     assert "no trusted connection to the API server https://" in str(refused.value)
-
-
-@pytest.mark.parametrize("message", ["exceeded quota: gpus", 'admission webhook "w" denied the request: you cannot'])
-def test_403_is_not_always_a_matter_of_rights(message):
-    error = ApiException(status=403, reason="Forbidden")
-    error.body = json.dumps({"message": message})
-    refused = refusal(error, ServerRequest("https://c", "kubeflow", "create", PODS))
-    assert not isinstance(refused, DeniedError)
-    assert str(refused) == f"cannot create pods in namespace kubeflow: the API server https://c answered 403: {message}"
 
 
 def test_401_says_to_log_in(kubernetes, cluster):
     kubernetes.faults.fail(401)
-    with pytest.raises(LoginError, match=r"does not know who you are \(401, could not list pods .*log in again"):
+    with pytest.raises(UnauthorizedError, match=r"does not know who you are \(401, could not list pods .*log in again"):
         cluster.list(PODS)
 
 
@@ -143,9 +132,9 @@ def test_a_watch_gives_changes_until_it_is_ended_from_another_thread(kubernetes,
     def read():
         try:
             with stream:
-                for kind, item in changes(stream):
+                for kind, item in watch_events(stream):
                     seen.append((kind, item["metadata"]["name"]))
-        except AwayError as error:
+        except ApiUnavailableError as error:
             ended.append(error)
 
     thread = threading.Thread(target=read)
@@ -172,7 +161,7 @@ def test_a_log_that_has_not_begun_is_not_ready(kubernetes, cluster):
     kubernetes.script("p", Script(pull_error_s=5))
     cluster.create(PODS, POD)
     kubernetes.wait_for(lambda: any(reason == "Failed" for _, reason, _ in kubernetes.events("p")))
-    with pytest.raises(NotReadyError, match="waiting to start"):
+    with pytest.raises(LogNotReadyError, match="waiting to start"):
         cluster.log("p", container="main")
 
 
@@ -191,3 +180,39 @@ def test_a_page_of_a_proxy_is_no_api_server(monkeypatch, tmp_path):
         with Cluster.connect() as cluster, pytest.raises(ClusterError, match="did not answer with JSON"):
             cluster.list(PODS)
         thread.join()
+
+
+PROXY = "https://cluster.example:6443/api/v1/namespaces/kubeflow/services/ml-pipeline:http/proxy"
+
+
+def proxied(directory, user):
+    path = directory / "config"
+    content = {
+        "current-context": "here",
+        "clusters": [{"name": "c", "cluster": {"server": "https://cluster.example:6443"}}],
+        "users": [{"name": "u", "user": user}],
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+    }
+    path.write_text(yaml.safe_dump(content))
+    configuration = kfp_server_api.Configuration()
+    context = proxy_to_service(
+        configuration, kubeconfig=str(path), namespace="kubeflow", service="ml-pipeline", port="http"
+    )
+    assert context == "here"
+    return configuration
+
+
+@pytest.mark.parametrize("user", [{"token": "secret"}, {}])
+def test_the_address_is_the_services_for_every_request(tmp_path, user):
+    configuration = proxied(tmp_path, user)
+    for _ in range(3):
+        credentials = configuration.auth_settings()
+        assert configuration.host == PROXY
+        assert bool(credentials) == bool(user)
+
+
+def test_a_service_cannot_be_reached_without_a_kubeconfig(tmp_path):
+    with pytest.raises(NoKubeconfigError, match="kubeconfig cannot be used"):
+        proxy_to_service(
+            kfp_server_api.Configuration(), kubeconfig=str(tmp_path / "none"), namespace="a", service="b", port="http"
+        )
