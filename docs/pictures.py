@@ -15,7 +15,7 @@ from PIL import Image, ImageChops
 
 from trainer import html
 from trainer.errors import ArtifactError, TrainerError, make_directory
-from trainer.profiling import compare, drawing, words
+from trainer.profiling import compare, drawing, labels
 from trainer.profiling.findings import found
 from trainer.profiling.report import comparison, course, judged, steps
 from trainer.profiling.sides import Side, read_side
@@ -107,7 +107,7 @@ def parts(before: Side, after: Side) -> Mapping[str, list[str]]:
         summary = side.trainings[TRAINING]
         answers = [answer for answer in side.answers if answer.training == TRAINING]
         numbered = list(enumerate(found(answers), start=1))
-        title = html.section(f"{words.training(TRAINING)}, {when}")
+        title = html.section(f"{labels.training(TRAINING)}, {when}")
         shown[f"{when}-findings"] = [judged.section(answers, [summary])]
         shown[f"{when}-step"] = [title, steps.phases(summary)]
         shown[f"{when}-course"] = [title, course.section(side.evidence[TRAINING], summary, numbered)]

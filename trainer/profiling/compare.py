@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer import summary
+from trainer import formatting, summary
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
-from trainer.profiling import words
+from trainer.profiling import labels
 from trainer.profiling.findings import Answer
 from trainer.profiling.pace import is_core
 from trainer.profiling.rules.outcomes import Finding, NotJudged
@@ -110,7 +110,7 @@ def text(comparison: Comparison) -> str:
     for table in comparison.general:
         parts.append("\n".join([table.title, *_lines(table)]))
     for pair in comparison.pairs:
-        name = words.training(pair.name)
+        name = labels.training(pair.name)
         tables = comparison.tables.get(pair.name)
         if tables is None:
             parts.append(f"{name}: both sides are the same recording.")
@@ -119,7 +119,7 @@ def text(comparison: Comparison) -> str:
 
 
 def _lines(table: Table) -> list[str]:
-    rows = [tuple(words.clipped(cell, 60) for cell in row) for row in table.rows]
+    rows = [tuple(formatting.clipped(cell, 60) for cell in row) for row in table.rows]
     return [f"  {line}" for line in summary.aligned(rows, right={1, 2, 3} if len(rows[0]) == 4 else ())]
 
 
@@ -185,7 +185,7 @@ def _processes(pair: Pair) -> str:
 
 def _verdict(pair: Pair, accuracy: str) -> str:
     """How much faster the last training in common has become, what made it so, and what that did to the student."""
-    name = words.training(pair.name)
+    name = labels.training(pair.name)
     if pair.before == pair.after:
         return f"{name}: both sides are the same recording."
     a, b = pair.before.step_ms, pair.after.step_ms
@@ -196,7 +196,7 @@ def _verdict(pair: Pair, accuracy: str) -> str:
         summary.ratio(first, second, "as fast", "slower") if abs(second / first - 1) >= _ALIKE else "as fast as before"
     )
     moved = _mover(pair, faster=second < first)
-    return f"{name}: {speed}, {words.short(first)} before and {words.short(second)} {pair.unit} after{moved}{accuracy}."
+    return f"{name}: {speed}, {formatting.short(first)} before and {formatting.short(second)} {pair.unit} after{moved}{accuracy}."
 
 
 def _accuracy(before: Side, after: Side) -> str:
@@ -218,8 +218,8 @@ def _mover(pair: Pair, *, faster: bool) -> str:
     name = min(moves, key=lambda key: moves[key] if faster else -moves[key])
     if (moves[name] < 0) != faster:
         return ""
-    label = words.label(name)
-    return f"; most of it in “{label}” ({words.short(before.get(name, 0.0))} before, {words.short(after.get(name, 0.0))} after)"
+    label = labels.label(name)
+    return f"; most of it in “{label}” ({formatting.short(before.get(name, 0.0))} before, {formatting.short(after.get(name, 0.0))} after)"
 
 
 def _phase_ms(pair: Pair, one: TrainingSummary) -> dict[str, float]:
@@ -229,7 +229,7 @@ def _phase_ms(pair: Pair, one: TrainingSummary) -> dict[str, float]:
 
 def _tables(pair: Pair) -> Iterator[Table]:
     yield _overview(pair)
-    yield _times("phases", pair, _phase_ms(pair, pair.before), _phase_ms(pair, pair.after), words.label)
+    yield _times("phases", pair, _phase_ms(pair, pair.before), _phase_ms(pair, pair.after), labels.label)
     a, b = pair.before.operators, pair.after.operators
     if a and b:
         before, after = _kind_ms(pair, pair.before, a), _kind_ms(pair, pair.after, b)
@@ -249,7 +249,7 @@ def _overview(pair: Pair) -> Table:
         "where": [str(one.place or one.host) for one in sides],
         "processes": [str(one.world_size) for one in sides],
         "loader processes": [_or_unrecorded(str, one.workers) for one in sides],
-        "images a step": [_or_unrecorded(words.short, one.images_a_step) for one in sides],
+        "images a step": [_or_unrecorded(formatting.short, one.images_a_step) for one in sides],
     }
     rows: list[Row] = [("", "before", "after", "change")]
     rows += [(title, *told, "") for title, told in texts.items() if told[0] != told[1]]
@@ -261,12 +261,12 @@ def _overview(pair: Pair) -> Table:
 
 
 _OVERVIEW: Sequence[tuple[str, Callable[[float], str], Callable[[TrainingSummary], float | None]]] = (
-    ("step (median)", words.milliseconds, lambda one: one.step_ms.p50 if one.step_ms else None),
-    ("step (95 %)", words.milliseconds, lambda one: one.step_ms.p95 if one.step_ms else None),
-    ("images a second", words.short, lambda one: one.images_per_second),
-    ("waits for gradients", words.percent, lambda one: one.communication_share),
-    ("steps", words.short, lambda one: one.steps),
-    ("recorded", words.duration, lambda one: one.recorded_s),
+    ("step (median)", formatting.milliseconds, lambda one: one.step_ms.p50 if one.step_ms else None),
+    ("step (95 %)", formatting.milliseconds, lambda one: one.step_ms.p95 if one.step_ms else None),
+    ("images a second", formatting.short, lambda one: one.images_per_second),
+    ("waits for gradients", formatting.percent, lambda one: one.communication_share),
+    ("steps", formatting.short, lambda one: one.steps),
+    ("recorded", formatting.duration, lambda one: one.recorded_s),
     ("dollars", dollars_text, lambda one: one.place.dollars(one.recorded_s) if one.place else None),
 )
 
@@ -287,9 +287,9 @@ def _times(
     rows: list[Row] = [(pair.unit, "before", "after", "change")]
     for name in {**before, **after}:
         a, b = before.get(name, 0.0), after.get(name, 0.0)
-        rows.append((spoken(name), *("none" if not ms else words.short(ms) for ms in (a, b)), told(a, b)))
+        rows.append((spoken(name), *("none" if not ms else formatting.short(ms) for ms in (a, b)), told(a, b)))
     total = sum(before.values()), sum(after.values())
-    rows.append(("together", words.short(total[0]), words.short(total[1]), told(*total)))
+    rows.append(("together", formatting.short(total[0]), formatting.short(total[1]), told(*total)))
     return Table(title=title, rows=rows)
 
 
@@ -305,7 +305,7 @@ def _movers(pair: Pair, a: OperatorSummary, b: OperatorSummary) -> Table:
     rows: list[Row] = [(pair.unit, "before", "after", "change")]
     for name in most:
         first, second = before.get(name), after.get(name)
-        shown = ["none" if not value else words.short(value) for value in (first, second)]
+        shown = ["none" if not value else formatting.short(value) for value in (first, second)]
         rows.append((name, *shown, change(first or 0.0, second or 0.0)))
     return Table(title="operators that moved most", rows=rows)
 
@@ -324,8 +324,8 @@ def _use(pair: Pair) -> Table:
     before, after = _signals(pair.before), _signals(pair.after)
     for name in {**before, **after}:
         a, b = before.get(name), after.get(name)
-        title, _ = words.named_number(name, 0.0)
-        shown = [_UNRECORDED if value is None else words.named_number(name, value)[1] for value in (a, b)]
+        title, _ = labels.named_number(name, 0.0)
+        shown = [_UNRECORDED if value is None else labels.named_number(name, value)[1] for value in (a, b)]
         rows.append((title, *shown, change(a, b)))
     return Table(title="use of the machine", rows=rows)
 
@@ -358,10 +358,10 @@ def _outcome(before: Side, after: Side, same_data: bool | None) -> Table:
         points = "" if first is None or second is None else f"{100 * (second - first):+.2f} points"
         rows.append((title, *shown, "other data" if same_data is False else points))
     seconds = [sum(stage["seconds"] for stage in run["stages"].values()) for run in (a, b)]
-    rows.append(("all stages", words.duration(seconds[0]), words.duration(seconds[1]), change(*seconds)))
+    rows.append(("all stages", formatting.duration(seconds[0]), formatting.duration(seconds[1]), change(*seconds)))
     for name in {**a["stages"], **b["stages"]}:
         taken = [run["stages"].get(name, {}).get("seconds") for run in (a, b)]
-        shown = ["did not run" if value is None else words.duration(value) for value in taken]
+        shown = ["did not run" if value is None else formatting.duration(value) for value in taken]
         rows.append((f"  {name}", *shown, change(*taken)))
     cost = [_at(run, ("bill", "dollars")) for run in (a, b)]
     if any(value is not None for value in cost):
@@ -418,7 +418,7 @@ def _findings(before: Side, after: Side) -> Table:
             state = (
                 ("gone" if key in a else "new") if key in other else f"not judged {'after' if key in a else 'before'}"
             )
-        title, training = (a.get(key) or b[key])[0].title, words.training(key[1])
+        title, training = (a.get(key) or b[key])[0].title, labels.training(key[1])
         rows.append((title, training, _saving(a.get(key)), _saving(b.get(key)), state))
     return Table(title="Findings", rows=rows)
 
@@ -433,4 +433,4 @@ def _saving(one: tuple[Answer, Finding] | None) -> str:
     answer, finding = one
     if finding.saving is None:
         return "not known"
-    return " ".join(filter(None, (words.duration(finding.saving.seconds), dollars_text(answer.dollars))))
+    return " ".join(filter(None, (formatting.duration(finding.saving.seconds), dollars_text(answer.dollars))))

@@ -14,9 +14,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.formatting import short
 from trainer.html import escape
 from trainer.profiling.series import Series
-from trainer.profiling.words import short
 
 Chosen = NDArray[np.bool_]
 

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from trainer import formatting
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
-from trainer.profiling import words
+from trainer.profiling import labels
 from trainer.profiling.evidence import Evidence, TrainingEvidence
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.causes import setting_of
@@ -116,7 +117,7 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
         return Verdict(outcome="findings", text=f"{text}{_below(len(findings) - 1, 'more finding')}.")
     failed = next((one for one in summaries if one.failed), None)
     if failed:
-        return Verdict(outcome="failed", text=f"{words.training(failed.name)} ended with an error: {failed.failed}")
+        return Verdict(outcome="failed", text=f"{labels.training(failed.name)} ended with an error: {failed.failed}")
     notes = _below(len(every), "note")
     short = [one for one in (count_rules(given, summary) for summary in summaries) if one.is_too_short]
     if short:
@@ -140,7 +141,7 @@ def _below(count: int, what: str) -> str:
 
 def _of_finding(findings: Sequence[Found], summaries: Mapping[str, TrainingSummary]) -> str:
     answer, finding = findings[0].answer, findings[0].finding
-    name = f"{words.training(answer.training)}: “{answer.title}”"
+    name = f"{labels.training(answer.training)}: “{answer.title}”"
     if finding.severity == "severe":
         return f"{name}, so that what goes on is of no use"
     if finding.saving is None:
@@ -188,7 +189,7 @@ def count_rules(given: Sequence[Answer], summary: TrainingSummary) -> RuleCount:
 def _of_short(counts: Sequence[RuleCount]) -> str:
     """`Too short to judge: 11 of 28 rules on Distillation (40 steps), ...`."""
     each = [
-        f"{one.too_short} of {_counted(one.rules, 'rule')} on {words.training(one.training)} ({_counted(one.steps, 'step')})"
+        f"{one.too_short} of {_counted(one.rules, 'rule')} on {labels.training(one.training)} ({_counted(one.steps, 'step')})"
         for one in counts
     ]
     settings = [setting_of(one.training, "epochs") for one in counts]
@@ -199,9 +200,9 @@ def saving_text(one: Found, summaries: Mapping[str, TrainingSummary]) -> str:
     """`41 s (12 % of the training, $0.40)`."""
     assert one.finding.saving is not None
     seconds, whole = one.finding.saving.seconds, summaries[one.answer.training].recorded_s
-    share = f"{words.percent(seconds / whole)} of the training" if whole else ""
+    share = f"{formatting.percent(seconds / whole)} of the training" if whole else ""
     notes = [note for note in (share, dollars_text(one.answer.dollars)) if note]
-    return f"{words.duration(seconds)} ({', '.join(notes)})" if notes else words.duration(seconds)
+    return f"{formatting.duration(seconds)} ({', '.join(notes)})" if notes else formatting.duration(seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

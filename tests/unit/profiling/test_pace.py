@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of, together
+from trainer import formatting
 from trainer.billing import make_bill
-from trainer.profiling import words
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.pace import images_per_second, measured_rows
 from trainer.profiling.recorder import Recorder
@@ -63,7 +63,7 @@ def test_the_median_step_is_the_same_in_the_rule_and_on_the_page() -> None:
     assert summary.step_ms is not None
     assert found.numbers["median_step_ms"] == summary.step_ms.p50 == pytest.approx(25.0)
     assert "median of all steps 25 ms" in found.text
-    assert f"A step takes {words.milliseconds(25.0)} (median" in page_of(case.training)
+    assert f"A step takes {formatting.milliseconds(25.0)} (median" in page_of(case.training)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer import artifacts
+from trainer import artifacts, formatting
 from trainer.config import EvidenceSettings, ProfileSettings
 from trainer.errors import ArtifactError
-from trainer.profiling import words
 from trainer.profiling.recorder import Recorder
 from trainer.stages import profile
 
@@ -53,7 +52,7 @@ def test_the_report_holds_the_page_and_its_numbers(
     assert numbers["distill"]["steps"] == 10
     table = page.partition("Own time a step</th>")[2].partition("</table>")[0]
     longest = [one["name"] for one in numbers["distill"]["operators"]["operators"][:2]]
-    assert re.findall(r"<tr><td[^>]*>([^<]*)", table) == [escape(words.clipped(name)) for name in longest]
+    assert re.findall(r"<tr><td[^>]*>([^<]*)", table) == [escape(formatting.clipped(name)) for name in longest]
     assert json.loads((report.path / "bill.json").read_text())["stages"][1]["stage"] == "distill"
     rows = json.loads((report.path / "findings.json").read_text())
     assert {row["training"] for row in rows} == {"distill"}

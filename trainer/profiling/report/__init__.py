@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer import html
+from trainer import formatting, html
 from trainer.billing import Bill
 from trainer.costs import dollars_text
 from trainer.html import escape
-from trainer.profiling import drawing, words
+from trainer.profiling import drawing, labels
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer, Found, found, verdict
 from trainer.profiling.pace import is_core
@@ -53,17 +53,17 @@ def facts(summaries: Sequence[TrainingSummary]) -> str:
         return ""
     longest = max(summaries, key=lambda summary: summary.recorded_s)
     total = sum(summary.recorded_s for summary in summaries)
-    part = f"{words.training(longest.name)} took {words.duration(longest.recorded_s)}"
+    part = f"{labels.training(longest.name)} took {formatting.duration(longest.recorded_s)}"
     if len(summaries) > 1:
-        part += f" of the {words.duration(total)} of training"
+        part += f" of the {formatting.duration(total)} of training"
     if longest.step_ms is None or not longest.recorded_shares:
         return f"{part}; it had no steps to measure."
     largest, share = max(longest.recorded_shares.items(), key=lambda item: item[1])
     waiting = longest.phases["data"].share if "data" in longest.phases else 0.0
     rate = f", {longest.images_per_second:,.0f} images a second" if longest.images_per_second else ""
     return (
-        f"{part}; its largest part was “{words.label(largest)}” with {words.percent(share)}. A step took "
-        f"{words.milliseconds(longest.step_ms.p50)} (median){rate}; {words.percent(waiting)} of it was waiting for data."
+        f"{part}; its largest part was “{labels.label(largest)}” with {formatting.percent(share)}. A step took "
+        f"{formatting.milliseconds(longest.step_ms.p50)} (median){rate}; {formatting.percent(waiting)} of it was waiting for data."
     )
 
 
@@ -74,13 +74,13 @@ def _overview(summaries: Sequence[TrainingSummary]) -> str:
         largest = max(summary.recorded_shares.items(), key=lambda item: item[1], default=("between", 0.0))
         rows.append(
             [
-                words.training(summary.name),
-                words.duration(summary.recorded_s),
+                labels.training(summary.name),
+                formatting.duration(summary.recorded_s),
                 f"{summary.steps:,}",
                 str(summary.world_size),
-                words.milliseconds(summary.step_ms.p50) if summary.step_ms else "none",
+                formatting.milliseconds(summary.step_ms.p50) if summary.step_ms else "none",
                 f"{summary.images_per_second:,.0f}" if summary.images_per_second else "not recorded",
-                f"{words.label(largest[0])}, {words.percent(largest[1])}",
+                f"{labels.label(largest[0])}, {formatting.percent(largest[1])}",
             ]
         )
     return html.section("The trainings", html.table(headers, rows))
@@ -89,7 +89,7 @@ def _overview(summaries: Sequence[TrainingSummary]) -> str:
 def _training(evidence: TrainingEvidence, summary: TrainingSummary, findings: Numbered, top_operators: int) -> str:
     failed = html.paragraph(f"It ended with an error: {summary.failed}") if summary.failed else ""
     return html.section(
-        words.training(summary.name),
+        labels.training(summary.name),
         failed,
         _place(summary),
         _tiles(summary),
@@ -129,16 +129,16 @@ def _pool(summary: TrainingSummary) -> str:
 
 
 def _tiles(summary: TrainingSummary) -> str:
-    entries = [(words.duration(summary.recorded_s), "recorded")]
+    entries = [(formatting.duration(summary.recorded_s), "recorded")]
     cost = summary.place.dollars(summary.recorded_s) if summary.place else None
     if cost is not None:
         entries.append((dollars_text(cost), "for that time"))
     if summary.step_ms:
-        entries.append((words.milliseconds(summary.step_ms.p50), "a step (median)"))
+        entries.append((formatting.milliseconds(summary.step_ms.p50), "a step (median)"))
     if summary.images_per_second:
         entries.append((f"{summary.images_per_second:,.0f}", "images a second"))
     if "data" in summary.phases:
-        entries.append((words.percent(summary.phases["data"].share), "of a step waits for data"))
+        entries.append((formatting.percent(summary.phases["data"].share), "of a step waits for data"))
     return drawing.tiles([*entries, *_use(summary)])
 
 
@@ -146,11 +146,11 @@ def _use(summary: TrainingSummary) -> list[tuple[str, str]]:
     entries = []
     busy = [signal.mean for name, signal in summary.system.items() if is_core(name)]
     if busy:
-        entries.append((words.percent(sum(busy) / len(busy) / 100), f"of {len(busy)} cores busy (mean)"))
+        entries.append((formatting.percent(sum(busy) / len(busy) / 100), f"of {len(busy)} cores busy (mean)"))
     if "gpu_percent" in summary.system:
-        entries.append((words.percent(summary.system["gpu_percent"].mean / 100), "GPU utilisation (mean)"))
+        entries.append((formatting.percent(summary.system["gpu_percent"].mean / 100), "GPU utilisation (mean)"))
     if "gpu_memory_used_bytes" in summary.system:
-        entries.append((words.size(summary.system["gpu_memory_used_bytes"].max), "GPU memory (peak)"))
+        entries.append((formatting.size(summary.system["gpu_memory_used_bytes"].max), "GPU memory (peak)"))
     elif "process_rss_bytes" in summary.system:
-        entries.append((words.size(summary.system["process_rss_bytes"].max), "memory of a process (peak)"))
+        entries.append((formatting.size(summary.system["process_rss_bytes"].max), "memory of a process (peak)"))
     return entries

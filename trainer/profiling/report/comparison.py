@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from trainer import html
-from trainer.profiling import drawing, words
+from trainer import formatting, html
+from trainer.profiling import drawing, labels
 from trainer.profiling.compare import Comparison, Pair, Table
 from trainer.profiling.drawing import BarPart
 from trainer.profiling.report import course
@@ -34,17 +34,17 @@ def build(comparison: Comparison) -> str:
 
 def _training(comparison: Comparison, pair: Pair) -> str:
     if pair.name not in comparison.tables:
-        return html.section(words.training(pair.name), html.paragraph("Both sides are the same recording."))
+        return html.section(labels.training(pair.name), html.paragraph("Both sides are the same recording."))
     tables = [
         html.subsection(f"{table.title[0].upper()}{table.title[1:]}", _table(table))
         for table in comparison.tables[pair.name]
     ]
-    return html.section(words.training(pair.name), charts(pair), *tables, *_courses(comparison, pair.name))
+    return html.section(labels.training(pair.name), charts(pair), *tables, *_courses(comparison, pair.name))
 
 
 def charts(pair: Pair) -> str:
     """Phases, and operators by kind of work, before and after."""
-    phases = _bars(pair, "Where a step's time goes", {name: name for name in drawing.COLOURS}, words.label, _phases)
+    phases = _bars(pair, "Where a step's time goes", {name: name for name in drawing.COLOURS}, labels.label, _phases)
     clocks = {one.operators.clock for one in (pair.before, pair.after) if one.operators}
     if len(clocks) > 1:  # one bar would be of the device's time and one of the host's
         return phases
@@ -82,7 +82,7 @@ def _bars(
             for name in seen
         ]
         total = sum(part.share for part in parts)
-        rows.append((when, parts, f"{words.short(total)} {pair.unit}" if total else "not recorded"))
+        rows.append((when, parts, f"{formatting.short(total)} {pair.unit}" if total else "not recorded"))
     most = max(sum(part.share for part in parts) for _, parts, _ in rows)
     if not most:
         return ""

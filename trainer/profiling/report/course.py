@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trainer import html
-from trainer.profiling import binning, drawing, words
+from trainer.profiling import binning, drawing, labels
 from trainer.profiling.drawing import BINS, ChartLine, Lane, MarkedTime
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
 from trainer.profiling.findings import Found
@@ -67,7 +67,7 @@ def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequ
         *_core_lanes(first.system, edges),
         *_machine_lanes(first.system, edges, duration),
     ]
-    legend = drawing.legend([(drawing.colour_class(name), words.label(name)) for name in shares])
+    legend = drawing.legend([(drawing.colour_class(name), labels.label(name)) for name in shares])
     caption = (
         "All strips share the time axis. Time: what each moment was spent on, in rank 0. "
         "Cores: the stronger the colour, the busier."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from trainer import billing, html
+from trainer import billing, formatting, html
 from trainer.billing import Bill
 from trainer.costs import dollars_text
-from trainer.profiling import drawing, words
+from trainer.profiling import drawing
 from trainer.profiling.drawing import Bar, BarPart
 from trainer.profiling.summary import TrainingSummary
 
@@ -53,7 +53,7 @@ def bill(given: Bill) -> str:
             BarPart(name=_COLOURS[name], label=billing.PARTS[name], share=seconds)
             for name, seconds in stage.parts.items()
         ]
-        note = " ".join(filter(None, (words.duration(stage.seconds), dollars_text(stage.dollars))))
+        note = " ".join(filter(None, (formatting.duration(stage.seconds), dollars_text(stage.dollars))))
         rows.append((stage.stage, parts, note))
     picture = drawing.stacked_rows(rows, max(stage.seconds for stage in given.stages) or 1.0, "s", "The bill")
     seen = dict.fromkeys(name for stage in given.stages for name in stage.parts)
@@ -72,15 +72,15 @@ def startup(summary: TrainingSummary) -> str:
     for key in [*_STARTUP, *(key for key in summary.startup if key not in _STARTUP)]:
         if seconds := summary.startup.get(key):
             name, note = _STARTUP.get(key, (key, ""))
-            told = words.duration(seconds) + (f"  ·  {note}" if note else "")
+            told = formatting.duration(seconds) + (f"  ·  {note}" if note else "")
             rows.append(Bar(name="other", label=name, value=seconds, note=told))
     if not rows:
         return ""
     total = sum(row.value for row in rows)
     graphs = ""
     if summary.compiled_graphs:
-        graphs = f" {summary.compiled_graphs} graphs were compiled in {words.duration(summary.compile_s)} over the whole training."
-    caption = f"{words.duration(total)} until the first step had ended.{graphs}"
+        graphs = f" {summary.compiled_graphs} graphs were compiled in {formatting.duration(summary.compile_s)} over the whole training."
+    caption = f"{formatting.duration(total)} until the first step had ended.{graphs}"
     return html.subsection("Start-up", html.drawing(drawing.bars(rows, "s", "Start-up", note_width=320), caption))
 
 
@@ -90,10 +90,10 @@ def overhead(summary: TrainingSummary) -> str:
         return ""
     total = sum(summary.overhead.values())
     rows = [
-        (_OVERHEAD.get(name, name), words.duration(seconds), words.percent(seconds / summary.recorded_s))
+        (_OVERHEAD.get(name, name), formatting.duration(seconds), formatting.percent(seconds / summary.recorded_s))
         for name, seconds in sorted(summary.overhead.items(), key=lambda item: -item[1])
     ]
-    note = f"Recording cost {words.duration(total)}, {words.percent(total / summary.recorded_s)} of the time."
+    note = f"Recording cost {formatting.duration(total)}, {formatting.percent(total / summary.recorded_s)} of the time."
     return html.subsection("What watching cost", html.paragraph(note), html.table(["Part", "Time", "Share"], rows))
 
 
@@ -111,7 +111,7 @@ def attempts(summary: TrainingSummary) -> str:
             (
                 f"{index + 1}",
                 f"{began:%Y-%m-%d %H:%M:%S} UTC",
-                words.duration(max(0.0, attempt.seen_unix - attempt.began_unix)),
+                formatting.duration(max(0.0, attempt.seen_unix - attempt.began_unix)),
                 f"{attempt.first_step:,}",
                 f"{attempt.steps_seen:,}",
                 f"{lost:,}" if lost else "none",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from trainer import html
+from trainer import formatting, html
 from trainer.html import escape
-from trainer.profiling import words
+from trainer.profiling import labels
 from trainer.profiling.findings import Answer, Found, found, saving_text
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
 from trainer.profiling.summary import TrainingSummary
@@ -37,7 +37,7 @@ def section(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> 
 
 
 def _folded(did: str, heading: str, rows: Iterable[tuple[Answer, str]]) -> str:
-    cells = [(one.title, words.training(one.training), text) for one, text in rows]
+    cells = [(one.title, labels.training(one.training), text) for one, text in rows]
     title = f"{len(cells)} {'answer' if len(cells) == 1 else 'answers'}: {did}"
     return html.details(title, html.table(["Rule", "Training", heading], cells)) if cells else ""
 
@@ -45,8 +45,8 @@ def _folded(did: str, heading: str, rows: Iterable[tuple[Answer, str]]) -> str:
 def card(number: int, one: Found, summaries: Mapping[str, TrainingSummary]) -> str:
     """A finding with its numbers, its cure and what that saves; `number` finds it again in the drawing over time."""
     answer, finding = one.answer, one.finding
-    place = [words.training(answer.training), f"confidence {words.percent(finding.confidence)}", *_where(one)]
-    numbers = [words.named_number(name, value) for name, value in finding.numbers.items()]
+    place = [labels.training(answer.training), f"confidence {formatting.percent(finding.confidence)}", *_where(one)]
+    numbers = [labels.named_number(name, value) for name, value in finding.numbers.items()]
     chips = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in numbers)
     saves = ""
     if finding.saving:
@@ -62,7 +62,7 @@ def card(number: int, one: Found, summaries: Mapping[str, TrainingSummary]) -> s
 def _where(one: Found) -> list[str]:
     places = []
     if one.finding.window_s:
-        places.append("from {} to {}".format(*map(words.duration, one.finding.window_s)))
+        places.append("from {} to {}".format(*map(formatting.duration, one.finding.window_s)))
     if one.finding.steps:
         places.append("steps {:,} to {:,}".format(*one.finding.steps))
     return places

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer import html
-from trainer.profiling import drawing, words
+from trainer import formatting, html
+from trainer.profiling import drawing, labels
 from trainer.profiling.drawing import Bar, BarPart
 from trainer.profiling.operators import Operator
 from trainer.profiling.pace import is_core
@@ -23,7 +23,12 @@ def operators(summary: TrainingSummary, top: int) -> str:
     total = max(sum(seen.categories.values()), 1e-12)
     place = "on the device" if seen.clock == "device" else "on the CPU"
     rows = [
-        Bar(name="forward", label=name, value=ms, note=f"{words.percent(ms / total)}  ·  {words.milliseconds(ms)}")
+        Bar(
+            name="forward",
+            label=name,
+            value=ms,
+            note=f"{formatting.percent(ms / total)}  ·  {formatting.milliseconds(ms)}",
+        )
         for name, ms in seen.categories.items()
     ]
     caption = f"Own time {place} for each kind of work, a step, over {seen.steps} steps of torch.profiler (rank 0)."
@@ -38,11 +43,11 @@ def _table(kind: str, rows: Sequence[Operator], summary: OperatorSummary, total:
     def cells(row: Operator) -> list[object]:
         spent = operator_ms(row, summary.clock) / summary.steps
         return [
-            words.clipped(row.name),
+            formatting.clipped(row.name),
             row.category,
-            words.short(row.calls / summary.steps),
-            words.milliseconds(spent),
-            words.percent(spent / total),
+            formatting.short(row.calls / summary.steps),
+            formatting.milliseconds(spent),
+            formatting.percent(spent / total),
         ]
 
     headers = [kind, "Kind of work", "Calls a step", "Own time a step", "Share"]
@@ -57,10 +62,14 @@ def ranks(summary: TrainingSummary) -> str:
     rows = []
     for rank in drawn:
         amounts = drawing.by_colour(rank.phase_ms)
-        parts = [BarPart(name=name, label=words.label(name), share=ms) for name, ms in amounts.items()]
-        memory = f", {words.size(rank.memory_bytes)}" if rank.memory_bytes else ""
+        parts = [BarPart(name=name, label=labels.label(name), share=ms) for name, ms in amounts.items()]
+        memory = f", {formatting.size(rank.memory_bytes)}" if rank.memory_bytes else ""
         rows.append(
-            (f"rank {rank.rank}", parts, f"{words.milliseconds(rank.step_ms.p50 if rank.step_ms else 0.0)}{memory}")
+            (
+                f"rank {rank.rank}",
+                parts,
+                f"{formatting.milliseconds(rank.step_ms.p50 if rank.step_ms else 0.0)}{memory}",
+            )
         )
     most = max(sum(part.share for part in parts) for _, parts, _ in rows)
     title = "The processes side by side"
@@ -71,20 +80,20 @@ def ranks(summary: TrainingSummary) -> str:
         f"so a process that waits for a slower one waits there.{more}"
     )
     names = dict.fromkeys(part.name for _, parts, _ in rows for part in parts)
-    legend = drawing.legend([(drawing.colour_class(name), words.label(name)) for name in names])
+    legend = drawing.legend([(drawing.colour_class(name), labels.label(name)) for name in names])
     return html.subsection(title, legend, html.drawing(picture, caption), _communication(summary), _hosts(summary))
 
 
 def _communication(summary: TrainingSummary) -> str:
     seen, told = summary.communication, []
     if seen is not None:
-        shown = [words.milliseconds(1000 * value) for value in (seen.exchange_s, seen.hidden_s, seen.backward_s)]
+        shown = [formatting.milliseconds(1000 * value) for value in (seen.exchange_s, seen.hidden_s, seen.backward_s)]
         exchanging = "Exchanging gradients takes {} a step, of which {} pass while the backward pass of {} computes"
         told.append(
             f"{exchanging.format(*shown)} (means over {seen.steps} steps, waiting for slower processes included)."
         )
     if summary.communication_share is not None:
-        share = words.percent(summary.communication_share)
+        share = formatting.percent(summary.communication_share)
         told.append(
             f"{share} of an undisturbed step waits for gradients that travel, as the rule on communication has it."
         )
@@ -97,11 +106,11 @@ def _hosts(summary: TrainingSummary) -> str:
             rank.rank,
             rank.host,
             rank.device,
-            words.milliseconds(rank.step_ms.p50) if rank.step_ms else "none",
-            words.milliseconds(rank.step_ms.p95) if rank.step_ms else "none",
-            words.size(rank.memory_bytes) if rank.memory_bytes else "not recorded",
+            formatting.milliseconds(rank.step_ms.p50) if rank.step_ms else "none",
+            formatting.milliseconds(rank.step_ms.p95) if rank.step_ms else "none",
+            formatting.size(rank.memory_bytes) if rank.memory_bytes else "not recorded",
             *(
-                "" if value is None else words.named_number(name, value)[1]
+                "" if value is None else labels.named_number(name, value)[1]
                 for name, value in (
                     ("cores_percent", rank.cores_percent),
                     ("gpu_percent", rank.gpu_percent),
@@ -124,14 +133,14 @@ def use(summary: TrainingSummary) -> str:
     rows = []
     for name, signal in signals:
         values = (signal.min, signal.p50, signal.mean, signal.p95, signal.max, signal.first, signal.last)
-        spoken, _ = words.named_number(name, 0.0)
-        rows.append([spoken, *(words.named_number(name, value)[1] for value in values)])
+        spoken, _ = labels.named_number(name, 0.0)
+        rows.append([spoken, *(labels.named_number(name, value)[1] for value in values)])
     cores = [signal.mean for name, signal in summary.system.items() if is_core(name)]
     note = ""
     if cores:
         note = (
-            f"{len(cores)} cores were busy for {words.percent(sum(cores) / len(cores) / 100)} of the time on average, the busiest for "
-            f"{words.percent(max(cores) / 100)}, the idlest for {words.percent(min(cores) / 100)}."
+            f"{len(cores)} cores were busy for {formatting.percent(sum(cores) / len(cores) / 100)} of the time on average, the busiest for "
+            f"{formatting.percent(max(cores) / 100)}, the idlest for {formatting.percent(min(cores) / 100)}."
         )
     headers = ["Signal", "Least", "Median", "Mean", "95 %", "Most", "First tenth", "Last tenth"]
     return html.subsection("Use of the machine and its memory", html.paragraph(note), html.table(headers, rows))

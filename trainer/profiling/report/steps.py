@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from trainer import html
-from trainer.profiling import drawing, words
+from trainer import formatting, html
+from trainer.profiling import drawing, labels
 from trainer.profiling.drawing import Bar, BarPart
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.pace import Spread, is_core, measured_steps
@@ -28,38 +28,41 @@ _AFTER = {"checkpoint": "just after a checkpoint", "evaluate": "just after an ev
 def recording(summary: TrainingSummary) -> str:
     """Shares of the whole recording."""
     parts = [
-        BarPart(name=name, label=words.label(name), share=share) for name, share in summary.recorded_shares.items()
+        BarPart(name=name, label=labels.label(name), share=share) for name, share in summary.recorded_shares.items()
     ]
     legend = drawing.legend(
-        [(drawing.colour_class(part.name), f"{part.label} {words.percent(part.share)}") for part in parts]
+        [(drawing.colour_class(part.name), f"{part.label} {formatting.percent(part.share)}") for part in parts]
     )
     title = "Shares of the whole recording"
-    return html.subsection(f"{title}: {words.duration(summary.recorded_s)}", drawing.stacked_bar(parts, title), legend)
+    return html.subsection(
+        f"{title}: {formatting.duration(summary.recorded_s)}", drawing.stacked_bar(parts, title), legend
+    )
 
 
 def phases(summary: TrainingSummary) -> str:
     """Each phase of a step with its spread from step to step."""
     if summary.step_ms is None:
         return ""
-    rows = [_bar(name, words.label(name), phase) for name, phase in summary.phases.items()]
+    rows = [_bar(name, labels.label(name), phase) for name, phase in summary.phases.items()]
     picture = drawing.bars(rows, "ms", "Time of each phase of a step")
     caption = (
-        f"A step takes {words.milliseconds(summary.step_ms.p50)} (median; 5 % take less than {words.milliseconds(summary.step_ms.p5)}, "
-        f"5 % more than {words.milliseconds(summary.step_ms.p95)}). Bars: median of each phase; whiskers: 5th to 95th percentile; "
+        f"A step takes {formatting.milliseconds(summary.step_ms.p50)} (median; 5 % take less than "
+        f"{formatting.milliseconds(summary.step_ms.p5)}, 5 % more than {formatting.milliseconds(summary.step_ms.p95)}). "
+        "Bars: median of each phase; whiskers: 5th to 95th percentile; "
         "the percentage is the phase's share of all measured steps. These are times as they were; findings speak of undisturbed steps, "
         "without what other programs and the recorder's looks took."
     )
     named = [(path, share) for phase in summary.phases.values() for path, share in phase.ranges.items()]
     table = html.table(
-        ["Range within a phase", "Share of a step"], [(path, words.percent(share)) for path, share in named]
+        ["Range within a phase", "Share of a step"], [(path, formatting.percent(share)) for path, share in named]
     )
     return html.subsection("Where a step's time goes", html.drawing(picture, caption), table if named else "")
 
 
 def _bar(name: str, label: str, phase: PhaseSummary) -> Bar:
     ms = phase.ms
-    spread = f"({words.short(ms.p5)} to {words.short(ms.p95)})"
-    note = f"{words.percent(phase.share)}  ·  {words.milliseconds(ms.p50)}  {spread}"
+    spread = f"({formatting.short(ms.p5)} to {formatting.short(ms.p95)})"
+    note = f"{formatting.percent(phase.share)}  ·  {formatting.milliseconds(ms.p50)}  {spread}"
     return Bar(name=name, label=label, value=ms.p50, note=note, low=ms.p5, high=ms.p95)
 
 
@@ -74,9 +77,7 @@ def lengths(evidence: TrainingEvidence, summary: TrainingSummary) -> str:
         reason = f"Not drawn: {len(values)} steps are too few, {_FEWEST_DRAWN} are needed."
         return html.subsection(title, html.paragraph(reason))
     picture = drawing.histogram(values, _marks(summary.step_ms), "ms", title, count_label="steps")
-    caption = (
-        f"Slowest step: {words.milliseconds(summary.step_ms.max)}. The slowest half percent is drawn into the last bar."
-    )
+    caption = f"Slowest step: {formatting.milliseconds(summary.step_ms.max)}. The slowest half percent is drawn into the last bar."
     return html.subsection(title, html.drawing(picture, caption), _slowest(summary, summary.step_ms))
 
 
@@ -91,8 +92,8 @@ def _slowest(summary: TrainingSummary, step_ms: Spread) -> str:
     rows = [
         (
             f"{step.step:,}",
-            words.duration(step.start_s),
-            words.milliseconds(step.ms),
+            formatting.duration(step.start_s),
+            formatting.milliseconds(step.ms),
             f"{step.ms / step_ms.p50:.1f} x",
             _longer(step, summary),
             _machine(step, summary),
@@ -111,7 +112,7 @@ def _longer(step: SlowStep, summary: TrainingSummary) -> str:
         for name, ms in step.phase_ms.items()
     }
     most = sorted(extra.items(), key=lambda item: -item[1])[:2]
-    told = [f"{words.label(name)} +{words.milliseconds(ms)}" for name, ms in most if ms > 0.1 * most[0][1]]
+    told = [f"{labels.label(name)} +{formatting.milliseconds(ms)}" for name, ms in most if ms > 0.1 * most[0][1]]
     return ", ".join(told)
 
 
@@ -123,7 +124,7 @@ def _machine(step: SlowStep, summary: TrainingSummary) -> str:
     if step.no_batch_ready:
         told.append("no batch was ready")
     if step.delayed_ms and step.delayed_ms > _DELAYED * step.ms:
-        told.append(f"no core for the training for {words.milliseconds(step.delayed_ms)}")
+        told.append(f"no core for the training for {formatting.milliseconds(step.delayed_ms)}")
     means = {name: signal.mean for name, signal in summary.system.items()}
     cores = [mean for name, mean in means.items() if is_core(name)]
     usual = means | ({"cores_percent": sum(cores) / len(cores)} if cores else {})
@@ -141,7 +142,7 @@ def _lacking(now: Mapping[str, float], usual: Mapping[str, float], cores: int) -
         yield _against("cores busy with other programs", *others)
     swapped = sum(now.get(f"swap_{way}_bytes_per_s", 0.0) for way in ("in", "out"))
     if swapped > _SWAP_BYTES_PER_S:
-        yield f"memory swapped, {words.size(swapped)}/s"
+        yield f"memory swapped, {formatting.size(swapped)}/s"
 
 
 def _is_more(now: float, usual: float) -> bool:
@@ -149,7 +150,7 @@ def _is_more(now: float, usual: float) -> bool:
 
 
 def _against(what: str, now: float, usual: float) -> str:
-    return f"{what} {words.percent(now / 100)} (usually {words.percent(usual / 100)})"
+    return f"{what} {formatting.percent(now / 100)} (usually {formatting.percent(usual / 100)})"
 
 
 def _other_programs_percent(signals: Mapping[str, float], cores: int) -> float:

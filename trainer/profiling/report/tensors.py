@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer import html
-from trainer.profiling import drawing, words
+from trainer import formatting, html
+from trainer.profiling import drawing
 from trainer.profiling.drawing import Chosen, HeatMap
 from trainer.profiling.evidence import Curve, TensorLooks, TrainingEvidence
 from trainer.profiling.series import Series
@@ -162,7 +162,7 @@ def _mean(values: Series) -> Series:
 def _table(layers: Layers) -> str:
     rows = []
     for row, name in enumerate(layers.names):
-        cells = [words.clipped(name, 60)]
+        cells = [formatting.clipped(name, 60)]
         for measure, _ in _MEASURES:
             cells += [_scientific(value) for value in _ends(layers.values[measure][row])]
         rows.append(

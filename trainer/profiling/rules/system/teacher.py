@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trainer import formatting
 from trainer.config import ReinforceSettings
-from trainer.profiling import words
 from trainer.profiling.pace import phase_shares
 from trainer.profiling.rules.causes import remaining_s
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
@@ -25,7 +25,7 @@ def _teacher_share(case: Case) -> Outcome:
     if steps.too_few:
         return steps.too_few
     share = phase_shares(rank).get(_PHASE, 0.0)
-    told = f"The teacher's forward pass takes {words.percent(share)} of a step"
+    told = f"The teacher's forward pass takes {formatting.percent(share)} of a step"
     if share <= limit:
         return Healthy(text=f"{told}.")
     epochs, views = int(settings["epochs"]), case.rules.teacher_share.views or _VIEWS

@@ -1,8 +1,10 @@
-"""Words for what the report shows: names as people say them, numbers with their units."""
+"""Labels for what the reports show: a training, a phase or a signal as people call it, and a number with the unit of its name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+
+from trainer import formatting
 
 TRAININGS = {"mae": "Masked autoencoder", "finetune": "Fine-tuning", "distill": "Distillation"}
 LABELS = {
@@ -64,62 +66,17 @@ def named_number(name: str, value: float) -> tuple[str, str]:
         if name.endswith(suffix):
             bare = name if suffix == "_share" else name.removesuffix(suffix)
             return SIGNALS.get(name, bare.replace("_", " ")), shown(value)
-    return name.replace("_", " "), short(value)
-
-
-def short(value: float) -> str:
-    """A number in about three digits."""
-    if value == 0:
-        return "0"
-    if 1e9 > abs(value) >= 100 or value == round(value, 0):
-        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
-    return f"{value:.3g}"
-
-
-def percent(share: float) -> str:
-    """A share from 0 to 1."""
-    value = 100 * share
-    if 0 < value < 0.05:
-        return "< 0.1 %"
-    return f"{value:.1f} %" if 0 < value < 9.95 else f"{value:,.0f} %"
-
-
-def milliseconds(value: float) -> str:
-    """A time of a step."""
-    return f"{value / 1000:.3g} s" if value >= 10_000 else f"{short(value)} ms"
-
-
-def size(count: float) -> str:
-    """Bytes."""
-    if abs(count) >= 1e9:
-        return f"{count / 1e9:.2f} GB"
-    return f"{short(count / 1e6)} MB" if abs(count) >= 1e5 or not count else f"{short(count / 1e3)} kB"
-
-
-def duration(seconds: float) -> str:
-    """A time of a training."""
-    if 0 < seconds < 1:
-        return milliseconds(1000 * seconds)
-    if seconds < 120:
-        return f"{short(seconds)} s"
-    if seconds < 2 * 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    return f"{int(seconds // 3600):,} h {int(seconds % 3600 // 60)} min"
-
-
-def clipped(name: str, length: int = 90) -> str:
-    """A name that would be too long for a table."""
-    return name if len(name) <= length else f"{name[: length - 1]}…"
+    return name.replace("_", " "), formatting.short(value)
 
 
 _UNITS: Mapping[str, Callable[[float], str]] = {
-    "_bytes_per_s": lambda value: f"{size(value)}/s",
-    "_bytes": size,
-    "_percent": lambda value: percent(value / 100),
-    "_share": percent,
-    "_ms": milliseconds,
-    "_seconds": duration,
-    "_s": duration,
-    "_hours": lambda value: duration(3600 * value),
-    "_minutes": lambda value: duration(60 * value),
+    "_bytes_per_s": lambda value: f"{formatting.size(value)}/s",
+    "_bytes": formatting.size,
+    "_percent": lambda value: formatting.percent(value / 100),
+    "_share": formatting.percent,
+    "_ms": formatting.milliseconds,
+    "_seconds": formatting.duration,
+    "_s": formatting.duration,
+    "_hours": lambda value: formatting.duration(3600 * value),
+    "_minutes": lambda value: formatting.duration(60 * value),
 }

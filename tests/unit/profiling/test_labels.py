@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.profiling import words
+from trainer.profiling import labels
 
 
 @pytest.mark.parametrize(
@@ -20,5 +20,5 @@ from trainer.profiling import words
         ("parameters", 86e6, ("parameters", "86,000,000")),
     ],
 )
-def test_a_number_is_told_with_the_unit_of_its_name(name: str, value: float, expected: tuple[str, str]) -> None:
-    assert words.named_number(name, value) == expected
+def test_a_number_has_the_unit_of_its_name(name: str, value: float, expected: tuple[str, str]) -> None:
+    assert labels.named_number(name, value) == expected

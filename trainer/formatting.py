@@ -1,0 +1,67 @@
+"""Format numbers as people write them, with their units, and shorten names."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def short(value: float) -> str:
+    """Format a number in about three digits: `0.0123`, `17.5`, `1,234`."""
+    if value == 0:
+        return "0"
+    if 1e9 > abs(value) >= 100 or value == round(value, 0):
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """Format a share from 0 to 1: `3.4 %`, `62 %`."""
+    value = 100 * share
+    if 0 < value < 0.05:
+        return "< 0.1 %"
+    return f"{value:.1f} %" if 0 < value < 9.95 else f"{value:,.0f} %"
+
+
+def milliseconds(value: float) -> str:
+    """Format milliseconds: `17.5 ms`, from ten seconds on `12.3 s`."""
+    return f"{value / 1000:.3g} s" if value >= 10_000 else f"{short(value)} ms"
+
+
+def size(count: float) -> str:
+    """Format bytes in decimal units: `3.2 kB`, `17 MB`, `1.06 GB`."""
+    if abs(count) >= 1e9:
+        return f"{count / 1e9:.2f} GB"
+    return f"{short(count / 1e6)} MB" if abs(count) >= 1e5 or not count else f"{short(count / 1e3)} kB"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: `12 ms`, `90 s`, `66 min 40 s`, `3 h 5 min`."""
+    if 0 < seconds < 1:
+        return milliseconds(1000 * seconds)
+    if seconds < 120:
+        return f"{short(seconds)} s"
+    if seconds < 2 * 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{int(seconds // 3600):,} h {int(seconds % 3600 // 60)} min"
+
+
+def clipped(name: str, length: int = 90) -> str:
+    """Cut the end off a name that would be too long for a table."""
+    return name if len(name) <= length else f"{name[: length - 1]}…"
+
+
+def columns(text: str) -> int:
+    """Count how many Latin letters a text is as wide as: a Chinese, Japanese or Korean character counts two, a combining mark none."""
+    return sum(
+        0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in text
+    )
+
+
+def isolated(name: str) -> str:
+    """Keep a name in a right-to-left script from reordering the sentence around it.
+
+    An Arabic class name in an English sentence would pull the digits and punctuation that follow it to its other side. Unicode's
+    isolates (U+2068, U+2069) prevent that in HTML, in SVG and in plain text alike; other names stay as they are.
+    """
+    is_right_to_left = any(unicodedata.bidirectional(one) in ("R", "AL") for one in name)
+    return f"\u2068{name}\u2069" if is_right_to_left else name
