@@ -1,1 +1,14 @@
 """The pipeline: its definition, its compiled form, and its run on this machine."""
+
+import sys
+
+from components import extra
+from trainer.errors import EXIT_CODE
+
+if message := extra.missing("the package `pipelines`"):
+    if sys.argv[:1] == [
+        "-m"
+    ]:  # `python -m pipelines.deploy` is being located: this is a command, which ends in one message
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(EXIT_CODE)
+    raise ModuleNotFoundError(message)

@@ -1,4 +1,4 @@
-"""`python -m trainer`."""
+"""`python -m trainer`, and the script `vit-distill`, which an installation brings."""
 
 import logging
 import multiprocessing
@@ -25,5 +25,10 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-if __name__ == "__main__":
+def console() -> NoReturn:
+    """Run the command line and end this process."""
     leave(main())
+
+
+if __name__ == "__main__":
+    console()

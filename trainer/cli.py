@@ -1,4 +1,4 @@
-"""The command line: `python -m trainer run | stage | compare | bill | config | recipes`."""
+"""The command line: `python -m trainer run | stage | compare | bill | config | recipes`, or `vit-distill` where it is installed."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ from trainer.errors import (
 )
 from trainer.signals import Terminated, ended_by_sigterm
 
+SCRIPT = "vit-distill"
+"""What the script is called that an installation brings."""
+
 _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.
 
-  python -m trainer run digits                          the whole run on the bundled digits
-  python -m trainer run grocery --set data.source=imagefolder:/photos
-  python -m trainer compare runs/A runs/B               before and after
-  python -m trainer config digits                       every setting with its meaning
-  python -m trainer stage evaluate --help               one stage on given inputs
-  python -m trainer forecast runs/latest --nodes 1 4    time and dollars where `tune` has measured
-  python -m trainer bill runs/latest                    what a run took and cost; of several, side by side"""
+  %(prog)s run digits                          the whole run on the bundled digits
+  %(prog)s run grocery --set data.source=imagefolder:/photos
+  %(prog)s compare runs/A runs/B               before and after
+  %(prog)s config digits                       every setting with its meaning
+  %(prog)s stage evaluate --help               one stage on given inputs
+  %(prog)s forecast runs/latest --nodes 1 4    time and dollars where `tune` has measured
+  %(prog)s bill runs/latest                    what a run took and cost; of several, side by side"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,8 +105,11 @@ def _set_up_logging(*, quiet: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    script = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
-        prog="python -m trainer", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=SCRIPT if script == SCRIPT else "python -m trainer",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from components import extra
 from components.launch import identity, pools
 from components.launch.backends import BACKENDS
 from trainer import config, stages
 from trainer.cli import Commands, positive
 from trainer.costs import Price
-from trainer.errors import EXIT_CODE, TrainerError
+from trainer.errors import EXIT_CODE, LaunchError, TrainerError
 from trainer.launch import JobSpec, flag
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ def _render(options: argparse.Namespace) -> None:
 
 
 def _reap(options: argparse.Namespace) -> None:
+    if message := extra.missing("reap"):
+        raise LaunchError(message)
     from components.launch import reaping
     from components.launch.client import Cluster
 
