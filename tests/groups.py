@@ -160,10 +160,10 @@ def _watch_steps(fault, seen_by):
             signal.raise_signal(fault.sends)
         return plain_step(self, number, *arguments)
 
-    def objective(self, model, batch, timeline):
+    def objective(self, model, batch):
         with seen_by.open("a") as lines:
             lines.write(json.dumps([now[0], batch.keys.tolist()]) + "\n")
-        return plain_objective(self, model, batch, timeline)
+        return plain_objective(self, model, batch)
 
     def measure(*arguments):
         if fault is not None and fault.validating and now[0] == fault.step:

@@ -62,7 +62,6 @@ from trainer.distillation.shards import Unit
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import TrainerError
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.timeline import HostClock, Timeline
 from trainer.stages import prepare, reinforce
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import cross_entropy
@@ -154,12 +153,10 @@ class Bench:
 
     def on_device(self, batches: Iterator[Batch], views: Views, count: int) -> Iterator[Batch]:
         """`count` batches with their views on the device, each sent while the one before is worked at."""
-        timeline = Timeline(HostClock())
-        timeline.start()
         feed = Feed(batches, views, self.processes.device)
         for _ in range(count):
-            yield feed.take(timeline)
-            feed.send(timeline)
+            yield feed.take()
+            feed.send()
 
     def training(
         self, settings: DistillSettings, teacher: FrozenTeacher | None, recording: Recording | None
@@ -196,14 +193,14 @@ class Stopwatch:
         self._calls, self._began = 0, 0.0
         self.seconds = 0.0
 
-    def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         if self._calls == WARM_UP:
             self._began = now(batch.images.device)
         if self._calls == self._last:
             self.seconds = now(batch.images.device) - self._began
             raise EnoughError
         self._calls += 1
-        return self._objective(model, batch, timeline)
+        return self._objective(model, batch)
 
 
 def timed_recording(bench: Bench) -> float:

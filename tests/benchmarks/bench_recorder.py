@@ -102,7 +102,7 @@ def with_it(step: Step, count: int) -> tuple[Turn, dict[str, float]]:
     with recorder:
         for number in range(count):
             with recorder.timeline.step(number, images=128):
-                step(recorder.timeline.range, lambda show, number=number: recorder.looks.around_update(number, show))
+                step(recorder.timeline.span, lambda show, number=number: recorder.looks.around_update(number, show))
     turn = Turn((time.perf_counter() - wall) / count, (time.process_time() - processor) / count)
     record = recorder.snapshot().ranks[0].record
     return turn, {part: seconds / record.steps.seconds for part, seconds in record.overhead.items()}
@@ -139,7 +139,7 @@ def seconds_of_a_window(step: Step) -> float:
     with recorder:
         for number in range(40):
             with recorder.timeline.step(number):
-                step(recorder.timeline.range, nothing)
+                step(recorder.timeline.span, nothing)
     return recorder.snapshot().ranks[0].record.overhead["operators"]
 
 

@@ -71,8 +71,8 @@ class Spoiled(DistillObjective):
 
     calls = 0
 
-    def __call__(self, model, batch, timeline):
-        losses = super().__call__(model, batch, timeline)
+    def __call__(self, model, batch):
+        losses = super().__call__(model, batch)
         self.calls += 1
         return {name: loss * math.nan for name, loss in losses.items()} if self.calls == 13 else losses
 

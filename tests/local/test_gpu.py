@@ -67,11 +67,11 @@ class Strict:
         self.model, self.left_out, self.show = objective.model, objective.left_out, objective.show
         self._objective, self._mode, self.steps = objective, mode, 0
 
-    def __call__(self, model, batch, timeline):
+    def __call__(self, model, batch):
         self.steps += 1
         if self.steps == WARM_STEPS:
             self._mode("error")
-        return self._objective(model, batch, timeline)
+        return self._objective(model, batch)
 
 
 @pytest.mark.parametrize("views_on", ["device", "cpu"])

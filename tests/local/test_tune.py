@@ -46,10 +46,10 @@ def small_memory():
     """Steps of more than four images run out of memory."""
     ask = DistillObjective._ask
 
-    def fails(objective, batch, timeline):
+    def fails(objective, batch):
         if len(batch.images) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return ask(objective, batch, timeline)
+        return ask(objective, batch)
 
     with patch.object(DistillObjective, "_ask", fails):
         yield

@@ -31,8 +31,8 @@ from trainer.stages import distill
 
 plain = AheadFeed.take
 
-def take(self, timeline):
-    batch = plain(self, timeline)
+def take(self):
+    batch = plain(self)
     for tensor in (batch.images, batch.labels):
         spmd.mark_sharding(tensor, mesh, ("data", *[None] * (tensor.dim() - 1)))
     assert torch_xla._XLAC._get_xla_sharding_spec(batch.images).startswith("{devices=[2,")

@@ -47,10 +47,10 @@ def a_smaller_batch():
     """In step 30 a few images are left out."""
     calls, called = itertools.count(), DistillObjective.__call__
 
-    def cut(self, model, batch, timeline):
+    def cut(self, model, batch):
         count = 120 if next(calls) == 30 else len(batch.images)
         part = batch._replace(images=batch.images[:count], labels=batch.labels[:count])
-        return called(self, model, part, timeline)
+        return called(self, model, part)
 
     with patch.object(DistillObjective, "__call__", cut):
         yield

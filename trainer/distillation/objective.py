@@ -14,7 +14,7 @@ from trainer.distillation.outputs import TeacherOutputs, all_logits, top_class
 from trainer.distillation.student import ProjectedStudent
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.models import Classifier
-from trainer.profiling.timeline import Timeline
+from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
 from trainer.training.loop import Losses
 
@@ -46,10 +46,10 @@ class DistillObjective:
         self._logit_loss = choose_logit_loss(settings)
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
 
-    def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Named losses of a batch: `loss`, of `logit`, `feature` and `label` those that have a weight, and the share of `agreement`."""
-        said = self._ask(batch, timeline)
-        with timeline.range("forward"):
+        said = self._ask(batch)
+        with span("forward"):
             logits, features = self._answer(model, batch.images)
             parts = self._compare(logits, features, said, batch) if said is not None else {}
             if self._settings.label_weight:
@@ -66,12 +66,12 @@ class DistillObjective:
         """A forward pass of the student alone."""
         self.model(batch.images)
 
-    def _ask(self, batch: Batch, timeline: Timeline) -> Said | None:
+    def _ask(self, batch: Batch) -> Said | None:
         if not self._settings.needs_teacher:
             return None
         if self._teacher is None:
             return batch.recorded
-        with timeline.range("teacher_forward"):
+        with span("teacher_forward"):
             return self._teacher(batch.images)
 
     def _answer(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -42,7 +42,6 @@ from trainer.distillation.recording import RecordingDescription, Records
 from trainer.distillation.shards import Shelf, Unit
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
-from trainer.profiling.timeline import HostClock, Timeline
 from trainer.training.feeding import feed_for
 from trainer.training.loading import measured_workers
 from trainer.training.processes import Processes
@@ -258,12 +257,10 @@ class Reinforcement:
 
     def _images(self, batches: Iterator[Batch], count: int) -> Iterator[Tensor]:
         """The images of `count` batches on the device; the next ones are sent when the teacher has been asked about those before."""
-        timeline = Timeline(HostClock())
-        timeline.start()
         with closing(feed_for(batches, self.views, self.processes.device)) as feed:
             for _ in range(count):
-                yield feed.take(timeline).images
-                feed.send(timeline)
+                yield feed.take().images
+                feed.send()
 
     def _loaders(self, batches: UnitBatches, parts: Sequence[UnitBatch]) -> int:
         """Loader processes: as set, or as many as keep up with the teacher, measured on the first batches."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.data.batch import Batch
 from trainer.models import Classifier
-from trainer.profiling.timeline import Timeline
+from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
 from trainer.training.loop import Losses
 
@@ -22,9 +22,9 @@ class FinetuneObjective:
         self.left_out: Collection[str] = ()
         self._smoothing = label_smoothing
 
-    def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """The cross-entropy of a batch."""
-        with timeline.range("forward"):
+        with span("forward"):
             loss = cross_entropy(model(batch.images), batch.labels, batch.mixing, smoothing=self._smoothing)
         return {"loss": loss}
 

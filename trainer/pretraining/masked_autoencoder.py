@@ -18,7 +18,7 @@ from trainer.data.randomness import uniform
 from trainer.data.sending import send
 from trainer.errors import ModelError
 from trainer.models import Classifier
-from trainer.profiling.timeline import Timeline
+from trainer.profiling.timeline import span
 from trainer.training.loop import Losses
 
 _MASK = 0x6D61736B
@@ -126,10 +126,10 @@ class MaeObjective:
             f"encoder.{name}" for name, _ in model.encoder.named_parameters() if name.startswith(_HEAD)
         ]
 
-    def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """The reconstruction loss of a batch."""
         noise = self._noise(batch)
-        with timeline.range("forward"):
+        with span("forward"):
             loss, _, _ = model(batch.images, noise)
         return {"loss": loss}
 

@@ -159,7 +159,7 @@ class Looks:
     @contextmanager
     def _timed(self) -> Iterator[None]:
         start = time.perf_counter()
-        with self._timeline.range(RECORDER), self._apart():
+        with self._timeline.span(RECORDER), self._apart():
             yield
         self._host_s += time.perf_counter() - start
 

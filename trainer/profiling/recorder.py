@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -38,7 +38,7 @@ from trainer.profiling.schema import (
 )
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.startup import IMPORTED_UNIX, Startup
-from trainer.profiling.timeline import PROFILER, Clock, HostClock, Timeline, seconds_of_a_mark
+from trainer.profiling.timeline import PROFILER, Clock, HostClock, Timeline, recording_to, seconds_of_a_mark
 from trainer.profiling.windows import OperatorWindows
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Recorder:
     with recorder:
         for step in range(first, total):
             with recorder.timeline.step(step, images=batch_size):
-                with recorder.timeline.range("data"): ...
+                with span("data"): ...
             recorder.metrics(step, {"loss": loss})
     recorder.write(directory)
     """
@@ -118,6 +118,7 @@ class Recorder:
         self._ended_s = 0.0
         self._failed: str | None = None
         self._mark_s: float | None = None
+        self._open = ExitStack()
 
     def __enter__(self) -> Self:
         self._began_unix = time.time()
@@ -133,12 +134,14 @@ class Recorder:
             self._monitor.missing["machine"] = "recorded by the first process of the machine only"
         self._monitor.start()
         self._compilations.start()
+        self._open.enter_context(recording_to(self.timeline))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._monitor is not None
+        self._open.close()
         self._compilations.stop()
         self._monitor.stop()
         if error is None:

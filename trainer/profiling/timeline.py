@@ -1,8 +1,9 @@
 """Where the time of each training step goes.
 
-The loop names what it does (`with timeline.range("forward"): ...`) inside of steps (`with timeline.step(7, images=1024): ...`). Every
-beginning and end is one mark of a clock, and the time between two neighbouring marks belongs to the innermost range open between
-them. So times are exclusive, nothing is counted twice, and the ranges of a step with `OTHER` sum to the step exactly.
+Code names what it does (`with span("forward"): ...`) inside of steps (`with timeline.step(7, images=1024): ...`). A span belongs to the
+timeline that records in the current context (`recording_to`); where none does, it does nothing. Every beginning and
+end is one mark of a clock, and the time between two neighbouring marks belongs to the innermost range open between them. So times are
+exclusive, nothing is counted twice, and the ranges of a step with `OTHER` sum to the step exactly.
 
 - A name in `PHASES` is one column wherever it stands. Any other name inside of a range is a column of its own below it:
   `forward/attention`, and `forward` then holds the rest of the forward pass.
@@ -20,7 +21,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import add
@@ -191,8 +194,8 @@ class StepTotals:
     """Seconds of each column of `Timeline.ranges`."""
 
 
-class _Range:
-    """`with timeline.range(name)`; it holds no state, so one object serves every use of a name."""
+class _Span:
+    """`with span(name)`; it holds no state, so one object serves every use of a name."""
 
     __slots__ = ("_name", "_timeline")
 
@@ -262,7 +265,7 @@ class Timeline:
         self._window = window
         self._counter = counter
         self._ordinal = 0
-        self._range_objects: dict[str, _Range] = {}
+        self._span_objects: dict[str, _Span] = {}
         self._columns: dict[tuple[int, str], int] = {}
         self._pending: deque[_Segment] = deque()
         self._segment: _Segment | None = None
@@ -275,22 +278,22 @@ class Timeline:
         """One optimiser step, as a context; `images` is how many it takes over all processes and micro-batches (0: unknown)."""
         return _Step(self, step, images)
 
-    def range(self, name: str) -> _Range:
-        """A named range, as a context, inside or outside of a step.
+    def span(self, name: str) -> _Span:
+        """Return a named range as a context, inside or outside of a step; most code calls `span` instead.
 
         Raises:
             ValueError: the name is reserved or holds a slash.
         """
-        known = self._range_objects.get(name)
+        known = self._span_objects.get(name)
         if known is not None:
             return known
         if name in (OTHER, BETWEEN, INTERRUPTED) or "/" in name or not name:
             raise ValueError(
                 f"range {name!r}: must be a name without a slash and not one of {OTHER}, {BETWEEN}, {INTERRUPTED}"
             )
-        created = _Range(self, name)
-        if len(self._range_objects) < MOST_RANGES:
-            self._range_objects[name] = created
+        created = _Span(self, name)
+        if len(self._span_objects) < MOST_RANGES:
+            self._span_objects[name] = created
         return created
 
     @property
@@ -389,24 +392,27 @@ class Timeline:
         self._take_in_passed()
 
     def _enter(self, name: str) -> None:
-        segment = self._current()
+        segment = self._segment or self._current()
         if segment.step >= 0:
             parent = self._open[-1] if self._open else _OTHER_COLUMN
             column = self._columns.get((parent, name)) or self._new_column(parent, name)
-            self._mark(segment, column)
+            segment.marks.append(self.clock.mark())
+            segment.owners.append(column)
             if column in _MAY_WAIT:
                 self._count_thread(segment, column, -1)
         else:
             column = self._outside_index(name)
             if not self._open:
-                self._mark(segment, column)
+                segment.marks.append(self.clock.mark())
+                segment.owners.append(column)
         self._open.append(column)
 
     def _leave(self) -> None:
-        segment = self._current()
+        segment = self._segment or self._current()
         column = self._open.pop()
         if segment.step >= 0:
-            self._mark(segment, self._open[-1] if self._open else _OTHER_COLUMN)
+            segment.marks.append(self.clock.mark())
+            segment.owners.append(self._open[-1] if self._open else _OTHER_COLUMN)
             if column in _MAY_WAIT:
                 self._count_thread(segment, column, 1)
         elif not self._open:
@@ -425,10 +431,6 @@ class Timeline:
         else:
             segment.backward_cpu_ns += sign * time.thread_time_ns()
             segment.backward_delayed_ns += sign * self._thread.delayed_ns()
-
-    def _mark(self, segment: _Segment, owner: int) -> None:
-        segment.marks.append(self.clock.mark())
-        segment.owners.append(owner)
 
     # -- names
 
@@ -457,13 +459,13 @@ class Timeline:
     def _open_window(self) -> None:
         window, ordinal = self._window, self._ordinal
         if window is not None and ordinal in window.steps and ordinal - 1 not in window.steps:
-            with self.range(PROFILER):
+            with self.span(PROFILER):
                 window.open(ordinal)
 
     def _close_window(self) -> None:
         window, ordinal = self._window, self._ordinal
         if window is not None and ordinal in window.steps and ordinal + 1 not in window.steps:
-            with self.range(PROFILER):
+            with self.span(PROFILER):
                 window.close(ordinal)
 
     # -- from marks to seconds
@@ -534,16 +536,43 @@ class Timeline:
         return (nanoseconds - (self.origin_ns or 0)) * 1e-9
 
 
+_recording: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
+_NO_SPAN: AbstractContextManager[None] = nullcontext()
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Name a block of code, whose time the timeline of this context records; without one, do nothing.
+
+    Threads have contexts of their own, so what they do is never mixed into the training's timeline.
+
+    Raises:
+        ValueError: the name is reserved or holds a slash.
+    """
+    timeline = _recording.get()
+    return _NO_SPAN if timeline is None else timeline.span(name)
+
+
+@contextmanager
+def recording_to(timeline: Timeline) -> Iterator[None]:
+    """Let the spans of a block, which this thread runs, count for `timeline`."""
+    token = _recording.set(timeline)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
 def seconds_of_a_mark(clock: Clock[Any], counter: StepCounter | None = None) -> float:
     """What a mark of a timeline costs, with its share of what a step costs; measured on steps of the usual phases with nothing in them."""
     timeline, steps = Timeline(clock, counter=counter, steps_kept=2, spans_kept=2), 100
     timeline.start()
-    began = time.perf_counter()
-    for step in range(steps):
-        with timeline.step(step):
-            for name in PHASES:
-                with timeline.range(name):
-                    pass
-    seconds = time.perf_counter() - began
+    with recording_to(timeline):
+        began = time.perf_counter()
+        for step in range(steps):
+            with timeline.step(step):
+                for name in PHASES:
+                    with span(name):
+                        pass
+        seconds = time.perf_counter() - began
     timeline.finish()
     return seconds / timeline.totals.marks

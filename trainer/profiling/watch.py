@@ -17,6 +17,7 @@ from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.rules.training.pauses import STALLED_TRAINING, hanging
+from trainer.profiling.timeline import span
 from trainer.tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Watch:
         """What was not told yet, those that end the training last."""
         began = time.perf_counter()
         try:
-            with self._recorder.timeline.range("rules"):
+            with span("rules"):
                 found = self._found()
         except Exception:  # a rule that fails must not cost the training that it is to save
             logger.warning("%s  is no longer judged while it runs, for that failed", self._recorder.name, exc_info=True)

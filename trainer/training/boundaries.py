@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from trainer.errors import PreemptedError
-from trainer.profiling.timeline import Timeline
+from trainer.profiling.timeline import span
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.checkpoints.collection import TOP1
 from trainer.training.preemption import Preemption
@@ -67,7 +67,6 @@ class Boundary:
         checkpoints: set[int],
         kept: Checkpoints,
         report: Report,
-        timeline: Timeline,
         preemption: Preemption,
     ) -> None:
         """Of the training `name`.
@@ -80,12 +79,11 @@ class Boundary:
             checkpoints: steps after which it is kept; where there are none, it is only kept when it ends before its time.
             kept: the checkpoints.
             report: passes on what was measured.
-            timeline: records how long it takes.
             preemption: knows whether to end.
         """
         self._name, self._trained, self._validate = name, trained, validate
         self._validations, self._checkpoints, self._kept = validations, checkpoints, kept
-        self._report, self._timeline, self._preemption = report, timeline, preemption
+        self._report, self._preemption = report, preemption
 
     def catch_up(self, step: int, pending: tuple[str, ...]) -> None:
         """Do what was left undone after `step` when the training ended before its time. A request to end ends this at once."""
@@ -116,14 +114,14 @@ class Boundary:
         self._report.flush()
         if self._preemption.settled("the end of the training"):
             self._end(step, {})
-        with self._timeline.range("checkpoint"):
+        with span("checkpoint"):
             self._kept.finish()
 
     def _measure(self, step: int, ends: Ends) -> Mapping[str, float] | None:
         """Accuracy and loss, passed on; nothing where there is no way to measure, None where it was broken off."""
         if self._validate is None:
             return {}
-        with self._timeline.range("evaluate"):
+        with span("evaluate"):
             measured = self._validate(self._trained.result, ends, workers=self._trained.loaders)
             if measured is not None:
                 self._report.metrics(step, measured)
@@ -133,12 +131,12 @@ class Boundary:
         top1 = (measured or {}).get(TOP1)
         if wanted or (self._checkpoints and self._trained.is_best(top1)):
             self._report.flush()
-            with self._timeline.range("checkpoint"):
+            with span("checkpoint"):
                 self._trained.save(step + 1, top1=top1, needed=step == max(self._checkpoints, default=None))
 
     def _end(self, step: int, measured: Mapping[str, float] | None) -> None:
         self._report.flush()
-        with self._timeline.range("checkpoint"):
+        with span("checkpoint"):
             pending = (VALIDATION,) if measured is None else ()
             self._trained.save(step + 1, top1=(measured or {}).get(TOP1), pending=pending, needed=True)
             self._kept.finish(needed=True)

@@ -17,7 +17,7 @@ from trainer.data.gpu_decoding import decode_jpegs
 from trainer.data.loader import Views
 from trainer.data.views.mixing import mix
 from trainer.data.views.rendering import make_views
-from trainer.profiling.timeline import Timeline
+from trainer.profiling.timeline import span
 from trainer.training.devices import Device
 
 
@@ -39,22 +39,22 @@ class Feed:
         self._stream = torch.cuda.Stream(device.torch_device) if device.kind == "cuda" else None
         self._sent: Batch | None = None
 
-    def take(self, timeline: Timeline) -> Batch:
+    def take(self) -> Batch:
         """The next micro-batch, on the device: views, mixed."""
         if self._sent is None:
-            self.send(timeline)
-        with timeline.range("to_device"):
+            self.send()
+        with span("to_device"):
             batch, self._sent = self._sent, None
             assert batch is not None, "no more is taken than the loader gives"
             self._receive(batch)
             return render(batch, self._views)
 
-    def send(self, timeline: Timeline) -> None:
+    def send(self) -> None:
         """Start to send the next micro-batch, if there is one more; call it when the device has enough to do."""
-        with timeline.range("data"):
+        with span("data"):
             batch = next(self._batches, None)
         if batch is not None:
-            with timeline.range("to_device"), self._on_stream():
+            with span("to_device"), self._on_stream():
                 self._sent = _decoded(_moved(batch, self._move), self._device)
 
     def _move(self, tensor: Tensor) -> Tensor:
@@ -89,14 +89,14 @@ class AheadFeed(Feed):
         super().__init__(batches, views, device)
         self._ahead = device.send_ahead(_parted(render(batch, views)) for batch in batches)
 
-    def take(self, timeline: Timeline) -> Batch:
+    def take(self) -> Batch:
         """The next micro-batch, on the device."""
-        with timeline.range("data"):
+        with span("data"):
             tensors, held = next(self._ahead)
         sent = iter(tensors)
         return _moved(held.batch, lambda _: next(sent))
 
-    def send(self, timeline: Timeline) -> None:
+    def send(self) -> None:
         """Threads do that."""
 
     def close(self) -> None:

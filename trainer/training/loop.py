@@ -34,7 +34,7 @@ from trainer.data.randomness import random_bits
 from trainer.data.views.mixing import mixes
 from trainer.errors import SettingsError, TrainingError
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.timeline import Timeline
+from trainer.profiling.timeline import span
 from trainer.profiling.watch import Watch
 from trainer.tracking import Tracker
 from trainer.training.attempts import Attempts
@@ -78,7 +78,7 @@ class Objective(Protocol):
     left_out: Collection[str]
     """Names of those weights that are not trained on purpose."""
 
-    def __call__(self, model: nn.Module, batch: Batch, timeline: Timeline) -> Losses:
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Losses of a batch that is on the device; `model` is `self.model`, perhaps wrapped for several processes."""
         ...
 
@@ -197,7 +197,7 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     tracker.go_on(training.checkpoints.uri)
     training.checkpoints.beforehand = tracker.keep
     with attempts, recorder, report.progress, watch, training.checkpoints, Preemption(processes) as preemption:
-        boundary = _boundary(training, loop, report, timeline, preemption)
+        boundary = _boundary(training, loop, report, preemption)
         boundary.catch_up(first_step - 1, loop.pending)
         with closing(loop.steps(first_step, recorder)) as steps:
             for step, feed in steps:
@@ -213,7 +213,7 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     return loop.result
 
 
-def _boundary(training: Training, loop: Loop, report: Report, timeline: Timeline, preemption: Preemption) -> Boundary:
+def _boundary(training: Training, loop: Loop, report: Report, preemption: Preemption) -> Boundary:
     settings, samples = training.settings, len(training.samples)
     return Boundary(
         training.name,
@@ -223,7 +223,6 @@ def _boundary(training: Training, loop: Loop, report: Report, timeline: Timeline
         checkpoints=checkpoint_steps(settings, samples),
         kept=training.checkpoints,
         report=report,
-        timeline=timeline,
         preemption=preemption,
     )
 
@@ -352,27 +351,27 @@ class Loop:
 
     def step(self, step: int, feed: Feed, recorder: Recorder) -> Losses:
         """One optimiser step; gives this process's losses, left on the device: their mean over the processes is that over the images."""
-        settings, processes, timeline = self._settings, self._processes, recorder.timeline
+        settings, processes = self._settings, self._processes
         processes.device.seed(int(random_bits(_NOISE, self._training.seed, step, processes.rank)) >> 1)
         set_learning_rate(self._optimizer, self._training.learning_rate(step), processes.device)
         means: Losses = {}
         for micro in range(settings.accumulation):
-            batch = feed.take(timeline)
+            batch = feed.take()
             # So that the sum is the mean over the step's images however they are dealt; `accumulation` where evenly.
             parts = settings.batch_size / (len(batch.labels) * processes.world_size)
             with self._synchronised(last=micro == settings.accumulation - 1):
                 with processes.device.autocast(settings.precision):
-                    losses = self._training.objective(self._wrapped, batch, timeline)
-                with timeline.range("backward"):
+                    losses = self._training.objective(self._wrapped, batch)
+                with span("backward"):
                     (losses["loss"] / parts).backward()
             for name, loss in losses.items():
                 means[name] = means.get(name, 0) + loss.detach() / parts
             if micro < settings.accumulation - 1:
                 processes.device.dispatch()
-            feed.send(timeline)
-        with recorder.looks.around_update(step, partial(self._show, batch)), timeline.range("optimizer"):
+            feed.send()
+        with recorder.looks.around_update(step, partial(self._show, batch)), span("optimizer"):
             self._update(step)
-        with timeline.range("dispatch") if processes.device.traces else nullcontext():
+        with span("dispatch") if processes.device.traces else nullcontext():
             processes.device.dispatch()
         return means
 

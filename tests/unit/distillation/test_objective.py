@@ -43,9 +43,9 @@ def frozen(model, *, features=False):
 
 
 @pytest.fixture
-def losses(timeline):
+def losses():
     def compute(objective, batch=BATCH):
-        return objective(objective.model, batch, timeline)
+        return objective(objective.model, batch)
 
     return compute
 

@@ -40,19 +40,19 @@ def record_training(
     with recorder:
         for step in range(steps):
             with timeline.step(step, images=images):
-                with timeline.range("data"):
+                with timeline.span("data"):
                     batch = torch.rand(32, 64)
-                with timeline.range("forward"):
-                    with timeline.range(named_range):
+                with timeline.span("forward"):
+                    with timeline.span(named_range):
                         output = model(batch)
                     loss = output.square().mean()
-                with timeline.range("backward"):
+                with timeline.span("backward"):
                     loss.backward()
-                with timeline.range("optimizer"):
+                with timeline.span("optimizer"):
                     optimizer.step()
             recorder.metrics(step, {"loss": loss.item(), "learning_rate": 1e-3})
             if step % 4 == 3:
-                with timeline.range("evaluate"):
+                with timeline.span("evaluate"):
                     model(batch)
                 recorder.metrics(step, {"val_top1": 0.5})
     return recorder

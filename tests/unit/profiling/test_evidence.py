@@ -193,7 +193,7 @@ def test_what_is_recorded_so_far_can_be_read_while_it_records() -> None:
     recorder = Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1)
     with recorder:
         for step in range(3):
-            with recorder.timeline.step(step, images=4), recorder.timeline.range("forward"):
+            with recorder.timeline.step(step, images=4), recorder.timeline.span("forward"):
                 torch.ones(64, 64) @ torch.ones(64, 64)
             recorder.metrics(step, {"loss": 1.0 / (step + 1)})
         recorder.cost("rules", 0.25)
@@ -225,7 +225,7 @@ def test_processor_time_of_a_step_is_told_apart_from_waiting(tmp_path: Path) -> 
     )
     with recorder:
         for step in range(2):
-            with recorder.timeline.step(step), recorder.timeline.range("data"):
+            with recorder.timeline.step(step), recorder.timeline.span("data"):
                 if step:
                     time.sleep(0.1)
                 else:

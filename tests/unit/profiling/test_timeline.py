@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,8 @@ from trainer.profiling.timeline import (
     PROFILER,
     HostClock,
     Timeline,
+    recording_to,
+    span,
 )
 
 SECOND = 1_000_000_000
@@ -77,7 +80,7 @@ def timeline(time: Time) -> Timeline:
 
 
 def spend(timeline: Timeline, time: Time, name: str, seconds: float) -> None:
-    with timeline.range(name):
+    with timeline.span(name):
         time.pass_(seconds)
 
 
@@ -106,9 +109,9 @@ def test_phases_and_the_rest_sum_to_the_step(timeline: Timeline, time: Time) -> 
 
 
 def test_nested_ranges_are_counted_once(timeline: Timeline, time: Time) -> None:
-    with timeline.step(0), timeline.range("forward"):
+    with timeline.step(0), timeline.span("forward"):
         time.pass_(1)
-        with timeline.range("attention"):
+        with timeline.span("attention"):
             time.pass_(2)
             spend(timeline, time, "softmax", 4)
         spend(timeline, time, "teacher_forward", 8)
@@ -121,8 +124,32 @@ def test_nested_ranges_are_counted_once(timeline: Timeline, time: Time) -> None:
     assert step["seconds"] == pytest.approx(31)
 
 
+def test_a_span_belongs_to_the_timeline_of_its_context(timeline: Timeline, time: Time) -> None:
+    other = Timeline(HostClock(time), nanoseconds=time)
+    other.start()
+    with recording_to(other):
+        with recording_to(timeline), timeline.step(0), span("forward"):
+            time.pass_(1)
+        with other.step(0), span("forward"):
+            time.pass_(2)
+    with span("forward"):  # nothing records here, and a span may still stand there
+        time.pass_(4)
+    assert (row(timeline)["forward"], row(other)["forward"]) == (1, 2)
+    assert "forward" not in timeline.outside | other.outside
+
+
+def test_what_another_thread_does_is_no_part_of_the_training(timeline: Timeline, time: Time) -> None:
+    def work() -> None:
+        with span("data"):
+            time.pass_(1)
+
+    with recording_to(timeline), timeline.step(0), ThreadPoolExecutor() as threads:
+        threads.submit(work).result()
+    assert (row(timeline)["data"], row(timeline)[OTHER]) == (0, 1)
+
+
 def test_a_range_of_the_same_name_nests_in_itself(timeline: Timeline, time: Time) -> None:
-    with timeline.step(0), timeline.range("block"):
+    with timeline.step(0), timeline.span("block"):
         time.pass_(1)
         spend(timeline, time, "block", 2)
     step = row(timeline)
@@ -134,7 +161,7 @@ def test_time_between_steps_is_not_lost(timeline: Timeline, time: Time) -> None:
         with timeline.step(number):
             time.pass_(1)
         time.pass_(0.5)
-        with timeline.range("evaluate"):
+        with timeline.span("evaluate"):
             time.pass_(1)
             spend(timeline, time, "forward", 3)
     timeline.finish()
@@ -183,7 +210,7 @@ def test_ranges_without_any_step_are_taken_in_as_they_end(timeline: Timeline, ti
 
 
 def test_more_names_than_are_kept_count_for_the_range_around_them(timeline: Timeline, time: Time) -> None:
-    with timeline.step(0), timeline.range("forward"):
+    with timeline.step(0), timeline.span("forward"):
         for number in range(3 * MOST_RANGES):
             spend(timeline, time, f"layer{number}", 1)
     step = row(timeline)
@@ -197,7 +224,7 @@ def test_a_step_that_fails_is_no_step(timeline: Timeline, time: Time) -> None:
         time.pass_(3)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), timeline.step(0), timeline.range("forward"):
+    with pytest.raises(ZeroDivisionError), timeline.step(0), timeline.span("forward"):
         explode()
     with timeline.step(1):
         spend(timeline, time, "forward", 1)
@@ -282,7 +309,7 @@ def test_steps_in_the_window_are_marked_and_its_cost_is_kept_out(time: Time) -> 
 @pytest.mark.parametrize("name", ["", "a/b", OTHER, BETWEEN, INTERRUPTED])
 def test_reserved_names_are_refused(timeline: Timeline, name: str) -> None:
     with pytest.raises(ValueError, match=r"range '.*': must be a name without a slash"):
-        timeline.range(name)
+        timeline.span(name)
 
 
 def test_a_step_inside_of_a_step_is_refused(timeline: Timeline) -> None:
@@ -318,7 +345,7 @@ def test_a_counter_is_asked_around_each_step() -> None:
     for step in (7, 8):
         with timeline.step(step):
             pass
-        with timeline.range("evaluate"):
+        with timeline.span("evaluate"):
             pass
     timeline.finish()
     assert counter.asked == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]

@@ -28,9 +28,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     with recorder:
         for step in range(10):
             with recorder.timeline.step(step, images=16):
-                with recorder.timeline.range("forward"):
+                with recorder.timeline.span("forward"):
                     loss = layer(torch.rand(16, 32)).square().mean()
-                with recorder.timeline.range("backward"):
+                with recorder.timeline.span("backward"):
                     loss.backward()
     with artifacts.create(paths["pretrain_evidence"], "evidence", settings={}):
         pass

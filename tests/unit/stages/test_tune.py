@@ -316,10 +316,10 @@ def test_a_candidate_that_runs_out_of_memory_is_a_limit_and_not_a_failure(tuned,
         objective = made_objective(*arguments)
         ask = objective._ask
 
-        def fails(batch, timeline):
+        def fails(batch):
             if len(batch.images) > 4:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return ask(batch, timeline)
+            return ask(batch)
 
         objective._ask = fails
         return objective

@@ -55,9 +55,9 @@ def test_what_comes_out_is_what_went_in_one_ahead(device, timeline):
     feed = Feed(stream(), Size(), device)
     with timeline.step(0):
         for number in range(3):
-            taken = feed.take(timeline)
+            taken = feed.take()
             assert drawn == list(range(number + 1))
-            feed.send(timeline)
+            feed.send()
             assert drawn == list(range(min(number + 2, 3)))
             assert torch.equal(taken.images, batch(number).images)
             assert torch.equal(taken.recorded.logits, torch.ones(4, 2))
@@ -92,12 +92,12 @@ def test_views_are_made_and_mixed_where_the_loader_left_them():
     assert isinstance(both.mixing, Mixing)
 
 
-def test_a_loader_that_fails_is_heard(device, timeline):
+def test_a_loader_that_fails_is_heard(device):
     def stream():
         yield batch()
         raise ValueError("a damaged image")
 
     feed = Feed(stream(), Size(), device)
-    feed.take(timeline)
+    feed.take()
     with pytest.raises(ValueError, match="a damaged image"):
-        feed.send(timeline)
+        feed.send()

@@ -51,9 +51,9 @@ def train(loading, timeline, steps, seconds_a_step=0.0):
     stream, loaded = iter(loading), []
     for step in range(steps):
         with timeline.step(step):
-            with timeline.range("data"):
+            with timeline.span("data"):
                 loaded.append(int(next(stream)))
-            with timeline.range("forward"):
+            with timeline.span("forward"):
                 time.sleep(seconds_a_step)
     assert next(stream, None) is None
     return loaded

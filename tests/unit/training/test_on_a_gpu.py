@@ -127,7 +127,7 @@ def test_a_training_is_deterministic_where_the_run_is(digits, teacher, tmp_path,
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
-def test_files_are_decoded_on_the_stream_that_sends(monkeypatch, timeline, gpu):
+def test_files_are_decoded_on_the_stream_that_sends(monkeypatch, gpu):
     streams = []
 
     def decode(files, lengths, device):
@@ -143,8 +143,8 @@ def test_files_are_decoded_on_the_stream_that_sends(monkeypatch, timeline, gpu):
     monkeypatch.setattr(feeding, "decode_jpegs", decode)
     feed = feeding.Feed(batches(), None, DEVICE)
     for _ in range(2):
-        taken = feed.take(timeline)
-        feed.send(timeline)
+        taken = feed.take()
+        feed.send()
         assert taken.lengths is None
         assert (taken.images.float() / 255).sum().device == DEVICE.torch_device  # the computation may use them
     assert len(streams) == 2
