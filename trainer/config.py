@@ -204,7 +204,7 @@ class TrainingSettings(Section):
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay of the exponential moving average of the weights, which is then what is kept; 0 turns it off."""
     precision: Precision = "auto"
-    """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it."""
+    """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32."""
     compile: Compile = "auto"
     """torch.compile; auto compiles on GPUs only."""
     gradient_compression: Literal["none", "bf16"] = "none"
@@ -375,7 +375,7 @@ class ReinforceSettings(LoadingSettings):
     batch_size: Positive = 256
     """Most images that are loaded, and passed through the teacher, at once; a CPU in fp32 takes them eight at a time."""
     precision: Precision = "auto"
-    """`bf16` or `fp32`; auto takes bf16 on GPUs that have it."""
+    """`bf16` or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32."""
     compile: Compile = "auto"
     """torch.compile; auto compiles on GPUs only."""
 

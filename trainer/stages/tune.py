@@ -218,6 +218,7 @@ class Subject:
             largest_batch_why=tightest,
             device=device.kind,
             has_bf16=device.has_bf16,
+            supports_bf16=device.uses_bf16("bf16"),
             world_size=processes.world_size,
             nodes=max(1, processes.world_size // processes.local_world_size),
             most_workers=max(1, usable_cores() // processes.local_world_size),

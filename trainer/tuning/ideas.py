@@ -26,6 +26,8 @@ class Workload:
     """`cpu`, `cuda` or `xla`."""
     has_bf16: bool
     """Whether `precision=auto` is bf16 here."""
+    supports_bf16: bool = True
+    """Whether `precision=bf16` is bf16 here."""
     world_size: int
     nodes: int
     most_workers: int
@@ -41,7 +43,9 @@ class Workload:
 
     def uses_bf16(self, candidate: Candidate) -> bool:
         """Whether a candidate computes in bf16."""
-        return candidate.precision == "bf16" or (candidate.precision == "auto" and self.has_bf16)
+        return self.supports_bf16 and (
+            candidate.precision == "bf16" or (candidate.precision == "auto" and self.has_bf16)
+        )
 
     def compiles(self, candidate: Candidate) -> bool:
         """Whether a candidate is compiled."""
@@ -212,7 +216,9 @@ def _without_recording(best: Trial, job: Workload) -> Ideas:
 
 
 def _precision(best: Trial, job: Workload, _past: Past) -> Ideas:
-    if job.uses_bf16(best.candidate):
+    if not job.supports_bf16:
+        yield LeftOut(field="bf16", why="this processor has no bf16 instructions")
+    elif job.uses_bf16(best.candidate):
         yield _changed(
             "precision",
             best,

@@ -13,6 +13,7 @@ from trainer.distillation import teacher as module
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ModelError
 from trainer.models import Classifier
+from trainer.training import devices
 from trainer.training.devices import choose_device
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 3, "num_heads": 3}
@@ -21,6 +22,7 @@ TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 3, "num_heads
 @pytest.fixture
 def device(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    monkeypatch.setattr(devices, "has_bf16_instructions", lambda: True)
     return choose_device()
 
 

@@ -14,6 +14,7 @@ from trainer.config import DistillSettings, ReinforceSettings
 from trainer.errors import ArtifactError, SettingsError, TrainingError
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import distill, reinforce
+from trainer.training import devices
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.loop import Loop
 
@@ -167,6 +168,17 @@ def test_an_interrupted_distillation_goes_on_with_other_workers_but_not_with_ano
         "give the old ones to go on with it, remove that folder to begin anew, or choose another output"
     )
     assert len(distilled("interrupted", checkpoint_every=5, log_every=1, workers=1).curves()["loss"]) == 4
+
+
+def test_bf16_is_fp32_with_a_warning_where_the_processor_has_no_instructions(distilled, monkeypatch, caplog):
+    monkeypatch.setattr(devices, "has_bf16_instructions", lambda: False)
+    fp32 = distilled("fp32", precision="fp32")
+    assert "bf16" not in caplog.text
+    bf16 = distilled("bf16", precision="bf16")
+    (warning,) = [text for text in caplog.messages if "bf16" in text]
+    assert warning.startswith("distill  precision=bf16 is not used: this processor has no bf16 instructions")
+    first, second = (models.load(run.student).state_dict() for run in (fp32, bf16))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_batch_larger_than_the_data_is_clamped_and_is_the_same_training(distilled, monkeypatch, caplog):

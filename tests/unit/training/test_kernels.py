@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer import models
 from trainer.config import ModelSettings
-from trainer.training import kernels
+from trainer.training import devices, kernels
 from trainer.training.averages import AveragedModel
 from trainer.training.devices import choose_device
 from trainer.training.kernels import ConvolvedLinear, use_fast_kernels
@@ -26,9 +26,10 @@ def on_cpu(monkeypatch):
 @pytest.fixture
 def processor(monkeypatch):
     """Says which processor this is."""
+    monkeypatch.setattr(devices, "has_bf16_instructions", devices.has_bf16_instructions.__wrapped__)  # not cached
 
     def says(**capabilities):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", **capabilities})
 
     return says
 
@@ -126,7 +127,8 @@ def test_the_processor_and_the_precision_decide(on_cpu, processor):
     assert after("fp32", cpu_name="AMD EPYC", avx512_bf16=True) == ({ConvolvedLinear}, True)
     assert after("auto", cpu_name="AMD EPYC", avx512_bf16=True) == ({ConvolvedLinear}, True)
     assert after("bf16", cpu_name="AMD EPYC", avx512_bf16=True) == ({nn.Linear}, False)
-    assert after("bf16", cpu_name="AMD EPYC", avx512_bf16=False) == ({nn.Linear}, True)
+    assert after("bf16", cpu_name="Intel Xeon", amx_bf16=True) == ({nn.Linear}, True)
+    assert after("bf16", cpu_name="AMD EPYC", avx512_bf16=False) == ({ConvolvedLinear}, True)
     assert after("fp32", cpu_name="Intel Xeon") == ({nn.Linear}, True)
     assert after("fp32") == ({nn.Linear}, True)
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.stand_ins.gpu import DEVICE
 from trainer.errors import SettingsError, TrainingError
+from trainer.training import devices
 from trainer.training.devices import choose_device
 from trainer.training.processes import Processes, join_processes, prove_one_group
 
@@ -128,9 +129,12 @@ def test_a_seed_is_that_of_torch(monkeypatch):
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_autocast_follows_the_precision(monkeypatch):
+@pytest.mark.parametrize("instructions", [False, True])
+def test_autocast_follows_the_precision_and_the_processor(monkeypatch, instructions):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    monkeypatch.setattr(devices, "has_bf16_instructions", lambda: instructions)
     matrix = torch.ones(2, 2)
-    for precision, kind in (("fp32", torch.float32), ("auto", torch.float32), ("bf16", torch.bfloat16)):
+    asked = torch.bfloat16 if instructions else torch.float32
+    for precision, kind in (("fp32", torch.float32), ("auto", torch.float32), ("bf16", asked)):
         with choose_device().autocast(precision):
             assert (matrix @ matrix).dtype == kind

@@ -56,6 +56,8 @@ def test_what_only_gpus_or_several_nodes_have_is_tried_there_alone():
     assert {("compile", "on"), ("gradient_compression", "bf16")} <= set(there) - set(here)
     assert "gradient_compression" in left_out(trial(), dataclasses.replace(GPUS, nodes=1))
     assert "bf16" in left_out(trial(), dataclasses.replace(GPUS, has_bf16=False))
+    assert ("precision", "bf16") in had(trial(), JOB)
+    assert "bf16" in left_out(trial(), dataclasses.replace(JOB, supports_bf16=False))
 
 
 def test_zero_is_tried_where_memory_was_the_limit():
