@@ -11,9 +11,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from trainer import artifacts, stages, storage
+from trainer import artifacts, storage
 from trainer.config import DEVICE_VARIABLE
 from trainer.errors import LaunchError, SettingsError
+from trainer.graph import STAGES, Kind
 from trainer.launch import JobSpec, LocalLauncher, processes_here
 
 ARTIFACTS = "TRAINER_ARTIFACTS"
@@ -139,7 +140,7 @@ def _launch_on_a_pool(training: TrainingTask) -> None:
     from components.launch import identity, pools
     from components.launch.launcher import ClusterLauncher
 
-    stage, place = stages.STAGES[training.stage], training.place
+    stage, place = STAGES[training.stage], training.place
     pool, task = pools.get(place.pool), identity.from_environment(stage.name)
     written = {name: _output_uri(uri, task.run, stage.name, name) for name, uri in training.outputs.items()}
     spec = JobSpec(
@@ -156,7 +157,7 @@ def _launch_on_a_pool(training: TrainingTask) -> None:
             artifacts.copy(written[name], uri, stage.outputs[name])
 
 
-def _shared(uri: str, kind: artifacts.Kind) -> str:
+def _shared(uri: str, kind: Kind) -> str:
     """Where a job reads an input; one that lies on this machine is copied there first, once for each content."""
     if storage.is_remote(uri):
         return uri

@@ -14,7 +14,7 @@ from trainer import artifacts
 from trainer.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from trainer.artifacts import Kind
+    from trainer.graph import Kind
 
 _PATTERN = re.compile(r"(?P<uri>.+)#(?P<kind>[a-z_]+)=(?P<fingerprint>[0-9a-f]{64})")
 

@@ -15,6 +15,7 @@ from trainer.artifacts import canonical_json
 from trainer.data import sources
 from trainer.environment import variables
 from trainer.errors import SettingsError, TrackingError
+from trainer.graph import STAGES
 
 KUBEFLOW_UI = "KF_PIPELINES_UI_ENDPOINT"
 """Environment variable: the address of Kubeflow's UI, for links."""
@@ -104,7 +105,7 @@ def configure(
         tracking.check()
         tags = {"trainer.source_version": source_version, **_link(run_name)}
         tracking.start_parent(resolved, tags, name=run_name if _on_cluster() else "")
-    own = {stage: canonical_json(settings.for_stage(stage)) for stage in config.SECTION_OF_STAGE}
+    own = {stage: canonical_json(settings.for_stage(stage)) for stage in STAGES}
     return Sections(
         **own,
         source_version=f"{source_version} {generation}".rstrip(),  # the first task that is cached reads it

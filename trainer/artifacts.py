@@ -23,42 +23,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from trainer import limits, storage
 from trainer.config import CHECKPOINTS_VARIABLE
 from trainer.costs import Machines, place_here
 from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
+from trainer.graph import SCHEMA_VERSIONS, Kind
 from trainer.storage import FileRecord, cache
 
 logger = logging.getLogger(__name__)
-
-Kind = Literal[
-    "dataset",
-    "warm_up",
-    "model",
-    "teacher_outputs",
-    "tuning",
-    "evidence",
-    "report",
-    "evaluation",
-    "registration",
-    "checkpoint",
-]
-
-SCHEMA_VERSIONS: Mapping[Kind, int] = {
-    "dataset": 1,
-    "warm_up": 1,
-    "model": 1,
-    "teacher_outputs": 2,
-    "tuning": 1,
-    "evidence": 3,
-    "report": 2,
-    "evaluation": 1,
-    "registration": 1,
-    "checkpoint": 2,
-}
-"""The version of each kind's content; a reader refuses any other."""
 
 MANIFEST = "manifest.json"
 _WITHOUT_CACHE = "on a cluster, where KFP's cache takes that stage for done, start a run without the cache: make deploy-pipeline FRESH=1"

@@ -306,7 +306,7 @@ def _stage(options: argparse.Namespace) -> None:
     inputs = {name: value for name, value in given.items() if value is not None}
     outputs = {name: getattr(options, name) for name in stage.outputs}
     if stage.launched and not options.worker:
-        config.validate(stage.settings, json.loads(section), prefix=config.SECTION_OF_STAGE[stage.name])
+        config.validate_section(stage.section, json.loads(section))
         spec = launch.JobSpec(
             stage=stage.name,
             settings=json.loads(section),
@@ -319,9 +319,7 @@ def _stage(options: argparse.Namespace) -> None:
         else:
             launch.LocalLauncher().run(spec)
         return
-    further = (
-        {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.name == "register" else {}
-    )
+    further = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.takes_recipe else {}
     stages.call(stage.name, section, {**inputs, **outputs}, **further)
 
 

@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from trainer import limits, storage
 from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
+from trainer.graph import STAGES
 from trainer.sections import Fraction, NonNegative, NonNegativeFloat, Positive, Section
 from trainer.thresholds import RuleSettings
 
@@ -651,26 +652,12 @@ class Settings(Section):
         """The JSON object that a stage gets: its own section, and nothing that it does not read.
 
         Raises:
-            KeyError: the stage has no section.
+            KeyError: there is no such stage.
         """
-        section = getattr(self, SECTION_OF_STAGE[stage])
-        unread = LOADING if stage == "prepare" else set()
-        dumped: dict[str, Any] = section.model_dump(mode="json", exclude=unread)
+        name = STAGES[stage].section
+        unread = LOADING if name == "data" else set()
+        dumped: dict[str, Any] = getattr(self, name).model_dump(mode="json", exclude=unread)
         return dumped
-
-
-SECTION_OF_STAGE: Mapping[str, str] = {
-    "prepare": "data",
-    "warm_up": "warm_up",
-    "pretrain": "pretrain",
-    "reinforce": "reinforce",
-    "tune": "tune",
-    "distill": "distill",
-    "profile": "profile",
-    "evaluate": "evaluate",
-    "register": "register",
-}
-"""Stage -> the section of `Settings` that it reads."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -870,6 +857,16 @@ def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: st
         messages = [_explain(section, alternatives, prefix) for alternatives in wrong[:_MOST_EXPLAINED]]
         more = [f"and {len(wrong) - _MOST_EXPLAINED} more"] if len(wrong) > _MOST_EXPLAINED else []
         raise SettingsError("\n".join(messages + more)) from error
+
+
+def validate_section(name: str, values: Mapping[str, Any]) -> Section:
+    """Check the values of a section of `Settings`.
+
+    Raises:
+        SettingsError: as `validate`.
+    """
+    section: type[Section] = type(Settings.model_fields[name].get_default())
+    return validate(section, values, prefix=name)
 
 
 _MOST_EXPLAINED = 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 from trainer import artifacts, config, launch, preflight, stages, storage, tracking
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
+from trainer.graph import STAGES, Stage
 from trainer.summary import SUMMARY
 from trainer.tuning.schema import read_tuning
 
@@ -25,37 +27,6 @@ RUNS = Path("runs")
 LATEST = "latest"
 IDENTITY = ".run-id"
 """Name of the file in a run's directory by which MLflow's runs of it are known."""
-
-PLAN: Mapping[str, Mapping[str, str]] = {
-    "prepare": {"dataset": "dataset"},
-    "warm_up": {"dataset": "dataset", "warmed": "warm-up"},
-    "pretrain": {"dataset": "dataset", "teacher": "teacher", "evidence": "pretrain-evidence"},
-    "tune": {"dataset": "dataset", "teacher": "teacher", "tuning": "tuning"},
-    "reinforce": {"dataset": "dataset", "teacher": "teacher", "teacher_outputs": "teacher-outputs"},
-    "distill": {
-        "dataset": "dataset",
-        "teacher": "teacher",
-        "teacher_outputs": "teacher-outputs",
-        "student": "student",
-        "evidence": "distill-evidence",
-    },
-    "profile": {"pretrain_evidence": "pretrain-evidence", "distill_evidence": "distill-evidence", "report": "report"},
-    "evaluate": {"dataset": "dataset", "teacher": "teacher", "student": "student", "evaluation": "evaluation"},
-    "register": {
-        "dataset": "dataset",
-        "teacher": "teacher",
-        "student": "student",
-        "pretrain_evidence": "pretrain-evidence",
-        "distill_evidence": "distill-evidence",
-        "report": "report",
-        "evaluation": "evaluation",
-        "teacher_outputs": "teacher-outputs",
-        "tuning": "tuning",
-        "warmed": "warm-up",
-        "registration": "registration",
-    },
-}
-"""Stage -> keyword of each input and output -> its directory below the run's."""
 
 
 def new_directory(recipe: str, output: str | None) -> Path:
@@ -102,12 +73,13 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     tracking.check()
     tracking.start_parent(resolved, {"recipe": recipe})
     with _closed_if_it_fails():
-        for name in PLAN:
-            if (places := _places(name, settings)) is None:
+        for stage in STAGES.values():
+            if not stage.is_needed(settings):
                 continue
-            directories = {keyword: str(directory / place) for keyword, place in places.items()}
-            _run_stage(name, settings, directories, processes=processes, recipe=recipe, resolved=resolved)
-            if name == "tune":
+            directories = {keyword: str(directory / folder) for keyword, folder in folders(stage, settings).items()}
+            further = {"recipe": recipe, "resolved": resolved} if stage.takes_recipe else {}
+            _run_stage(stage, settings.for_stage(stage.name), directories, processes=processes, further=further)
+            if stage.name == "tune":
                 settings = _tuned(settings, directories["tuning"])
     summary = (directory / "registration" / SUMMARY).read_bytes()
     storage.write_bytes(directory / SUMMARY, summary)
@@ -115,21 +87,12 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     return content
 
 
-def _places(stage: str, settings: config.Settings) -> Mapping[str, str] | None:
-    """What `PLAN` says of a stage, as far as these settings need it; none where they do not need the stage.
-
-    Nothing is recorded where the teacher runs in every step of the distillation, and nothing is tuned where nobody asks for it.
-    """
-    needed = {
-        "warm_up": settings.warm_up.enabled,
-        "reinforce": settings.distill.reads_recording,
-        "tune": settings.tune.enabled,
-    }
-    if not needed.get(stage, True):
-        return None
-    makers = {"teacher_outputs": "reinforce", "tuning": "tune", "warmed": "warm_up"}
-    left_out = {keyword: not needed[maker] for keyword, maker in makers.items()}
-    return {keyword: place for keyword, place in PLAN[stage].items() if not left_out.get(keyword)}
+def folders(stage: Stage, settings: config.Settings) -> dict[str, str]:
+    """Keyword of each input that a run has made when the stage's turn comes, and of each output -> its folder below the run's."""
+    before = itertools.takewhile(lambda one: one.name != stage.name, STAGES.values())
+    made = [spec for one in before if one.is_needed(settings) for spec in one.makes.values()]
+    inputs = {spec.name: spec.folder for spec in (*stage.reads, *stage.reads_if_made) if spec in made}
+    return inputs | {keyword: spec.folder for keyword, spec in stage.makes.items()}
 
 
 def _tuned(settings: config.Settings, tuning: str) -> config.Settings:
@@ -168,31 +131,28 @@ def _identity(directory: Path) -> str:
 
 
 def _run_stage(
-    name: str,
-    settings: config.Settings,
+    stage: Stage,
+    section: Mapping[str, Any],
     directories: Mapping[str, str],
     *,
     processes: int,
-    recipe: str,
-    resolved: Mapping[str, Any],
+    further: Mapping[str, object],
 ) -> None:
-    stage, section = stages.STAGES[name], settings.for_stage(name)
-    if name != "register" and _is_complete(stage, section, directories):
-        logger.info("%s  kept from an earlier run in the same output", name)
+    if stage.kept and _is_complete(stage, section, directories):
+        logger.info("%s  kept from an earlier run in the same output", stage.name)
         return
-    logger.info("%s  starts", name)
+    logger.info("%s  starts", stage.name)
     start = time.monotonic()
     if stage.launched:
         inputs = {keyword: directories[keyword] for keyword in stage.all_inputs if keyword in directories}
         outputs = {keyword: directories[keyword] for keyword in stage.outputs}
-        launch.run_stage(name, json.dumps(section), inputs=inputs, outputs=outputs, processes_per_node=processes)
+        launch.run_stage(stage.name, json.dumps(section), inputs=inputs, outputs=outputs, processes_per_node=processes)
     else:
-        further = {"recipe": recipe, "resolved": resolved} if name == "register" else {}
-        stages.call(name, json.dumps(section), directories, **further)
-    logger.info("%s  done in %.1f s", name, time.monotonic() - start)
+        stages.call(stage.name, json.dumps(section), directories, **further)
+    logger.info("%s  done in %.1f s", stage.name, time.monotonic() - start)
 
 
-def _is_complete(stage: stages.Stage, section: Mapping[str, Any], directories: Mapping[str, str]) -> bool:
+def _is_complete(stage: Stage, section: Mapping[str, Any], directories: Mapping[str, str]) -> bool:
     """Whether all outputs are there, whole, made with these settings from these inputs, by a training on this kind of device.
 
     Raises:
@@ -201,8 +161,8 @@ def _is_complete(stage: stages.Stage, section: Mapping[str, Any], directories: M
     """
     from trainer.training import devices  # here, because it brings in torch
 
-    if stage.name == "prepare" or not all(artifacts.exists(directories[keyword]) for keyword in stage.outputs):
-        return False  # the images may have changed, and only preparing them again can tell
+    if not all(artifacts.exists(directories[keyword]) for keyword in stage.outputs):
+        return False
     inputs = {
         artifacts.read(directories[keyword], kind).fingerprint
         for keyword, kind in stage.all_inputs.items()

@@ -14,6 +14,7 @@ from components.launching import Placement
 from tests.distillations import blank_teacher
 from trainer import artifacts, config, tracking
 from trainer.errors import DataError, SettingsError, TrackingError
+from trainer.graph import STAGES
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +31,9 @@ def configured(*parameters, place=HERE, **named):
 
 def test_each_stage_gets_its_own_section_only():
     made = configured("digits")._asdict()
-    for stage, name in config.SECTION_OF_STAGE.items():
-        own = json.loads(made[stage])
-        whole = config.resolve("digits").model_dump(mode="json")[name]
+    for name, stage in STAGES.items():
+        own = json.loads(made[name])
+        whole = config.resolve("digits").model_dump(mode="json")[stage.section]
         assert own.items() <= whole.items()
         assert not set(own) & (
             set(config.Settings.model_fields) - {"profile", "evaluate", "pretrain", "distill", "reinforce"}

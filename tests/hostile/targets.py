@@ -31,6 +31,7 @@ from trainer.distillation import recording, shards
 from trainer.distillation.recording import open_recording
 from trainer.environment import variables
 from trainer.errors import TrainerError
+from trainer.graph import Kind
 from trainer.served_student.preprocessing import BadImageError, decode
 
 MAX_PIXELS = 1_000_000
@@ -206,7 +207,7 @@ def _read_uri(content: bytes, folder: Path) -> None:
 # Artifacts
 
 
-def sign(folder: Path, kind: artifacts.Kind) -> None:
+def sign(folder: Path, kind: Kind) -> None:
     """Write the manifest that fits what is in a folder, as one could who wants it to be believed."""
     with artifacts.create(folder, kind, settings={}):
         pass
@@ -240,9 +241,7 @@ def _read_signed_manifest(content: bytes, folder: Path) -> None:
     _read_manifest(content, folder)
 
 
-def _one_file(
-    kind: artifacts.Kind, file: str, make: Callable[[Path], object], open_: Callable[[Path], object]
-) -> Target:
+def _one_file(kind: Kind, file: str, make: Callable[[Path], object], open_: Callable[[Path], object]) -> Target:
     """A target that is one file of an artifact, whose other files are right and whose manifest fits."""
 
     def seeds() -> Sequence[bytes]:

@@ -113,7 +113,9 @@ def test_a_run_with_recorded_outputs_keeps_them_for_another_distillation(tmp_pat
 
     def is_kept(stage, overrides):
         resolved = config.resolve("digits", [*settings, *overrides])
-        places = {keyword: str(tmp_path / "here" / place) for keyword, place in runs._places(stage, resolved).items()}
+        places = {
+            keyword: str(tmp_path / "here" / place) for keyword, place in runs.folders(STAGES[stage], resolved).items()
+        }
         return runs._is_complete(STAGES[stage], resolved.for_stage(stage), places)
 
     assert is_kept("reinforce", ["distill.temperature=3"])

@@ -15,8 +15,7 @@ from components.launching import Placement
 from components.sections import OPTIONAL_STAGES
 from pipelines import compile as compilation
 from pipelines.pods import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
-from trainer.config import SECTION_OF_STAGE
-from trainer.stages import STAGES
+from trainer.graph import STAGES
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +119,7 @@ def test_a_graph_has_the_stages_that_are_asked_for_and_every_input_comes_from_th
 
 
 def test_every_stage_gets_its_own_section_and_distill_what_tune_makes_of_it(compiled):
-    for name in SECTION_OF_STAGE:
+    for name in STAGES:
         maker = "tune" if name == "distill" else "configure"
         assert source_of(compiled, TASKS[name], "settings") == (maker, name)
     plain = next(iter(yaml.safe_load_all(compilation.compiled_text(()))))

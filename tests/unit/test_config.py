@@ -4,6 +4,7 @@ import pytest
 
 from trainer import config
 from trainer.errors import SettingsError
+from trainer.graph import STAGES
 
 
 @pytest.mark.parametrize("recipe", sorted(config.recipes()))
@@ -94,9 +95,9 @@ def test_a_stage_gets_its_own_section_only():
     assert settings.for_stage("prepare") == changed.for_stage("prepare")
     assert settings.for_stage("evaluate") == changed.for_stage("evaluate")
     assert settings.for_stage("distill") != changed.for_stage("distill")
-    for stage, section in config.SECTION_OF_STAGE.items():
-        values = json.loads(json.dumps(settings.for_stage(stage)))
-        assert config.validate(type(getattr(settings, section)), values) is not None
+    for name, stage in STAGES.items():
+        values = json.loads(json.dumps(settings.for_stage(name)))
+        assert isinstance(config.validate_section(stage.section, values), type(getattr(settings, stage.section)))
 
 
 WRONG = {

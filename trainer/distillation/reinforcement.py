@@ -42,6 +42,7 @@ from trainer.distillation.recording import RecordingDescription, Records
 from trainer.distillation.shards import Shelf, Unit
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
+from trainer.graph import SCHEMA_VERSIONS
 from trainer.training.feeding import feed_for
 from trainer.training.loading import measured_workers
 from trainer.training.processes import Processes
@@ -156,7 +157,7 @@ def unusable(records: Records) -> npt.NDArray[np.bool_]:
 
 def plan_of(description: RecordingDescription, parents: Mapping[str, str]) -> str:
     """SHA-256 of all that the records depend on, as hexadecimal text."""
-    version = artifacts.SCHEMA_VERSIONS["teacher_outputs"]
+    version = SCHEMA_VERSIONS["teacher_outputs"]
     return artifacts.digest({"version": version, "description": asdict(description), "parents": parents})
 
 

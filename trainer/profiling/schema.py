@@ -1,6 +1,6 @@
 """The evidence schema: what a training records of itself, and how it is kept.
 
-An evidence artifact (version: `artifacts.SCHEMA_VERSIONS["evidence"]`) holds one directory for each part of the training that ran: `mae`,
+An evidence artifact (version: `graph.SCHEMA_VERSIONS["evidence"]`) holds one directory for each part of the training that ran: `mae`,
 `finetune` or `distill`. It holds none where nothing was trained (given weights, zero epochs). Every rank writes its own files:
 
     NAME/rank0.json             a `RankRecord`
@@ -23,13 +23,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trainer import artifacts
 from trainer.config import EvidenceSettings
 from trainer.costs import Machines
+from trainer.graph import SCHEMA_VERSIONS
 from trainer.profiling.operators import OperatorTable
 from trainer.strict import StrictModel
 
-SCHEMA_VERSION = artifacts.SCHEMA_VERSIONS["evidence"]
+SCHEMA_VERSION = SCHEMA_VERSIONS["evidence"]
 
 STEP_COLUMNS = (
     "step",

@@ -24,10 +24,11 @@ from trainer.data.dataset import open_dataset
 from trainer.data.schema import CARD
 from trainer.distillation import recording
 from trainer.errors import ModelError, TrackingError
+from trainer.graph import STAGES
 from trainer.launch import flag
 from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
-from trainer.stages import STAGES, evaluate
+from trainer.stages import evaluate
 from trainer.summary import SUMMARY, Registered
 from trainer.tuning.schema import Tuning, read_tuning
 
@@ -43,37 +44,14 @@ _REQUIREMENTS = ("mlflow", "numpy", "pandas", "pillow", "safetensors", "timm", "
 _EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes photos of any size
 _PICTURES = "**/*.png"
 
-_MADE = {
-    "prepare": "dataset",
-    "warm_up": "warmed",
-    "pretrain": "teacher",
-    "tune": "tuning",
-    "reinforce": "teacher_outputs",
-    "distill": "student",
-    "profile": "report",
-    "evaluate": "evaluation",
-}
-"""Stage -> what it made, by which it is billed; in the order in which they run."""
-_RECORDED = {"pretrain": "pretrain_evidence", "distill": "distill_evidence"}
-"""Stage -> what its trainings recorded."""
-
 
 def run(
     settings: RegisterSettings,
     *,
-    dataset: str | Path,
-    teacher: str | Path,
-    student: str | Path,
-    pretrain_evidence: str | Path,
-    distill_evidence: str | Path,
-    report: str | Path,
-    evaluation: str | Path,
     registration: str | Path,
     recipe: str,
     resolved: Mapping[str, Any],
-    teacher_outputs: str | Path | None = None,
-    tuning: str | Path | None = None,
-    warmed: str | Path | None = None,
+    **inputs: str | Path | None,
 ) -> Artifact:
     """Register the student where MLflow is set up, and write `summary.json` in any case.
 
@@ -82,19 +60,10 @@ def run(
 
     Args:
         settings: section `register`.
-        dataset: input, a prepared data set.
-        teacher: input, a model directory.
-        student: input, a model directory.
-        pretrain_evidence: input, what the teacher's training recorded.
-        distill_evidence: input, what the student's training recorded.
-        report: input, the report on the trainings.
-        evaluation: input, the evaluation with its verdict.
         registration: output.
         recipe: name or path of the run's recipe, for the summary.
         resolved: all settings of the run, for the summary and MLflow.
-        teacher_outputs: input, the teacher's recorded outputs, where the student learned from them.
-        tuning: input, what was measured and forecast before the distillation, where somebody did.
-        warmed: input, the report on what was compiled beforehand, where something was; for the bill.
+        inputs: what the graph of stages says that this one reads; none for an optional one that the run did not make.
 
     Raises:
         ModelError: the student does not say how it wants photos.
@@ -102,49 +71,38 @@ def run(
         TrainerError: as the parts that it calls.
     """
     start = time.monotonic()
-    given: dict[str, str | Path] = {
-        "dataset": dataset,
-        "teacher": teacher,
-        "student": student,
-        "pretrain_evidence": pretrain_evidence,
-        "distill_evidence": distill_evidence,
-        "report": report,
-        "evaluation": evaluation,
-    }
-    inputs = {name: artifacts.read(given[name], kind) for name, kind in STAGES["register"].inputs.items()}
+    stage = STAGES["register"]
+    given: dict[str, str | Path] = {name: uri for name in stage.all_inputs if (uri := inputs.get(name))}
+    read = {name: artifacts.read(given[name], kind) for name, kind in stage.inputs.items()}
     if tracking.uri():
-        _check_servable(student)
-    made: dict[str, Manifest] = dict(inputs)
-    if teacher_outputs:  # of the records, which may be many gigabytes, only what they say of themselves is needed
-        given["teacher_outputs"] = teacher_outputs
-        made["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs")
-    tuned = read_tuning(tuning) if tuning else None
-    if tuning:
-        given["tuning"] = tuning
-        made["tuning"] = artifacts.manifest(tuning, "tuning")
-    if warmed:
-        given["warmed"] = warmed
-        made["warmed"] = artifacts.manifest(warmed, "warm_up")
-    stages = [_stage_bill(stage, made[name], given) for stage, name in _MADE.items() if name in made]
+        _check_servable(given["student"])
+    made: dict[str, Manifest] = dict(read)
+    for name, kind in stage.optional_inputs.items():
+        if name in given:  # the manifest is enough: the records may be many gigabytes
+            made[name] = artifacts.manifest(given[name], kind)
+    tuned = read_tuning(given["tuning"]) if "tuning" in given else None
+    stages = list(_stage_bills(made, given))
     values = settings.model_dump(mode="json")
     parents = {name: manifest.fingerprint for name, manifest in made.items()}
     with artifacts.create(registration, "registration", settings=values, parents=parents) as draft:
-        shown = _reports(inputs)
-        reports = {name: inputs[place].path / file for name, (place, file) in shown.items()}
+        shown = _reports(read)
+        reports = {name: read[place].path / file for name, (place, file) in shown.items()}
         given["registration"] = registration
-        if teacher_outputs:
+        if "teacher_outputs" in given:
             shown["reinforce"], reports["reinforce"] = ("registration", _RECORDING), draft.path / _RECORDING
-            reports["reinforce"].write_bytes(storage.read_bytes(storage.join(teacher_outputs, recording.REPORT)))
+            reports["reinforce"].write_bytes(
+                storage.read_bytes(storage.join(given["teacher_outputs"], recording.REPORT))
+            )
         with _retold(settings, given, recipe):
-            registered = _register(settings, inputs, given, reports, recipe, resolved, _bill(stages, tuned))
+            registered = _register(settings, read, given, reports, recipe, resolved, _bill(stages, tuned))
         content = summary.build(
             recipe=recipe,
             settings={**resolved, "distill": tuned.settings} if tuned else resolved,
             bill=_bill([*stages, bill_here("register", time.monotonic() - start)], tuned),
-            dataset=inputs["dataset"].figures,
-            recording=made["teacher_outputs"].figures if teacher_outputs else None,
-            profile=inputs["report"].figures,
-            evaluation=inputs["evaluation"].figures,
+            dataset=read["dataset"].figures,
+            recording=made["teacher_outputs"].figures if "teacher_outputs" in made else None,
+            profile=read["report"].figures,
+            evaluation=read["evaluation"].figures,
             registered=registered,
             reports={name: _place(given[place], file) for name, (place, file) in shown.items()},
         )
@@ -179,9 +137,13 @@ def _check_servable(student: str | Path) -> None:
         )
 
 
-def _stage_bill(stage: str, made: Manifest, given: Mapping[str, str | Path]) -> StageBill:
-    evidence = read_evidence(given[_RECORDED[stage]]) if stage in _RECORDED else None
-    return stage_bill(stage, made, evidence)
+def _stage_bills(made: Mapping[str, Manifest], given: Mapping[str, str | Path]) -> Iterator[StageBill]:
+    """Of every stage whose first output is given, with the evidence of those that train."""
+    for stage in STAGES.values():
+        first, *others = (spec.name for spec in stage.makes.values())
+        recorded = next((name for name in others if made[name].kind == "evidence"), None)
+        if first in made:
+            yield stage_bill(stage.name, made[first], read_evidence(given[recorded]) if recorded else None)
 
 
 def _bill(stages: Sequence[StageBill], tuned: Tuning | None) -> Bill:

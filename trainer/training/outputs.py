@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer import artifacts, launch, storage
-from trainer.artifacts import Draft, Kind
+from trainer.artifacts import Draft
 from trainer.errors import OutputError
+from trainer.graph import Kind
 from trainer.training.processes import Processes
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from trainer import artifacts, models, storage, tracking
 from trainer.artifacts import Draft
 from trainer.config import (
-    SECTION_OF_STAGE,
     DistillSettings,
     LoadingSettings,
     PretrainSettings,
@@ -27,6 +26,7 @@ from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import Samples, micro_batch_size
 from trainer.distillation.recording import Recording
 from trainer.errors import PreemptedError, SupersededError, TrainerError
+from trainer.graph import STAGES
 from trainer.models import Classifier
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.schema import ContextRecord
@@ -120,7 +120,7 @@ class Session:
             name,
             settings={**self.values, **self._fitted},
             parents=self.parents,
-            section=SECTION_OF_STAGE[self.stage],
+            section=STAGES[self.stage].section,
             keep=settings.checkpoint_keep,
             shared=root_is_shared(),
             output=self.output,

@@ -1,0 +1,111 @@
+"""The graph of stages fits together, fits the settings, and fits the stages' own functions."""
+
+import ast
+import importlib.util
+from collections import Counter
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from trainer import config, runs
+from trainer.graph import DATASET, SCHEMA_VERSIONS, STAGES, TEACHER, Kind, possible
+
+
+def definition(name):
+    """A stage's `run`, without importing what the stage needs."""
+    source = Path(importlib.util.find_spec(f"trainer.stages.{name}").origin).read_text()
+    return next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "run")
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stages_function_takes_the_inputs_and_outputs_of_the_graph(name):
+    stage, run = STAGES[name], definition(name)
+    keywords = {
+        argument.arg: default for argument, default in zip(run.args.kwonlyargs, run.args.kw_defaults, strict=True)
+    }
+    beside = {"recipe", "resolved"} if stage.takes_recipe else set()
+    expected = {*stage.all_inputs, *stage.outputs} | beside
+    if run.args.kwarg:  # it takes whatever the graph says
+        assert keywords.keys() == {*stage.outputs} | beside
+    else:
+        assert keywords.keys() == expected
+        assert {key for key, default in keywords.items() if default is not None} == {*stage.optional_inputs}
+
+
+def test_every_module_of_a_stage_is_in_the_graph():
+    folder = Path(importlib.util.find_spec("trainer.stages").origin).parent
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == {*STAGES}
+
+
+def test_every_artifact_is_made_once_and_before_it_is_read():
+    made = [spec for stage in STAGES.values() for spec in stage.makes.values()]
+    for values in ([spec.name for spec in made], [spec.folder for spec in made]):
+        assert [value for value, count in Counter(values).items() if count > 1] == []
+    for stage in STAGES.values():
+        before = list(takewhile(lambda one, stage=stage: one is not stage, STAGES.values()))
+        there = [spec for one in before for spec in one.makes.values()]
+        certain = [spec for one in before if not one.needed_if for spec in one.makes.values()]
+        assert [spec.name for spec in stage.reads if spec not in certain] == []
+        late = [spec.name for spec in stage.reads_if_made if spec not in there]
+        assert late == (["teacher_outputs"] if stage.name == "tune" else [])
+        assert {*stage.after, *filter(None, [stage.decided_by])} <= {one.name for one in before}
+
+
+def test_every_kind_has_a_version():
+    assert {*SCHEMA_VERSIONS} == {*get_args(Kind)}
+    used = {kind for stage in STAGES.values() for kind in (*stage.all_inputs.values(), *stage.outputs.values())}
+    assert used == {*SCHEMA_VERSIONS} - {"checkpoint"}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stages_section_and_condition_are_settings(name):
+    settings = config.Settings()
+    assert isinstance(getattr(settings, STAGES[name].section), config.Section)
+    assert STAGES[name].is_needed(settings) is (not STAGES[name].needed_if)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "optional", "also_possible"),
+    [
+        ("", set(), set()),
+        ("warm_up.enabled=true", {"warm_up"}, set()),
+        ("distill.teacher=recorded", {"reinforce"}, set()),
+        ("tune.enabled=true", {"tune"}, {"reinforce"}),
+        ("tune.enabled=true distill.teacher=recorded", {"tune", "reinforce"}, set()),
+    ],
+)
+def test_a_run_has_the_stages_that_its_settings_need_and_may_have_those_that_tune_decides(
+    overrides, optional, also_possible
+):
+    settings = config.resolve("digits", overrides)
+    always = {name for name, stage in STAGES.items() if not stage.needed_if}
+    assert {name for name, stage in STAGES.items() if stage.is_needed(settings)} == always | optional
+    assert {*possible(settings)} == always | optional | also_possible
+
+
+def test_a_local_run_has_each_artifact_in_a_folder_of_its_own_and_gives_stages_what_was_made():
+    plain, all_of_it = (
+        config.resolve("digits"),
+        config.resolve("digits", "warm_up.enabled=true distill.teacher=recorded"),
+    )
+    assert runs.folders(STAGES["distill"], plain) == {
+        "dataset": "dataset",
+        "teacher": "teacher",
+        "student": "student",
+        "evidence": "distill-evidence",
+    }
+    assert runs.folders(STAGES["distill"], all_of_it)["teacher_outputs"] == "teacher-outputs"
+    assert runs.folders(STAGES["warm_up"], all_of_it) == {"dataset": "dataset", "warmed": "warm-up"}
+    given = runs.folders(STAGES["register"], all_of_it)
+    assert given.keys() == {*STAGES["register"].all_inputs, "registration"} - {"tuning"}
+    assert "teacher_outputs" not in runs.folders(STAGES["tune"], all_of_it), "tune decides whether they are recorded"
+
+
+def test_a_stage_that_lacks_an_input_in_the_graph_is_found(monkeypatch):
+    """That the tests above can fail."""
+    monkeypatch.setitem(STAGES, "profile", replace(STAGES["profile"], reads=(DATASET, TEACHER)))
+    with pytest.raises(AssertionError):
+        test_a_stages_function_takes_the_inputs_and_outputs_of_the_graph("profile")

@@ -1,0 +1,236 @@
+"""The graph of stages: what each one reads and makes, where it runs, and when it is needed. Every stage is declared here, once.
+
+From here follow the plan of a run on this machine, the kinds of artifacts, the sections of the settings, the bill, the command line, the
+tasks of the pipeline, and docs/stages.md. The module stands beside the package `stages` and not in it, because it imports nothing of ours:
+what is below the stages reads it too, such as `artifacts` and `config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Literal
+
+Kind = Literal[
+    "dataset",
+    "warm_up",
+    "model",
+    "teacher_outputs",
+    "tuning",
+    "evidence",
+    "report",
+    "evaluation",
+    "registration",
+    "checkpoint",
+]
+"""What an artifact holds; checkpoints are the only ones that no stage hands to another."""
+
+SCHEMA_VERSIONS: Mapping[Kind, int] = {
+    "dataset": 1,
+    "warm_up": 1,
+    "model": 1,
+    "teacher_outputs": 2,
+    "tuning": 1,
+    "evidence": 3,
+    "report": 2,
+    "evaluation": 1,
+    "registration": 1,
+    "checkpoint": 2,
+}
+"""The version of each kind's content; a reader refuses any other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArtifactSpec:
+    """An artifact of a run."""
+
+    name: str
+    """As the stages that read it call it."""
+    kind: Kind
+    folder: str = ""
+    """Its folder in a local run; by default its name, with hyphens."""
+
+    def __post_init__(self) -> None:
+        if not self.folder:
+            object.__setattr__(self, "folder", self.name.replace("_", "-"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What a stage reads and makes, where it runs, and when it is needed."""
+
+    name: str
+    """Also of its module in `trainer/stages`, and of its component in `components/kfp_components.py`."""
+    summary: str
+    """What it does, in one line."""
+    title: str
+    """What Kubeflow's UI calls it."""
+    section: str = ""
+    """The section of `Settings` that it reads; by default the one of its name."""
+    reads: tuple[ArtifactSpec, ...] = ()
+    reads_if_made: tuple[ArtifactSpec, ...] = ()
+    """What it can do without."""
+    makes: Mapping[str, ArtifactSpec] = field(default_factory=dict)
+    """Keyword of each output -> the artifact. By the first one the stage is billed."""
+    takes_recipe: bool = False
+    """Whether it is also given the name of the recipe and all resolved settings of the run."""
+    launched: bool = False
+    """Whether it runs as a group of training processes: on a cluster as a job on the node pool, not in its task's own pod."""
+    after: tuple[str, ...] = ()
+    """Stages that it waits for without reading what they make."""
+    needed_if: str = ""
+    """Full name of the setting, or property of the settings, that is true where a run needs the stage; empty where every run does."""
+    decided_by: str = ""
+    """The stage that may change whether this one is needed."""
+    cached: bool = True
+    """Whether Kubeflow may take its result from the cache."""
+    kept: bool = True
+    """Whether a local run keeps its result from an earlier run in the same output."""
+
+    def __post_init__(self) -> None:
+        if not self.section:
+            object.__setattr__(self, "section", self.name)
+
+    @property
+    def inputs(self) -> dict[str, Kind]:
+        """Keyword of each input that it needs -> kind of artifact."""
+        return {spec.name: spec.kind for spec in self.reads}
+
+    @property
+    def optional_inputs(self) -> dict[str, Kind]:
+        """Keyword of each input that it can do without -> kind of artifact."""
+        return {spec.name: spec.kind for spec in self.reads_if_made}
+
+    @property
+    def all_inputs(self) -> dict[str, Kind]:
+        """Keyword of each input, the optional ones too -> kind of artifact."""
+        return {**self.inputs, **self.optional_inputs}
+
+    @property
+    def outputs(self) -> dict[str, Kind]:
+        """Keyword of each output -> kind of artifact."""
+        return {keyword: spec.kind for keyword, spec in self.makes.items()}
+
+    def is_needed(self, settings: object) -> bool:
+        """Whether a run with these settings (`trainer.config.Settings`) needs the stage."""
+        return not self.needed_if or bool(attrgetter(self.needed_if)(settings))
+
+
+DATASET = ArtifactSpec(name="dataset", kind="dataset")
+WARMED = ArtifactSpec(name="warmed", kind="warm_up", folder="warm-up")
+TEACHER = ArtifactSpec(name="teacher", kind="model")
+PRETRAIN_EVIDENCE = ArtifactSpec(name="pretrain_evidence", kind="evidence")
+TUNING = ArtifactSpec(name="tuning", kind="tuning")
+TEACHER_OUTPUTS = ArtifactSpec(name="teacher_outputs", kind="teacher_outputs")
+STUDENT = ArtifactSpec(name="student", kind="model")
+DISTILL_EVIDENCE = ArtifactSpec(name="distill_evidence", kind="evidence")
+REPORT = ArtifactSpec(name="report", kind="report")
+EVALUATION = ArtifactSpec(name="evaluation", kind="evaluation")
+REGISTRATION = ArtifactSpec(name="registration", kind="registration")
+
+STAGES: Mapping[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage(
+            name="prepare",
+            title="Prepare data",
+            summary="validate, deduplicate, resize, split and describe the images",
+            section="data",
+            makes={"dataset": DATASET},
+            # The images may have changed, and only preparing them again can tell. On a cluster `configure` has looked at them, and what
+            # they are now is part of the cache's key.
+            kept=False,
+        ),
+        Stage(
+            name="warm_up",
+            title="Warm up",
+            summary="compile beforehand: the first steps of each training, thrown away",
+            reads=(DATASET,),
+            makes={"warmed": WARMED},
+            launched=True,
+            needed_if="warm_up.enabled",
+        ),
+        Stage(
+            name="pretrain",
+            title="Pretrain teacher",
+            summary="make the teacher: masked-autoencoder pretraining, then fine-tuning",
+            reads=(DATASET,),
+            makes={"teacher": TEACHER, "evidence": PRETRAIN_EVIDENCE},
+            launched=True,
+            after=("warm_up",),  # whose output is no input, so that a cached teacher stays valid
+        ),
+        Stage(
+            name="tune",
+            title="Tune",
+            summary="try the distillation where it will run: better settings, and a forecast of hours and dollars",
+            reads=(DATASET, TEACHER),
+            reads_if_made=(
+                TEACHER_OUTPUTS,
+            ),  # in a run they never are: what is tuned decides whether they are recorded
+            makes={"tuning": TUNING},
+            launched=True,
+            needed_if="tune.enabled",
+        ),
+        Stage(
+            name="reinforce",
+            title="Record teacher outputs",
+            summary="record the teacher's outputs on augmented views of the training images",
+            reads=(DATASET, TEACHER),
+            makes={"teacher_outputs": TEACHER_OUTPUTS},
+            launched=True,
+            needed_if="distill.reads_recording",
+            decided_by="tune",
+        ),
+        Stage(
+            name="distill",
+            title="Distil student",
+            summary="train the student on the teacher's logits and the labels",
+            reads=(DATASET, TEACHER),
+            reads_if_made=(TEACHER_OUTPUTS,),
+            makes={"student": STUDENT, "evidence": DISTILL_EVIDENCE},
+            launched=True,
+        ),
+        Stage(
+            name="profile",
+            title="Profile trainings",
+            summary="report where the trainings' time went, what slows or spoils them, and what they cost",
+            reads=(PRETRAIN_EVIDENCE, DISTILL_EVIDENCE),
+            makes={"report": REPORT},
+        ),
+        Stage(
+            name="evaluate",
+            title="Evaluate",
+            summary="measure teacher and student on the test split and judge the student",
+            reads=(DATASET, TEACHER, STUDENT),
+            makes={"evaluation": EVALUATION},
+            cached=False,  # latency is that of the machine of this run
+        ),
+        Stage(
+            name="register",
+            title="Register",
+            summary="log the student to MLflow, register it, and promote it if it passed",
+            reads=(DATASET, TEACHER, STUDENT, PRETRAIN_EVIDENCE, DISTILL_EVIDENCE, REPORT, EVALUATION),
+            reads_if_made=(TEACHER_OUTPUTS, TUNING, WARMED),  # for the bill and the summary
+            makes={"registration": REGISTRATION},
+            takes_recipe=True,
+            # Every run has its own version in the registry, one for all tries at this stage.
+            cached=False,
+            kept=False,
+        ),
+    )
+}
+"""In the order in which they run, so that each stands behind those whose artifacts it reads."""
+
+
+def possible(settings: object) -> tuple[str, ...]:
+    """The stages that a run with these settings may need: also those of which a stage that runs before them decides.
+
+    Args:
+        settings: a `trainer.config.Settings`.
+    """
+    return tuple(
+        name
+        for name, stage in STAGES.items()
+        if stage.is_needed(settings) or (stage.decided_by and STAGES[stage.decided_by].is_needed(settings))
+    )
