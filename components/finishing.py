@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from components.launch.api_errors import Resource
 from trainer import tracking
-from trainer.environment import variables
 from trainer.errors import LaunchError, TrackingError
+from trainer.host import environment_variables
 
 if TYPE_CHECKING:
     from components.launch.client import Cluster
@@ -101,7 +101,7 @@ def end_left_runs(cluster: Cluster) -> list[str]:
     ended = []
     for workflow in filter(_is_left, cluster.list(WORKFLOWS, labels=FAILED).items):
         run, status = workflow["metadata"]["labels"][RUN_LABEL], "KILLED" if _is_stopped(workflow) else "FAILED"
-        with variables({tracking.RUN: run}):
+        with environment_variables({tracking.RUN: run}):
             if tracking.end_parent_left(status):
                 logger.info("ended the run %s in MLflow as %s: its task `finish` has not come to its end", run, status)
                 ended.append(run)

@@ -13,9 +13,9 @@ from components.launching import Placement
 from trainer import artifacts, config, preflight, tracking
 from trainer.artifacts import canonical_json
 from trainer.data import sources
-from trainer.environment import variables
 from trainer.errors import SettingsError, TrackingError
 from trainer.graph import STAGES
+from trainer.host import environment_variables
 
 KUBEFLOW_UI = "KF_PIPELINES_UI_ENDPOINT"
 """Environment variable: the address of Kubeflow's UI, for links."""
@@ -101,7 +101,7 @@ def configure(
     settings = preflight.checked(settings, trains_here=not place.pool, processes=place.processes(settings.run.device))
     source_version = _source_version(settings.data)
     resolved = settings.model_dump(mode="json")
-    with variables(_experiment(settings.tracking)):
+    with environment_variables(_experiment(settings.tracking)):
         tracking.check()
         tags = {"trainer.source_version": source_version, **_link(run_name)}
         tracking.start_parent(resolved, tags, name=run_name if _on_cluster() else "")

@@ -10,7 +10,7 @@ import torch
 from tests import groups
 from trainer import artifacts, config, launch, models, stages
 from trainer.data.dataset import open_dataset
-from trainer.data.schema import SPLITS, UNLABELED, DatasetDescription, features
+from trainer.data.dataset_schema import SPLITS, UNLABELED, DatasetDescription, features
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import prepare
 

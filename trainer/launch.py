@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from trainer.cores import usable_cores
 from trainer.costs import local_place
-from trainer.environment import variables
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
+from trainer.host import environment_variables, usable_cores
 from trainer.signals import Terminated
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def join_node(spec: JobSpec) -> None:
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    with variables(_master()):
+    with environment_variables(_master()):
         config = _config_of_node(spec)
         node = _name_of_node(config)
         part = replace(
@@ -297,7 +296,7 @@ def _run_agent(config: LaunchConfig, spec: JobSpec, *, launched_unix: float, nod
     with tempfile.TemporaryDirectory(prefix="trainer-") as failures, quiet_agent():
         given = {"OMP_NUM_THREADS": _threads(spec.processes_per_node), **spec.environment}
         try:
-            with variables({**given, FAILURES_VARIABLE: failures, LAUNCHED_VARIABLE: str(launched_unix)}):
+            with environment_variables({**given, FAILURES_VARIABLE: failures, LAUNCHED_VARIABLE: str(launched_unix)}):
                 agent.run(config, spec.arguments())
         except SignalException as error:
             raise (Terminated if error.sigval == signal.SIGTERM else KeyboardInterrupt) from error

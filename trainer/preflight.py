@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trainer import limits, storage
 from trainer.config import DataSettings, DistillSettings, PretrainSettings, Settings, TrainingSettings
 from trainer.data import sources
-from trainer.data.schema import UNLABELED
+from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
 from trainer.errors import ModelError, SettingsError, TrainerError
 

@@ -43,8 +43,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer import storage
 from trainer.config import TrackingSettings
-from trainer.environment import variables
 from trainer.errors import PreemptedError, TrackingAwayError, TrackingError, TrainerError, refused_to_write
+from trainer.host import environment_variables
 from trainer.sections import holds_secret
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _reason(error: Exception) -> str:
 def _http_limits(limits: Mapping[str, str]) -> Iterator[None]:
     """Bound MLflow's HTTP requests, which it reads from the environment; what the user set there stays."""
     ours = {name: {None, *(group[name] for group in (_CHECK_LIMITS, _STAGE_LIMITS, _UPLOAD_LIMITS))} for name in limits}
-    with variables({name: value for name, value in limits.items() if os.environ.get(name) in ours[name]}):
+    with environment_variables({name: value for name, value in limits.items() if os.environ.get(name) in ours[name]}):
         yield
 
 
@@ -438,7 +438,7 @@ def billed_runs(experiment: str) -> list[BilledRun]:
     Raises:
         TrackingError: nothing is tracked, there is no such experiment, or MLflow does not answer or refuses.
     """
-    quiet = variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"})
+    quiet = environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"})
     with explained(), quiet, tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         mlflow = client()
         known = {one.name: str(one.experiment_id) for one in mlflow.search_experiments()}

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from trainer import artifacts, config
 from trainer.data.dataset import open_dataset
-from trainer.data.schema import SPLITS
+from trainer.data.dataset_schema import SPLITS
 
 Scores = Mapping[str, Sequence[tuple[float, float]]]
 """Variant -> test and validation top-1 of each seed, in percent."""

@@ -29,7 +29,7 @@ from trainer.config import DataSettings, ViewSettings
 from trainer.data import dataset as dataset_module
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples, Views
-from trainer.data.order import SampleOrder
+from trainer.data.sampler import StatelessSampler
 from trainer.data.views.geometry import crop_sample
 from trainer.data.views.parameters import draw_views
 from trainer.data.views.rendering import finish_views
@@ -78,7 +78,7 @@ def torchvision_lane(folder: Path, size: int) -> Lane:
 
 def our_lanes(samples: Samples, size: int) -> dict[str, Lane]:
     """Batches of our views, and the parts of making one."""
-    views, order = Views(samples, size=size, seed=0, settings=SETTINGS), SampleOrder(len(samples), 0)
+    views, order = Views(samples, size=size, seed=0, settings=SETTINGS), StatelessSampler(len(samples), 0)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) * 255 for values in (MEAN, STD))
 
     def batch(number: int) -> Tensor:

@@ -25,7 +25,7 @@ from trainer.data.decoding import decode_square
 from trainer.data.sources import list_source, read_file
 from trainer.distillation import recording
 from trainer.distillation.recording import describe
-from trainer.environment import variables
+from trainer.host import environment_variables
 from trainer.served_student.preprocessing import decode
 
 MAX_PIXELS = 10_000_000
@@ -172,7 +172,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Bomb]]:
 
 
 def _load_pools(path: Path) -> None:
-    with variables({pools.POOLS_VARIABLE: str(path)}):
+    with environment_variables({pools.POOLS_VARIABLE: str(path)}):
         pools.load()
 
 

@@ -24,14 +24,14 @@ from components.launch import pools
 from trainer import artifacts, config, limits, models, storage
 from trainer.config import ModelSettings
 from trainer.data.dataset import open_dataset
+from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.data.decoding import decode_square, encode
-from trainer.data.schema import SPLITS, DatasetDescription, features
 from trainer.data.sources import list_source
 from trainer.distillation import recording, shards
 from trainer.distillation.recording import open_recording
-from trainer.environment import variables
 from trainer.errors import TrainerError
 from trainer.graph import Kind
+from trainer.host import environment_variables
 from trainer.served_student.preprocessing import BadImageError, decode
 
 MAX_PIXELS = 1_000_000
@@ -174,7 +174,7 @@ def _pools() -> tuple[bytes, ...]:
 
 def _read_pools(content: bytes, folder: Path) -> None:
     (folder / "pools.toml").write_bytes(content)
-    with variables({pools.POOLS_VARIABLE: str(folder / "pools.toml")}):
+    with environment_variables({pools.POOLS_VARIABLE: str(folder / "pools.toml")}):
         for pool in pools.load().values():
             pool.place(2 if pool.joins_nodes else 1)
 

@@ -19,7 +19,7 @@ import torch
 
 from trainer import launch
 from trainer.data.dataset import open_dataset
-from trainer.data.order import SampleOrder
+from trainer.data.sampler import StatelessSampler
 from trainer.errors import PREEMPTED_EXIT_CODE
 
 ROOT = Path(__file__).parents[2]
@@ -187,7 +187,7 @@ def test_a_job_goes_on_with_the_nodes_that_are_there(distillation, digits, tmp_p
     assert (
         sum("ended early" in line for line in job.logs().splitlines()) == 1
     )  # whoever was asked to end left a checkpoint
-    split, order = open_dataset(digits).split("train"), SampleOrder(len(open_dataset(digits).split("train")), 3)
+    split, order = open_dataset(digits).split("train"), StatelessSampler(len(open_dataset(digits).split("train")), 3)
     assert len({note["start"] for note in notes}) == 4
     for step in range(len(whole.losses())):
         counts = [note for note in notes if note["step"] == step]

@@ -1,4 +1,4 @@
-"""What a loader gives to a training step.
+"""A micro-batch, as a loader gives it to a training step.
 
 Shapes: b samples in a micro-batch, b + x images (x: partners that are mixed in and are no samples of this micro-batch), K recorded
 logits, D recorded features.
@@ -6,8 +6,10 @@ logits, D recorded features.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from trainer.data.views.parameters import ViewParameters
@@ -66,3 +68,21 @@ class Batch(NamedTuple):
     label_weights: Tensor | None = None
     """Weight of each sample in a loss of labels, float32 [b]: 0 without a label, else the images of the step by those with a label. So the
     mean over the step's images, however they are dealt to micro-batches, is that over those with a label. None where all have one."""
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor of the host to `device` without waiting for the copy."""
+    # Only from page-locked memory does a copy to a GPU run beside the host; from other memory the host would wait for it.
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+CACHED_BYTES = 2**20
+"""Size of a slice's pixels in float32, which a CPU's cache holds. A step over a whole batch goes through memory, several times slower."""
+
+
+def cache_sized_slices(views: Tensor) -> Iterator[slice]:
+    """Yield the rows of `views` [B, 3, V, V] to work on together: a few on the CPU, all of them on another device."""
+    count = len(views)
+    together = max(1, CACHED_BYTES // (4 * 3 * views.shape[-1] ** 2) if views.device.type == "cpu" else count)
+    for start in range(0, count, together):
+        yield slice(start, min(start + together, count))

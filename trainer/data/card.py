@@ -13,8 +13,8 @@ from PIL import Image
 
 from trainer import html, limits
 from trainer.config import DataSettings
-from trainer.data.schema import DROPPED, QUARANTINE, UNLABELED, SplitName
-from trainer.data.selection import Dropped, ImageCandidate, Quarantined
+from trainer.data.curation import Dropped, ImageCandidate, Quarantined
+from trainer.data.dataset_schema import DROPPED, QUARANTINE, UNLABELED, SplitName
 
 ROWS = 200
 """Longest list of files on the page."""

@@ -23,8 +23,8 @@ from torch.utils.data import get_worker_info
 
 from trainer import artifacts, limits
 from trainer.artifacts import Artifact
+from trainer.data.dataset_schema import DESCRIPTION, SPLITS, DatasetDescription, SplitName
 from trainer.data.decoding import Pixels, decode_square, decoder_of
-from trainer.data.schema import DESCRIPTION, SPLITS, DatasetDescription, SplitName
 from trainer.errors import ArtifactError, DataError
 from trainer.served_student.preprocessing import BadImageError, Square
 

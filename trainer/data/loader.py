@@ -28,9 +28,9 @@ from torch.utils.data import Dataset as TorchDataset
 from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded
 from trainer.data.dataset import Split, empty_images
+from trainer.data.dataset_schema import UNLABELED
 from trainer.data.gpu_decoding import check_gpu_decoding, join_files
-from trainer.data.order import Indices, Mask, SampleOrder, Taken
-from trainer.data.schema import UNLABELED
+from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
 from trainer.data.views.geometry import crop_sample
 from trainer.data.views.mixing import draw_mixing
 from trainer.data.views.parameters import ViewParameters, draw_views
@@ -168,7 +168,7 @@ class Views:
         if self._encoded:
             check_gpu_decoding(samples.encoded(0), on_device=on_device)
 
-    def batch(self, taken: Taken) -> Batch:
+    def batch(self, taken: SampleSlice) -> Batch:
         """The views that were taken from the order."""
         indices, numbers, partners = taken
         keys, labels = self.samples.keys[indices], self.samples.labels[indices]
@@ -251,7 +251,7 @@ class MicroBatches(TorchDataset[Batch]):
     def __init__(
         self,
         views: Views,
-        order: SampleOrder,
+        order: StatelessSampler,
         *,
         count: int,
         parts: int = 1,

@@ -1,8 +1,8 @@
 """From a source to a prepared data set: decode and store every image once, decide what is kept, write the splits and the data card.
 
-Each image is decoded once, by one of several processes; its square goes to a spool (`spool`), and what is remembered is a line about it.
-Once the lines of all images are there, it is decided what is kept and in which split, and the splits are written from the spool. So neither
-images nor squares are held in memory, and the result depends neither on the number of processes nor on how often it was interrupted.
+Each image is decoded once, by one of several processes. Its square goes to a cache on disk (`decode_cache`); a line about it stays in
+memory. Once the lines of all images are there, `curation` decides what is kept and in which split, and the splits are written from the
+cache. So neither images nor squares are held in memory, and the result depends neither on the number of processes nor on interruptions.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from tqdm import tqdm
 from trainer import __version__, limits, storage
 from trainer.artifacts import digest
 from trainer.config import LOADING, DataSettings
-from trainer.cores import usable_cores
-from trainer.data import decoding, selection
+from trainer.data import curation, decoding
 from trainer.data.card import CardContent, data_card
-from trainer.data.schema import CARD, DROPPED, QUARANTINE, SPLITS, DatasetDescription, SplitName, features
-from trainer.data.selection import Dropped, ImageCandidate, Quarantined
+from trainer.data.curation import Dropped, ImageCandidate, Quarantined
+from trainer.data.dataset_schema import CARD, DROPPED, QUARANTINE, SPLITS, DatasetDescription, SplitName, features
+from trainer.data.decode_cache import DecodeCache, Decoded, Outcome
 from trainer.data.sources import Item, SourceListing, list_source
-from trainer.data.spool import Decoded, Outcome, Spool
 from trainer.errors import DataError, ObjectTooLargeError, writing_to
+from trainer.host import usable_cores
 from trainer.served_student import preprocessing
 from trainer.served_student.preprocessing import BadImageError, Square
 
 logger = logging.getLogger(__name__)
 
 CHUNKS = 1000
-"""Pieces that the work is cut into; each is a file of the spool, which is memory-mapped, so there cannot be a million."""
+"""Pieces that the work is cut into; each is a memory-mapped file of the decode cache, and a process cannot map a million files."""
 
 SMALLEST_CHUNK = 128
 """Fewer images at a time do not repay handing them to a process, and keeping them."""
@@ -65,7 +65,8 @@ SHARD_BYTES = 500 * 10**6
 LOG_INTERVAL_S = 10.0
 """Seconds between two lines on the progress, where there is no terminal."""
 
-_SPOOL = "spool"
+_WORK = "spool"
+"""Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
 _DECIDING = {"val_fraction", "test_fraction", "test_from", "split_seed", "min_images_per_class", "max_bad_fraction"}
 """Settings that say which decoded images are kept where, and not how they are decoded."""
 
@@ -74,15 +75,15 @@ Read: TypeAlias = Callable[[str], bytes]
 
 
 def prepare(
-    settings: DataSettings, directory: Path, *, spool_at: str | None = None, processes: int | None = None
+    settings: DataSettings, directory: Path, *, cache_uri: str | None = None, processes: int | None = None
 ) -> Figures:
     """Write the prepared data set of `settings.source` into a directory; `schema` says what is in it.
 
     Args:
         settings: which images, and how to store them.
         directory: exists; what an earlier preparation left in it is replaced.
-        spool_at: `spool_uri`, where decoded images are kept for one that is started again; whoever calls removes it when the result is
-            complete. Where not given they are decoded again.
+        cache_uri: `decode_cache_uri`, where decoded images are kept for a preparation that is started again; the caller removes it when
+            the result is complete. Where not given they are decoded again.
         processes: how many decode and write; the cores that this process may use where not given. The result does not depend on it.
 
     Returns:
@@ -95,15 +96,15 @@ def prepare(
     """
     listing = _with_test(list_source(settings.source, outside=settings.outside), settings)
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
-    with _spool(settings, directory, spool_at) as spool:
-        outcomes = _decode_all(listing, settings, spool, processes)
+    with _open_cache(settings, directory, cache_uri) as cache:
+        outcomes = _decode_all(listing, settings, cache, processes)
         candidates, quarantined = _separate(outcomes, listing.classes)
         _write_json(directory / QUARANTINE, quarantined)
         _check_quarantined(quarantined, len(listing.items), settings, directory / QUARANTINE)
-        kept, dropped = selection.drop_copies(candidates)
+        kept, dropped = curation.drop_copies(candidates)
         _write_json(directory / DROPPED, dropped)
         splits = _split(kept, listing, settings)
-        squares = _open_squares(spool, len(_chunks(listing)))
+        squares = _open_squares(cache, len(_chunks(listing)))
         _write_splits(splits, squares, directory, processes)
         content = CardContent(
             settings=settings,
@@ -141,21 +142,21 @@ def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
     return replace(listing, items=items, notes=(*listing.notes, note))
 
 
-def spool_uri(settings: DataSettings, root: str) -> str:
+def decode_cache_uri(settings: DataSettings, root: str) -> str:
     """Where decoded images are kept below `root`, a URI: named by where they come from, and how they are decoded."""
     return storage.join(root, f"prepare-{digest([settings.source, _way(settings)])[:16]}")
 
 
 @contextmanager
-def _spool(settings: DataSettings, directory: Path, spool_at: str | None) -> Iterator[Spool]:
-    """The spool; what of it is in `directory` goes when the preparation ends. Also removes what an earlier one left there."""
-    folder = directory / _SPOOL
+def _open_cache(settings: DataSettings, directory: Path, cache_uri: str | None) -> Iterator[DecodeCache]:
+    """Open the decode cache. Its part in `directory` is removed when the preparation ends, and first what an earlier one left there."""
+    folder = directory / _WORK
     for old in (folder, *(directory / split for split in SPLITS)):
         if old.exists():
             shutil.rmtree(old)
     folder.mkdir()
     try:
-        yield Spool(uri=spool_at or str(folder / "kept"), folder=folder, way=_way(settings))
+        yield DecodeCache(uri=cache_uri or str(folder / "kept"), folder=folder, way=_way(settings))
     finally:
         shutil.rmtree(folder)
 
@@ -171,7 +172,7 @@ def _way(settings: DataSettings) -> str:
 
 
 class _Chunk(NamedTuple):
-    """A chunk whose squares are in the spool."""
+    """A chunk whose squares are in the decode cache."""
 
     outcomes: list[Outcome]
     was_there: bool
@@ -184,9 +185,9 @@ def _chunks(listing: SourceListing) -> list[Sequence[Item]]:
     return [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
 
 
-def _decode_all(listing: SourceListing, settings: DataSettings, spool: Spool, processes: int) -> list[Outcome]:
-    """Decode every image; good ones get the next rows of the spool, in the listing's order."""
-    work = partial(_make_chunk, read=listing.read, settings=settings, schema=features().arrow_schema, spool=spool)
+def _decode_all(listing: SourceListing, settings: DataSettings, cache: DecodeCache, processes: int) -> list[Outcome]:
+    """Decode every image; good ones get the next rows of the decode cache, in the listing's order."""
+    work = partial(_make_chunk, read=listing.read, settings=settings, schema=features().arrow_schema, cache=cache)
     outcomes: list[Outcome] = []
     there = 0
     with _progress(len(listing.items)) as advance:
@@ -223,10 +224,10 @@ def _map(
 
 
 def _make_chunk(
-    number: int, items: Sequence[Item], *, read: Read, settings: DataSettings, schema: pa.Schema, spool: Spool
+    number: int, items: Sequence[Item], *, read: Read, settings: DataSettings, schema: pa.Schema, cache: DecodeCache
 ) -> _Chunk:
-    """Bring a chunk into the spool, unless an earlier try has done it."""
-    found = spool.find(number, items, partial(_content, read=read))
+    """Decode a chunk into the cache, unless an earlier attempt has done it."""
+    found = cache.find(number, items, partial(_content, read=read))
     if found is not None:
         return _Chunk(found, was_there=True)
     outcomes, contents, rows = [], [], []
@@ -237,8 +238,8 @@ def _make_chunk(
         if isinstance(outcome, Decoded):
             image = {"bytes": square, "path": None}
             rows.append({"image": image, "label": item.label, "key": outcome.key, "source": item.name})
-    _write_squares(spool.squares(number), pa.Table.from_pylist(rows, schema=schema))
-    spool.keep(number, items, outcomes, contents)
+    _write_squares(cache.squares(number), pa.Table.from_pylist(rows, schema=schema))
+    cache.keep(number, items, outcomes, contents)
     return _Chunk(outcomes, was_there=False)
 
 
@@ -317,10 +318,10 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _separate(outcomes: Iterable[Outcome], classes: Sequence[str]) -> tuple[list[ImageCandidate], list[Quarantined]]:
-    """What may be kept, and what is quarantined; the good images' rows in the spool follow from their order."""
+    """What may be kept, and what is quarantined; the good images' rows in the decode cache follow from their order."""
     bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
     decoded = [outcome for outcome in outcomes if isinstance(outcome, Decoded)]
-    candidates, contradicting = selection.quarantine_contradictions(
+    candidates, contradicting = curation.quarantine_contradictions(
         (_candidate(row, one) for row, one in enumerate(decoded)), classes
     )
     return candidates, sorted(bad + contradicting, key=lambda one: one.name)
@@ -355,9 +356,9 @@ def _split(
     candidates: Sequence[ImageCandidate], listing: SourceListing, settings: DataSettings
 ) -> Mapping[SplitName, Sequence[ImageCandidate]]:
     given: set[SplitName] = {item.split for item in listing.items}
-    selection.check_classes(candidates, listing.classes, settings)
-    kept = selection.take_missing_splits(candidates, given, settings)
-    selection.check_splits(kept, listing.classes, {item.label for item in listing.items if item.split == "train"})
+    curation.check_classes(candidates, listing.classes, settings)
+    kept = curation.take_missing_splits(candidates, given, settings)
+    curation.check_splits(kept, listing.classes, {item.label for item in listing.items if item.split == "train"})
     return {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
 
 
@@ -369,12 +370,12 @@ def _write_json(path: Path, records: Sequence[Quarantined | Dropped]) -> None:
     path.write_text(json.dumps([asdict(one) for one in records], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _open_squares(spool: Spool, chunks: int) -> Any:
+def _open_squares(cache: DecodeCache, chunks: int) -> Any:
     """All squares as one memory-mapped table."""
     import datasets  # type: ignore[import-untyped]  # here, because decoding processes have no use for it, and it takes a second
 
     return datasets.concatenate_datasets(
-        [datasets.Dataset.from_file(str(spool.squares(number))) for number in range(chunks)]
+        [datasets.Dataset.from_file(str(cache.squares(number))) for number in range(chunks)]
     )
 
 

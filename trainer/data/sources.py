@@ -31,7 +31,7 @@ from typing import Any
 from trainer import hub, limits, storage
 from trainer.artifacts import digest
 from trainer.config import Outside
-from trainer.data.schema import UNLABELED, SplitName
+from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.errors import DataError, ObjectNotFoundError, SettingsError, StorageError
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.schema import UNLABELED
+from trainer.data.dataset_schema import UNLABELED
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

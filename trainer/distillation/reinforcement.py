@@ -33,7 +33,7 @@ from trainer import artifacts, storage
 from trainer.config import Workers
 from trainer.data.batch import Batch, Recorded
 from trainer.data.loader import Views, make_loader
-from trainer.data.order import Indices, Taken, partners
+from trainer.data.sampler import Indices, SampleSlice, partners
 from trainer.data.views.mixing import mixes
 from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
@@ -92,7 +92,9 @@ class UnitBatches(TorchDataset[Batch]):
         unit = part.unit
         rows = np.arange(part.start, part.start + self._count, dtype=np.int64)
         indices = unit.first + np.minimum(rows, unit.count - 1)
-        return self._views.batch(Taken(indices, np.full_like(indices, unit.view), self._partners_of(unit, indices)))
+        return self._views.batch(
+            SampleSlice(indices, np.full_like(indices, unit.view), self._partners_of(unit, indices))
+        )
 
     def _partners_of(self, unit: Unit, indices: Indices) -> Indices | None:
         if not mixes(self._views.settings):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.cores import processor_name
+from trainer.host import processor_name
 
 _WARM_UP_RUNS = 5
 

@@ -13,9 +13,8 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from trainer.config import MaeSettings
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, to_device
 from trainer.data.randomness import uniform
-from trainer.data.sending import send
 from trainer.errors import ModelError
 from trainer.models import Classifier
 from trainer.profiling.timeline import span
@@ -138,7 +137,7 @@ class MaeObjective:
         self.model(batch.images, self._noise(batch))
 
     def _noise(self, batch: Batch) -> Tensor:
-        return send(draw_noise(batch.keys, batch.numbers, self._patches, seed=self._seed), batch.images.device)
+        return to_device(draw_noise(batch.keys, batch.numbers, self._patches, seed=self._seed), batch.images.device)
 
     def release(self) -> None:
         """Let the head be trained again."""

@@ -16,8 +16,8 @@ import psutil
 import torch
 
 from trainer.config import EvidenceSettings
-from trainer.cores import processor_name, usable_cores
 from trainer.costs import place_here
+from trainer.host import processor_name, usable_cores
 from trainer.launch import started_unix
 from trainer.profiling.compilation import Compilations
 from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorLooks, TrainingEvidence, write_rank

@@ -7,7 +7,7 @@ from pathlib import Path
 from trainer import artifacts, storage, tracking
 from trainer.artifacts import Artifact
 from trainer.config import LOADING, DataSettings
-from trainer.data.preparation import prepare, spool_uri
+from trainer.data.preparation import decode_cache_uri, prepare
 
 
 def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
@@ -23,12 +23,12 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
         TrackingError: MLflow does not answer or refuses.
     """
     values = settings.model_dump(mode="json", exclude=set(LOADING))
-    spool = spool_uri(settings, artifacts.unfinished(dataset))
+    cache_uri = decode_cache_uri(settings, artifacts.unfinished(dataset))
     with (
         tracking.stage_run("prepare", values) as tracker,
         artifacts.create(dataset, "dataset", settings=values) as draft,
     ):
-        draft.figures |= prepare(settings, draft.path, spool_at=spool)
+        draft.figures |= prepare(settings, draft.path, cache_uri=cache_uri)
         tracker.metrics(0, tracking.numbers(draft.figures))
-    storage.remove(spool)
+    storage.remove(cache_uri)
     return artifacts.read(dataset, "dataset")

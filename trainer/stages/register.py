@@ -21,7 +21,7 @@ from trainer.artifacts import Artifact, Manifest
 from trainer.billing import Bill, StageBill, bill_here, make_bill, stage_bill
 from trainer.config import RegisterSettings
 from trainer.data.dataset import open_dataset
-from trainer.data.schema import CARD
+from trainer.data.dataset_schema import CARD
 from trainer.distillation import recording
 from trainer.errors import ModelError, TrackingError
 from trainer.graph import STAGES
@@ -236,7 +236,7 @@ def _log_model(client: MlflowClient, run_id: str, student: Path, card: ModelCard
         flavor=mlflow.pyfunc,
         run_id=run_id,
         model_id=logged.model_id,
-        loader_module=f"{folder.name}.student",
+        loader_module=f"{folder.name}.pyfunc",
         code_paths=[str(folder)],
         data_path=str(student),
         signature=ModelSignature(Schema([any_images]), Schema([ColSpec("double", label) for label in card.labels])),

@@ -17,16 +17,16 @@ import torch
 
 from trainer import artifacts, config, forecast, models, storage, tracking
 from trainer.config import DistillSettings, ReinforceSettings, TuneSettings, ViewSettings
-from trainer.cores import usable_cores
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import MicroBatches, Samples, Views, makes_views_on_device
-from trainer.data.order import SampleOrder
+from trainer.data.sampler import StatelessSampler
 from trainer.data.views.mixing import mixes
 from trainer.data.workers import measure_loading
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import SettingsError
 from trainer.forecast import Forecast, Measurement, WorkCount
+from trainer.host import usable_cores
 from trainer.models import Classifier
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, reinforce
@@ -333,7 +333,7 @@ def _view_s(
     augmentation = recorder.augmentation or ViewSettings()
     on_device = makes_views_on_device(recorder.views_on or "auto", processes.device.kind)
     views = Views(samples, size=described.view_size, seed=described.seed, settings=augmentation, on_device=on_device)
-    order = SampleOrder(
+    order = StatelessSampler(
         len(samples),
         described.seed,
         views=described.views,

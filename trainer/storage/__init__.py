@@ -27,11 +27,13 @@ from trainer.storage.objects import (
     local_path,
     parent,
     read_bytes,
+    read_checksummed,
     read_file,
     read_limited,
     remove,
     remove_file,
     write_bytes,
+    write_checksummed,
 )
 from trainer.storage.retries import is_away
 from trainer.storage.transfers import FileRecord, download_directory, file_digest, upload_directory
@@ -53,10 +55,12 @@ __all__ = [
     "local_path",
     "parent",
     "read_bytes",
+    "read_checksummed",
     "read_file",
     "read_limited",
     "remove",
     "remove_file",
     "upload_directory",
     "write_bytes",
+    "write_checksummed",
 ]

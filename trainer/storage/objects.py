@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -258,6 +260,35 @@ def _create_file(path: Path, content: bytes) -> bool:
         except FileExistsError:
             return False
     return True
+
+
+def write_checksummed(uri: str | Path, text: str) -> None:
+    """Write two lines, the SHA-256 of a JSON text and the text, whole or not at all.
+
+    Raises:
+        StorageError: the store does not answer or refuses.
+        OutputError: the file cannot be written.
+    """
+    write_bytes(uri, f"{_checksum(text.encode())}\n{text}\n".encode())
+
+
+def read_checksummed(uri: str | Path) -> str:
+    """Read a text that `write_checksummed` has written.
+
+    Raises:
+        ObjectNotFoundError: there is none.
+        ObjectDamagedError: it is not what was written.
+        StorageError: the store does not answer or refuses.
+    """
+    seal, _, text = read_bytes(uri).partition(b"\n")
+    text = text.removesuffix(b"\n")
+    if seal.decode(errors="replace") != _checksum(text):
+        raise ObjectDamagedError(f"{uri}: is damaged (checksum)")
+    return text.decode()
+
+
+def _checksum(text: bytes) -> str:
+    return json.dumps(hashlib.sha256(text).hexdigest())
 
 
 def files(uri: str | Path) -> dict[str, int]:

@@ -27,7 +27,7 @@ def cross_entropy(
     Args:
         logits: [B, K].
         labels: int64 [B]; -1 for a sample without one.
-        mixing: how the views were mixed, or None; a sample without a label has a partner without one (`trainer.data.order`).
+        mixing: how the views were mixed, or None; a sample without a label has a partner without one (`trainer.data.sampler`).
         smoothing: s.
         weights: of each sample in the mean, float32 [B], 0 for one without a label (`Batch.label_weights`); None where all have one.
 

@@ -11,10 +11,10 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from trainer.config import Workers
-from trainer.cores import usable_cores
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches, make_loader
 from trainer.data.workers import LoadingTime, choose_workers, measure_loading
+from trainer.host import usable_cores
 from trainer.profiling.recorder import Recorder
 from trainer.training.meetings import wait_limit_s
 from trainer.training.processes import Processes

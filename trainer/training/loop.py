@@ -29,8 +29,8 @@ from trainer.data.loader import (
     micro_batch_size,
     positions,
 )
-from trainer.data.order import SampleOrder
 from trainer.data.randomness import random_bits
+from trainer.data.sampler import StatelessSampler
 from trainer.data.views.mixing import mixes
 from trainer.errors import SettingsError, TrainingError
 from trainer.profiling.recorder import Recorder
@@ -127,9 +127,9 @@ class Training:
         return step_count(self.settings, len(self.samples))
 
     @property
-    def order(self) -> SampleOrder:
+    def order(self) -> StatelessSampler:
         """Which sample comes when, as which view."""
-        return SampleOrder(
+        return StatelessSampler(
             len(self.samples),
             self.seed,
             view_seed=self.view_seed,

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
 
 from trainer.config import Precision, TrainingSettings
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, to_device
 from trainer.data.dataset import Split
 from trainer.data.loader import make_loader
-from trainer.data.sending import send
 from trainer.training.devices import Device
 from trainer.training.meetings import wait_limit_s
 from trainer.training.processes import Processes
@@ -106,7 +105,7 @@ class _Batches(TorchDataset[Batch]):
 
 def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precision: Precision) -> Tensor:
     """Number of right answers and sum of the losses of the first `count` images; float32 [2] on the device."""
-    counts = send(torch.arange(len(batch.labels)) < count, device.torch_device)
+    counts = to_device(torch.arange(len(batch.labels)) < count, device.torch_device)
     images, labels = (part.to(device.torch_device, non_blocking=True) for part in (batch.images, batch.labels))
     with device.inference():
         with device.autocast(precision):

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from trainer import storage
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError
-from trainer.storage import sealed
 from trainer.strict import StrictModel
 from trainer.training.processes import Processes
 from trainer.tuning.schema import Candidate, Trial
@@ -84,7 +83,7 @@ class Journal:
 
     def _read(self) -> _Notes:
         try:
-            return _Notes.model_validate_json(sealed.read(storage.join(self.uri, FILE)))
+            return _Notes.model_validate_json(storage.read_checksummed(storage.join(self.uri, FILE)))
         except ObjectNotFoundError:
             return _Notes()
         except ObjectDamagedError as error:
@@ -96,4 +95,4 @@ class Journal:
     def _write(self, notes: _Notes) -> None:
         self._notes = notes
         if self._is_first:
-            sealed.write(storage.join(self.uri, FILE), notes.model_dump_json())
+            storage.write_checksummed(storage.join(self.uri, FILE), notes.model_dump_json())

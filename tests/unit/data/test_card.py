@@ -13,8 +13,8 @@ from PIL import Image
 
 from trainer.config import DataSettings
 from trainer.data.card import CLASSES, ROWS, STRIPS, TILE, CardContent, data_card
-from trainer.data.schema import SplitName
-from trainer.data.selection import Dropped, ImageCandidate, Quarantined
+from trainer.data.curation import Dropped, ImageCandidate, Quarantined
+from trainer.data.dataset_schema import SplitName
 
 EVIL = '<script>alert("1")</script>'
 

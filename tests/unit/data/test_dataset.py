@@ -18,7 +18,7 @@ from PIL import Image
 from trainer import artifacts
 from trainer.data import dataset as reading
 from trainer.data.dataset import open_dataset
-from trainer.data.schema import SPLITS, DatasetDescription, features
+from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.errors import ArtifactError, DataError
 from trainer.served_student.preprocessing import Square
 

@@ -19,6 +19,7 @@ from trainer.data import dataset as reading
 from trainer.data import loader as module
 from trainer.data.batch import Recorded
 from trainer.data.dataset import open_dataset
+from trainer.data.dataset_schema import DatasetDescription, features
 from trainer.data.gpu_decoding import decode_jpegs
 from trainer.data.loader import (
     PREFETCHED,
@@ -34,8 +35,7 @@ from trainer.data.loader import (
     micro_batch_size,
     positions,
 )
-from trainer.data.order import SampleOrder, Taken
-from trainer.data.schema import DatasetDescription, features
+from trainer.data.sampler import SampleSlice, StatelessSampler
 from trainer.data.views.mixing import mixes
 from trainer.data.views.rendering import make_views
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainingError
@@ -76,7 +76,7 @@ MIXED = ViewSettings(min_scale=0.5, color_jitter=0.3, mixup=0.5, cutmix=0.5)
 def batches(samples, settings, world_size=1, seed=0, on_device=False, **further):
     return MicroBatches(
         Views(samples, size=8, seed=seed, settings=settings.views, on_device=on_device),
-        SampleOrder(len(samples), seed, paired=mixes(settings.views), labelled=samples.labelled),
+        StatelessSampler(len(samples), seed, paired=mixes(settings.views), labelled=samples.labelled),
         count=settings.batch_size,
         parts=world_size * settings.accumulation,
         **further,
@@ -248,7 +248,7 @@ def test_partners_stay_with_their_samples():
     settings = TrainingSettings(batch_size=32, views=PLAIN.model_copy(update={"mixup": 1.0}))
     source = batches(Samples([Images(51)]), settings)
     for start in (0, 32, 64):  # the second reaches over the end of an epoch
-        batch, taken = source[start], SampleOrder(51, 0, paired=True).take(start, start + 32)
+        batch, taken = source[start], StatelessSampler(51, 0, paired=True).take(start, start + 32)
         shown = batch.images[:, 0, 0, 0].long()
         assert shown[:32].tolist() == taken.indices.tolist()
         assert shown[batch.mixing.partner].tolist() == taken.partners.tolist()
@@ -297,7 +297,7 @@ def test_each_loader_process_has_one_thread_and_fills_shared_memory():
     class Facts:
         def __getitem__(self, position):
             images = Views(Samples([Images(50)]), size=8, seed=0, settings=PLAIN).batch(
-                Taken(numbered(position), numbered(0), None)
+                SampleSlice(numbered(position), numbered(0), None)
             )
             return torch.get_num_threads(), images.images.is_shared(), get_worker_info().id
 
@@ -334,9 +334,9 @@ def test_an_error_of_a_loader_process_is_its_message_alone(workers):
 
 def test_an_error_is_met_when_its_batch_is_due():
     settings = TrainingSettings(batch_size=2, views=PLAIN)
-    bad = int(np.flatnonzero(SampleOrder(50, 0).take(0, 50).indices == 0)[0]) // 2
+    bad = int(np.flatnonzero(StatelessSampler(50, 0).take(0, 50).indices == 0)[0]) // 2
     source = batches(Samples([Broken(50)]), settings)
-    starts = [start for start in range(0, 50, 2) if 1 not in SampleOrder(50, 0).take(start, start + 2).indices]
+    starts = [start for start in range(0, 50, 2) if 1 not in StatelessSampler(50, 0).take(start, start + 2).indices]
     loaded = make_loader(source, starts, workers=1, pin_memory=False)
     for _ in range(starts.index(2 * bad)):
         next(loaded)
@@ -346,7 +346,7 @@ def test_an_error_is_met_when_its_batch_is_due():
 
 def test_the_death_of_a_loader_process_is_said():
     source = batches(Samples([Broken(2)]), TrainingSettings(batch_size=2, views=PLAIN))
-    place = int(SampleOrder(2, 0).take(0, 2).indices.tolist().index(1))
+    place = int(StatelessSampler(2, 0).take(0, 2).indices.tolist().index(1))
     source.count = 1
     with pytest.raises(
         TrainingError, match=r"one of 1 loader processes died .*(killed|exited unexpectedly).*lower data\.workers"
@@ -435,7 +435,7 @@ def pairs(request, stored, monkeypatch):
 def views_of(samples, size, **further):
     numbers = np.arange(len(samples))
     views = Views(samples, size=size, seed=3, settings=ViewSettings(min_scale=0.3), **further)
-    return views.batch(Taken(numbers, numbers % 5, None))
+    return views.batch(SampleSlice(numbers, numbers % 5, None))
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -18,11 +18,11 @@ from sklearn.datasets import load_digits
 from trainer.config import DataSettings
 from trainer.data import preparation
 from trainer.data.dataset import open_dataset
+from trainer.data.dataset_schema import SPLITS, DatasetDescription
+from trainer.data.decode_cache import DecodeCache
 from trainer.data.decoding import content_key
 from trainer.data.preparation import prepare
-from trainer.data.schema import SPLITS, DatasetDescription
 from trainer.data.sources import Item, SourceListing
-from trainer.data.spool import Spool
 from trainer.errors import DataError
 from trainer.stages.prepare import run
 
@@ -55,9 +55,9 @@ def made(path: Path) -> Path:
     return path
 
 
-def spool(path: Path) -> Spool:
+def cache(path: Path) -> DecodeCache:
     folder = made(path / "spool")
-    return Spool(uri=str(folder), folder=folder, way="")
+    return DecodeCache(uri=str(folder), folder=folder, way="")
 
 
 def listed(path: Path, file: str) -> dict[str, str]:
@@ -320,14 +320,14 @@ def test_storage_that_fails_is_not_the_image_s_fault(tmp_path: Path) -> None:
     item = Item(name="x.png", location="/proc/self/mem", label=0, split="train")
     listing = SourceListing(items=[item], classes=("a",), read=lambda location: Path(location).read_bytes())
     with pytest.raises(DataError, match=r"image x\.png: reading it failed .* see to the storage"):
-        preparation._decode_all(listing, settings(tmp_path), spool(tmp_path), 1)
+        preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 1)
 
 
 def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
     item = Item(name="x.png", location=9, label=0, split="train")  # type: ignore[arg-type]  # the exit code
     listing = SourceListing(items=[item], classes=("a",), read=os._exit)
     with pytest.raises(DataError, match="a process that decodes images died"):
-        preparation._decode_all(listing, settings(tmp_path), spool(tmp_path), 2)
+        preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 
 from trainer import storage
 from trainer.data import sources
-from trainer.data.schema import SplitName
+from trainer.data.dataset_schema import SplitName
 from trainer.data.sources import SourceListing, list_source, source_version
 from trainer.errors import DataError, SettingsError, StorageError
 

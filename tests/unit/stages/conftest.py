@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from tests import shared_folders
 from trainer import artifacts, models
 from trainer.config import ModelSettings
-from trainer.data.schema import DatasetDescription, features
+from trainer.data.dataset_schema import DatasetDescription, features
 from trainer.served_student.preprocessing import Square
 
 EDGE = 16

@@ -16,7 +16,7 @@ from trainer import artifacts, models, stages, storage
 from trainer.config import DistillSettings, ReinforceSettings, ViewSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples, Views
-from trainer.data.order import Taken, partners
+from trainer.data.sampler import SampleSlice, partners
 from trainer.data.views.mixing import mix
 from trainer.distillation.recording import check_fits, open_recording
 from trainer.errors import ArtifactError, StorageError, TrainingError
@@ -61,7 +61,7 @@ def test_a_record_is_what_the_teacher_says_of_the_sample_s_view(trained_digits, 
     teacher, recording = models.load(trained_digits.teacher), open_recording(outputs)
     indices, numbers = np.array([3, 999, 500, 42, 3]), np.array([0, 2, 1, 1, 2])
     others = np.array([partners(1000, 7, number)[index] for index, number in zip(indices, numbers, strict=True)])
-    batch = views.batch(Taken(indices, numbers, others))
+    batch = views.batch(SampleSlice(indices, numbers, others))
     with torch.inference_mode():
         logits, features = teacher.forward_with_features(mix(batch.images, batch.mixing))
     read = recording.read(indices, numbers)

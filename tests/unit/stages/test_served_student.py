@@ -17,7 +17,7 @@ from tests.unit.stages.photos import KINDS, measure, write_photos
 from trainer import models
 from trainer.evaluation import metrics
 from trainer.served_student.preprocessing import BadImageError, decode, from_array
-from trainer.served_student.student import ServedStudent
+from trainer.served_student.pyfunc import ServedStudent
 
 
 @pytest.fixture(scope="module")

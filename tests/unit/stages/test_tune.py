@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from tests.distillations import QUICK, TINY
-from trainer import artifacts, config
+from trainer import artifacts, config, storage
 from trainer.config import ReinforceSettings, TuneSettings
 from trainer.costs import PLACE_VARIABLE
 from trainer.data.dataset import open_dataset
 from trainer.errors import BudgetError, SettingsError
 from trainer.profiling.startup import Startup
 from trainer.stages import reinforce, tune
-from trainer.storage import sealed
 from trainer.training import wrapping
 from trainer.training.devices import choose_device
 from trainer.training.processes import Processes
@@ -342,7 +341,7 @@ SEARCH = {"distill": {"batch_size": 8, "epochs": 30}, "minutes": 0.02}
 def noted(folder):
     """The trials that a tuning which is not complete has kept."""
     files = list(Path(folder).glob("checkpoints/trials-*/trials.jsonl"))
-    return [trial for file in files for trial in json.loads(sealed.read(file))["trials"]]
+    return [trial for file in files for trial in json.loads(storage.read_checksummed(file))["trials"]]
 
 
 def trials_of(made):

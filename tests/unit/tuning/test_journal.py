@@ -6,7 +6,6 @@ import pytest
 
 from trainer import storage
 from trainer.config import DistillSettings
-from trainer.storage import sealed
 from trainer.training.devices import choose_device
 from trainer.training.processes import Processes
 from trainer.tuning.journal import FILE, Journal, RecordingTime
@@ -47,6 +46,6 @@ def test_the_next_try_finds_it_to_the_bit(place, processes):
 
 
 def test_notes_of_another_version_are_begun_anew(place, processes, caplog):
-    sealed.write(storage.join(place, FILE), '{"trials": [], "tried": []}')
+    storage.write_checksummed(storage.join(place, FILE), '{"trials": [], "tried": []}')
     assert Journal(place, processes).trial(CANDIDATE) is None
     assert caplog.messages == []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.data.sending import send
+from trainer.data.batch import to_device
 
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 """Shares of red, green and blue in grey (ITU-R BT.601)."""
@@ -28,7 +28,7 @@ def adjust_colour(views: Tensor, factors: Tensor) -> Tensor:
     Returns:
         uint8 [B, 3, V, V].
     """
-    brightness, contrast, saturation = send(factors, views.device).view(-1, 3, 1, 1, 1).unbind(1)
+    brightness, contrast, saturation = to_device(factors, views.device).view(-1, 3, 1, 1, 1).unbind(1)
     pixels = views.float()
     gain = brightness * contrast
     grey = _grey(pixels) * ((1 - saturation) * gain)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.data.sending import send
+from trainer.data.batch import to_device
 from trainer.data.views.colour import channel_means, levels
 
 
@@ -43,7 +43,7 @@ def fill_together(views: Tensor, rows: Tensor, edges: Tensor) -> None:
         rows: of the n views to change, int64 [n], on the CPU.
         edges: of their rectangles, in pixels: left, top, right, bottom; int64 [n, 4], on the CPU.
     """
-    rows, edges = send(rows, views.device), send(edges, views.device)
+    rows, edges = to_device(rows, views.device), to_device(edges, views.device)
     left, top, right, bottom = edges.view(-1, 4, 1).unbind(1)
     place = torch.arange(views.shape[-1], device=views.device)
     columns, lines = (place >= left) & (place < right), (place >= top) & (place < bottom)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.data.sending import send
+from trainer.data.batch import to_device
 from trainer.data.views.parameters import ViewParameters
 
 
@@ -66,7 +66,7 @@ def crop_by_products(images: Tensor, parameters: ViewParameters, size: int) -> T
     Exact in plain float32 only: not under autocast, nor with TF32, which torch has off by default.
     """
     count, stored = len(images), images.shape[-1]
-    box, mirror = (send(part, images.device) for part in (parameters.box, parameters.mirror))
+    box, mirror = (to_device(part, images.device) for part in (parameters.box, parameters.mirror))
     left, top, width, height = box.unbind(1)
     place = torch.arange(size, dtype=torch.float64, device=images.device).view(1, -1, 1)
     mirrored = torch.where(mirror.view(-1, 1, 1), size - 1 - place, place)

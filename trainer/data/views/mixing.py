@@ -1,6 +1,6 @@
 """Mixup and CutMix: each view mixed with the same-numbered view of its partner.
 
-The partner is a function of (seed, view number) (`trainer.data.order`), the mixture one of (seed, sample key, view number); so
+The partner is a function of (seed, view number) (`trainer.data.sampler`), the mixture one of (seed, sample key, view number); so
 what a teacher said of a mixed view can be recorded.
 
 Shapes: b samples, b + x images, V x V pixels.
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from trainer.config import ViewSettings
-from trainer.data.batch import Mixing
+from trainer.data.batch import Mixing, cache_sized_slices
 from trainer.data.randomness import uniform
-from trainer.data.views.chunks import chunks
 from trainer.data.views.colour import levels
 
 _MIXING = 0x6D6978696E67
@@ -84,7 +83,7 @@ def mix(images: Tensor, mixing: Mixing) -> Tensor:
         uint8 [b, 3, V, V].
     """
     mixed = torch.empty_like(images[: len(mixing.partner)])
-    for rows in chunks(mixed):
+    for rows in cache_sized_slices(mixed):
         own, partner = images[rows].float(), images[mixing.partner[rows]].float()
         weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(_inside(mixing.box[rows], images.shape[-1]), 0)
         mixed[rows] = levels(own.sub_(partner).mul_(weight).add_(partner))

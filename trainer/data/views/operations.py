@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.data.sending import send
+from trainer.data.batch import to_device
 from trainer.data.views.colour import adjust_colour, levels
 from trainer.data.views.parameters import OPERATIONS, ViewParameters
 
@@ -40,7 +40,7 @@ def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float
         for apply, family in _FAMILIES.items():
             rows = [row for row, name in enumerate(names) if name in family]
             if rows:
-                on_device = send(torch.tensor(rows), views.device)
+                on_device = to_device(torch.tensor(rows), views.device)
                 chosen = views.index_select(0, on_device)
                 changed = apply(chosen, [names[row] for row in rows], [amounts[row] for row in rows])
                 views.index_copy_(0, on_device, changed)
@@ -51,7 +51,7 @@ def _warp(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
     """Bilinear, black outside of the image; torchvision's default is the nearest pixel, which leaves ragged edges."""
     size = views.shape[-1]
     maps = torch.tensor([_inverse_map(name, amount, size) for name, amount in zip(names, amounts, strict=True)])
-    maps = send(maps, views.device).view(-1, 2, 3, 1, 1)
+    maps = to_device(maps, views.device).view(-1, 2, 3, 1, 1)
     centred = torch.arange(size, dtype=torch.float32, device=views.device) + (0.5 - size / 2)
     x, y = centred.view(1, 1, size), centred.view(1, size, 1)
     grid = maps[:, :, 0] * x + maps[:, :, 1] * y + maps[:, :, 2]  # [n, 2, V, V], in pixels from the centre
@@ -88,7 +88,7 @@ def _sharpen(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
     three = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
     nine = three[..., :-2] + three[..., 1:-1] + three[..., 2:]
     smooth = nine.add_(4 * inner).div_(13).round_()
-    change = send(_LARGEST_CHANGE * torch.tensor(amounts), views.device).view(-1, 1, 1, 1)
+    change = to_device(_LARGEST_CHANGE * torch.tensor(amounts), views.device).view(-1, 1, 1, 1)
     inner += (inner - smooth).mul_(change)
     return levels(pixels)
 

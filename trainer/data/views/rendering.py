@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainer.config import ViewSettings
-from trainer.data.views.chunks import chunks
+from trainer.data.batch import cache_sized_slices
 from trainer.data.views.colour import adjust_colour
 from trainer.data.views.erasing import erase
 from trainer.data.views.geometry import crop_batch
@@ -51,7 +51,7 @@ def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettin
     """
     if not (settings.color_jitter or settings.randaugment_operations or settings.erasing):
         return views
-    for rows in chunks(views):
+    for rows in cache_sized_slices(views):
         part = ViewParameters(*(values[rows] for values in parameters))
         views[rows] = _finish(views[rows], part, settings)
     return views

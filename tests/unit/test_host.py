@@ -1,8 +1,9 @@
+import os
 from pathlib import Path
 
 import pytest
 
-from trainer.cores import usable_cores
+from trainer.host import environment_variables, usable_cores
 
 
 @pytest.mark.parametrize(("limit", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
@@ -27,3 +28,18 @@ def test_a_containers_cpu_limit_counts_in_the_older_form_too(
 
 def test_without_a_limit_all_cores_count(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) >= 1
+
+
+def test_variables_are_put_back_whatever_ends_the_block(monkeypatch):
+    monkeypatch.setenv("KEPT", "before")
+    monkeypatch.delenv("NEW", raising=False)
+
+    def break_off():
+        with environment_variables({"KEPT": "inside", "NEW": "inside"}):
+            assert (os.environ["KEPT"], os.environ["NEW"]) == ("inside", "inside")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_off()
+    assert os.environ["KEPT"] == "before"
+    assert "NEW" not in os.environ

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from trainer.config import DataSettings
-from trainer.data.schema import SplitName
-from trainer.data.selection import (
+from trainer.data.curation import (
     Dropped,
     ImageCandidate,
     Quarantined,
@@ -21,6 +20,7 @@ from trainer.data.selection import (
     quarantine_contradictions,
     take_missing_splits,
 )
+from trainer.data.dataset_schema import SplitName
 from trainer.errors import DataError
 
 CLASSES = ("cat", "dog", "eel")

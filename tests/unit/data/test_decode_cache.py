@@ -18,8 +18,8 @@ from PIL import Image
 from trainer import artifacts, storage
 from trainer.config import DataSettings
 from trainer.data import preparation
+from trainer.data.decode_cache import Decoded
 from trainer.data.sources import list_source
-from trainer.data.spool import Decoded
 from trainer.errors import DataError
 from trainer.stages.prepare import run
 
@@ -58,7 +58,7 @@ def too_strict(photos: Path) -> DataSettings:
 
 
 def spooled(place: str | Path) -> dict[str, bytes]:
-    """The files of the spool beside an output."""
+    """The files of the decode cache beside an output."""
     root = storage.join(storage.parent(place), "checkpoints")
     return {name: storage.read_bytes(storage.join(root, name)) for name in storage.files(root)}
 
@@ -165,14 +165,17 @@ def test_another_output_beside_it_takes_it_too(photos: Path, tmp_path: Path, cap
 def test_one_that_finishes_first_takes_nothing_away(photos: Path, tmp_path: Path) -> None:
     undisturbed = run(settings(photos), dataset=tmp_path / "a" / "data")
     listing = list_source(settings(photos).source)
-    place, out = preparation.spool_uri(settings(photos), str(tmp_path / "b" / "checkpoints")), tmp_path / "b" / "slow"
+    place, out = (
+        preparation.decode_cache_uri(settings(photos), str(tmp_path / "b" / "checkpoints")),
+        tmp_path / "b" / "slow",
+    )
     out.mkdir(parents=True)
-    with preparation._spool(settings(photos), out, place) as spool:
-        outcomes = preparation._decode_all(listing, settings(photos), spool, 1)
+    with preparation._open_cache(settings(photos), out, place) as cache:
+        outcomes = preparation._decode_all(listing, settings(photos), cache, 1)
         assert run(settings(photos), dataset=tmp_path / "b" / "data").fingerprint == undisturbed.fingerprint
         assert storage.files(place) == {}
         good = [outcome for outcome in outcomes if isinstance(outcome, Decoded)]
-        assert len(preparation._open_squares(spool, 7)) == len(good) == 24
+        assert len(preparation._open_squares(cache, 7)) == len(good) == 24
 
 
 def test_a_spool_on_another_disk_is_copied(

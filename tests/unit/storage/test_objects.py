@@ -2,21 +2,21 @@
 
 import pytest
 
+from trainer import storage
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError
-from trainer.storage import sealed
 
 TEXT = '{"name": "Käse\\nbrot", "seconds": 0.1}'
 
 
 def test_what_is_written_is_read(tmp_path, object_store):
     for place in (tmp_path / "notes.jsonl", object_store.uri("notes.jsonl")):
-        sealed.write(place, TEXT)
-        assert sealed.read(place) == TEXT
+        storage.write_checksummed(place, TEXT)
+        assert storage.read_checksummed(place) == TEXT
 
 
 def test_every_truncation_and_every_changed_bit_is_found(tmp_path):
     file = tmp_path / "notes.jsonl"
-    sealed.write(file, TEXT)
+    storage.write_checksummed(file, TEXT)
     content = file.read_bytes()
     whole = content.removesuffix(b"\n")
     changed = [content[:length] for length in range(len(whole))]
@@ -26,9 +26,9 @@ def test_every_truncation_and_every_changed_bit_is_found(tmp_path):
     for damaged in changed:
         file.write_bytes(damaged)
         with pytest.raises(ObjectDamagedError, match=r"notes\.jsonl: is damaged \(checksum\)"):
-            sealed.read(file)
+            storage.read_checksummed(file)
 
 
 def test_there_is_none(tmp_path):
     with pytest.raises(ObjectNotFoundError):
-        sealed.read(tmp_path / "notes.jsonl")
+        storage.read_checksummed(tmp_path / "notes.jsonl")

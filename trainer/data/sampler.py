@@ -36,7 +36,7 @@ _PAIRS = 0x7061697273
 """Keeps the pairs' draws apart from all others of the same seed."""
 
 
-class Taken(NamedTuple):
+class SampleSlice(NamedTuple):
     """Some positions of the stream."""
 
     indices: Indices
@@ -76,7 +76,7 @@ def _beside(pairs: Indices, count: int) -> Indices:
     return result
 
 
-class SampleOrder:
+class StatelessSampler:
     """The endless stream of a training set's samples."""
 
     def __init__(
@@ -111,7 +111,7 @@ class SampleOrder:
             for one in ([[kind] for kind in kinds] if self._share else [kinds])
         ]
 
-    def take(self, start: int, stop: int) -> Taken:
+    def take(self, start: int, stop: int) -> SampleSlice:
         """The positions start..stop-1."""
         if not self._share:
             return self._streams[0].take(start, stop)
@@ -123,8 +123,8 @@ class SampleOrder:
         place = np.argsort(np.argsort(is_other, kind="stable"), kind="stable")  # labelled ones lie first
         indices, numbers = (np.append(*both)[place] for both in zip(labelled[:2], others[:2], strict=True))
         if labelled.partners is None or others.partners is None:
-            return Taken(indices, numbers, None)
-        return Taken(indices, numbers, np.append(labelled.partners, others.partners)[place])
+            return SampleSlice(indices, numbers, None)
+        return SampleSlice(indices, numbers, np.append(labelled.partners, others.partners)[place])
 
 
 class _SampleStream:
@@ -139,7 +139,7 @@ class _SampleStream:
         self._seed, self._view_seed, self._views, self._is_paired = seed, view_seed, views, paired
         self._epochs: dict[int, tuple[Indices, Indices]] = {}
 
-    def take(self, start: int, stop: int) -> Taken:
+    def take(self, start: int, stop: int) -> SampleSlice:
         epochs, offsets = np.divmod(np.arange(start, stop, dtype=np.int64), len(self._samples))
         numbers = epochs % self._views if self._views else epochs
         indices = np.empty_like(epochs)
@@ -150,7 +150,7 @@ class _SampleStream:
             indices[chosen] = order[offsets[chosen]]
             if others is not None:
                 others[chosen] = partner[indices[chosen]]
-        return Taken(indices, numbers, others)
+        return SampleSlice(indices, numbers, others)
 
     def _epoch(self, epoch: int) -> tuple[Indices, Indices]:
         if epoch not in self._epochs:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from trainer.config import DataSettings
-from trainer.data.schema import UNLABELED, SplitName
+from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.errors import DataError
 
 _Key = TypeVar("_Key")

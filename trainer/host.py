@@ -1,9 +1,11 @@
-"""How many processor cores there are to use, and of which processor."""
+"""This host: its processor, the cores that this process may use, and environment variables set for the length of a block."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -33,3 +35,18 @@ def _cpu_limit(cgroups: Path) -> tuple[int, int]:
     if (first / "cpu.cfs_quota_us").exists():
         return int((first / "cpu.cfs_quota_us").read_text()), int((first / "cpu.cfs_period_us").read_text())
     return -1, 1
+
+
+@contextmanager
+def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set these variables for this process and those started in the block, and restore the previous values after it."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

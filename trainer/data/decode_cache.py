@@ -1,14 +1,13 @@
-"""Decoded images on their way into a data set: their squares, and what is remembered of each.
+"""The decode cache: decoded images of a preparation, kept so that a preparation that is started again decodes only what is missing.
 
-A spool outlives the preparation that fills it, so that one that is started again decodes only what is missing. It is a folder of
-chunks, each of two files:
+It is a folder of chunks, each of two files:
 
     000012.arrow    the squares of the chunk's good images
-    000012.jsonl    written after it, sealed: what became of each image, and SHA-256 of every image file and of the squares
+    000012.jsonl    written after it, with its checksum: the outcome of each image, and SHA-256 of every image file and of the squares
 
-A chunk that is found is believed only where all of it fits: it was decoded in the same way from images of the same names and labels,
-their files still hold the same bytes, and its squares are whole. A preparation maps squares into memory from a folder of its own, into
-which they are linked or copied, so that another one that finishes first takes nothing away from it.
+A chunk is used only if it was decoded in the same way from images of the same names and labels, their files still hold the same bytes,
+and its squares are whole. A preparation maps squares into memory from a folder of its own, into which they are linked or copied, so that
+another preparation that finishes first takes nothing away from it.
 
 Imports nothing heavy, because every process that decodes loads it.
 """
@@ -26,10 +25,9 @@ from typing import TypeAlias
 from pydantic import ValidationError
 
 from trainer import storage
-from trainer.data.selection import Quarantined
+from trainer.data.curation import Quarantined
 from trainer.data.sources import Item
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
-from trainer.storage import sealed
 from trainer.strict import StrictModel
 
 logger = logging.getLogger(__name__)
@@ -77,8 +75,8 @@ class _Chunk(StrictModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spool:
-    """The chunks of one preparation; can be sent to another process."""
+class DecodeCache:
+    """The cached chunks of one preparation; can be pickled for another process."""
 
     uri: str
     """Where they are kept."""
@@ -135,14 +133,14 @@ class Spool:
             _link(squares, storage.local_path(self._uri(number, "arrow")))
         images = tuple(map(_image, items, outcomes, contents))
         chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=images)
-        sealed.write(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
+        storage.write_checksummed(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
 
     def _uri(self, number: int, suffix: str) -> str:
         return storage.join(self.uri, f"{number:06d}.{suffix}")
 
     def _chunk(self, number: int) -> _Chunk | None:
         try:
-            return _Chunk.model_validate_json(sealed.read(self._uri(number, "jsonl")))
+            return _Chunk.model_validate_json(storage.read_checksummed(self._uri(number, "jsonl")))
         except ObjectNotFoundError:
             return None
         except ObjectDamagedError as error:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer.data.order import SampleOrder, Taken, partners
+from trainer.data.sampler import SampleSlice, StatelessSampler, partners
 
 PLAIN, PAIRED = {}, {"paired": True}
 
@@ -9,7 +9,7 @@ PLAIN, PAIRED = {}, {"paired": True}
 @pytest.mark.parametrize("settings", [PLAIN, PAIRED, {"views": 2}, {"views": 2, "paired": True}])
 @pytest.mark.parametrize("count", [1, 2, 100, 101])
 def test_an_epoch_has_every_sample_once(count, settings):
-    order = SampleOrder(count, seed=3, **settings)
+    order = StatelessSampler(count, seed=3, **settings)
     for epoch in range(3):
         taken = order.take(epoch * count, (epoch + 1) * count)
         assert sorted(taken.indices) == list(range(count))
@@ -19,7 +19,7 @@ def test_an_epoch_has_every_sample_once(count, settings):
 @pytest.mark.parametrize("settings", [PLAIN, PAIRED])
 def test_epochs_and_seeds_are_shuffled_differently(settings):
     orders = [
-        tuple(SampleOrder(50, seed, **settings).take(epoch * 50, epoch * 50 + 50).indices)
+        tuple(StatelessSampler(50, seed, **settings).take(epoch * 50, epoch * 50 + 50).indices)
         for seed in (0, 1)
         for epoch in (0, 1)
     ]
@@ -29,8 +29,8 @@ def test_epochs_and_seeds_are_shuffled_differently(settings):
 @pytest.mark.parametrize("size", [1, 7, 64, 250])
 @pytest.mark.parametrize("settings", [PAIRED, {"views": 2, "paired": True}])
 def test_the_stream_does_not_depend_on_the_batch_size(size, settings):
-    whole = SampleOrder(101, seed=3, **settings).take(0, 500)
-    order = SampleOrder(101, seed=3, **settings)
+    whole = StatelessSampler(101, seed=3, **settings).take(0, 500)
+    order = StatelessSampler(101, seed=3, **settings)
     parts = [order.take(start, min(start + size, 500)) for start in range(0, 500, size)]
     for name in ("indices", "numbers", "partners"):
         assert np.concatenate([getattr(part, name) for part in parts]).tolist() == getattr(whole, name).tolist()
@@ -38,7 +38,7 @@ def test_the_stream_does_not_depend_on_the_batch_size(size, settings):
 
 @pytest.mark.parametrize("settings", [PLAIN, PAIRED, {"views": 2, "paired": True}])
 def test_going_on_needs_the_position_alone(settings):
-    whole, rest = (SampleOrder(101, seed=3, **settings).take(start, 400) for start in (0, 333))
+    whole, rest = (StatelessSampler(101, seed=3, **settings).take(start, 400) for start in (0, 333))
     assert whole.indices[333:].tolist() == rest.indices.tolist()
     assert whole.numbers[333:].tolist() == rest.numbers.tolist()
     if settings:
@@ -46,14 +46,14 @@ def test_going_on_needs_the_position_alone(settings):
 
 
 def test_places_are_spread_evenly_over_epochs():
-    firsts = [int(SampleOrder(10, seed=9).take(epoch * 10, epoch * 10 + 1).indices[0]) for epoch in range(2000)]
+    firsts = [int(StatelessSampler(10, seed=9).take(epoch * 10, epoch * 10 + 1).indices[0]) for epoch in range(2000)]
     counts = np.bincount(firsts, minlength=10)
     assert counts.min() > 140
     assert counts.max() < 260
 
 
 def test_nothing_is_paired_where_nothing_is_mixed():
-    assert SampleOrder(10, seed=0).take(0, 5).partners is None
+    assert StatelessSampler(10, seed=0).take(0, 5).partners is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 100, 101])
@@ -70,7 +70,7 @@ def test_pairs_are_drawn_anew_for_each_view_and_seed():
 
 @pytest.mark.parametrize("count", [100, 101])
 def test_an_epoch_shows_the_pairs_of_its_view_side_by_side(count):
-    taken = SampleOrder(count, seed=7, view_seed=11, paired=True).take(4 * count, 5 * count)
+    taken = StatelessSampler(count, seed=7, view_seed=11, paired=True).take(4 * count, 5 * count)
     assert taken.partners.tolist() == partners(count, 11, 4)[taken.indices].tolist()
     places = {int(index): place for place, index in enumerate(taken.indices)}
     gaps = [abs(places[int(partner)] - place) for place, partner in enumerate(taken.partners)]
@@ -79,7 +79,7 @@ def test_an_epoch_shows_the_pairs_of_its_view_side_by_side(count):
 
 
 def test_recorded_views_come_again_with_the_same_pairs_in_another_order():
-    order = SampleOrder(60, seed=1, view_seed=2, views=3, paired=True)
+    order = StatelessSampler(60, seed=1, view_seed=2, views=3, paired=True)
     first, again = order.take(60, 120), order.take(60 * 4, 60 * 5)
     assert set(first.numbers) == set(again.numbers) == {1}
     pairs = [dict(zip(taken.indices.tolist(), taken.partners.tolist(), strict=True)) for taken in (first, again)]
@@ -88,13 +88,13 @@ def test_recorded_views_come_again_with_the_same_pairs_in_another_order():
 
 
 def test_the_order_follows_its_own_seed_and_the_pairs_that_of_the_views():
-    one, two = (SampleOrder(60, seed, view_seed=2, paired=True).take(0, 60) for seed in (0, 1))
+    one, two = (StatelessSampler(60, seed, view_seed=2, paired=True).take(0, 60) for seed in (0, 1))
     assert one.indices.tolist() != two.indices.tolist()
     assert one.partners[np.argsort(one.indices)].tolist() == two.partners[np.argsort(two.indices)].tolist()
 
 
 def test_a_batch_that_reaches_over_several_epochs_has_the_partners_of_each():
-    taken = SampleOrder(5, seed=3, paired=True).take(0, 15)
+    taken = StatelessSampler(5, seed=3, paired=True).take(0, 15)
     for epoch in range(3):
         part = slice(5 * epoch, 5 * epoch + 5)
         assert taken.partners[part].tolist() == partners(5, 3, epoch)[taken.indices[part]].tolist()
@@ -109,7 +109,7 @@ SHARES = [0.0, 0.25, 0.5, 0.9]
 
 
 def mixed_order(share=0.0, **settings):
-    return SampleOrder(101, seed=3, labelled=LABELLED, labelled_share=share, **settings)
+    return StatelessSampler(101, seed=3, labelled=LABELLED, labelled_share=share, **settings)
 
 
 def parts_together(parts):
@@ -125,7 +125,9 @@ def test_labelled_and_other_samples_stream_alike_whatever_the_batch_and_wherever
     for first in (0, 333):
         order = mixed_order(share, **settings)
         parts = [order.take(start, min(start + size, 500)) for start in range(first, 500, size)]
-        assert parts_together(parts) == parts_together([Taken(*(one if one is None else one[first:] for one in whole))])
+        assert parts_together(parts) == parts_together(
+            [SampleSlice(*(one if one is None else one[first:] for one in whole))]
+        )
 
 
 @pytest.mark.parametrize("settings", [PLAIN, PAIRED], ids=str)
@@ -160,7 +162,10 @@ def test_a_share_that_a_batch_cannot_hold_exactly_is_held_over_batches():
 
 
 def test_a_share_of_one_kind_alone_changes_nothing():
-    plain, shared = SampleOrder(50, 1), SampleOrder(50, 1, labelled=np.ones(50, dtype=bool), labelled_share=0.5)
+    plain, shared = (
+        StatelessSampler(50, 1),
+        StatelessSampler(50, 1, labelled=np.ones(50, dtype=bool), labelled_share=0.5),
+    )
     assert plain.take(0, 200).indices.tolist() == shared.take(0, 200).indices.tolist()
 
 
