@@ -1,59 +1,66 @@
-"""How good a classifier's logits are, as pure functions.
+"""Quality of a classifier's logits, as pure functions.
+
+scipy and scikit-learn compute what they define in the same way; what is computed here differs from them, and says in what.
 
 Shapes: N images, K classes. Labels are the index of each image's class, int64 [N].
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import scipy.special
 
 Floats = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int64]
 
 
 def probabilities(logits: Floats) -> npt.NDArray[np.float64]:
-    """Softmax over the classes, in double precision: [N, K]."""
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    exponentials = np.exp(shifted)
-    normalized: npt.NDArray[np.float64] = exponentials / exponentials.sum(axis=1, keepdims=True)
-    return normalized
+    """Compute the softmax over the classes in double precision: [N, K]."""
+    result: npt.NDArray[np.float64] = scipy.special.softmax(logits.astype(np.float64), axis=1)
+    return result
 
 
 def top_k(logits: Floats, labels: Ints, k: int) -> float:
-    """Share of the images whose class is among the k largest logits; of equal logits the lower class comes first.
+    """Compute the share of the images whose class is among the k largest logits; of equal logits the lower class comes first.
 
     Raises:
         ValueError: there are no images, or k is not in 1..K.
     """
     if len(labels) == 0 or not 1 <= k <= logits.shape[1]:
         raise ValueError(f"top-{k} of {len(labels)} images and {logits.shape[1]} classes is not defined")
+    # scikit-learn's top_k_accuracy_score ranks the higher of two classes with equal logits first, but argmax, by which a student is
+    # served, the lower; and for two classes it takes one column of scores only.
     best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
     return float((best == labels[:, None]).any(axis=1).mean())
 
 
 def agreement(logits: Floats, other: Floats) -> float:
-    """Share of the images for which both classifiers' largest logit is the same class."""
+    """Compute the share of the images for which both classifiers predict the same class."""
     return float((logits.argmax(axis=1) == other.argmax(axis=1)).mean())
 
 
 def confusion_matrix(predicted: Ints, labels: Ints, classes: int) -> Ints:
-    """How often an image of class i was taken for class j: int64 [K, K], rows are the truth."""
-    counts: Ints = np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
+    """Count how often an image of class i was predicted as class j: int64 [K, K], rows are the truth."""
+    import sklearn.metrics  # here, because it takes seconds to import
+
+    counts: Ints = sklearn.metrics.confusion_matrix(labels, predicted, labels=np.arange(classes))
     return counts
 
 
+# scikit-learn computes precision and recall from labels and predictions; after an evaluation only the matrix is kept.
+
+
 def precision(matrix: Ints) -> npt.NDArray[np.float64]:
-    """Share of the images taken for a class that are of it, [K]; NaN for a class that was never predicted."""
+    """Compute the share of the images predicted as a class that are of it, [K]; NaN for a class that was never predicted."""
     return _share(np.diag(matrix), matrix.sum(axis=0))
 
 
 def recall(matrix: Ints) -> npt.NDArray[np.float64]:
-    """Share of the images of a class that were taken for it, [K]; NaN for a class without images."""
+    """Compute the share of the images of a class that were predicted as it, [K]; NaN for a class without images."""
     return _share(np.diag(matrix), matrix.sum(axis=1))
 
 
@@ -65,16 +72,16 @@ def _share(part: Ints, whole: Ints) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True)
 class Confusion:
-    """A pair of classes of which one is taken for the other."""
+    """A pair of classes of which one is predicted in place of the other."""
 
     truth: int
     predicted: int
     count: int
-    """Images of class `truth` taken for class `predicted`."""
+    """Images of class `truth` predicted as class `predicted`."""
 
 
 def worst_confusions(matrix: Ints, count: int) -> list[Confusion]:
-    """The most frequent confusions, at most `count`, the worst first."""
+    """List the most frequent confusions, at most `count`, the worst first."""
     wrong = matrix.copy()
     np.fill_diagonal(wrong, 0)
     order = np.argsort(-wrong, axis=None, kind="stable")[:count]
@@ -101,7 +108,9 @@ class Calibration:
 
 
 def calibration(logits: Floats, labels: Ints, bins: int) -> Calibration:
-    """Expected calibration error and what it is made of (Guo et al., On Calibration of Modern Neural Networks, 2017)."""
+    """Compute the expected calibration error and its bins (Guo et al., On Calibration of Modern Neural Networks, 2017)."""
+    # scikit-learn's calibration_curve bins in the same way, but leaves out empty bins and does not return how many images each bin has,
+    # by which the error is weighted.
     predictions = probabilities(logits)
     confidences = predictions.max(axis=1)
     right = predictions.argmax(axis=1) == labels
@@ -122,9 +131,8 @@ def _means(sums: npt.NDArray[Any], counts: Ints) -> tuple[float | None, ...]:
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share that was measured on `count` images (Wilson 1927)."""
-    z = 1.959963984540054  # 97.5 % quantile of the normal distribution
-    center = share + z**2 / (2 * count)
-    spread = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    scale = 1 + z**2 / count
-    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
+    """Compute the 95 % interval of a share that was measured on `count` images (Wilson 1927)."""
+    from scipy import stats  # here, because it takes seconds to import
+
+    interval = stats.binomtest(round(share * count), count).proportion_ci(confidence_level=0.95, method="wilson")
+    return float(interval.low), float(interval.high)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import confusion_matrix, precision_score, recall_score, top_k_accuracy_score
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import precision_score, recall_score, top_k_accuracy_score
 
 from trainer.evaluation import metrics
 
@@ -34,11 +37,15 @@ def test_top_k_refuses_what_is_not_defined(images, k):
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=20, deadline=None)
-def test_confusion_precision_recall_agree_with_scikit_learn(seed):
+def test_confusion_counts_each_image_and_precision_and_recall_are_scikit_learns(seed):
     logits, labels = random_case(seed)
     predicted = logits.argmax(axis=1)
     matrix = metrics.confusion_matrix(predicted, labels, 7)
-    np.testing.assert_array_equal(matrix, confusion_matrix(labels, predicted, labels=range(7)))
+    counts = np.zeros((7, 7), dtype=np.int64)
+    for label, guess in zip(labels, predicted, strict=True):
+        counts[label, guess] += 1
+    np.testing.assert_array_equal(matrix, counts)
+    assert matrix.dtype == np.int64
     np.testing.assert_allclose(metrics.precision(matrix), precision_score(labels, predicted, average=None))
     np.testing.assert_allclose(metrics.recall(matrix), recall_score(labels, predicted, average=None))
 
@@ -52,6 +59,12 @@ def test_what_never_happened_has_no_precision_or_recall():
 def test_probabilities_sum_to_one_for_huge_logits():
     probabilities = metrics.probabilities(np.array([[1e4, 0, -1e4], [-1e4, -1e4, -1e4]]))
     np.testing.assert_allclose(probabilities, [[1, 0, 0], [1 / 3, 1 / 3, 1 / 3]])
+
+
+def test_probabilities_are_the_softmax_bit_by_bit():
+    logits, _ = random_case(5)
+    exponentials = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    np.testing.assert_array_equal(metrics.probabilities(logits), exponentials / exponentials.sum(axis=1, keepdims=True))
 
 
 def logits_of(confidences: list[float]) -> np.ndarray:
@@ -97,6 +110,15 @@ def test_calibration_error_agrees_with_a_slow_loop(bins):
     )
 
 
+def test_calibration_has_the_bins_of_scikit_learn():
+    logits, labels = random_case(11, images=500, classes=2)
+    probabilities, predicted = metrics.probabilities(logits), logits.argmax(axis=1)
+    accuracy, confidence = calibration_curve(predicted == labels, probabilities.max(axis=1), n_bins=15)
+    ours = metrics.calibration(logits, labels, 15)
+    assert [one for one in ours.confidence if one is not None] == pytest.approx(list(confidence), abs=1e-12)
+    assert [one for one in ours.accuracy if one is not None] == pytest.approx(list(accuracy), abs=1e-12)
+
+
 def test_full_confidence_falls_into_the_last_bin():
     assert metrics.calibration(np.array([[1e4, 0.0]]), np.array([0]), 15).counts[-1] == 1
 
@@ -119,3 +141,13 @@ def test_wilson_interval_as_tabulated():
     # Newcombe 1998, table I: 81 of 263 gives 0.2553 to 0.3662; 0 of 20 gives 0 to 0.1611.
     assert metrics.wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert metrics.wilson_interval(0, 20) == pytest.approx((0, 0.1611), abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("right", "count"), [(0, 1), (1, 1), (1, 2), (81, 263), (359, 360), (360, 360), (4321, 10_000)]
+)
+def test_wilson_interval_is_its_formula(right, count):
+    share, z = right / count, 1.959963984540054
+    spread = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    bounds = [(share + z**2 / (2 * count) + side * spread) / (1 + z**2 / count) for side in (-1, 1)]
+    assert metrics.wilson_interval(share, count) == pytest.approx(bounds, rel=0, abs=1e-12)

@@ -17,7 +17,7 @@ def erase(views: Tensor, boxes: Tensor) -> Tensor:
 
     Args:
         views: uint8 [B, 3, V, V]; changed in place.
-        boxes: as shares of the edge: left, top, right, bottom; float32 [B, 4], zeros for none, on the CPU.
+        boxes: rectangles as shares of the edge: left, top, right, bottom; float32 [B, 4], zeros for none, on the CPU.
 
     Returns:
         `views`.
@@ -36,12 +36,12 @@ def _fill_one_by_one(views: Tensor, rows: Tensor, edges: Tensor) -> None:
 
 
 def fill_together(views: Tensor, rows: Tensor, edges: Tensor) -> None:
-    """The same in a few operations for all views, each of which the host would have to start.
+    """Fill the rectangles of all views in a few operations, since the host has to launch each one on a device.
 
     Args:
         views: uint8 [B, 3, V, V]; changed in place.
-        rows: of the n views to change, int64 [n], on the CPU.
-        edges: of their rectangles, in pixels: left, top, right, bottom; int64 [n, 4], on the CPU.
+        rows: the n views to change, int64 [n], on the CPU.
+        edges: their rectangles in pixels: left, top, right, bottom; int64 [n, 4], on the CPU.
     """
     rows, edges = to_device(rows, views.device), to_device(edges, views.device)
     left, top, right, bottom = edges.view(-1, 4, 1).unbind(1)

@@ -23,8 +23,7 @@ from trainer.data.views.parameters import ViewParameters
 def crop_sample(image: Tensor, box: Sequence[float], *, mirror: bool, out: Tensor) -> None:
     """Crop, resize and mirror one image on the CPU.
 
-    torch's resize of uint8 images is the fastest way there is in our dependencies, and fastest for a decoder's interleaved pixels,
-    permuted.
+    The bits are those of torchvision's `resized_crop` and `horizontal_flip`.
 
     Args:
         image: uint8 [3, h, w], in any memory layout.
@@ -33,6 +32,8 @@ def crop_sample(image: Tensor, box: Sequence[float], *, mirror: bool, out: Tenso
         mirror: whether to mirror it left to right.
         out: where the view goes, uint8 [3, V, V].
     """
+    # torch's resize of uint8 images is fastest for a decoder's interleaved pixels, permuted. torchvision's functions copy them to planar
+    # memory first and take twice as long (0.57 ms against 0.27 ms for 100 x 90 of 160 x 160 pixels to 64 x 64, one core).
     left, top, width, height = box
     columns, rows = slice(round(left), round(left + width)), slice(round(top), round(top + height))
     view = image[:, rows, columns].permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # strides that torch knows as interleaved
@@ -46,7 +47,7 @@ def crop_batch(images: Tensor, parameters: ViewParameters, size: int) -> Tensor:
 
     Args:
         images: uint8 [B, 3, S, S].
-        parameters: of the B views.
+        parameters: parameters of the B views.
         size: edge V of the views, in pixels.
 
     Returns:
@@ -61,9 +62,9 @@ def crop_batch(images: Tensor, parameters: ViewParameters, size: int) -> Tensor:
 
 
 def crop_by_products(images: Tensor, parameters: ViewParameters, size: int) -> Tensor:
-    """`crop_batch` by a matrix product along each axis, without waiting for the device.
+    """Crop, resize and mirror a batch by a matrix product along each axis, without waiting for the device.
 
-    Exact in plain float32 only: not under autocast, nor with TF32, which torch has off by default.
+    It is exact in plain float32 only: not under autocast, nor with TF32, which torch turns off by default.
     """
     count, stored = len(images), images.shape[-1]
     box, mirror = (to_device(part, images.device) for part in (parameters.box, parameters.mirror))
@@ -79,20 +80,20 @@ def crop_by_products(images: Tensor, parameters: ViewParameters, size: int) -> T
 
 
 def _rounded(sums: Tensor, unit: Tensor) -> Tensor:
-    """Weighted sums as whole levels, in place; `unit` is the sum of the weights, a power of two."""
+    """Round weighted sums to whole levels, in place; `unit` is the sum of the weights, a power of two."""
     return sums.add_(unit / 2).div_(unit).floor_()
 
 
 def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tuple[Tensor, Tensor]:
-    """Weights of the stored pixels along one axis, whole numbers, and what they add up to.
+    """Compute the weights of the stored pixels along one axis, which are whole numbers, and their sum.
 
-    The numbers are those of torch's own resize of uint8 images, except that a product of weight and pixel stays below 2^24, so that
+    They are the weights of torch's own resize of uint8 images, except that a product of weight and pixel stays below 2^24, so that
     float32 is exact.
 
     Args:
         start: first pixel of each box, int64 [B].
         length: pixels of each box, int64 [B].
-        place: which pixel of the view stands where, float64 [B or 1, V, 1].
+        place: which pixel of the resized box is at each place of the view, float64 [B or 1, V, 1].
         stored: pixels S of the stored images.
 
     Returns:
@@ -117,7 +118,7 @@ def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tup
 
 
 def _unit(peak: Tensor) -> Tensor:
-    """What stands for 1: 2^14, 2^15 or 2^16, the least with which the largest weight does not fit into 15 bits when it is doubled."""
+    """Return the fixed-point 1: 2^14, 2^15 or 2^16, the least with which the doubled largest weight does not fit into 15 bits."""
     unit = torch.full_like(peak, 2.0**16)
     for power in (15, 14):
         unit = torch.where((peak * 2.0 ** (power + 1) + 0.5).floor() >= 2**15, 2.0**power, unit)

@@ -1,7 +1,7 @@
 """Mixup and CutMix: each view mixed with the same-numbered view of its partner.
 
-The partner is a function of (seed, view number) (`trainer.data.sampler`), the mixture one of (seed, sample key, view number); so
-what a teacher said of a mixed view can be recorded.
+The partner is a function of (seed, view number) (`trainer.data.sampler`), the mixture one of (seed, sample key, view number); so a
+teacher's outputs for a mixed view can be recorded.
 
 Shapes: b samples, b + x images, V x V pixels.
 """
@@ -24,7 +24,7 @@ _MIXING = 0x6D6978696E67
 
 
 def mixes(settings: ViewSettings) -> bool:
-    """Whether views are mixed at all."""
+    """Return whether views are mixed at all."""
     return settings.mixup > 0 or settings.cutmix > 0
 
 
@@ -37,15 +37,15 @@ def draw_mixing(
     seed: int,
     settings: ViewSettings,
 ) -> Mixing:
-    """How these samples' views are mixed with their partners'.
+    """Draw how these samples' views are mixed with their partners'.
 
     Args:
         keys: key of each sample [b].
         numbers: number of each sample's view [b].
         partner: row of each sample's partner among the batch's images [b].
         partner_labels: label of each sample's partner [b].
-        seed: of the views.
-        settings: mixup's and CutMix's alphas, of which one at least is above 0.
+        seed: seed of the views.
+        settings: mixup's and CutMix's alphas, at least one of them above 0.
     """
     kind, quantile, x, y = uniform(_MIXING, seed, keys, numbers, np.arange(4)[:, None])
     kind_share = {(True, False): 0.0, (False, True): 1.0, (True, True): 0.5}[settings.mixup > 0, settings.cutmix > 0]
@@ -65,7 +65,7 @@ def draw_mixing(
 
 
 def _beta(alpha: float, quantile: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Quantiles of Beta(alpha, alpha); ones where alpha is 0, which leaves the image as it is."""
+    """Compute quantiles of Beta(alpha, alpha); ones where alpha is 0, which leaves the image as it is."""
     if not alpha:
         return np.ones_like(quantile)
     values: npt.NDArray[np.float64] = scipy.special.betaincinv(alpha, alpha, quantile)
@@ -77,7 +77,7 @@ def mix(images: Tensor, mixing: Mixing) -> Tensor:
 
     Args:
         images: uint8 [b + x, 3, V, V], the first b the samples' own.
-        mixing: of the b samples, on the images' device.
+        mixing: mixtures of the b samples, on the images' device.
 
     Returns:
         uint8 [b, 3, V, V].
@@ -91,7 +91,7 @@ def mix(images: Tensor, mixing: Mixing) -> Tensor:
 
 
 def _inside(boxes: Tensor, size: int) -> Tensor:
-    """The pixels whose centre lies in a box: float32 [b, 4] to bool [b, 1, V, V]."""
+    """Mark the pixels whose centre lies in a box: float32 [b, 4] to bool [b, 1, V, V]."""
     centre = (torch.arange(size, device=boxes.device) + 0.5) / size
     left, top, right, bottom = boxes.view(-1, 4, 1).unbind(1)
     columns, rows = (centre >= left) & (centre < right), (centre >= top) & (centre < bottom)

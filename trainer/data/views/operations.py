@@ -1,5 +1,8 @@
 """RandAugment's operations (Cubuk et al. 2020), with torchvision's names, ranges and meanings, on those views of a batch that drew them.
 
+Operations on whole numbers alone are torchvision's own functions. The others are ours, since torchvision's give other bits: they round
+down, not to the nearest level, and twice where they compute a grey first, which darkens a view with each operation.
+
 Shapes: n views, V x V pixels. An amount is signed, and 1 is the largest that torchvision has.
 """
 
@@ -11,6 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.transforms.v2 import functional as torchvision
 
 from trainer.data.batch import to_device
 from trainer.data.views.colour import adjust_colour, levels
@@ -24,7 +28,7 @@ _LARGEST_SHEAR, _LARGEST_SHIFT, _LARGEST_ANGLE, _LARGEST_CHANGE = 0.3, 150 / 331
 def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float) -> Tensor:
     """Apply each view's operations, one after another.
 
-    Which views an operation changes is decided on the host, so the device is never waited for.
+    The host decides which views an operation changes, so it never waits for the device.
 
     Args:
         views: uint8 [B, 3, V, V]; changed in place.
@@ -48,7 +52,8 @@ def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float
 
 
 def _warp(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
-    """Bilinear, black outside of the image; torchvision's default is the nearest pixel, which leaves ragged edges."""
+    """Shear, shift or rotate: bilinear, black outside of the image."""
+    # torchvision's default is the nearest pixel, which leaves ragged edges. Its bilinear warp takes one map for a whole batch.
     size = views.shape[-1]
     maps = torch.tensor([_inverse_map(name, amount, size) for name, amount in zip(names, amounts, strict=True)])
     maps = to_device(maps, views.device).view(-1, 2, 3, 1, 1)
@@ -60,7 +65,7 @@ def _warp(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
 
 
 def _inverse_map(name: str, amount: float, size: int) -> _Map:
-    """From a place in the new view to its place in the old one, both in pixels from the centre."""
+    """Return the map from a place in the new view to its place in the old one, both in pixels from the centre."""
     shear, shift = _LARGEST_SHEAR * amount, int(_LARGEST_SHIFT * size * amount)
     if name == "shear_x":  # about the upper left corner
         return (1, shear, shear * size / 2), (0, 1, 0)
@@ -82,7 +87,7 @@ def _recolour(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
 
 
 def _sharpen(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
-    """Away from, or towards, the image smoothed with weights 1 around a 5; the outermost pixels stay."""
+    """Move away from, or towards, the image smoothed with weights 1 around a 5; the outermost pixels stay."""
     pixels = views.float()
     inner = pixels[:, :, 1:-1, 1:-1]
     three = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
@@ -95,17 +100,18 @@ def _sharpen(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
 
 def _posterize(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
     """Keep the upper bits, at least four."""
-    dropped = round(4 * abs(amounts[0]))
-    return views & (0xFF << dropped & 0xFF)
+    kept: Tensor = torchvision.posterize(views, bits=8 - round(4 * abs(amounts[0])))
+    return kept
 
 
 def _solarize(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
     """Invert the brighter pixels."""
-    return torch.where(views >= 255 * (1 - abs(amounts[0])), 255 - views, views)
+    inverted: Tensor = torchvision.solarize(views, threshold=255 * (1 - abs(amounts[0])))
+    return inverted
 
 
 def _autocontrast(views: Tensor, _: list[str], __: list[float]) -> Tensor:
-    """Stretch each channel to 0..255; one of a single level stays."""
+    """Stretch each channel to 0..255; a channel of a single level stays."""
     pixels = views.float()
     darkest, brightest = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
     extent = brightest - darkest
@@ -114,15 +120,9 @@ def _autocontrast(views: Tensor, _: list[str], __: list[float]) -> Tensor:
 
 
 def _equalize(views: Tensor, _: list[str], __: list[float]) -> Tensor:
-    """Give each channel's levels equal shares, by Pillow's rule; a channel of hardly more than one level stays."""
-    flat = views.flatten(2).long()
-    counts = flat.new_zeros((*flat.shape[:2], 256))
-    counts.scatter_add_(2, flat, torch.ones_like(flat))
-    below = counts.cumsum(2) - counts
-    brightest = flat.amax(2, keepdim=True)
-    step = below.gather(2, brightest).div_(255, rounding_mode="floor")  # the pixels that are not of the brightest level
-    table = (below + step // 2).div_(step.clamp(min=1), rounding_mode="floor").clamp_(0, 255)
-    return torch.where(step > 0, table.gather(2, flat), flat).to(torch.uint8).view_as(views)
+    """Give each channel's levels equal shares, by Pillow's rule; a channel with hardly more than one level stays."""
+    equalized: Tensor = torchvision.equalize(views)
+    return equalized
 
 
 _FAMILIES: dict[Callable[[Tensor, list[str], list[float]], Tensor], set[str]] = {

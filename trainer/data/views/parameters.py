@@ -1,4 +1,4 @@
-"""What is drawn for a view: a function of (seed, sample key, view number, settings), counter-based and vectorised over a batch.
+"""Random parameters of a view: a function of (seed, sample key, view number, settings), counter-based and vectorised over a batch.
 
 Each draw has its own index, so that a setting that is turned on or off changes no other draw.
 
@@ -30,7 +30,7 @@ _OPERATIONS = 13
 _CROP_AGAIN, _ERASED_AGAIN = 1_000, 1_100
 """Index of the first of the draws that replace an area and a ratio that do not fit, two for each further attempt."""
 _ATTEMPTS = 10
-"""How often an area and a ratio are drawn, as in torchvision's RandomResizedCrop and RandomErasing."""
+"""Most draws of an area and a ratio, as in torchvision's RandomResizedCrop and RandomErasing."""
 
 OPERATIONS = (
     "identity",
@@ -55,7 +55,7 @@ ERASED_AREA, ERASED_ASPECT = (0.02, 1 / 3), 10 / 3
 
 
 class ViewParameters(NamedTuple):
-    """What was drawn for B views. Small, and on the CPU whatever device the images are on: it decides which operations run."""
+    """Parameters drawn for B views. Small, and always on the CPU, since the host decides from them which operations run."""
 
     box: Tensor
     """The crop in whole stored pixels: left, top, width, height; int64 [B, 4]."""
@@ -79,14 +79,14 @@ def draw_views(
     seed: int,
     settings: ViewSettings,
 ) -> ViewParameters:
-    """The parameters of these views.
+    """Draw the parameters of these views.
 
     Args:
         keys: key of each sample [B].
         numbers: number of each sample's view [B].
         stored: edge of the stored images, in pixels.
-        seed: of the views.
-        settings: how strongly to augment.
+        seed: seed of the views.
+        settings: strength of the augmentation.
     """
     rounds = settings.randaugment_operations
 
@@ -106,7 +106,7 @@ def draw_views(
 
 
 def _crops(draw: Draw, drawn: Numbers, stored: int, settings: ViewSettings) -> npt.NDArray[np.int64]:
-    """Boxes [B, 4] as torchvision's RandomResizedCrop draws them; where no attempt fits the box is the whole image."""
+    """Draw boxes [B, 4] as torchvision's RandomResizedCrop does; where no attempt fits, the box is the whole image."""
     sides = _sides(
         draw,
         drawn[[_AREA, _ASPECT]],
@@ -124,7 +124,7 @@ def _crops(draw: Draw, drawn: Numbers, stored: int, settings: ViewSettings) -> n
 def _sides(
     draw: Draw, first: Numbers, again: int, *, areas: tuple[float, float], max_aspect: float, longest: float
 ) -> Numbers:
-    """Width and height [B, 2] of rectangles, as shares of a square image's edge; NaN where no attempt fits.
+    """Draw width and height [B, 2] of rectangles, as shares of a square image's edge; NaN where no attempt fits.
 
     The share of the area is uniform and the ratio of the sides log-uniform; both are drawn again where a side is too long.
 
@@ -153,7 +153,7 @@ def _sides(
 
 
 def _erased(draw: Draw, drawn: Numbers, share: float) -> Numbers:
-    """Rectangles [B, 4]: left, top, right, bottom; zeros for none."""
+    """Draw rectangles [B, 4]: left, top, right, bottom; zeros for none."""
     first = drawn[[_ERASED_AREA, _ERASED_ASPECT]]
     sides = _sides(draw, first, _ERASED_AGAIN, areas=ERASED_AREA, max_aspect=ERASED_ASPECT, longest=1)
     corner = drawn[[_ERASED_LEFT, _ERASED_TOP]].T * (1 - sides)

@@ -24,13 +24,13 @@ from trainer.data.views.parameters import ViewParameters
 
 
 def make_views(images: Tensor, parameters: ViewParameters, size: int, settings: ViewSettings) -> Tensor:
-    """The views of a batch of stored images, on the images' device.
+    """Make the views of a batch of stored images, on the images' device.
 
     Args:
         images: uint8 [B, 3, S, S].
-        parameters: of the B views, on the CPU.
+        parameters: parameters of the B views, on the CPU.
         size: edge V of the views, in pixels.
-        settings: those that the parameters were drawn with.
+        settings: the settings that the parameters were drawn with.
 
     Returns:
         uint8 [B, 3, V, V].
@@ -39,12 +39,12 @@ def make_views(images: Tensor, parameters: ViewParameters, size: int, settings: 
 
 
 def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettings) -> Tensor:
-    """What follows the crop.
+    """Apply what follows the crop: colour, RandAugment's operations, erasing.
 
     Args:
         views: crops, uint8 [B, 3, V, V]; changed in place.
-        parameters: of the B views, on the CPU.
-        settings: those that the parameters were drawn with.
+        parameters: parameters of the B views, on the CPU.
+        settings: the settings that the parameters were drawn with.
 
     Returns:
         `views`.
@@ -60,6 +60,6 @@ def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettin
 def _finish(views: Tensor, parameters: ViewParameters, settings: ViewSettings) -> Tensor:
     if settings.color_jitter:
         views = adjust_colour(views, parameters.colour)
-    if settings.randaugment_operations:  # which choose single views, in planar memory twice as fast
+    if settings.randaugment_operations:  # they choose single views, which is twice as fast in planar memory
         views = apply_operations(views.contiguous(), parameters, settings.randaugment_magnitude)
     return erase(views, parameters.erased) if settings.erasing else views

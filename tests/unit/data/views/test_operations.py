@@ -1,7 +1,9 @@
 import math
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode, RandAugment
 from torchvision.transforms.v2 import functional as reference
 
@@ -58,6 +60,25 @@ def test_operations_that_calculate_nothing_are_exact(images, operation, name):
     ours = apply_operations(views.clone(), operation(name, 2), 7.0)
     for row, view in enumerate(views):
         assert torch.equal(ours[row], torchvisions(view, name, -0.7 if row else 0.7))
+
+
+@pytest.mark.parametrize("name", ["posterize", "solarize", "equalize"])
+@pytest.mark.parametrize("levels", [2, 7, 256])
+def test_operations_of_torchvision_are_pillows_bit_by_bit(operation, name, levels):
+    for size in (3, 17, 64):
+        views = torch.randint(0, levels, (4, 3, size, size), generator=torch.Generator().manual_seed(size))
+        views = (views * (255 // (levels - 1))).to(torch.uint8)
+        for magnitude in (1.0, 3.3, 5.0, 7.7, 10.0):
+            amount = magnitude / 10
+            pillows = {
+                "posterize": lambda image, amount=amount: ImageOps.posterize(image, 8 - round(4 * amount)),
+                "solarize": lambda image, amount=amount: ImageOps.solarize(image, 255 * (1 - amount)),
+                "equalize": ImageOps.equalize,
+            }
+            ours = apply_operations(views.clone(), operation(name, 4), magnitude)
+            for view, changed in zip(views, ours, strict=True):
+                expected = pillows[name](Image.fromarray(view.permute(1, 2, 0).numpy()))
+                np.testing.assert_array_equal(changed.permute(1, 2, 0).numpy(), np.asarray(expected))
 
 
 def test_the_operations_and_their_ranges_are_those_of_torchvision():
