@@ -52,33 +52,33 @@ class DataSettings(Section):
     source: str = "digits"
     """`digits`, `imagefolder:PATH_OR_URI`, `manifest:FILE.csv` or `hub:NAME[:CONFIG]`."""
     outside: Outside = "refuse"
-    """Images outside of that folder, or of the manifest's, where links or lines lead to them: `read` them if you trust who made these."""
+    """Links, and lines of a manifest, that lead outside the source's folder; `read` them only if you trust whoever made them."""
     image_size: Annotated[int, Field(ge=8, le=2048)] = 256
     """Edge of the stored square images, in pixels."""
     fit: Literal["crop", "stretch"] = "crop"
-    """How an image becomes square: cut the longer side's ends off, or stretch."""
+    """How an image becomes square: `crop` its centre, or `stretch` it."""
     encoding: Literal["jpeg", "png"] = "jpeg"
     """How stored images are encoded; png is exact, jpeg is small."""
     jpeg_quality: Annotated[int, Field(ge=50, le=100)] = 95
     """Quality of stored JPEG images."""
     val_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
-    """Share of each class taken from train for validation, where the source has no such split."""
+    """Share of each class moved from train to validation if the source has no validation split."""
     test_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
-    """Share of each class taken from train for the test, where the source has no such split."""
+    """Share of each class moved from train to test if the source has no test split."""
     test_from: Literal["train", "val"] = "train"
-    """Where the test comes from in a source without one: a share of train, or the source's val, for which a new val is taken from train."""
+    """Test split of a source without one: a share of train, or the source's val (a new validation split is then taken from train)."""
     split_seed: NonNegative = 0
-    """Seed of the content-keyed split; not changed by `run.seed`, so that runs with several seeds share their splits."""
+    """Seed of the splits, which are keyed by content; independent of `run.seed`, so that runs with other seeds share their splits."""
     min_images_per_class: Annotated[int, Field(ge=3)] = 3
-    """A class with fewer good labelled images ends the preparation."""
+    """Fewest valid labelled images of a class; `prepare` fails if one has fewer."""
     max_bad_fraction: Fraction = 0.01
-    """More quarantined images than this share end the preparation."""
+    """Largest share of quarantined images; `prepare` fails above it."""
     max_pixels: Positive = 100_000_000
-    """An image with more pixels (width times height) is quarantined before it is decoded."""
+    """Images with more pixels (width x height) are quarantined before they are decoded."""
     min_edge: Positive = 8
-    """An image with a shorter edge is quarantined, in pixels."""
+    """Images with a shorter edge are quarantined, in pixels."""
     workers: Workers = "auto"
-    """Loader processes beside each training process; 0 loads in the training process itself, auto measures at the start."""
+    """Loader processes for each training process; 0 loads in the training process itself, auto measures at the start."""
     views_on: ViewsOn = "auto"
     """Where views are made from stored images: in the loader (`cpu`) or on the training device; auto takes the device if it is a GPU."""
     decode_on: DecodeOn = "cpu"
@@ -86,22 +86,22 @@ class DataSettings(Section):
 
 
 class LoadingSettings(Section):
-    """What the stages that learn or look at views share."""
+    """What the stages that read views share."""
 
     seed: NonNegative | None = None
-    """Seed of weights, order and views; as `run.seed` where not given."""
+    """Seed of weights, order and views; default: `run.seed`."""
     workers: Workers | None = None
-    """Loader processes; as `data.workers` where not given."""
+    """Loader processes; default: `data.workers`."""
     views_on: ViewsOn | None = None
-    """Where views are made; as `data.views_on` where not given."""
+    """Where views are made; default: `data.views_on`."""
     decode_on: DecodeOn | None = None
-    """Where stored images are decoded; as `data.decode_on` where not given."""
+    """Where stored images are decoded; default: `data.decode_on`."""
     deterministic: bool | None = None
-    """Whether a GPU adds in the same order each time; as `run.deterministic` where not given."""
+    """Use only deterministic operations on a GPU; default: `run.deterministic`."""
 
 
 LOADING = frozenset({"workers", "views_on", "decode_on"})
-"""Settings of `data` that say how prepared images are loaded, and so do not change what is prepared."""
+"""Settings of `data` about loading prepared images; they do not change what `prepare` writes."""
 
 
 class ModelSettings(Section):
@@ -114,45 +114,45 @@ class ModelSettings(Section):
 
 
 class ViewSettings(Section):
-    """The augmented view of an image that a training step sees."""
+    """Augmentation: the random view of an image that a training step sees."""
 
     min_scale: Annotated[float, Field(gt=0, le=1)] = 0.35
     """Smallest share of the image's area that a random crop keeps; 1 turns cropping off."""
     max_aspect: Annotated[float, Field(ge=1)] = 4 / 3
     """Largest ratio of the crop's sides, either way."""
     flip: bool = True
-    """Mirror half of the views left to right."""
+    """Flip half of the views horizontally."""
     color_jitter: Fraction = 0.0
     """Largest relative change of brightness, contrast and saturation."""
     randaugment_operations: NonNegative = 0
-    """Operations of RandAugment (Cubuk et al. 2020) that a view gets, one after another; 0 turns it off."""
+    """RandAugment operations (Cubuk et al. 2020) applied to each view; 0 turns it off."""
     randaugment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
     """Their strength: 10 shears by 0.3, turns by 30 degrees, shifts by 45 % and changes colours by 90 %."""
     erasing: Fraction = 0.0
-    """Share of the views in which a rectangle of 2 to 33 % of the area becomes the view's mean colour (Zhong et al. 2020)."""
+    """Probability of random erasing (Zhong et al. 2020): a rectangle of 2 to 33 % of the area gets the view's mean colour."""
     mixup: NonNegativeFloat = 0.0
     """Alpha of mixup's Beta distribution (Zhang et al. 2018); 0 turns it off."""
     cutmix: NonNegativeFloat = 0.0
-    """Alpha of CutMix's Beta distribution (Yun et al. 2019); 0 turns it off. With mixup too, each view gets one of them."""
+    """Alpha of CutMix's Beta distribution (Yun et al. 2019); 0 turns it off. With both, each view gets one of them."""
 
 
 class EvidenceSettings(Section):
-    """What a training stage records of itself."""
+    """What a training stage records about itself."""
 
     system_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
     """Seconds between two samples of CPU cores, memory, disk, network and GPU."""
     operators_at: tuple[NonNegative, ...] = (20,)
     """Steps (counted from the start of this process) at which a window of torch.profiler opens."""
     operators_steps: NonNegative = 3
-    """Length of each window in steps; 0 turns them off."""
+    """Length of each window in steps; 0 turns torch.profiler off."""
     tensors_every: NonNegative = 50
-    """Fewest steps between two looks at weights, gradients and attention; 0 turns them off."""
+    """Minimum steps between two samples of weight, gradient and attention statistics; 0 turns them off."""
     tensors_budget: Fraction = 0.003
-    """Largest share of the training's time that these looks may take; they become rarer where they would take more."""
+    """Largest share of the training's time that these samples may take; they become rarer where they would take more."""
 
 
 def _rule_names(names: object) -> object:
-    """Names of rules, also as text with commas between them."""
+    """Accept names of rules as a list or as comma-separated text."""
     listed = [name for name in names.replace(",", " ").split() if name] if isinstance(names, str) else names
     for name in listed if isinstance(listed, (list, tuple)) else ():
         if name not in RuleSettings.model_fields:
@@ -166,60 +166,60 @@ RuleNames = Annotated[tuple[str, ...], BeforeValidator(_rule_names)]
 
 
 class WatchSettings(Section):
-    """How a training judges itself while it runs."""
+    """Which rules are checked while a training runs, and how often."""
 
     stop_on: RuleNames = ()
     """Rules whose finding ends the training."""
     rules: RuleSettings = RuleSettings()
-    """When the rules fire."""
+    """Thresholds of the rules."""
     interval_s: NonNegativeFloat = 10.0
-    """Least seconds between two judgements."""
+    """Minimum seconds between two checks."""
     budget: Fraction = 0.001
-    """Largest share of the training's time that judging may take; judgements become rarer where they would take more."""
+    """Largest share of the training's time that checks may take; they become rarer where they would take more."""
 
 
 class TrainingSettings(Section):
     """What every training loop shares."""
 
     epochs: NonNegative = 100
-    """Passes over the training images; 0 switches this part off."""
+    """Passes over the training images; 0 skips this training."""
     batch_size: Annotated[int, Field(ge=2)] = 1024
-    """Images an optimiser step, over all processes and accumulated micro-batches; where these cannot share it evenly they differ by one
-    image, and the gradient is still the mean over all. At most the number of images to train on; a larger one is clamped to it."""
+    """Images per optimiser step, over all processes and accumulated micro-batches. If it does not divide evenly these differ by one image,
+    and the gradient is still the mean over all images. Clamped to the number of images to train on."""
     accumulation: Positive = 1
-    """Micro-batches an optimiser step on each process; more of them need less memory."""
+    """Micro-batches per optimiser step on each process; more of them need less memory."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 5e-4
-    """Peak learning rate at 256 images a step; scaled linearly with `batch_size` (Goyal et al. 2017)."""
+    """Peak learning rate at 256 images per step; scaled linearly with `batch_size` (Goyal et al. 2017)."""
     final_learning_rate: Fraction = 0.01
     """Learning rate at the end, as a share of the peak."""
     warmup_epochs: NonNegativeFloat = 5.0
-    """Epochs of linear warm-up before the cosine."""
+    """Epochs of linear warm-up before the cosine decay."""
     weight_decay: NonNegativeFloat = 0.05
-    """AdamW's weight decay; biases, norms, positions and tokens have none."""
+    """AdamW's weight decay; not applied to biases, norms, position embeddings and tokens."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's decay of the mean gradient."""
+    """AdamW's decay rate of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW's decay of the mean squared gradient."""
+    """AdamW's decay rate of the second moment."""
     clip_norm: NonNegativeFloat = 1.0
-    """Largest norm of the whole gradient; 0 turns clipping off."""
+    """Maximum norm of the gradient over all parameters; 0 turns clipping off."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Decay of the exponential moving average of the weights, which is then what is kept; 0 turns it off."""
+    """Decay of the exponential moving average (EMA) of the weights, which is then the result; 0 turns it off."""
     precision: Precision = "auto"
     """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32."""
     compile: Compile = "auto"
     """torch.compile; auto compiles on GPUs only."""
     gradient_compression: Literal["none", "bf16"] = "none"
-    """How gradients travel between processes; bf16 halves their bytes."""
+    """Data type of gradients in the all-reduce; bf16 halves their bytes."""
     zero: bool = False
-    """Shard the optimiser's state over the processes (ZeroRedundancyOptimizer)."""
+    """Shard the optimizer's state over the processes (ZeroRedundancyOptimizer)."""
     log_every: Positive = 10
-    """Steps between two lines of the log and two points of the metrics."""
+    """Steps between two log lines, and between two points of each metric."""
     checkpoint_every: NonNegative = 500
     """Steps between two checkpoints; 0 writes none."""
     checkpoint_keep: Positive = 2
-    """Newest checkpoints that are kept; beside them the one that was best on the validation split, which is written too."""
+    """How many of the newest checkpoints to keep; the one that was best on the validation split is kept too."""
     validate_every_epochs: NonNegative = 10
-    """Epochs between two measurements on the validation split; 0 measures at the end only."""
+    """Epochs between two validations; 0 validates at the end only."""
     views: ViewSettings = ViewSettings()
     """Augmentation."""
     evidence: EvidenceSettings = EvidenceSettings()
@@ -252,15 +252,15 @@ class MaeSettings(TrainingSettings):
     """Masked-autoencoder pretraining (He et al. 2022)."""
 
     epochs: NonNegative = 400
-    """Passes over all training images, labelled or not; 0 switches pretraining off."""
+    """Passes over all training images, labelled or not; 0 skips pretraining."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 1.5e-4
-    """Peak learning rate at 256 images a step; scaled linearly with `batch_size`."""
+    """Peak learning rate at 256 images per step; scaled linearly with `batch_size`."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """AdamW's decay of the mean squared gradient."""
+    """AdamW's decay rate of the second moment."""
     warmup_epochs: NonNegativeFloat = 40.0
-    """Epochs of linear warm-up before the cosine."""
+    """Epochs of linear warm-up before the cosine decay."""
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
-    """Share of the patches hidden from the encoder."""
+    """Share of the patches that are masked."""
     decoder_dim: Annotated[int, Field(ge=8)] = 512
     """Width of the decoder."""
     decoder_depth: Positive = 8
@@ -277,13 +277,13 @@ class FinetuneSettings(TrainingSettings):
     """Supervised fine-tuning of the teacher on the labelled training images."""
 
     epochs: NonNegative = 100
-    """Passes over the labelled training images; 0 switches fine-tuning off."""
+    """Passes over the labelled training images; 0 skips fine-tuning."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 0.75
-    """Factor of the learning rate from one block to the one below it (BEiT, MAE)."""
+    """Layer-wise learning-rate decay: factor from one block to the one below it (BEiT, MAE)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the target spread over all classes."""
+    """Label smoothing: share of the target spread over all classes."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Largest rate of stochastic depth, reached at the last block."""
+    """Stochastic depth rate of the last block; it grows linearly from 0 at the first."""
     views: ViewSettings = ViewSettings(mixup=0.8, cutmix=1.0)
     """Augmentation."""
 
@@ -311,16 +311,16 @@ class PretrainSettings(LoadingSettings):
     """The teacher: masked-autoencoder pretraining, then fine-tuning; or given weights."""
 
     watch: WatchSettings | None = None
-    """How the trainings judge themselves while they run; from `profile` where that has a `stop_on`, else the defaults."""
+    """Rules checked while the trainings run; set from `profile` if that has a `stop_on`."""
 
     teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
     """The teacher's model."""
     weights: str = ""
-    """Start from a model directory (path or URI) or `timm:NAME[@REVISION]` (timm's pretrained weights, of which `teacher` has to be the
-    architecture; without a commit of their repository, those of today); empty starts from scratch."""
+    """Start from a model directory (path or URI), or from timm's pretrained weights: `timm:NAME[@REVISION]`, with the same architecture as
+    `teacher`. REVISION is a commit of their repository, by default the newest one. Empty starts from scratch."""
     label_map: Mapping[str, ClassReference] = {}
-    """Name of each class of the data set -> the class of `weights` that it is, by name or index, where the names differ; the head's rows
-    of these classes are then kept."""
+    """Class of the data set -> the same class of `weights`, by name or index, where the names differ. The head's rows of these classes
+    are kept."""
     mae: MaeSettings = MaeSettings()
     """Masked-autoencoder pretraining."""
     finetune: FinetuneSettings = FinetuneSettings()
@@ -359,22 +359,22 @@ TOP_K = 10
 
 
 class ReinforceSettings(LoadingSettings):
-    """The teacher's outputs on augmented views of every training image, recorded once for all distillations."""
+    """The recording of the teacher's outputs on augmented views of every training image, made once for all distillations."""
 
     views: Positive = 30
-    """Views of each image; epoch e of a distillation sees view e modulo `views`."""
+    """Views per image; epoch e of a distillation sees view e modulo `views`."""
     top_k: Positive | Literal["all"] | None = None
-    """Largest logits kept of each view, of the others only their sum; where not given `all` if a loss of distill needs them, else 10."""
+    """Largest logits to keep per view, with the sum of the rest; default: `all` if a loss of distill needs them, else 10."""
     features: bool = False
     """Keep the teacher's pooled features too, for a feature loss."""
     augmentation: ViewSettings | None = None
-    """Augmentation; as `distill.views` where not given."""
+    """Augmentation; default: `distill.views`."""
     unlabeled: bool | None = None
-    """Record those of images without labels too; as `distill.unlabeled` where not given."""
+    """Record images without labels too; default: `distill.unlabeled`."""
     view_size: NonNegative = 0
     """Edge of the views, in pixels; 0 is the teacher's input size."""
     batch_size: Positive = 256
-    """Most images that are loaded, and passed through the teacher, at once; a CPU in fp32 takes them eight at a time."""
+    """Images per forward pass of the teacher; a CPU in fp32 splits them into parts of eight."""
     precision: Precision = "auto"
     """`bf16` or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32."""
     compile: Compile = "auto"
@@ -394,20 +394,20 @@ class DistillSettings(LoadingSettings, TrainingSettings):
     """The student: loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels."""
 
     watch: WatchSettings | None = None
-    """How the training judges itself while it runs; from `profile` where that has a `stop_on`, else the defaults."""
+    """Rules checked while the training runs; set from `profile` if that has a `stop_on`."""
 
     student: ModelSettings = ModelSettings(architecture="vit_tiny_patch16_224")
     """The student's model."""
     teacher: Literal["online", "recorded"] = "online"
-    """`online` runs the teacher in every step; `recorded` reads the outputs that the stage reinforce recorded."""
+    """`online` runs the teacher in every step; `recorded` reads the outputs that the stage `reinforce` recorded."""
     unlabeled: bool = True
-    """Learn from the data set's images without labels too, where it has any: from the teacher alone, whose top class serves `dkd` as their
-    label. An epoch is a pass over all images. Without a loss that asks the teacher they are not read."""
+    """Learn from images without labels too, if the data set has any: from the teacher alone (for `dkd`, its top class is the label). An
+    epoch is then a pass over all images. Not read if no loss needs the teacher."""
     labeled_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of each step's images that are labelled, where there are others too: both then have epochs of their own, and an epoch of the
-    training is as many images as there are. 0 takes all as they come, each once an epoch."""
+    """Share of labelled images in each step, if there are unlabelled ones too. Each kind then has its own epochs, and an epoch of the
+    training counts as many images as there are in all. 0 shuffles all together, each once per epoch."""
     teacher_batch: NonNegative = 0
-    """Images a forward pass of the online teacher; 0 chooses by the device."""
+    """Images per forward pass of the online teacher; 0 chooses by device."""
     logit_loss: Literal["kl", "hard", "dkd", "dist"] = "kl"
     """Between logits: `kl` (Hinton et al. 2015), `hard` (DeiT's, Touvron et al. 2021), `dkd` (Zhao et al. 2022), `dist` (Huang et al.
     2022); recorded outputs serve `dkd` and `dist` only if they hold all logits (`reinforce.top_k`)."""
@@ -420,13 +420,13 @@ class DistillSettings(LoadingSettings, TrainingSettings):
     """Standardise the logits of both before they are compared, so that T counts in standard deviations (Sun et al. 2024); recorded outputs
     serve it as they serve `dkd`."""
     dkd_alpha: NonNegativeFloat = 1.0
-    """DKD's weight of the true class against all others."""
+    """DKD's weight of the target-class term (TCKD)."""
     dkd_beta: NonNegativeFloat = 8.0
-    """DKD's weight of the other classes among themselves."""
+    """DKD's weight of the non-target-class term (NCKD)."""
     dist_beta: NonNegativeFloat = 1.0
-    """DIST's weight of the relation between an image's classes."""
+    """DIST's weight of the inter-class relation (between the classes of an image)."""
     dist_gamma: NonNegativeFloat = 1.0
-    """DIST's weight of the relation between a class's images, which are those of a micro-batch."""
+    """DIST's weight of the intra-class relation (between the images of a micro-batch, for each class)."""
     feature_loss: Literal["cosine", "mse"] = "cosine"
     """Between the pooled features, the student's after a linear projection that is trained with it and not kept; recorded outputs serve it
     with `reinforce.features`."""
@@ -435,9 +435,9 @@ class DistillSettings(LoadingSettings, TrainingSettings):
     label_weight: NonNegativeFloat = 0.1
     """Weight of the cross-entropy with the labels."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Largest rate of stochastic depth in the student."""
+    """Stochastic depth rate of the student's last block."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the label's target spread over all classes."""
+    """Label smoothing: share of the target spread over all classes."""
 
     @property
     def needs_teacher(self) -> bool:
@@ -500,60 +500,60 @@ class DistillSettings(LoadingSettings, TrainingSettings):
 
 
 class TuneSettings(Section):
-    """A short trial of the distillation on the machines where it will run: the best settings, and a forecast of hours and dollars."""
+    """Short trials of the distillation on the machines where it will run: faster settings, and a forecast of hours and dollars."""
 
     enabled: bool = False
-    """Whether to measure; a budget (`run.budget_usd`, `run.budget_hours`) needs it, and so turns it on."""
+    """Whether to run trials; a budget (`run.budget_usd`, `run.budget_hours`) turns it on."""
     search: bool = True
-    """Whether to look for better settings, or to measure the given ones only."""
+    """Whether to search for faster settings, or only measure the given ones."""
     apply: bool = False
-    """Whether distill uses the settings that were found."""
+    """Whether distill uses the settings found."""
     distill: DistillSettings | None = None
-    """The distillation to be tuned; as `distill` where not given."""
+    """The distillation to tune; default: `distill`."""
     reinforce: ReinforceSettings | None = None
-    """How the teacher's outputs would be recorded for it; as `reinforce` where not given."""
+    """How the teacher's outputs would be recorded for it; default: `reinforce`."""
     minutes: Annotated[float, Field(gt=0)] = 10.0
-    """Longest time of the search; it ends before, when what is left to be gained would not pay for it."""
+    """Time limit of the search; it ends earlier when what is left to gain would not pay for more trials."""
     largest_batch_growth: Annotated[float, Field(ge=1)] = 4.0
-    """Most by which `distill.batch_size` may be multiplied: a larger batch takes fewer steps, and the learning rate grows with it."""
+    """Largest factor on `distill.batch_size`: a larger batch takes fewer steps, and the learning rate grows with it."""
     fewest_steps: Positive = 5_000
-    """Steps that a larger batch has to leave: where they are few already, fewer of them cost accuracy, which tune does not measure."""
+    """Minimum optimiser steps that a larger batch must leave: too few cost accuracy, which tune does not measure."""
     assumed_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Speed-up of twice as many nodes, as a share of 2, where it was not measured; forecasts that use it say so."""
+    """Scaling efficiency assumed for doubling the nodes where it was not measured; forecasts that use it say so."""
     elsewhere: tuple[str, ...] = ()
-    """Tunings of the same distillation on other pools or numbers of nodes, by their URIs: alternatives where a budget is not kept."""
+    """URIs of tunings of the same distillation on other pools or numbers of nodes: alternatives if the budget is exceeded."""
     budget_usd: NonNegativeFloat | None = None
-    """Most dollars that the distillation may cost; as `run.budget_usd` where not given."""
+    """Most dollars that the distillation may cost; default: `run.budget_usd`."""
     budget_hours: NonNegativeFloat | None = None
-    """Most hours that the distillation may take; as `run.budget_hours` where not given."""
+    """Most hours that the distillation may take; default: `run.budget_hours`."""
 
 
 class WarmUpSettings(Section):
-    """The first steps of each training, done beforehand and thrown away: what they compile is in the compile cache when it counts."""
+    """Compile ahead of time: run the first steps of each training and throw them away, so that the compile cache is filled."""
 
     enabled: bool = False
-    """Whether to do them; of use where compiling takes long and its cache outlives the machine, as on pools of Neuron devices."""
+    """Whether to do so; useful where compiling takes long and the cache outlives the machine, as on Neuron pools."""
     pretrain: PretrainSettings | None = None
-    """The trainings of the teacher; as `pretrain` where not given."""
+    """The trainings of the teacher; default: `pretrain`."""
     reinforce: ReinforceSettings | None = None
-    """How the outputs are recorded that the student learns from; as `reinforce` where not given."""
+    """How the outputs are recorded that the student learns from; default: `reinforce`."""
     distill: DistillSettings | None = None
-    """The training of the student; as `distill` where not given."""
+    """The training of the student; default: `distill`."""
 
 
 class ProfileSettings(Section):
-    """The report on a training, and what the rules look for."""
+    """The report on the trainings, and the thresholds of its rules."""
 
     top_operators: Positive = 20
     """Rows of the operator table."""
     stop_on: RuleNames = ()
     """Rules whose finding ends a training while it runs, such as `exploding_gradients`; see docs/rules.md."""
     rules: RuleSettings = RuleSettings()
-    """When each rule fires."""
+    """Thresholds of each rule."""
 
 
 class GateSettings(Section):
-    """What a student must reach to be promoted."""
+    """Conditions for promoting a student."""
 
     max_accuracy_drop: Fraction = 0.05
     """Largest drop of test top-1 from teacher to student, as a fraction."""
@@ -569,7 +569,7 @@ class EvaluateSettings(Section):
     """How teacher and student are measured."""
 
     batch_size: Positive = 128
-    """Images a forward pass."""
+    """Images per forward pass."""
     latency_batch_sizes: tuple[Positive, ...] = (1, 16)
     """Batch sizes at which latency and throughput are measured; the first one's latency is the gate's."""
     latency_runs: Annotated[int, Field(ge=10)] = 50
@@ -579,7 +579,7 @@ class EvaluateSettings(Section):
     worst_confusions: NonNegative = 8
     """Confused pairs of classes that the report shows with pictures."""
     gate: GateSettings = GateSettings()
-    """What the student must reach."""
+    """Conditions for promotion."""
 
 
 class RegisterSettings(Section):
@@ -603,15 +603,15 @@ class TrackingSettings(Section):
 
 
 class RunSettings(Section):
-    """What holds for the whole run."""
+    """Settings of the whole run."""
 
     seed: NonNegative = 0
-    """Seed of every stage that has none of its own."""
+    """Seed of every stage without its own."""
     device: Literal["auto", "cpu", "cuda", "xla"] = "auto"
     """Where models are trained and evaluated; auto takes a GPU if there is one."""
     deterministic: bool = False
-    """Whether a GPU takes only operations that give the same bits each time, so that a resume ends with the same bits; it is slower then,
-    by how much was not measured. A CPU does so anyway."""
+    """Use only deterministic operations on a GPU, so that a resumed training ends with the same bits. Slower; by how much was not measured.
+    A CPU is always deterministic."""
     budget_usd: NonNegativeFloat = 0.0
     """Most dollars that the distillation may cost; a forecast above it ends the run before the money is spent. 0 sets no limit."""
     budget_hours: NonNegativeFloat = 0.0
@@ -626,19 +626,19 @@ class Settings(Section):
     """All settings of a run."""
 
     run: RunSettings = RunSettings()
-    """What holds for the whole run."""
+    """Settings of the whole run."""
     tracking: TrackingSettings = TrackingSettings()
     """Where metrics and models are recorded."""
     data: DataSettings = DataSettings()
     """Which images, and how `prepare` stores them."""
     warm_up: WarmUpSettings = WarmUpSettings()
-    """The compilation beforehand."""
+    """Compilation ahead of time."""
     pretrain: PretrainSettings = PretrainSettings()
     """The teacher."""
     reinforce: ReinforceSettings = ReinforceSettings()
     """The teacher's recorded outputs."""
     tune: TuneSettings = TuneSettings()
-    """The trial before the distillation."""
+    """Trials before the distillation."""
     distill: DistillSettings = DistillSettings()
     """The student."""
     profile: ProfileSettings = ProfileSettings()
