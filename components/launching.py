@@ -48,12 +48,12 @@ class Placement:
                 f"processes_per_node must be >= 0 (0: one for each device), got {self.processes_per_node}"
             )
         if self.pool:
-            from components.launch import environment, pools
+            from components.launch import pod_template, pools
 
             pool = pools.get(self.pool)
             pool.place(self.nodes, self.processes_per_node)
             if warms_up:
-                environment.check_compile_cache(pool, os.environ)
+                pod_template.check_compile_cache(pool, os.environ)
         elif os.environ.get("KFP_POD_NAME"):
             raise SettingsError(
                 "pool is empty, but the tasks' own pods on this cluster are too small to train in; name a node pool, such as cpu"

@@ -10,16 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Self
 
-from components.launch import replicas
 from components.launch.api_errors import EVENTS, PODS, ApiRetry, ClusterError, ForbiddenError, KindNotInstalledError
 from components.launch.client import Cluster
-from components.launch.logs import Line, LogReader
-from components.launch.progress import Ending, JobProgress
-from components.launch.readers import Ended, Readers
+from components.launch.job_progress import JobOutcome, JobProgress, Replica, read_replica
+from components.launch.readers import Change, Informer, LogLine, LogReader, ReaderThreads, ThreadEnded
 from components.launch.record import JobRecord
-from components.launch.replicas import Replica
 from components.launch.submitting import TaskJob
-from components.launch.watching import Change, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +51,8 @@ class Follower:
             tell: takes lines about the job.
         """
         self._cluster, self._job, self._progress, self._record, self._tell = cluster, job, progress, record, tell
-        self._inbox: queue.SimpleQueue[Change | Line | Ended] = queue.SimpleQueue()
-        self._retry, self._readers = retry, Readers(retry, self._inbox.put)
+        self._inbox: queue.SimpleQueue[Change | LogLine | ThreadEnded] = queue.SimpleQueue()
+        self._retry, self._readers = retry, ReaderThreads(retry, self._inbox.put)
         self._logs: dict[str, LogReader] = {}
         self._unread: set[str] = set()
         """Replicas whose log is being read."""
@@ -88,10 +84,10 @@ class Follower:
             "events": (EVENTS, {}),
         }
         for name, (resource, selectors) in watches.items():
-            watcher = Watcher(self._cluster, resource, self._readers, self._inbox.put, **selectors)
+            watcher = Informer(self._cluster, resource, self._readers, self._inbox.put, **selectors)
             self._readers.start(name, watcher.run)
 
-    def follow(self) -> Ending:
+    def follow(self) -> JobOutcome:
         """Tell how the job goes until it has ended and its logs are read, or a limit is reached.
 
         Raises:
@@ -106,10 +102,10 @@ class Follower:
         self._tell_news()
         return ending
 
-    def _ending(self) -> Ending | None:
+    def _ending(self) -> JobOutcome | None:
         """The job's end; a limit only counts when it can be seen whether it was kept."""
-        ending = self._progress.ending(time.monotonic())
-        return None if ending and ending.kind == "overdue" and not self._retry.settled else ending
+        ending = self._progress.outcome(time.monotonic())
+        return None if ending and ending.kind == "limit" and not self._retry.settled else ending
 
     def wait_until_gone(self, limit_s: float) -> bool:
         """Go on reading until the deleted job does not exist any more; gives whether that came true in time.
@@ -123,7 +119,7 @@ class Follower:
         return gone
 
     def _tell_news(self) -> None:
-        for news in self._progress.news():
+        for news in self._progress.take_messages():
             self._tell(news)
 
     def _listen(self, seconds: float) -> None:
@@ -132,9 +128,9 @@ class Follower:
             item = self._inbox.get(timeout=min(max(0.0, seconds), threading.TIMEOUT_MAX))
         except queue.Empty:
             return
-        if isinstance(item, Line):
+        if isinstance(item, LogLine):
             self._take_line(item)
-        elif isinstance(item, Ended):
+        elif isinstance(item, ThreadEnded):
             self._take_end(item)
         elif item.resource == PODS:
             self._take_pod(item)
@@ -143,34 +139,34 @@ class Follower:
         else:
             self._take_job(item)
 
-    def _take_line(self, line: Line) -> None:
+    def _take_line(self, line: LogLine) -> None:
         self._record.line(line)  # first: Ctrl-C may come at once after a line that a user has seen
         logger.info("%s | %s", line.replica, line.text)
-        self._progress.see_line(line.replica, line.text, time.monotonic())
+        self._progress.add_line(line.replica, line.text, time.monotonic())
 
     def _take_job(self, change: Change) -> None:
         if change.object["metadata"]["uid"] != self._job.uid:
             return
         self._seen = change.object
         if change.deleted:
-            self._progress.see_job_gone()
+            self._progress.job_deleted()
             return
         deleting = "deletionTimestamp" in change.object["metadata"]
-        self._progress.see_job(self._job.backend.state(change.object), deleting=deleting, now=time.monotonic())
+        self._progress.update_job(self._job.backend.state(change.object), deleting=deleting, now=time.monotonic())
 
     def _take_pod(self, change: Change) -> None:
         name = self._job.backend.replica(change.object["metadata"]["labels"])
-        replica, now = replicas.read(change.object, name, self._job.backend.container), time.monotonic()
+        replica, now = read_replica(change.object, name, self._job.backend.container), time.monotonic()
         if change.deleted:
-            self._progress.see_replica_gone(replica, now)
+            self._progress.replica_deleted(replica, now)
         else:
-            self._progress.see_replica(replica, now)
+            self._progress.update_replica(replica, now)
         self._read_log(self._progress.replicas[name])
 
     def _read_log(self, replica: Replica) -> None:
         reader = self._logs.get(replica.name)
         if reader:
-            reader.see(replica)
+            reader.update(replica)
         elif replica.placed:
             reader = LogReader(replica, self._job.backend.container, self._cluster, self._readers, self._inbox.put)
             self._logs[replica.name] = reader
@@ -187,13 +183,13 @@ class Follower:
         name, kind = about.get("name", ""), about.get("kind", "")
         if kind == self._job.backend.kind:
             if about.get("uid") == self._job.uid:  # and not of an earlier job of the same name
-                self._progress.see_event("the job", event)
+                self._progress.add_event("the job", event)
         elif name == job:
-            self._progress.see_event(kind, event)
+            self._progress.add_event(kind, event)
         elif name.startswith(f"{job}-"):
-            self._progress.see_event(name.removeprefix(f"{job}-"), event)
+            self._progress.add_event(name.removeprefix(f"{job}-"), event)
 
-    def _take_end(self, ended: Ended) -> None:
+    def _take_end(self, ended: ThreadEnded) -> None:
         """A thread has ended.
 
         Raises:
@@ -203,7 +199,7 @@ class Follower:
         if ended.error is None:
             return
         if isinstance(ended.error, KindNotInstalledError):
-            self._progress.see_job_gone()
+            self._progress.job_deleted()
             return
         if not isinstance(ended.error, ForbiddenError) or ended.name == "job":
             raise ended.error
@@ -214,9 +210,9 @@ class Follower:
             logger.warning("%s; the job is followed without", error)
         self._missing.add(what)
         if what == "pods":
-            self._progress.see_no_replicas()
+            self._progress.pods_unreadable()
         if what != "events":
-            self._progress.see_no_logs()
+            self._progress.logs_unreadable()
 
     def _read_to_the_end(self) -> None:
         """Take what is left to read of the logs."""

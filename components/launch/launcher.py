@@ -19,8 +19,8 @@ from components.launch.client import Cluster
 from components.launch.diagnosis import explain_failure, fails_again
 from components.launch.following import Follower
 from components.launch.identity import Identity
+from components.launch.job_progress import JobLimits, JobOutcome, JobProgress
 from components.launch.pools import Pool
-from components.launch.progress import Ending, JobProgress, Limits
 from components.launch.record import JobRecord
 from components.launch.submitting import TaskJob
 from trainer import storage
@@ -121,13 +121,13 @@ class ClusterLauncher:
                     else "goes on already; followed further"
                 )
                 ending = follower.follow()
-                if ending.kind == "overdue":
-                    raise (_JobFailedError if ending.passing else LaunchError)(f"job {job.name} {ending.message}")
+                if ending.kind == "limit":
+                    raise (_JobFailedError if ending.retryable else LaunchError)(f"job {job.name} {ending.message}")
             _conclude(ending, job, progress)
 
     def _progress(self, spec: JobSpec) -> JobProgress:
         pool = self._pool
-        limits = Limits(
+        limits = JobLimits(
             queued_s=MINUTE_S * pool.queued_minutes,
             running_s=MINUTE_S * pool.running_minutes,
             silent_s=MINUTE_S * pool.silent_minutes,
@@ -177,7 +177,7 @@ def _delete(job: TaskJob, follower: Follower, tell: Callable[[str], None]) -> No
     )
 
 
-def _conclude(ending: Ending, job: TaskJob, progress: JobProgress) -> None:
+def _conclude(ending: JobOutcome, job: TaskJob, progress: JobProgress) -> None:
     """Return if the job has succeeded.
 
     Raises:
@@ -192,7 +192,7 @@ def _conclude(ending: Ending, job: TaskJob, progress: JobProgress) -> None:
     if ending.kind == "deleted":
         raise LaunchError(
             f"job {job.name} was deleted by somebody else while it was {progress.state.phase}{_with_its_kind(job)}; "
-            "run again, which goes on from the last checkpoint"
+            "run again, which resumes from the last checkpoint"
         )
 
 

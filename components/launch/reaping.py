@@ -18,11 +18,9 @@ from components.launch.api_errors import (
     Resource,
     format_duration,
 )
-from components.launch.backends import BACKENDS
+from components.launch.backends import BACKENDS, JobPhase
 from components.launch.client import Cluster
 from components.launch.identity import RUN_LABEL, TASK_LABEL, Owner, label
-from components.launch.state import Phase
-from components.launch.submitting import resource
 from trainer.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +42,7 @@ class ProjectJob:
     run: str
     """The run's label: its name, or a short form of it."""
     task: str
-    phase: Phase
+    phase: JobPhase
     age_s: float
     owner: Owner | None
     """The pod of the task that follows it; None: it was made from outside of the cluster."""
@@ -125,7 +123,7 @@ def age(text: str) -> float:
 def _listed(cluster: Cluster, selector: str) -> Iterator[ProjectJob]:
     refused: list[ForbiddenError] = []
     for backend in BACKENDS.values():
-        kind = resource(backend)
+        kind = backend.resource
         try:
             jobs = cluster.list(kind, labels=selector).items
         except KindNotInstalledError:  # then there are no such jobs
@@ -141,7 +139,7 @@ def _listed(cluster: Cluster, selector: str) -> Iterator[ProjectJob]:
         logger.warning("these jobs are not looked at: %s", refusal)
 
 
-def _found(kind: Resource, job: Mapping[str, Any], phase: Phase) -> ProjectJob:
+def _found(kind: Resource, job: Mapping[str, Any], phase: JobPhase) -> ProjectJob:
     metadata = job["metadata"]
     return ProjectJob(
         kind=kind,

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from components.launch.logs import Line
+from components.launch.readers import LogLine
 from trainer import storage
 from trainer.errors import TrainerError
 
@@ -47,7 +47,7 @@ class JobRecord:
         with self._open:
             self._do(self._write)
 
-    def line(self, line: Line) -> None:
+    def line(self, line: LogLine) -> None:
         """Keep a line of a replica's log."""
         self._do(lambda: self._log(line.replica).write(f"{line.time} {line.text}\n"))
 

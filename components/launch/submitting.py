@@ -14,7 +14,6 @@ from components.launch.api_errors import (
     ClusterError,
     ConflictError,
     NotFoundError,
-    Resource,
 )
 from components.launch.backends import Backend
 from components.launch.client import Cluster
@@ -36,11 +35,6 @@ LATE_S = 1.0
 """How much later than an interrupted request the server may still make what it asked for."""
 
 
-def resource(backend: Backend) -> Resource:
-    """A backend's jobs, as the API addresses them."""
-    return Resource(backend.plural, backend.group, backend.version)
-
-
 def selector(identity: Identity) -> str:
     """The label selector of a task's jobs, of all attempts."""
     labels = identity.labels(stage="")
@@ -56,7 +50,7 @@ class TaskJob:
         Raises:
             TrainerError: the job does not fit the pool or the backend.
         """
-        self.backend, self.kind = backend, resource(backend)
+        self.backend, self.kind = backend, backend.resource
         self.manifest = backend.render(spec, pool, identity)
         """As it is sent."""
         self._cluster, self._spec, self._pool, self._identity = cluster, spec, pool, identity

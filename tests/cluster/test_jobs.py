@@ -29,7 +29,7 @@ def namespace():
 @pytest.fixture
 def fails(namespace, monkeypatch):
     """The message with which a job on pool `cpu` fails; changes of the pool by keyword."""
-    monkeypatch.setattr("components.launch.progress.STUCK_S", 15.0)
+    monkeypatch.setattr("components.launch.job_progress.STUCK_S", 15.0)
     monkeypatch.setattr("components.launch.launcher.MINUTE_S", 0.5)
     spec = JobSpec(
         stage="pretrain",
@@ -68,20 +68,20 @@ def test_a_quota_that_is_too_small_is_named(fails, namespace):
 
 def test_a_secret_that_is_missing_is_named(fails):
     message = fails(secrets={"PASSWORD": SecretKey(name="no-such-secret", key="password")})
-    assert "could not start for 15 s; last trouble: " in message
+    assert "could not start for 15 s; last problem: " in message
     assert 'secret "no-such-secret" not found' in message
 
 
 def test_an_image_that_is_not_there_is_named(fails):
     message = fails(image="localhost:1/no-such-image:1")
-    assert "could not start for 15 s; last trouble: " in message
+    assert "could not start for 15 s; last problem: " in message
     assert "localhost:1/no-such-image:1" in message
 
 
 def test_a_worker_that_is_deleted_before_it_ran_is_named(fails, namespace, monkeypatch):
     """Kubernetes tells no reason, and the operator only that its limit was reached."""
 
-    monkeypatch.setattr("components.launch.progress.STUCK_S", 120.0)
+    monkeypatch.setattr("components.launch.job_progress.STUCK_S", 120.0)
 
     def strike():
         selector = "training.kubeflow.org/replica-type=worker"

@@ -20,7 +20,7 @@ def may(verb, kind):
     return kubectl("auth", "can-i", verb, kind.split("/")[0], *part, "--as", ACCOUNT, check=False).strip() == "yes"
 
 
-KINDS = [f"{backend.plural}.{backend.group}" for backend in BACKENDS.values()]
+KINDS = [str(backend.resource) for backend in BACKENDS.values()]
 
 
 def test_each_kind_of_job_is_known_here():

@@ -25,7 +25,10 @@ read pods as well."""
 def used():
     """(group, resource, name or "") -> verbs."""
     launcher = {("", kind, ""): set(verbs) for kind, verbs in api_errors.VERBS.items()}
-    jobs = {(backend.group, backend.plural, ""): set(api_errors.JOB_VERBS) for backend in BACKENDS.values()}
+    jobs = {
+        (backend.resource.group, backend.resource.plural, ""): set(api_errors.JOB_VERBS)
+        for backend in BACKENDS.values()
+    }
     return launcher | jobs | KFP
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from components.launch.backends import JobState
 from components.launch.diagnosis import explain_failure, first_failure
-from components.launch.progress import JobProgress, Limits
-from components.launch.replicas import Replica, Termination
-from components.launch.state import JobState
+from components.launch.job_progress import JobLimits, JobProgress, Replica, Termination
 from trainer.launch import MISSED_ANOTHER
 
 
@@ -25,24 +24,24 @@ def explain():
     """The message for replicas that ended so."""
 
     def explain(*ends, lines=()):
-        progress = JobProgress(nodes=1, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
+        progress = JobProgress(nodes=1, limits=JobLimits(queued_s=1, running_s=1, silent_s=1), now=0)
         progress.state = JobState(phase="failed", reason="PyTorchJobFailed", message="1 replica failed.")
         for one in ends:
             progress.replicas[one.replica] = Replica(
                 name=one.replica, pod="p", uid="u", placed=True, over=True, ended=one
             )
-            progress.tails[one.replica] = deque(lines)
+            progress.log_tails[one.replica] = deque(lines)
         return explain_failure("job-1", "kubectl describe", progress)
 
     return explain
 
 
 def test_without_an_end_of_its_own_the_replica_that_went_away_is_named():
-    progress = JobProgress(nodes=2, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
+    progress = JobProgress(nodes=2, limits=JobLimits(queued_s=1, running_s=1, silent_s=1), now=0)
     for name, waiting in (("worker-0", "PodInitializing"), ("worker-1", "ContainerCreating")):
-        progress.see_replica(Replica(name=name, pod=name, uid=name, placed=False, waiting=waiting), 0)
-    progress.see_replica_gone(progress.replicas["worker-0"], 1)
-    progress.see_job(
+        progress.update_replica(Replica(name=name, pod=name, uid=name, placed=False, waiting=waiting), 0)
+    progress.replica_deleted(progress.replicas["worker-0"], 1)
+    progress.update_job(
         JobState(phase="failed", reason="PyTorchJobFailed", message="Job has reached the limit."), deleting=False, now=2
     )
     assert explain_failure("job-1", "kubectl describe", progress) == (
@@ -106,7 +105,7 @@ def test_else_its_last_lines_are(explain):
     [
         (137, "OOMKilled", "it ran out of memory: lower batch_size"),
         (None, "Evicted", "its node ran short of something"),
-        (143, "PreemptionByScheduler", "its machine was taken away: run again, which goes on from the last checkpoint"),
+        (143, "PreemptionByScheduler", "its machine was taken away: run again, which resumes from the last checkpoint"),
         (None, "NodeLost", "its machine was taken away"),
         (128, "StartError", "the image does not fit"),
         (137, "Error", "it was killed from outside"),
@@ -123,7 +122,7 @@ def test_without_a_failed_replica_the_operators_words_have_to_do(explain):
 
 
 def test_a_container_that_runs_again_is_not_to_blame():
-    progress = JobProgress(nodes=1, limits=Limits(queued_s=1, running_s=1, silent_s=1), now=0)
+    progress = JobProgress(nodes=1, limits=JobLimits(queued_s=1, running_s=1, silent_s=1), now=0)
     progress.state = JobState(phase="failed")
     again = Replica(
         name="worker-0", pod="p", uid="u", placed=True, running=True, ended=end("worker-0", 137, "OOMKilled")

@@ -10,7 +10,7 @@ import pytest
 from components.launch.api_errors import ApiRetry
 from components.launch.backends import BACKENDS
 from components.launch.following import Follower
-from components.launch.progress import JobProgress, Limits
+from components.launch.job_progress import JobLimits, JobProgress
 from components.launch.record import JobRecord
 from components.launch.submitting import TaskJob
 from tests.stand_ins.kubernetes.resources import EVENTS, PYTORCHJOBS
@@ -66,7 +66,7 @@ def test_events_of_the_job_and_what_was_made_for_it_are_told_and_no_others(kuber
 
     thread = threading.Thread(target=end)
     thread.start()
-    progress = JobProgress(nodes=1, limits=Limits(queued_s=10, running_s=10, silent_s=10), now=time.monotonic())
+    progress = JobProgress(nodes=1, limits=JobLimits(queued_s=10, running_s=10, silent_s=10), now=time.monotonic())
     with (
         JobRecord(None) as record,
         Follower(cluster, job, progress, ApiRetry(5), record=record, tell=told.append) as follower,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from components.launch import following, pools, watching
+from components.launch import following, pools, readers
 from components.launch.api_errors import ApiUnavailableError
 from components.launch.identity import Owner
 from components.launch.launcher import ClusterLauncher
@@ -339,14 +339,14 @@ def test_an_eviction_is_named_with_what_to_do(kubernetes, fails, meanwhile):
     meanwhile("worker-0 | step 1", lambda: kubernetes.evict(kubernetes.list(PODS, "*-worker-0")[0]["metadata"]["name"]))
     told = fails()
     assert "worker-0 ended (Evicted): The node was low on resource: ephemeral-storage." in told
-    assert "run again, which goes on from the last checkpoint" in told
+    assert "run again, which resumes from the last checkpoint" in told
 
 
 def test_an_image_that_can_not_be_pulled_ends_the_job(kubernetes, fails, monkeypatch, told):
-    monkeypatch.setattr("components.launch.progress.STUCK_S", 0.5)
+    monkeypatch.setattr("components.launch.job_progress.STUCK_S", 0.5)
     kubernetes.script("*", Script(pull_error_s=30))
     message = fails()
-    assert "could not start for 0.5 s; last trouble: " in message
+    assert "could not start for 0.5 s; last problem: " in message
     assert "image" in message
     assert jobs(kubernetes) == []
 
@@ -368,7 +368,7 @@ def test_a_kind_that_is_removed_says_so(kubernetes, fails, meanwhile):
     assert "as all jobs of its kind: this cluster has no pytorchjobs.kubeflow.org" in fails()
 
 
-# Limits
+# JobLimits
 
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
@@ -376,7 +376,7 @@ def test_waiting_too_long_ends_the_job(kubernetes, fails, told):
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", Script(pending_s=30))
     message = fails(queued_minutes=1)
-    assert "was not running after 0.5 s (waiting for its machines (1 of 2 replicas)); last trouble: " in message
+    assert "was not running after 0.5 s (waiting for its machines (1 of 2 replicas)); last problem: " in message
     assert "0/1 nodes are available: 1 Insufficient cpu." in message
     assert jobs(kubernetes) == []
     assert told()[-1].endswith("deleted")
@@ -492,7 +492,7 @@ def test_what_may_not_be_read_is_done_without(kubernetes, run, told, verb, resou
 
 
 def test_where_nothing_may_be_watched_the_job_is_followed_by_polling(kubernetes, run, told, monkeypatch):
-    monkeypatch.setattr(watching, "POLL_S", 0.1)
+    monkeypatch.setattr(readers, "POLL_S", 0.1)
     kubernetes.faults.deny("watch", "*")
     kubernetes.script("*-master-0", Script(output=["step 1", 1.0, "step 2"]))
     kubernetes.script("*-worker-0", Script(output=["step 1", 0.3, "step 2"]))
@@ -501,7 +501,7 @@ def test_where_nothing_may_be_watched_the_job_is_followed_by_polling(kubernetes,
 
 
 def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, told, monkeypatch):
-    monkeypatch.setattr(watching, "POLL_S", 0.2)  # which is what they come to when they break all the time
+    monkeypatch.setattr(readers, "POLL_S", 0.2)  # which is what they come to when they break all the time
     steps = [item for number in range(12) for item in (f"step {number}", 0.1)]
     kubernetes.script("*-master-0", Script(output=[*steps, 0.7]))
     kubernetes.script("*-worker-0", Script(output=steps))

@@ -7,10 +7,9 @@ import time
 
 import pytest
 
-from components.launch import watching
+from components.launch import readers
 from components.launch.api_errors import PODS, ApiRetry, ApiUnavailableError, ForbiddenError
-from components.launch.readers import Ended, Readers
-from components.launch.watching import Watcher
+from components.launch.readers import Informer, ReaderThreads, ThreadEnded
 from tests.stand_ins.kubernetes import resources as kinds
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 
@@ -25,17 +24,17 @@ def inbox():
 @pytest.fixture
 def watch(cluster, inbox, told, monkeypatch):
     """Start to watch the pods with the label a=1."""
-    monkeypatch.setattr(watching, "POLL_S", 0.1)
+    monkeypatch.setattr(readers, "POLL_S", 0.1)
 
-    def watch(readers):
-        readers.start("pods", Watcher(cluster, PODS, readers, inbox.put, labels="a=1").run)
+    def watch(threads):
+        threads.start("pods", Informer(cluster, PODS, threads, inbox.put, labels="a=1").run)
 
     return watch
 
 
 @pytest.fixture
-def readers(inbox):
-    with Readers(ApiRetry(30), inbox.put) as started:
+def threads(inbox):
+    with ReaderThreads(ApiRetry(30), inbox.put) as started:
         yield started
 
 
@@ -51,7 +50,7 @@ def touch(kubernetes, name, value):
 
 def seen(inbox):
     change = inbox.get(timeout=5)
-    if isinstance(change, Ended):
+    if isinstance(change, ThreadEnded):
         raise change.error
     metadata = change.object["metadata"]
     return metadata["name"], "gone" if change.deleted else metadata["labels"].get("value", "new")
@@ -80,19 +79,19 @@ def follow_one(kubernetes, inbox):
     assert seen(inbox) == ("p", "gone")
 
 
-def test_what_is_there_and_what_changes_is_seen_once(kubernetes, watch, readers, inbox):
+def test_what_is_there_and_what_changes_is_seen_once(kubernetes, watch, threads, inbox):
     add(kubernetes, "before")
-    watch(readers)
+    watch(threads)
     assert seen(inbox) == ("before", "new")
     follow_one(kubernetes, inbox)
     assert inbox.empty()
 
 
 @pytest.mark.parametrize("fault", ["cut", "expire", "compact"])
-def test_a_watch_that_breaks_is_made_good(kubernetes, watch, readers, inbox, fault):
+def test_a_watch_that_breaks_is_made_good(kubernetes, watch, threads, inbox, fault):
     add(kubernetes, "stays")
     add(kubernetes, "goes")
-    watch(readers)
+    watch(threads)
     assert {seen(inbox), seen(inbox)} == {("stays", "new"), ("goes", "new")}
     {"cut": kubernetes.faults.cut, "expire": kubernetes.expire_watches, "compact": kubernetes.compact}[fault]()
     kubernetes.faults.cut()
@@ -104,24 +103,24 @@ def test_a_watch_that_breaks_is_made_good(kubernetes, watch, readers, inbox, fau
     assert inbox.empty()
 
 
-def test_where_watching_is_denied_we_poll_and_say_so(kubernetes, watch, readers, inbox, told):
+def test_where_watching_is_denied_we_poll_and_say_so(kubernetes, watch, threads, inbox, told):
     kubernetes.faults.deny("watch", "pods")
-    watch(readers)
+    watch(threads)
     follow_one(kubernetes, inbox)
-    assert told() == ["pods: watching them is not allowed, so they are asked for every 0.1 s"]
+    assert told() == ["pods: watching them is not allowed, so they are listed every 0.1 s"]
 
 
-def test_where_watches_break_at_once_we_poll_and_say_so(kubernetes, watch, readers, inbox, told):
+def test_where_watches_break_at_once_we_poll_and_say_so(kubernetes, watch, threads, inbox, told):
     kubernetes.faults.fail(500, times=1000, verb="watch")
-    watch(readers)
+    watch(threads)
     wait_for(told)
     follow_one(kubernetes, inbox)
-    assert told()[-1] == "pods: watches break at once, so they are asked for every 0.1 s"
+    assert told()[-1] == "pods: watches break at once, so they are listed every 0.1 s"
 
 
-def test_a_server_that_is_away_for_a_while_is_waited_for(kubernetes, watch, readers, inbox, told):
+def test_a_server_that_is_away_for_a_while_is_waited_for(kubernetes, watch, threads, inbox, told):
     add(kubernetes, "p")
-    watch(readers)
+    watch(threads)
     assert seen(inbox) == ("p", "new")
     kubernetes.faults.away(30)
     touch(kubernetes, "p", "1")
@@ -134,15 +133,15 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(kubernetes, watch, read
 
 
 def test_a_server_that_stays_away_ends_the_watch(kubernetes, watch, inbox):
-    with Readers(ApiRetry(0.3), inbox.put) as readers:
-        watch(readers)
+    with ReaderThreads(ApiRetry(0.3), inbox.put) as threads:
+        watch(threads)
         kubernetes.faults.away(30)
         with pytest.raises(ApiUnavailableError):
             seen(inbox)
 
 
-def test_denied_listing_ends_the_watch(kubernetes, watch, readers, inbox):
+def test_denied_listing_ends_the_watch(kubernetes, watch, threads, inbox):
     kubernetes.faults.deny("list", "pods")
-    watch(readers)
+    watch(threads)
     with pytest.raises(ForbiddenError, match=r'apiGroups: \[""\], resources: \[pods\], verbs: \[get, list, watch\]'):
         seen(inbox)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from components.launch import logs, replicas
+from components.launch import readers
 from components.launch.api_errors import ApiRetry, ForbiddenError
-from components.launch.logs import LogReader, Position
-from components.launch.readers import Readers
+from components.launch.job_progress import Replica, read_replica
+from components.launch.readers import LogLine, LogPosition, LogReader, ReaderThreads
 from tests.stand_ins.kubernetes.resources import PODS
 from tests.stand_ins.kubernetes.stand_in import Script
 
@@ -26,14 +26,14 @@ def texts(position, *lines):
 
 
 def test_lines_that_come_again_are_left_out():
-    position = Position()
+    position = LogPosition()
     assert texts(position, at(1, "a"), at(2, "b")) == ["a", "b"]
     position.reopen()
     assert texts(position, at(1, "a"), at(2, "b"), at(3, "c")) == ["c"]
 
 
 def test_lines_of_the_same_moment_are_counted():
-    position = Position()
+    position = LogPosition()
     assert texts(position, at(1, "same"), at(1, "same")) == ["same", "same"]
     position.reopen()
     assert texts(position, at(1, "same"), at(1, "same"), at(1, "same"), at(1, "other")) == ["same", "other"]
@@ -42,7 +42,7 @@ def test_lines_of_the_same_moment_are_counted():
 
 
 def test_a_second_break_before_anything_new_loses_nothing():
-    position = Position()
+    position = LogPosition()
     texts(position, at(1, "a"), at(2, "b"))
     position.reopen()
     assert texts(position, at(1, "a")) == []
@@ -51,23 +51,23 @@ def test_a_second_break_before_anything_new_loses_nothing():
 
 
 def test_a_clock_that_is_set_back_loses_nothing():
-    position = Position()
+    position = LogPosition()
     assert texts(position, at(5, "a", second=9), at(5, "b", second=3)) == ["a", "b"]
 
 
 def test_times_are_compared_and_not_their_texts():
-    position = Position()
+    position = LogPosition()
     assert texts(position, "2026-01-01T02:00:00.5+02:00 a") == ["a"]
     position.reopen()
     assert texts(position, at(500_000_000, "a"), "2026-01-01T00:00:00.51Z b") == ["b"]
 
 
 def test_an_empty_line_is_a_line():
-    assert texts(Position(), "2026-01-01T00:00:00Z ", "2026-01-01T00:00:00Z") == ["", ""]
+    assert texts(LogPosition(), "2026-01-01T00:00:00Z ", "2026-01-01T00:00:00Z") == ["", ""]
 
 
 def test_what_the_node_says_without_a_time_is_shown_once():
-    position = Position()
+    position = LogPosition()
     remark = "unable to retrieve container logs for containerd://1"
     assert texts(position, remark, remark, at(1, "a"), remark) == [remark, "a"]
 
@@ -78,8 +78,8 @@ def lines():
 
 
 @pytest.fixture
-def readers(lines):
-    with Readers(ApiRetry(10), lines.put) as started:
+def threads(lines):
+    with ReaderThreads(ApiRetry(10), lines.put) as started:
         yield started
 
 
@@ -88,7 +88,7 @@ def replica(kubernetes):
     """The replica that a pod is now."""
 
     def replica(name="p"):
-        return replicas.read(kubernetes.get(PODS, name), "worker-0", "main")
+        return read_replica(kubernetes.get(PODS, name), "worker-0", "main")
 
     return replica
 
@@ -107,12 +107,12 @@ def pod(kubernetes):
 
 
 @pytest.fixture
-def reader(cluster, readers, lines, replica, monkeypatch):
-    monkeypatch.setattr(logs, "RECONNECT_S", 0.05)
+def reader(cluster, threads, lines, replica, monkeypatch):
+    monkeypatch.setattr(readers, "RECONNECT_S", 0.05)
 
     def reader():
-        started = LogReader(replica(), "main", cluster, readers, lines.put)
-        readers.start("log", started.run)
+        started = LogReader(replica(), "main", cluster, threads, lines.put)
+        threads.start("log", started.run)
         return started
 
     return reader
@@ -121,7 +121,7 @@ def reader(cluster, readers, lines, replica, monkeypatch):
 def read_all(lines):
     """The texts until the reader has ended."""
     found = []
-    while isinstance(line := lines.get(timeout=5), logs.Line):
+    while isinstance(line := lines.get(timeout=5), LogLine):
         found.append(line.text)
     assert line.error is None, line.error
     return found
@@ -134,9 +134,9 @@ def over(kubernetes, name="p"):
 def test_a_log_is_read_while_it_is_written_and_to_its_end(kubernetes, pod, reader, replica, lines):
     pod(Script(output=["a", 0.2, "b", "", "ä ö | ü"]))
     follower = reader()
-    assert lines.get(timeout=5) == logs.Line("worker-0", follower._position.time, "a")
+    assert lines.get(timeout=5) == LogLine("worker-0", follower._position.time, "a")
     over(kubernetes)
-    follower.see(replica())
+    follower.update(replica())
     follower.finish()
     assert read_all(lines) == ["b", "", "ä ö | ü"]
 
@@ -150,7 +150,7 @@ def test_streams_that_break_lose_and_repeat_nothing(kubernetes, pod, reader, rep
         found += [lines.get(timeout=5).text for _ in range(5)]
         kubernetes.faults.cut("pods/log")
     over(kubernetes)
-    follower.see(replica())
+    follower.update(replica())
     follower.finish()
     assert found + read_all(lines) == [f"line {number}" for number in range(30)]
 
@@ -163,7 +163,7 @@ def test_a_container_that_restarts_in_its_pod_is_read_on(kubernetes, pod, reader
     )
     follower = reader()
     over(kubernetes)
-    follower.see(replica())
+    follower.update(replica())
     follower.finish()
     assert read_all(lines) == ["first a", "first b", "second a", "second b"]
 
@@ -179,8 +179,8 @@ def test_what_was_missed_of_a_container_before_its_restart_is_fetched(kubernetes
     kubernetes.wait_for(lambda: kubernetes.get(PODS, "p")["status"]["containerStatuses"][0].get("restartCount") == 1)
     kubernetes.wait_for(lambda: replica().running)
     kubernetes.faults.allow("get", "pods/log")
-    follower.see(replica())
-    follower._readers.start("again", follower.run)
+    follower.update(replica())
+    follower._threads.start("again", follower.run)
     assert [lines.get(timeout=5).text for _ in range(3)] == ["b", "c", "d"]
 
 
@@ -200,7 +200,7 @@ def test_a_pod_in_the_place_of_another_is_read_from_its_start(kubernetes, pod, r
     )
     over(kubernetes)
     assert lines.empty()  # it is not known yet that this is another pod
-    follower.see(replica())
+    follower.update(replica())
     follower.finish()
     assert read_all(lines) == ["new a", "new b"]
 
@@ -211,14 +211,14 @@ def test_a_pod_that_was_deleted_is_no_fault(kubernetes, pod, reader, replica, li
     assert lines.get(timeout=5).text == "a"
     kubernetes.delete(PODS, "p")
     kubernetes.wait_for(lambda: kubernetes.list(PODS) == [])
-    follower.see(replace(last, over=True))
+    follower.update(replace(last, over=True))
     follower.finish()
     assert read_all(lines) == []
 
 
-def test_nothing_to_read_ends_at_once(kubernetes, cluster, readers, lines):
-    waiting = replicas.Replica(name="worker-0", pod="p", uid="u", placed=False)
-    follower = LogReader(waiting, "main", cluster, readers, lines.put)
-    readers.start("log", follower.run)
+def test_nothing_to_read_ends_at_once(kubernetes, cluster, threads, lines):
+    waiting = Replica(name="worker-0", pod="p", uid="u", placed=False)
+    follower = LogReader(waiting, "main", cluster, threads, lines.put)
+    threads.start("log", follower.run)
     follower.finish()
     assert read_all(lines) == []

@@ -1,0 +1,416 @@
+"""What is known of a job: the status of its pods, its lines and its events go in; messages and the outcome come out.
+
+Nothing here waits, reads a clock or asks a server; the launcher does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from components.launch.api_errors import format_duration
+from components.launch.backends import JobState
+from trainer.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
+from trainer.launch import MISSED_ANOTHER
+
+STUCK_S = 300.0
+"""How long a replica may wait for what rarely arrives by itself, such as an image of a wrong name."""
+TAIL_LINES = 10
+"""Last lines of each replica that are kept for messages."""
+_STUCK_REASONS = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+    }
+)
+"""Reasons of a waiting container that rarely resolve by themselves."""
+_DISRUPTION_REASONS = frozenset(
+    {
+        "PreemptionByScheduler",
+        "DeletionByTaintManager",
+        "EvictionByEvictionAPI",
+        "DeletionByPodGC",
+        "TerminationByKubelet",
+    }
+)
+"""Reasons of the pod condition DisruptionTarget: Kubernetes has taken the machine away."""
+_NORMAL_PROBLEMS = frozenset({"Preempted", "TaintManagerEviction"})
+"""Events of type Normal that are a problem for the job."""
+_UNSCHEDULED = frozenset({"FailedScheduling", "Unschedulable"})
+"""Events of a pod that waits for a machine; out of date once its replica has one."""
+_REPORTED_COUNTS = frozenset({10, 100, 1000, 10000})
+"""How often a problem has to happen to be reported again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Termination:
+    """How a replica's container ended, or why its pod was taken away."""
+
+    replica: str
+    exit_code: int | None
+    """None: the pod ended and its container had not started."""
+    reason: str
+    """Kubernetes' reason: Completed, Error, OOMKilled, Evicted, PreemptionByScheduler, ..."""
+    message: str
+    """The container's termination message, or Kubernetes' message."""
+    finished: str
+    """RFC 3339 time, in whole seconds."""
+
+    @property
+    def asked_to_end(self) -> bool:
+        """Whether it left on request, as a replica does that is preempted, or that the others leave behind."""
+        return self.exit_code in {INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE}
+
+    @property
+    def missed_another(self) -> bool:
+        """Whether its message says that another replica was gone."""
+        return self.message.endswith(MISSED_ANOTHER)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by a fault of its own, as far as its status shows."""
+        disrupted = self.exit_code is None or self.reason in _DISRUPTION_REASONS
+        return self.exit_code != 0 and not (disrupted or self.asked_to_end or self.missed_another)
+
+    def __str__(self) -> str:
+        code = "" if self.exit_code is None else f" with exit code {self.exit_code}"
+        return f"ended{code}" + (f" ({self.reason})" if self.reason not in {"", "Error", "Completed"} else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One pod of a job."""
+
+    name: str
+    """Such as `worker-0`."""
+    pod: str
+    uid: str
+    placed: bool
+    """Whether its container runs or ran: it does not wait for a node, an image or a volume."""
+    running: bool = False
+    restarts: int = 0
+    waiting: str = ""
+    """Why its container waits, such as ImagePullBackOff."""
+    waiting_message: str = ""
+    over: bool = False
+    """Whether its container has ended and is not started again."""
+    ended: Termination | None = None
+    """The last end of its container."""
+    deleting: bool = False
+    """Whether its deletion was requested."""
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it waits for something that rarely arrives by itself."""
+        return self.waiting in _STUCK_REASONS
+
+
+def read_replica(pod: Mapping[str, Any], name: str, container: str) -> Replica:
+    """Read the status of a pod.
+
+    Args:
+        pod: as the API shows it.
+        name: the replica's.
+        container: the one that trains.
+    """
+    status = pod.get("status", {})
+    containers = status.get("containerStatuses") or []
+    own: dict[str, Any] = next((one for one in containers if one["name"] == container), {})
+    state, phase = own.get("state", {}), status.get("phase", "Pending")
+    waiting: dict[str, Any] = {}
+    if "running" not in state:
+        # An init container comes first, since the others wait for it.
+        states = [one.get("state", {}) for one in [*(status.get("initContainerStatuses") or []), *containers]]
+        waiting = next((one["waiting"] for one in states if one.get("waiting")), {})
+    over = phase in {"Succeeded", "Failed"}
+    return Replica(
+        name=name,
+        pod=pod["metadata"]["name"],
+        uid=pod["metadata"]["uid"],
+        placed=bool(own.get("restartCount") or state.keys() & {"running", "terminated"} or over),
+        running="running" in state,
+        restarts=own.get("restartCount", 0),
+        waiting=waiting.get("reason", ""),
+        waiting_message=waiting.get("message", ""),
+        over=over,
+        ended=_termination(name, status, own),
+        deleting="deletionTimestamp" in pod["metadata"],
+    )
+
+
+def _termination(name: str, status: Mapping[str, Any], own: Mapping[str, Any]) -> Termination | None:
+    end = own.get("state", {}).get("terminated") or own.get("lastState", {}).get("terminated") or {}
+    # Why Kubernetes itself ended the pod, if it did.
+    disruption: Mapping[str, Any] = status if status.get("phase") == "Failed" and status.get("reason") else {}
+    if not disruption:
+        conditions = status.get("conditions") or []
+        targets = (one for one in conditions if one["type"] == "DisruptionTarget" and one["status"] == "True")
+        disruption = next(targets, {})
+    if not end and not disruption:
+        return None
+    return Termination(
+        replica=name,
+        exit_code=end.get("exitCode"),
+        reason=disruption.get("reason") or end.get("reason") or "",
+        message=(disruption.get("message") or end.get("message") or "").strip(),
+        finished=end.get("finishedAt") or disruption.get("lastTransitionTime") or "",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobLimits:
+    """How long a job may take, in seconds."""
+
+    queued_s: float
+    """From the start of the wait for machines until all replicas run."""
+    running_s: float
+    """All replicas running, all periods together."""
+    silent_s: float
+    """Running without a line of output."""
+    retries: int = 0
+    """Failures that a replica may have if the operator restarts it; 0: the operator itself fails the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOutcome:
+    """How a job ended, or which limit it reached."""
+
+    kind: Literal["succeeded", "failed", "deleted", "limit"]
+    message: str = ""
+    """Of a limit, at which the job is to be deleted: which one, and the next move."""
+    retryable: bool = False
+    """Of a limit: whether a new job need not reach it again."""
+
+
+class JobProgress:
+    """What was observed of a job."""
+
+    def __init__(self, *, nodes: int, limits: JobLimits, now: float) -> None:
+        """Start the clocks.
+
+        Args:
+            nodes: how many replicas have to run for the job to count as running.
+            limits: how long it may take.
+            now: seconds on a monotonic clock, here and in all methods.
+        """
+        self.state = JobState(phase="pending")
+        self.replicas: dict[str, Replica] = {}
+        self.log_tails: dict[str, deque[str]] = {}
+        self.last_line_at: dict[str, float] = {}
+        """Replica -> when its last line came."""
+        self.events: dict[str, Mapping[str, Any]] = {}
+        """Uid -> Kubernetes' event, in its last version: an event that happens again keeps its uid and has a higher count."""
+        self.lost: dict[str, str] = {}
+        """Replica -> how its pod went away without a termination, until a new pod starts in its place."""
+        self.problem = ""
+        """The last problem that is not resolved."""
+        self._problem_about = ""
+        """The replica that has it, or what else."""
+        self._problem_counts: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        """Failures of each replica. Not their sum counts, since one failure makes the other replicas end too."""
+        self._last_failure = ""
+        self._nodes, self._limits = nodes, limits
+        self._deleted = False
+        self._pods_readable = self._logs_readable = True
+        self._running, self._since, self._ran_s = False, now, 0.0
+        self._last_output_at = now
+        self._stuck, self._stuck_since = False, now
+        self._status = ""
+        self._messages: list[str] = []
+
+    def take_messages(self) -> list[str]:
+        """Return the messages since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def update_job(self, state: JobState, *, deleting: bool, now: float) -> None:
+        """Take the state of the job; `deleting`: its deletion was requested."""
+        self.state, self._deleted = state, deleting
+        self._update(now)
+
+    def job_deleted(self) -> None:
+        """Take that the job no longer exists."""
+        self._deleted = True
+
+    def update_replica(self, replica: Replica, now: float) -> None:
+        """Take the state of a pod of the job."""
+        before = self.replicas.get(replica.name)
+        self.replicas[replica.name] = replica
+        end = replica.ended
+        if end and end != (before and before.ended) and end.exit_code != 0:
+            message = f"{end.replica} {end}" + (f": {end.message}" if end.message else "")
+            self._messages.append(message)
+            if end.failed:  # a machine that was taken away is no failure, however often that happens
+                self._failures[end.replica] += 1
+                self._last_failure = message
+        if replica.stuck and (before is None or before.waiting != replica.waiting):
+            self._report_problem(replica.name, f"{replica.waiting}: {replica.waiting_message}")
+        if replica.over and not end:
+            self._lose(replica, f"{'was deleted' if replica.deleting else 'ended'} before it had started")
+        elif replica.placed:
+            self.lost.pop(replica.name, None)
+            if self._problem_about == replica.name:
+                self.problem = self._problem_about = ""
+        self._update(now)
+
+    def replica_deleted(self, replica: Replica, now: float) -> None:
+        """Take that a pod of the job was deleted, with its last state; a new one may have its name already."""
+        if self.replicas.get(replica.name, replica).uid == replica.uid:
+            if not replica.over:
+                self._lose(
+                    replica, "was deleted while it ran" if replica.placed else "was deleted before it had started"
+                )
+            self.update_replica(replace(replica, placed=False, over=True, waiting=""), now)
+
+    def pods_unreadable(self) -> None:
+        """Rely on the job's own state: its pods cannot be read."""
+        self._pods_readable = False
+
+    def logs_unreadable(self) -> None:
+        """Ignore silence: logs cannot be read."""
+        self._logs_readable = False
+
+    def add_line(self, replica: str, text: str, now: float) -> None:
+        """Take a line that a replica wrote."""
+        self.log_tails.setdefault(replica, deque(maxlen=TAIL_LINES)).append(text)
+        self.last_line_at[replica] = self._last_output_at = now
+
+    def add_event(self, about: str, event: Mapping[str, Any]) -> None:
+        """Take an event of Kubernetes; `about`: the job, one of its replicas, or what else was made for it."""
+        self.events[event["metadata"]["uid"]] = event
+        reason, message = event.get("reason") or "", (event.get("message") or "").strip()
+        if event.get("type") != "Warning" and reason not in _NORMAL_PROBLEMS:
+            return
+        count = event.get("count") or (event.get("series") or {}).get("count") or 1
+        replica = self.replicas.get(about)
+        resolved = reason in _UNSCHEDULED and (self._running or (replica is not None and replica.placed))
+        self._report_problem(about, f"{reason}: {message}", count, resolved=resolved)
+
+    def outcome(self, now: float) -> JobOutcome | None:
+        """Return how the job has ended, or which limit it has reached; None while it continues."""
+        if self.state.phase in {"succeeded", "failed"}:
+            return JobOutcome(kind="succeeded" if self.state.phase == "succeeded" else "failed")
+        if self._deleted:
+            return JobOutcome(kind="deleted")
+        failures, retries = max(self._failures.values(), default=0), self._limits.retries
+        if retries and failures > retries:
+            message = (
+                f"has failed {failures} times, and its pool allows {retries} retries; the last time {self._last_failure}; mend that and "
+                "run again, which resumes from the last checkpoint, or raise the pool's retries"
+            )
+            return JobOutcome(kind="limit", message=message)
+        for limit_s, since, outcome in self._current_limits():
+            if now - since >= limit_s:
+                return outcome
+        return None
+
+    def next_limit_s(self, now: float) -> float:
+        """Return the seconds until the next limit, if nothing is observed until then."""
+        return max(0.0, min(since + limit_s - now for limit_s, since, _ in self._current_limits()))
+
+    def _current_limits(self) -> list[tuple[float, float, JobOutcome]]:
+        """Return the limits that apply now: seconds, the start of their clock, and the outcome when they are reached."""
+        return self._running_limits() if self._running else self._waiting_limits()
+
+    def _waiting_limits(self) -> list[tuple[float, float, JobOutcome]]:
+        limit_s = self._limits.queued_s
+        message = (
+            f"was not running after {format_duration(limit_s)} ({self._status})"
+            + (f"; last problem: {self.problem}" if self.problem else "")
+            + "; choose another pool or fewer nodes, or raise the pool's queued_minutes"
+        )
+        limits = [(limit_s, self._since, JobOutcome(kind="limit", message=message))]
+        if self._stuck:
+            # The status names the image; Kubernetes' events are shorter and leave it out.
+            stuck = next(one for one in self.replicas.values() if one.stuck)
+            message = (
+                f"could not start for {format_duration(STUCK_S)}; last problem: {stuck.name}: {stuck.waiting}: "
+                f"{stuck.waiting_message}; mend that and run again"
+            )
+            limits.append((STUCK_S, self._stuck_since, JobOutcome(kind="limit", message=message)))
+        return limits
+
+    def _running_limits(self) -> list[tuple[float, float, JobOutcome]]:
+        running_s, silent_s = self._limits.running_s, self._limits.silent_s
+        message = (
+            f"ran for {format_duration(running_s)}, the longest that its pool allows; run again, which resumes from the last "
+            "checkpoint, or raise the pool's running_minutes"
+        )
+        limits = [(running_s - self._ran_s, self._since, JobOutcome(kind="limit", message=message))]
+        if self._logs_readable:
+            last = ""
+            if self.last_line_at:
+                replica = max(self.last_line_at, key=lambda name: self.last_line_at[name])
+                last = f" (the last was {replica}'s: {self.log_tails[replica][-1]})"
+            message = (
+                f"wrote no line for {format_duration(silent_s)}, so it seems to hang{last}; read the lines above, "
+                "or raise the pool's silent_minutes"
+            )
+            # A new job resumes from the last checkpoint and need not hang.
+            hanging = JobOutcome(kind="limit", message=message, retryable=True)
+            limits.append((silent_s, self._last_output_at, hanging))
+        return limits
+
+    def _lose(self, replica: Replica, how: str) -> None:
+        """Note a pod that went away without a termination."""
+        if self.state.phase == "succeeded":  # the operator removes what is left
+            return
+        # After a failure too: what is removed then must not hide an earlier loss.
+        cleaned_up = self.state.phase == "failed" and self.lost
+        if replica.name not in self.lost and not replica.ended and not cleaned_up:
+            self.lost[replica.name] = how
+            self._messages.append(f"{replica.name} {how}")
+
+    def _update(self, now: float) -> None:
+        """Switch between waiting and running, and report a new status."""
+        placed = sum(replica.placed for replica in self.replicas.values())
+        enough = placed >= self._nodes or not self._pods_readable
+        running = self.state.phase in {"running", "restarting"} and enough
+        if running != self._running:
+            self._ran_s += now - self._since if self._running else 0.0
+            self._running, self._since, self._last_output_at = running, now, now
+            if running:
+                self.problem = self._problem_about = ""
+        stuck = any(replica.stuck for replica in self.replicas.values())
+        if stuck != self._stuck:
+            self._stuck, self._stuck_since = stuck, now
+        status = self._describe(placed)
+        if status != self._status:
+            self._status = status
+            self._messages.append(status)
+
+    def _describe(self, placed: int) -> str:
+        phase = self.state.phase
+        if phase == "suspended":
+            return "suspended, waiting in its queue"
+        if phase in {"pending", "running"} and self._pods_readable:
+            word = "running" if self._running else "waiting for its machines"
+            return f"{word} ({min(placed, self._nodes)} of {self._nodes} replicas)"
+        return f"{phase}: {self.state.message}" if phase in {"restarting", "failed"} and self.state.message else phase
+
+    def _report_problem(self, about: str, what: str, count: int = 1, *, resolved: bool = False) -> None:
+        """Report a problem the first time, and again when its count has reached the next of `_REPORTED_COUNTS`.
+
+        Args:
+            about: the replica that has it, or what else.
+            what: a text that is the same for the same problem.
+            count: how often it happened, as Kubernetes counts.
+            resolved: whether it no longer explains why the job waits.
+        """
+        text = f"{about}: {what}"
+        before = self._problem_counts[text]
+        if not resolved:
+            self.problem, self._problem_about = text, about
+        self._problem_counts[text] = now = max(before + 1, count)
+        if before == 0:
+            self._messages.append(text)
+        elif any(before < number <= now for number in _REPORTED_COUNTS):
+            self._messages.append(f"{text} ({now} times by now)")

@@ -1,0 +1,335 @@
+"""What follows from the observed status of a job and its pods, on a clock that the test sets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from components.launch.backends import JobState
+from components.launch.job_progress import JobLimits, JobProgress, Replica, Termination, read_replica
+
+LIMITS = JobLimits(queued_s=100, running_s=1000, silent_s=50)
+PENDING, SUSPENDED, RUNNING = JobState(phase="pending"), JobState(phase="suspended"), JobState(phase="running")
+
+
+@pytest.fixture
+def progress():
+    return JobProgress(nodes=2, limits=LIMITS, now=0)
+
+
+def replica(number, **changes):
+    return replace(
+        Replica(name=f"worker-{number}", pod=f"job-worker-{number}", uid=f"uid-{number}", placed=False), **changes
+    )
+
+
+def start(progress, now):
+    progress.update_job(RUNNING, deleting=False, now=now)
+    for number in range(2):
+        progress.update_replica(replica(number, placed=True, running=True), now)
+
+
+def event(reason, message="", *, type_="Warning", uid="e", **fields):
+    return {"metadata": {"uid": uid}, "type": type_, "reason": reason, "message": message, **fields}
+
+
+def test_a_job_counts_as_running_when_all_replicas_run(progress):
+    progress.update_job(RUNNING, deleting=False, now=1)
+    progress.update_replica(replica(0, placed=True), 2)
+    assert progress.take_messages() == [
+        "waiting for its machines (0 of 2 replicas)",
+        "waiting for its machines (1 of 2 replicas)",
+    ]
+    progress.update_replica(replica(1, placed=True), 3)
+    assert progress.take_messages() == ["running (2 of 2 replicas)"]
+    assert progress.take_messages() == []
+
+
+def test_an_elastic_job_runs_with_fewer(progress):
+    elastic = JobProgress(nodes=1, limits=LIMITS, now=0)
+    elastic.update_job(RUNNING, deleting=False, now=1)
+    elastic.update_replica(replica(1, placed=True), 2)
+    assert elastic.take_messages()[-1] == "running (1 of 1 replicas)"
+
+
+@pytest.mark.parametrize(("phase", "kind"), [("succeeded", "succeeded"), ("failed", "failed")])
+def test_the_jobs_own_state_ends_it(progress, phase, kind):
+    assert progress.outcome(0) is None
+    progress.update_job(JobState(phase=phase), deleting=True, now=1)
+    ending = progress.outcome(1)
+    assert ending
+    assert ending.kind == kind
+
+
+def test_a_job_that_is_being_deleted_or_gone_is_over(progress):
+    progress.update_job(RUNNING, deleting=True, now=1)
+    assert progress.outcome(1).kind == "deleted"
+    gone = JobProgress(nodes=1, limits=LIMITS, now=0)
+    gone.job_deleted()
+    assert gone.outcome(1).kind == "deleted"
+
+
+def test_waiting_has_its_limit_and_names_the_last_problem(progress):
+    progress.update_job(PENDING, deleting=False, now=1)
+    progress.add_event("worker-0", event("FailedScheduling", "0/3 nodes are available"))
+    assert progress.next_limit_s(40) == 60
+    assert progress.outcome(99.9) is None
+    ending = progress.outcome(100)
+    assert ending.kind == "limit"
+    assert ending.message.startswith("was not running after 100 s (waiting for its machines (0 of 2 replicas))")
+    assert "last problem: worker-0: FailedScheduling: 0/3 nodes are available" in ending.message
+    assert "queued_minutes" in ending.message
+
+
+def test_time_in_the_queue_does_not_count_as_running(progress):
+    start(progress, 10)
+    progress.add_line("worker-0", "step 1", 400)
+    progress.update_job(SUSPENDED, deleting=False, now=410)  # 400 s have run
+    assert progress.take_messages()[-1] == "suspended, waiting in its queue"
+    assert progress.outcome(500) is None
+    assert progress.outcome(510).message.startswith("was not running after 100 s (suspended")
+    progress.update_job(RUNNING, deleting=False, now=505)
+    progress.add_line("worker-0", "step 2", 1100)
+    assert progress.next_limit_s(1100) == pytest.approx(5)  # 600 s of running are left from 505 on
+    ending = progress.outcome(1105)
+    assert ending.message.startswith("ran for 16.7 min, the longest that its pool allows")
+    assert "running_minutes" in ending.message
+
+
+def test_a_replica_that_is_replaced_makes_the_job_wait_again(progress):
+    start(progress, 10)
+    progress.replica_deleted(replica(1, placed=True), 20)
+    assert progress.take_messages()[-1] == "waiting for its machines (1 of 2 replicas)"
+    progress.update_replica(replica(1, uid="new", placed=True), 30)
+    assert progress.take_messages()[-1] == "running (2 of 2 replicas)"
+
+
+def test_the_end_of_an_old_pod_says_nothing_of_the_new_one(progress):
+    start(progress, 10)
+    progress.update_replica(replica(1, uid="new", placed=True), 20)
+    progress.take_messages()
+    progress.replica_deleted(replica(1, placed=True), 21)
+    assert progress.take_messages() == []
+
+
+def test_silence_has_its_limit_and_any_line_is_a_sign_of_life(progress):
+    start(progress, 10)
+    assert progress.outcome(59) is None
+    progress.add_line("worker-1", "step 7", 59)
+    assert progress.outcome(108) is None
+    ending = progress.outcome(109)
+    assert ending.message.startswith("wrote no line for 50 s, so it seems to hang (the last was worker-1's: step 7)")
+    assert "silent_minutes" in ending.message
+
+
+def test_silence_means_nothing_where_logs_can_not_be_read(progress):
+    progress.logs_unreadable()
+    start(progress, 10)
+    assert progress.outcome(900) is None
+
+
+def test_without_a_view_of_pods_the_jobs_state_has_to_do(progress):
+    progress.pods_unreadable()
+    progress.update_job(RUNNING, deleting=False, now=1)
+    assert progress.take_messages() == ["running"]
+    assert progress.outcome(100).message.startswith("wrote no line")
+
+
+def test_an_image_that_can_not_be_had_ends_the_waiting_early(progress, monkeypatch):
+    monkeypatch.setattr("components.launch.job_progress.STUCK_S", 20)
+    stuck = replica(0, waiting="ImagePullBackOff", waiting_message='Back-off pulling image "trainer:typo"')
+    progress.update_replica(stuck, 5)
+    progress.update_replica(replace(stuck, waiting="ErrImagePull"), 10)
+    assert progress.outcome(24) is None
+    ending = progress.outcome(25)
+    assert ending.message.startswith("could not start for 20 s; last problem: worker-0: ErrImagePull")
+    progress.update_replica(replica(0, placed=True), 26)
+    assert progress.outcome(30) is None
+
+
+def test_a_problem_that_is_resolved_is_forgotten(progress):
+    """A job that failed 280 s later was explained by it."""
+    progress.update_job(PENDING, deleting=False, now=1)
+    progress.add_event("the job", event("Unschedulable", "0/1 nodes are available"))
+    progress.add_event("worker-0", event("FailedScheduling", "0/1 nodes are available"))
+    assert progress.problem == "worker-0: FailedScheduling: 0/1 nodes are available"
+    start(progress, 2)
+    assert progress.problem == ""
+    progress.add_event("the job", event("Unschedulable", "0/1 nodes are available", uid="late"))
+    assert progress.problem == "", "told late, or again after a break"
+    progress.add_event("worker-0", event("Evicted", "out of disk", uid="now"))
+    assert progress.problem == "worker-0: Evicted: out of disk"
+
+
+def test_a_replicas_problem_is_resolved_when_it_runs_while_others_wait(progress):
+    progress.update_job(RUNNING, deleting=False, now=1)
+    progress.add_event("worker-0", event("FailedScheduling", "0/1 nodes are available"))
+    progress.update_replica(replica(1, placed=True, running=True), 2)
+    assert progress.problem
+    progress.update_replica(replica(0, placed=True, running=True), 3)
+    assert progress.problem == ""
+
+
+def test_a_replica_that_is_deleted_before_it_ran_is_named(progress):
+    progress.update_job(RUNNING, deleting=False, now=1)
+    progress.update_replica(replica(0, waiting="PodInitializing"), 2)
+    progress.replica_deleted(replica(0, waiting="PodInitializing"), 3)
+    assert progress.lost == {"worker-0": "was deleted before it had started"}
+    assert progress.take_messages()[-1] == "worker-0 was deleted before it had started"
+    progress.update_replica(replace(replica(0, placed=True, running=True), uid="another"), 4)
+    assert progress.lost == {}
+
+
+def test_a_deleted_pod_whose_init_container_was_killed_did_not_start(progress):
+    """Its phase is Failed, and its own container still waits: so it was seen on a cluster."""
+    progress.update_job(RUNNING, deleting=False, now=1)
+    progress.update_replica(replica(0, placed=True, over=True, deleting=True), 2)
+    assert progress.lost == {"worker-0": "was deleted before it had started"}
+    progress.update_job(JobState(phase="failed"), deleting=False, now=3)
+    progress.update_replica(replica(1, placed=True, over=True, deleting=True), 4)  # cleaned up
+    assert list(progress.lost) == ["worker-0"]
+    assert progress.take_messages()[-1] == "failed"
+
+
+def test_what_the_operator_removes_after_the_end_is_not_reported(progress):
+    start(progress, 1)
+    progress.update_job(JobState(phase="succeeded"), deleting=False, now=2)
+    progress.take_messages()
+    progress.replica_deleted(replica(0, placed=True), 3)
+    assert (progress.lost, progress.take_messages()) == ({}, [])
+
+
+def test_a_problem_is_reported_once_and_its_repetitions_are_counted(progress):
+    for count in range(1, 31):
+        progress.add_event("worker-0", event("FailedScheduling", "no nodes", count=count))
+    assert progress.take_messages() == [
+        "worker-0: FailedScheduling: no nodes",
+        "worker-0: FailedScheduling: no nodes (10 times by now)",
+    ]
+    progress.add_event("worker-1", event("FailedScheduling", "no nodes"))
+    assert progress.take_messages() == ["worker-1: FailedScheduling: no nodes"]
+
+
+def test_a_count_that_jumps_is_not_overlooked(progress):
+    progress.add_event("worker-0", event("FailedMount", "no volume"))
+    progress.add_event("worker-0", event("FailedMount", "no volume", series={"count": 57}))
+    assert progress.take_messages()[-1] == "worker-0: FailedMount: no volume (57 times by now)"
+
+
+def test_normal_events_are_not_reported_but_preemption_is(progress):
+    progress.add_event("worker-0", event("Scheduled", type_="Normal"))
+    assert progress.take_messages() == []
+    progress.add_event("worker-0", event("Preempted", "by another", type_="Normal", uid="f"))
+    assert progress.take_messages() == ["worker-0: Preempted: by another"]
+    assert len(progress.events) == 2
+
+
+def test_the_end_of_a_container_is_reported_once(progress):
+    end = Termination(
+        replica="worker-0", exit_code=137, reason="OOMKilled", message="", finished="2026-01-01T00:00:00Z"
+    )
+    for _ in range(2):
+        progress.update_replica(replica(0, placed=True, ended=end), 5)
+    ended = [line for line in progress.take_messages() if "ended" in line]
+    assert ended == ["worker-0 ended with exit code 137 (OOMKilled)"]
+
+
+# The status of pods, as the API shows it
+
+FINISHED = "2026-01-01T00:00:00Z"
+
+
+def pod(phase="Running", *, state=None, last=None, restarts=0, **status):
+    container = {"name": "pytorch", "state": state or {}, "lastState": last or {}, "restartCount": restarts}
+    sidecar = {"name": "istio-proxy", "state": {"running": {}}, "restartCount": 7}
+    containers = [sidecar, container] if state is not None else []
+    return {
+        "metadata": {"name": "job-worker-0", "uid": "u"},
+        "status": {"phase": phase, "containerStatuses": containers, **status},
+    }
+
+
+def status_of(*arguments, **fields):
+    return read_replica(pod(*arguments, **fields), "worker-0", "pytorch")
+
+
+def ended(code, reason="Error", message=""):
+    return {"terminated": {"exitCode": code, "reason": reason, "message": message, "finishedAt": FINISHED}}
+
+
+def test_a_pod_without_a_node_is_not_placed():
+    waiting = status_of("Pending")
+    assert (waiting.placed, waiting.over, waiting.ended, waiting.waiting) == (False, False, None, "")
+
+
+def test_a_pod_without_any_status_is_not_placed():
+    assert not read_replica({"metadata": {"name": "p", "uid": "u"}}, "worker-0", "pytorch").placed
+
+
+def test_a_running_container_is_placed():
+    running = status_of(state={"running": {}})
+    assert running.placed
+    assert running.running
+    assert not running.over
+
+
+@pytest.mark.parametrize(
+    ("reason", "stuck"),
+    [("ContainerCreating", False), ("ImagePullBackOff", True), ("CreateContainerConfigError", True)],
+)
+def test_why_a_container_waits(reason, stuck):
+    waiting = status_of("Pending", state={"waiting": {"reason": reason, "message": "because"}})
+    assert (waiting.waiting, waiting.waiting_message, waiting.stuck, waiting.placed) == (
+        reason,
+        "because",
+        stuck,
+        False,
+    )
+
+
+def test_an_init_container_that_waits_is_the_reason():
+    init = [{"name": "init-pytorch", "state": {"waiting": {"reason": "ErrImagePull"}}}]
+    waiting = status_of("Pending", state={"waiting": {"reason": "PodInitializing"}}, initContainerStatuses=init)
+    assert waiting.waiting == "ErrImagePull"
+
+
+def test_the_end_of_a_container():
+    over = status_of("Failed", state=ended(3, message=" no images \n"), restarts=1)
+    assert over.over
+    assert over.restarts == 1
+    assert over.ended == Termination(
+        replica="worker-0", exit_code=3, reason="Error", message="no images", finished=FINISHED
+    )
+
+
+def test_a_container_that_was_started_again_keeps_its_last_end():
+    again = status_of(state={"running": {}}, last=ended(137, "OOMKilled"), restarts=1)
+    assert again.running
+    assert str(again.ended) == "ended with exit code 137 (OOMKilled)"
+
+
+def test_a_container_that_waits_for_its_next_start_is_placed():
+    backing_off = status_of(state={"waiting": {"reason": "CrashLoopBackOff"}}, last=ended(1), restarts=2)
+    assert backing_off.placed
+    assert not backing_off.stuck
+
+
+def test_an_evicted_pod_has_no_exit_code():
+    evicted = status_of("Failed", reason="Evicted", message="The node was low on resource: memory.")
+    assert evicted.over
+    assert str(evicted.ended) == "ended (Evicted)"
+    assert evicted.ended.message == "The node was low on resource: memory."
+
+
+def test_a_preempted_pod_says_who_took_its_place():
+    condition = {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "reason": "PreemptionByScheduler",
+        "message": "default-scheduler: preempting to accommodate a higher priority pod",
+        "lastTransitionTime": FINISHED,
+    }
+    preempted = status_of(state=ended(143), conditions=[{"type": "Ready", "status": "False"}, condition])
+    assert str(preempted.ended) == "ended with exit code 143 (PreemptionByScheduler)"
+    assert preempted.ended.finished == FINISHED
