@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.training.checkpoints.snapshots import PARTS
-from trainer.training.checkpoints.state import capture
-from trainer.training.sharding import RowSharded, held, rows_of
+from trainer.training.checkpoints.training_state import capture
+from trainer.training.zero_redundancy import RowShardedOptimizer, held, rows_of
 
 __all__ = ["PARTS", "Rows", "everything", "learner", "on_two_processes", "snapshot_of"]
 
@@ -35,7 +35,7 @@ def learner(seed=0, *, steps=2, dtype=torch.float32, order=(0, 1)):
     return model, optimizer, average
 
 
-class Rows(RowSharded):
+class Rows(RowShardedOptimizer):
     """AdamW for rows of each weight on a CPU, as torch_xla's on its devices; gradients are alike on all processes."""
 
     def __init__(self, groups, **options):

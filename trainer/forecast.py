@@ -18,7 +18,7 @@ from trainer.config import DistillSettings
 from trainer.costs import THIS_MACHINE, Machines, dollars_text, duration_text
 from trainer.errors import BudgetError
 from trainer.strict import StrictModel
-from trainer.training import schedules
+from trainer.training import step_schedule
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +135,11 @@ def work_of(settings: DistillSettings, samples: int) -> WorkCount:
         settings: section `distill`.
         samples: training images.
     """
-    steps, evidence = schedules.step_count(settings, samples), settings.evidence
+    steps, evidence = step_schedule.step_count(settings, samples), settings.evidence
     return WorkCount(
         steps=steps,
-        validations=len(schedules.validation_steps(settings, samples)),
-        checkpoints=len(schedules.checkpoint_steps(settings, samples)),
+        validations=len(step_schedule.validation_steps(settings, samples)),
+        checkpoints=len(step_schedule.checkpoint_steps(settings, samples)),
         windows=sum(first < steps for first in evidence.operators_at) if evidence.operators_steps else 0,
     )
 

@@ -23,10 +23,10 @@ from trainer import storage
 from trainer.config import TrainingSettings
 from trainer.training.averages import AveragedModel
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.checkpoints.state import TrainingState, capture
+from trainer.training.checkpoints.training_state import TrainingState, capture
 from trainer.training.devices import choose_device
 from trainer.training.optimizers import make_optimizer, parameter_groups
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 
 _GROWTH = 1.5
 """How much longer a block is than writing took in the first one."""

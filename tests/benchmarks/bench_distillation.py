@@ -66,11 +66,11 @@ from trainer.stages import prepare, reinforce
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import cross_entropy
 from trainer.training.devices import choose_device
-from trainer.training.feeding import Feed
 from trainer.training.kernels import use_fast_kernels
 from trainer.training.loop import Losses, Objective, Training, train
 from trainer.training.optimizers import make_optimizer, parameter_groups
-from trainer.training.processes import Processes, join_processes
+from trainer.training.prefetch import Prefetcher
+from trainer.training.process_group import Processes, join_processes
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "A10G": 70e12}
 """Dense bf16 operations a second, from the makers' data sheets; the model FLOPs utilisation is a share of these."""
@@ -153,7 +153,7 @@ class Bench:
 
     def on_device(self, batches: Iterator[Batch], views: Views, count: int) -> Iterator[Batch]:
         """`count` batches with their views on the device, each sent while the one before is worked at."""
-        feed = Feed(batches, views, self.processes.device)
+        feed = Prefetcher(batches, views, self.processes.device)
         for _ in range(count):
             yield feed.take()
             feed.send()

@@ -30,7 +30,7 @@ from trainer.data.dataset import open_dataset
 from trainer.profiling.startup import Startup
 from trainer.stages import prepare
 from trainer.stages.tune import Subject, open_subject
-from trainer.training.processes import join_processes
+from trainer.training.process_group import join_processes
 from trainer.tuning.ideas import Workload
 from trainer.tuning.schema import Candidate, Trial
 from trainer.tuning.search import search

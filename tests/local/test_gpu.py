@@ -18,7 +18,7 @@ from trainer.tracking import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.devices import choose_device
 from trainer.training.loop import Training, train
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 
 pytestmark = pytest.mark.gpu
 

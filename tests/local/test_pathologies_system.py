@@ -22,7 +22,7 @@ from trainer.distillation.objective import DistillObjective
 from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.stages import distill, reinforce
 from trainer.thresholds import OwnOverhead, RuleSettings, StartUp
-from trainer.training import wrapping
+from trainer.training import parallelize
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def slow_network():
 
         return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(arrive)
 
-    with patch.object(wrapping, "bf16_compress_hook", exchange):
+    with patch.object(parallelize, "bf16_compress_hook", exchange):
         yield
 
 
@@ -108,8 +108,8 @@ def changing_strides():
     def answered(self, model, images):
         return answer(self, model, images.contiguous() if next(calls) >= 40 else images)
 
-    graphs = partial(wrapping.Graphs, "eager")
-    with patch.object(DistillObjective, "_answer", answered), patch.object(wrapping, "Graphs", graphs):
+    graphs = partial(parallelize.CompileCounter, "eager")
+    with patch.object(DistillObjective, "_answer", answered), patch.object(parallelize, "CompileCounter", graphs):
         yield
 
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from tests.cluster.progress import Seen, goodput, recovery, steps
-from trainer.training.progress import TrainingProgress
+from trainer.training.progress_bar import ProgressBar
 
 
 def lines(*moments):
@@ -15,7 +15,7 @@ def lines(*moments):
 def test_steps_are_read_as_a_training_writes_them(caplog):
     """And nothing else: not the steps of a finding or of a validation."""
     with caplog.at_level(logging.INFO):
-        progress = TrainingProgress("distill", first_step=0, total_steps=100, images_per_step=64, active=True)
+        progress = ProgressBar("distill", first_step=0, total_steps=100, images_per_step=64, active=True)
         progress.show(9, {"loss": 1.2})
     written = [f"04:31:58  {record.getMessage()}" for record in caplog.records]
     assert written

@@ -20,7 +20,7 @@ from trainer.forecast import (
     refuse_over_budget,
     work_of,
 )
-from trainer.training import schedules
+from trainer.training import step_schedule
 
 PRICE = Price(dollars_an_hour=10.0, date="2026-11", region="us-east-1", source="list")
 SAMPLES = 1000
@@ -91,7 +91,7 @@ def test_work_is_counted_as_the_loop_does_it(samples, size):
         settings = DistillSettings(
             epochs=epochs, batch_size=size, validate_every_epochs=every, checkpoint_every=checkpoints
         )
-        total = schedules.step_count(settings, samples)
+        total = step_schedule.step_count(settings, samples)
         validations, saves = 0, 0
         for step in range(total):  # said otherwise than in the schedules: by what is complete before and after the step
             before, after = (seen * size // (every * samples) if every else 0 for seen in (step, step + 1))

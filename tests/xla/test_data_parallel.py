@@ -25,11 +25,11 @@ runtime.use_spmd()
 mesh = spmd.Mesh(np.arange(2), (2,), ("data",))
 assert runtime.global_runtime_device_count() == 2
 
-from trainer.training.feeding import AheadFeed
+from trainer.training.prefetch import ThreadedPrefetcher
 from trainer import config
 from trainer.stages import distill
 
-plain = AheadFeed.take
+plain = ThreadedPrefetcher.take
 
 def take(self):
     batch = plain(self)
@@ -38,7 +38,7 @@ def take(self):
     assert torch_xla._XLAC._get_xla_sharding_spec(batch.images).startswith("{devices=[2,")
     return batch
 
-AheadFeed.take = take
+ThreadedPrefetcher.take = take
 settings, places = json.loads(sys.argv[1])
 distill.run(config.validate(config.DistillSettings, settings), **places)
 """

@@ -5,11 +5,11 @@ import copy
 import torch
 
 from trainer.config import TrainingSettings
-from trainer.training.checkpoints.state import capture, restore
+from trainer.training.checkpoints.training_state import capture, restore
 from trainer.training.devices import HOST, choose_device
 from trainer.training.optimizers import make_optimizer, parameter_groups
-from trainer.training.processes import Processes
-from trainer.training.sharding import RowSharded, own_part
+from trainer.training.process_group import Processes
+from trainer.training.zero_redundancy import RowShardedOptimizer, local_optimizer
 
 SETTINGS = TrainingSettings(base_learning_rate=0.1, clip_norm=0.5, zero=True)
 
@@ -32,7 +32,7 @@ def steps(count, model, optimizer, processes):
         for group in optimizer.param_groups:
             group["lr"] = 0.1
         model(torch.linspace(-3, 3, 12).view(4, 3).to(device)).square().sum().backward()
-        if not isinstance(optimizer, RowSharded):
+        if not isinstance(optimizer, RowShardedOptimizer):
             torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -54,7 +54,7 @@ def assert_same(one, other):
 def test_its_steps_and_its_state_are_those_of_adamw(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "xla")
     there, here = learner(choose_device(), sharded=True), learner(HOST)
-    assert own_part(there[1]) is not there[1]
+    assert local_optimizer(there[1]) is not there[1]
     for parts in (there, here):
         steps(5, *parts)
     assert_same(state(5, *there), state(5, *here))

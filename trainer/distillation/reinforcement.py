@@ -43,10 +43,10 @@ from trainer.distillation.shards import Shelf, Unit
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
 from trainer.graph import SCHEMA_VERSIONS
-from trainer.training.feeding import feed_for
-from trainer.training.loading import measured_workers
-from trainer.training.processes import Processes
-from trainer.training.progress import TrainingProgress
+from trainer.training.loader_workers import measured_workers
+from trainer.training.prefetch import make_prefetcher
+from trainer.training.process_group import Processes
+from trainer.training.progress_bar import ProgressBar
 from trainer.training.readback import ReadBack
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Reinforcement:
         mine, world_size = self._share(missing), self.processes.world_size
         batch = even_batch(self.description.block, self.batch_size)
         total = sum(math.ceil(unit.count / batch) for unit in mine)
-        progress = TrainingProgress(
+        progress = ProgressBar(
             "reinforce",
             first_step=0,
             total_steps=total,
@@ -247,7 +247,7 @@ class Reinforcement:
             if writing is not None:
                 writing.result()
 
-    def _stream(self, units: Sequence[Unit], batch: int, progress: TrainingProgress) -> Iterator[Records]:
+    def _stream(self, units: Sequence[Unit], batch: int, progress: ProgressBar) -> Iterator[Records]:
         """The records of all batches of these units."""
         parts, batches = list(parts_of(units, batch)), UnitBatches(self.views, batch)
         loader = make_loader(
@@ -260,7 +260,7 @@ class Reinforcement:
 
     def _images(self, batches: Iterator[Batch], count: int) -> Iterator[Tensor]:
         """The images of `count` batches on the device; the next ones are sent when the teacher has been asked about those before."""
-        with closing(feed_for(batches, self.views, self.processes.device)) as feed:
+        with closing(make_prefetcher(batches, self.views, self.processes.device)) as feed:
             for _ in range(count):
                 yield feed.take().images
                 feed.send()

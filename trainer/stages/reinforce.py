@@ -19,8 +19,8 @@ from trainer.distillation.teacher import FrozenTeacher
 from trainer.models import Classifier
 from trainer.training.checkpoints import checkpoint_root
 from trainer.training.devices import Device
-from trainer.training.outputs import shared_artifact
-from trainer.training.processes import Processes, join_processes
+from trainer.training.process_group import Processes, join_processes
+from trainer.training.shared_artifact import shared_artifact
 
 
 def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path, teacher_outputs: str | Path) -> None:

@@ -32,8 +32,8 @@ from trainer.profiling.startup import Startup
 from trainer.stages import distill, reinforce
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
 from trainer.training.loop import Training, fit_batch
-from trainer.training.outputs import shared_artifact
-from trainer.training.processes import Processes, join_processes
+from trainer.training.process_group import Processes, join_processes
+from trainer.training.shared_artifact import shared_artifact
 from trainer.training.validation import batch_size_of, validate
 from trainer.tuning import measuring, outlook
 from trainer.tuning.blank import blank_recording

@@ -38,9 +38,9 @@ from trainer.profiling.startup import Startup
 from trainer.stages import distill, pretrain, reinforce
 from trainer.strict import StrictModel
 from trainer.training.checkpoints import checkpoint_root
-from trainer.training.outputs import shared_artifact
-from trainer.training.processes import Processes, join_processes
+from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import Session
+from trainer.training.shared_artifact import shared_artifact
 from trainer.tuning.blank import blank_recording
 from trainer.tuning.measuring import place_of
 

@@ -28,7 +28,7 @@ from trainer.errors import (
 from trainer.profiling.schema import AttemptRecord
 from trainer.training.checkpoints.collection import LAST_WAIT_S
 from trainer.training.checkpoints.writer import Writer
-from trainer.training.meetings import wait_limit_s
+from trainer.training.collective_watchdog import wait_limit_s
 
 logger = logging.getLogger(__name__)
 

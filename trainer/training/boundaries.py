@@ -11,8 +11,8 @@ from trainer.errors import PreemptedError
 from trainer.profiling.timeline import span
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.checkpoints.collection import TOP1
+from trainer.training.metric_logger import MetricLogger
 from trainer.training.preemption import Preemption
-from trainer.training.reporting import Report
 from trainer.training.validation import Ends
 
 VALIDATION = "validation"
@@ -66,7 +66,7 @@ class Boundary:
         validations: set[int],
         checkpoints: set[int],
         kept: Checkpoints,
-        report: Report,
+        report: MetricLogger,
         preemption: Preemption,
     ) -> None:
         """Of the training `name`.

@@ -41,17 +41,17 @@ from trainer.training.attempts import Attempts
 from trainer.training.averages import AveragedModel, running_statistics
 from trainer.training.boundaries import Boundary, Validate
 from trainer.training.checkpoints import Checkpoints, newest
-from trainer.training.checkpoints.state import TrainingState, capture, restore
-from trainer.training.feeding import Feed, feed_for
-from trainer.training.loading import MicroBatchLoader
+from trainer.training.checkpoints.training_state import TrainingState, capture, restore
+from trainer.training.loader_workers import MicroBatchLoader
+from trainer.training.metric_logger import MetricLogger
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
+from trainer.training.parallelize import DdpTimer, parallelize_model
 from trainer.training.preemption import Preemption
-from trainer.training.processes import Processes
-from trainer.training.progress import TrainingProgress
-from trainer.training.reporting import Report
-from trainer.training.schedules import checkpoint_steps, learning_rate_at, step_count, validation_steps
-from trainer.training.sharding import RowSharded
-from trainer.training.wrapping import ExchangeTimer, wrap
+from trainer.training.prefetch import Prefetcher, make_prefetcher
+from trainer.training.process_group import Processes
+from trainer.training.progress_bar import ProgressBar
+from trainer.training.step_schedule import checkpoint_steps, learning_rate_at, step_count, validation_steps
+from trainer.training.zero_redundancy import RowShardedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ def train(training: Training, recorder: Recorder, tracker: Tracker) -> nn.Module
     return loop.result
 
 
-def _boundary(training: Training, loop: Loop, report: Report, preemption: Preemption) -> Boundary:
+def _boundary(training: Training, loop: Loop, report: MetricLogger, preemption: Preemption) -> Boundary:
     settings, samples = training.settings, len(training.samples)
     return Boundary(
         training.name,
@@ -227,16 +227,16 @@ def _boundary(training: Training, loop: Loop, report: Report, preemption: Preemp
     )
 
 
-def _report(training: Training, recorder: Recorder, tracker: Tracker, first_step: int) -> Report:
+def _report(training: Training, recorder: Recorder, tracker: Tracker, first_step: int) -> MetricLogger:
     settings, processes = training.settings, training.processes
-    progress = TrainingProgress(
+    progress = ProgressBar(
         training.name,
         first_step=first_step,
         total_steps=training.total_steps,
         images_per_step=settings.batch_size,
         active=processes.is_first,
     )
-    return Report(
+    return MetricLogger(
         training.name,
         processes,
         recorder,
@@ -287,8 +287,8 @@ class Loop:
         check_batch(settings, processes)
         self._model = training.objective.model.to(processes.device.torch_device).train()
         with processes.waiting("the comparison of the models"):
-            self._wrapped, self._graphs = wrap(self._model, settings, processes)
-        self._exchange = ExchangeTimer(self._wrapped) if isinstance(self._wrapped, DistributedDataParallel) else None
+            self._wrapped, self._graphs = parallelize_model(self._model, settings, processes)
+        self._exchange = DdpTimer(self._wrapped) if isinstance(self._wrapped, DistributedDataParallel) else None
         groups = parameter_groups(self._model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         self._optimizer = make_optimizer(groups, settings, processes)
@@ -314,7 +314,7 @@ class Loop:
         """Loader processes beside this process: none before it is known how many the training needs."""
         return (self._recorder.workers if self._recorder is not None else None) or 0
 
-    def steps(self, first_step: int, recorder: Recorder) -> Generator[tuple[int, Feed]]:
+    def steps(self, first_step: int, recorder: Recorder) -> Generator[tuple[int, Prefetcher]]:
         """Each step with the feed of micro-batches, of which it takes `accumulation`."""
         training, processes, self._recorder = self._training, self._processes, recorder
         if self._exchange is not None:
@@ -343,13 +343,13 @@ class Loop:
             processes=processes,
             recorder=recorder,
         )
-        feed = feed_for(iter(loading), views, processes.device)
+        feed = make_prefetcher(iter(loading), views, processes.device)
         processes.device.dispatch()  # what was made before is no part of a step
         with closing(feed):
             for step in range(first_step, training.total_steps):
                 yield step, feed
 
-    def step(self, step: int, feed: Feed, recorder: Recorder) -> Losses:
+    def step(self, step: int, feed: Prefetcher, recorder: Recorder) -> Losses:
         """One optimiser step; gives this process's losses, left on the device: their mean over the processes is that over the images."""
         settings, processes = self._settings, self._processes
         processes.device.seed(int(random_bits(_NOISE, self._training.seed, step, processes.rank)) >> 1)
@@ -389,7 +389,7 @@ class Loop:
         self._training.checkpoints.look()
 
     def _update(self, step: int) -> None:
-        exchanges = isinstance(self._optimizer, RowSharded)
+        exchanges = isinstance(self._optimizer, RowShardedOptimizer)
         if not exchanges and not isinstance(self._wrapped, DistributedDataParallel):
             bf16 = self._settings.gradient_compression == "bf16"
             self._processes.device.sum_gradients(self._parameters, world_size=self._processes.world_size, bf16=bf16)

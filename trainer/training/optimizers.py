@@ -11,8 +11,8 @@ from torch import nn
 from trainer.config import TrainingSettings
 from trainer.models import Classifier
 from trainer.training.devices import Device
-from trainer.training.processes import Processes
-from trainer.training.sharding import own_part
+from trainer.training.process_group import Processes
+from trainer.training.zero_redundancy import local_optimizer
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def make_optimizer(
         else torch.optim.AdamW(groups, **options)
     )
     if processes.device.traces:
-        _make_state(own_part(optimizer))
+        _make_state(local_optimizer(optimizer))
     return optimizer
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.signals import EndRequest
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 
 
 class Preemption:

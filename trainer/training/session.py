@@ -36,8 +36,8 @@ from trainer.tracking import Tracker
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared
 from trainer.training.checkpoints.compatibility import compatible
 from trainer.training.loop import Objective, Training, fit_batch, train
-from trainer.training.outputs import shared_artifact
-from trainer.training.processes import Processes, join_processes
+from trainer.training.process_group import Processes, join_processes
+from trainer.training.shared_artifact import shared_artifact
 from trainer.training.validation import Ends, batch_size_of, validate
 
 logger = logging.getLogger(__name__)

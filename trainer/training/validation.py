@@ -15,9 +15,9 @@ from trainer.config import Precision, TrainingSettings
 from trainer.data.batch import Batch, to_device
 from trainer.data.dataset import Split
 from trainer.data.loader import make_loader
+from trainer.training.collective_watchdog import wait_limit_s
 from trainer.training.devices import Device
-from trainer.training.meetings import wait_limit_s
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 from trainer.training.readback import ReadBack
 
 Ends = Callable[[], bool]

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from trainer import storage
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError
 from trainer.strict import StrictModel
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 from trainer.tuning.schema import Candidate, Trial
 
 logger = logging.getLogger(__name__)

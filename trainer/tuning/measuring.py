@@ -12,10 +12,10 @@ from trainer.forecast import Measurement
 from trainer.profiling.recorder import Recorder
 from trainer.tracking import Tracker
 from trainer.training.loop import Training
-from trainer.training.processes import Processes
-from trainer.training.progress import TrainingProgress
-from trainer.training.reporting import Report
-from trainer.training.schedules import step_count
+from trainer.training.metric_logger import MetricLogger
+from trainer.training.process_group import Processes
+from trainer.training.progress_bar import ProgressBar
+from trainer.training.step_schedule import step_count
 from trainer.tuning.laps import Laps
 from trainer.tuning.schema import Trial
 from trainer.tuning.trials import MakeTraining, endless, new_recorder, ride, warm_steps
@@ -135,13 +135,13 @@ def _timed(processes: Processes, what: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _report(training: Training, recorder: Recorder, tracker: Tracker) -> Report:
+def _report(training: Training, recorder: Recorder, tracker: Tracker) -> MetricLogger:
     """The report of a training, without lines in the log."""
     size, every = training.settings.batch_size, training.settings.log_every
-    progress = TrainingProgress(
+    progress = ProgressBar(
         training.name, first_step=0, total_steps=training.total_steps, images_per_step=size, active=False
     )
-    return Report(
+    return MetricLogger(
         training.name,
         training.processes,
         recorder,

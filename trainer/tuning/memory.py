@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import psutil
 import torch
 
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 
 SHARE = 0.9
 """Largest share of the memory that a candidate may need: allocators fragment, and images differ."""

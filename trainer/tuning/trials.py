@@ -17,10 +17,10 @@ from trainer.config import DistillSettings
 from trainer.data.loader import MicroBatches, micro_batch_size
 from trainer.data.workers import LoadingTime, measure_loading
 from trainer.profiling.recorder import Recorder
-from trainer.training import loading
+from trainer.training import loader_workers
 from trainer.training.loop import Loop, Losses, Training
-from trainer.training.processes import Processes
-from trainer.training.schedules import step_count
+from trainer.training.process_group import Processes
+from trainer.training.step_schedule import step_count
 from trainer.tuning.laps import Laps
 from trainer.tuning.memory import Memory, gauge_of
 from trainer.tuning.schema import Candidate, Trial
@@ -166,7 +166,7 @@ class Trials:
             measured = measure_loading(batches, count(0, images))
             self._loading = LoadingTime(measured.seconds / images, measured.waiting / images)
         scaled = LoadingTime(images * self._loading.seconds, images * self._loading.waiting)
-        return loading.advised_workers(scaled, computing_s, self._processes)
+        return loader_workers.advised_workers(scaled, computing_s, self._processes)
 
 
 def _beside_images(candidate: Candidate) -> Candidate:
@@ -181,7 +181,7 @@ def endless(settings: DistillSettings) -> DistillSettings:
 
 def warm_steps(settings: DistillSettings) -> int:
     """Steps that are not measured; with `workers=auto` those too in which loading finds out how many it takes."""
-    finding_out = loading.WARM_STEPS + loading.TIMED_STEPS if settings.workers in (None, "auto") else 0
+    finding_out = loader_workers.WARM_STEPS + loader_workers.TIMED_STEPS if settings.workers in (None, "auto") else 0
     return WARM_STEPS + finding_out
 
 

@@ -117,7 +117,7 @@ def test_whatever_changes_the_records_changes_the_plan(name):
     assert plan_of(replace(DESCRIPTION), dict(reversed(parents.items()))) == plan
 
 
-class Meetings:
+class CountedProcesses:
     """One of two processes, which notes how many batches it has recorded at each meeting."""
 
     world_size = 2
@@ -141,7 +141,7 @@ def test_processes_meet_equally_often_and_long_before_a_shard_is_full(monkeypatc
     missing = shards.units(3, samples=5000, size=2500)[:5]  # of which the second process has one less
     notes = []
     for rank in (0, 1):
-        processes, shelf = Meetings(rank), Kept()
+        processes, shelf = CountedProcesses(rank), Kept()
 
         def stream(job, units, batch, _progress, processes=processes):
             for part in parts_of(units, batch):

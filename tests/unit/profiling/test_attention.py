@@ -11,7 +11,7 @@ from trainer.config import MaeSettings, ModelSettings
 from trainer.models import Classifier
 from trainer.pretraining.masked_autoencoder import MaskedAutoencoder
 from trainer.profiling.attention import AttentionEntropy
-from trainer.training.wrapping import Graphs, compile_blocks
+from trainer.training.parallelize import CompileCounter, compile_blocks
 
 
 def make(**changes: object) -> Classifier:
@@ -87,7 +87,7 @@ def test_a_block_that_nobody_asks_is_not_told() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_what_is_compiled_is_neither_asked_nor_compiled_again() -> None:
     torch._dynamo.reset()
-    model, graphs = make().train(), Graphs("eager")
+    model, graphs = make().train(), CompileCounter("eager")
     compile_blocks(model, graphs)
     model(images()).sum().backward()
     compiled = graphs.count

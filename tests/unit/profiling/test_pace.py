@@ -21,7 +21,7 @@ from trainer.profiling.rules.system.course import STEP_OUTLIERS
 from trainer.profiling.rules.system.processes import COMMUNICATION
 from trainer.profiling.schema import CommunicationRecord
 from trainer.profiling.summary import summarize
-from trainer.training.progress import TrainingProgress
+from trainer.training.progress_bar import ProgressBar
 
 
 def page_of(training: TrainingEvidence) -> str:
@@ -33,7 +33,7 @@ def test_images_a_second_are_the_same_in_the_log_and_on_the_page(
 ) -> None:
     caplog.set_level(logging.INFO)
     recorder = record(steps=40)
-    with TrainingProgress("distill", first_step=0, total_steps=40, images_per_step=1, active=True) as progress:
+    with ProgressBar("distill", first_step=0, total_steps=40, images_per_step=1, active=True) as progress:
         progress.show(39, {"loss": 0.5}, recorder.images_per_second)
     training = recorder.snapshot()
     shown = summarize(training).images_per_second

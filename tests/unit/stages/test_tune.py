@@ -22,10 +22,10 @@ from trainer.data.dataset import open_dataset
 from trainer.errors import BudgetError, SettingsError
 from trainer.profiling.startup import Startup
 from trainer.stages import reinforce, tune
-from trainer.training import wrapping
+from trainer.training import parallelize
 from trainer.training.devices import choose_device
-from trainer.training.processes import Processes
-from trainer.training.wrapping import Graphs
+from trainer.training.parallelize import CompileCounter
+from trainer.training.process_group import Processes
 from trainer.tuning import laps
 from trainer.tuning.schema import Candidate, Trial, read_tuning
 from trainer.tuning.search import LEAST_GAIN
@@ -271,7 +271,7 @@ def test_each_of_ten_trials_is_compiled_for_its_own_batch(trials, monkeypatch):
     """Torch compiles one code at most eight times, and for any size from the second size on."""
     made = []
 
-    class Shapes(Graphs):
+    class Shapes(CompileCounter):
         def __init__(self):
             super().__init__("eager")
             self.sizes = []
@@ -282,7 +282,7 @@ def test_each_of_ten_trials_is_compiled_for_its_own_batch(trials, monkeypatch):
                 self.sizes += [one.shape[0] for one in inputs if one.dtype == torch.uint8]
             return super().__call__(graph, inputs)
 
-    monkeypatch.setattr(wrapping, "Graphs", Shapes)
+    monkeypatch.setattr(parallelize, "CompileCounter", Shapes)
     monkeypatch.setattr(laps, "LEAST_S", (0.0, 0.0))
     monkeypatch.setattr(laps, "LONGEST_S", (0.0, 0.0))
     student = QUICK["student"] | {"args": TINY | {"depth": 1}}

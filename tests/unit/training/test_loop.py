@@ -5,7 +5,7 @@ import pytest
 from trainer.config import TrainingSettings
 from trainer.training.devices import choose_device
 from trainer.training.loop import check_batch, fit_batch
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 
 
 @pytest.fixture(autouse=True)

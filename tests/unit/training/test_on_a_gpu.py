@@ -20,7 +20,7 @@ from trainer.distillation.teacher import FrozenTeacher
 from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.stages import distill, pretrain, reinforce
-from trainer.training import feeding, processes
+from trainer.training import prefetch, processes
 from trainer.training.devices import HOST
 from trainer.training.loop import Loop
 
@@ -140,8 +140,8 @@ def test_files_are_decoded_on_the_stream_that_sends(monkeypatch, gpu):
             files, lengths = torch.zeros(30, dtype=torch.uint8), torch.tensor([10, 20])
             yield Batch(images=files, labels=numbers, keys=numbers, numbers=numbers, lengths=lengths)
 
-    monkeypatch.setattr(feeding, "decode_jpegs", decode)
-    feed = feeding.Feed(batches(), None, DEVICE)
+    monkeypatch.setattr(prefetch, "decode_jpegs", decode)
+    feed = prefetch.Prefetcher(batches(), None, DEVICE)
     for _ in range(2):
         taken = feed.take()
         feed.send()

@@ -5,7 +5,7 @@ from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
 from trainer.training.devices import HOST, choose_device
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 
 TINY = ModelSettings(
     architecture="vit_tiny_patch16_224",

@@ -25,7 +25,7 @@ from trainer.tracking import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.devices import Device
 from trainer.training.loop import Training, train
-from trainer.training.processes import join_processes
+from trainer.training.process_group import join_processes
 
 folder, digits = Path(sys.argv[1]), sys.argv[2]
 asked = {name: QUICK[name] for name in ("epochs", "warmup_epochs", "log_every", "checkpoint_every", "evidence")}

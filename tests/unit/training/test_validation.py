@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
 from trainer.training.devices import choose_device
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 from trainer.training.validation import batch_size_of, validate
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}

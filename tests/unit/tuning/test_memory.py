@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer.training.devices import Device
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 from trainer.tuning.memory import Memory, container_room, gauge_of
 
 

@@ -16,6 +16,6 @@ background, and `collection` keeps the newest and the best.
 from __future__ import annotations
 
 from trainer.training.checkpoints.collection import Checkpoints, checkpoint_root, newest, root_is_shared
-from trainer.training.checkpoints.state import TrainingState
+from trainer.training.checkpoints.training_state import TrainingState
 
 __all__ = ["Checkpoints", "TrainingState", "checkpoint_root", "newest", "root_is_shared"]

@@ -25,14 +25,14 @@ from trainer.errors import (
     TrainingError,
     writing_to,
 )
-from trainer.training.checkpoints import generations, snapshots
+from trainer.training.checkpoints import fencing, snapshots
 from trainer.training.checkpoints.compatibility import compatible, differences, listed
-from trainer.training.checkpoints.generations import Generation
+from trainer.training.checkpoints.fencing import AttemptClaim
 from trainer.training.checkpoints.snapshots import Snapshot
-from trainer.training.checkpoints.state import TrainingState
+from trainer.training.checkpoints.training_state import TrainingState
 from trainer.training.checkpoints.writer import MOST_FAILURES, PASSING, Writer
-from trainer.training.meetings import wait_limit_s
-from trainer.training.processes import Processes
+from trainer.training.collective_watchdog import wait_limit_s
+from trainer.training.process_group import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Checkpoints:
         """What is done, in the background too, before a checkpoint is written: it has to be there when that is."""
         key = artifacts.digest({"settings": compatible(settings), "parents": parents})[:16]
         self.uri = storage.join(root, f"{name}-{key}")
-        self._generation: Generation | None = None
+        self._generation: AttemptClaim | None = None
         self._whole: dict[CheckpointEntry, float | None] = {}
         """Complete ones, not known to be damaged -> top-1 accuracy of those that were measured."""
         self._snapshot, self._writer = Snapshot(), Writer(name)
@@ -139,7 +139,7 @@ class Checkpoints:
         """
         if not self.entries():
             self._look_at_others()
-        self._generation = generations.claim(self.uri)
+        self._generation = fencing.claim(self.uri)
         for entry in self.entries():
             if not artifacts.exists(self._uri(entry)):
                 storage.remove(self._uri(entry))

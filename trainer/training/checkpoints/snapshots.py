@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.errors import ArtifactError
 from trainer.sections import NonNegative
-from trainer.training.checkpoints.state import TrainingState
+from trainer.training.checkpoints.training_state import TrainingState
 
 DESCRIPTION = "state.json"
 """What of a state is not a tensor."""

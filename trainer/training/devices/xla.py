@@ -23,7 +23,7 @@ from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimi
 from trainer.config import Compile, Precision
 from trainer.errors import SettingsError
 from trainer.training.devices import Device
-from trainer.training.sharding import RowSharded
+from trainer.training.zero_redundancy import RowShardedOptimizer
 
 Item = TypeVar("Item")
 
@@ -174,7 +174,7 @@ class XlaDevice(Device):
         return list(torch.tensor(values, dtype=torch.float32).to(self.torch_device))
 
 
-class ShardedAdamW(ZeroRedundancyOptimizer, RowSharded):  # type: ignore[misc]  # torch_xla has no types
+class ShardedAdamW(ZeroRedundancyOptimizer, RowShardedOptimizer):  # type: ignore[misc]  # torch_xla has no types
     """torch_xla's ZeRO-1 around AdamW; the weights of its rows are the ones that are trained."""
 
     def __init__(self, groups: list[dict[str, Any]], options: Mapping[str, Any], *, clip_norm: float) -> None:

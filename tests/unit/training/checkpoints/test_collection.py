@@ -16,9 +16,9 @@ from trainer.errors import OutputError, SettingsError, StorageAwayError, Storage
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, collection, newest, root_is_shared
 from trainer.training.checkpoints.collection import CheckpointEntry
 from trainer.training.checkpoints.snapshots import Snapshot
-from trainer.training.checkpoints.state import restore
+from trainer.training.checkpoints.training_state import restore
 from trainer.training.devices import choose_device
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 
 ALONE = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
 
@@ -408,7 +408,7 @@ import json, logging, sys
 from pathlib import Path
 from trainer.errors import TrainingError
 from trainer.training.checkpoints import Checkpoints, newest
-from trainer.training.processes import join_processes
+from trainer.training.process_group import join_processes
 
 logging.basicConfig(level=logging.INFO)
 with join_processes() as processes:

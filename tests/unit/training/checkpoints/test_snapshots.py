@@ -8,7 +8,7 @@ from tests.checkpoints import everything, learner, snapshot_of
 from trainer.errors import ArtifactError
 from trainer.training.checkpoints import snapshots
 from trainer.training.checkpoints.snapshots import DESCRIPTION, Snapshot
-from trainer.training.checkpoints.state import TrainingState
+from trainer.training.checkpoints.training_state import TrainingState
 
 
 def written(state, folder, snapshot=None):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.config import TrainingSettings
 from trainer.profiling.schema import CommunicationRecord
 from trainer.training.kernels import use_fast_kernels
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _TIMED_FIRST, _TIMED_EVERY = 10, 100
 _BACKWARD, _EXCHANGE, _HIDDEN = "backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time"
 
 
-class Graphs:
+class CompileCounter:
     """A backend of torch.compile that counts the graphs that another one compiles for training; a validation may need its own."""
 
     def __init__(self, backend: str = "inductor") -> None:
@@ -51,7 +51,7 @@ class Graphs:
         self._seen = self.count
 
 
-class ExchangeTimer:
+class DdpTimer:
     """Adds up how long DistributedDataParallel says that gradients travel: it times the first ten backward passes and every hundredth."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -79,7 +79,9 @@ class ExchangeTimer:
         )
 
 
-def wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> tuple[nn.Module, Graphs | None]:
+def parallelize_model(
+    model: nn.Module, settings: TrainingSettings, processes: Processes
+) -> tuple[nn.Module, CompileCounter | None]:
     """Make a model, on its device, ready to be trained; its weights stay its own.
 
     One process compiles the whole model. Several compile its repeated blocks, so that gradients are exchanged while the backward pass goes
@@ -88,7 +90,7 @@ def wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> 
     Returns:
         What the training calls, and the counter of its graphs where it is compiled.
     """
-    graphs = Graphs() if processes.device.compiles_with(settings.compile) else None
+    graphs = CompileCounter() if processes.device.compiles_with(settings.compile) else None
     if graphs is None:
         use_fast_kernels(model, processes.device, settings.precision)
     else:
@@ -103,7 +105,7 @@ def wrap(model: nn.Module, settings: TrainingSettings, processes: Processes) -> 
     return _share(model, settings), graphs
 
 
-def compile_blocks(model: nn.Module, graphs: Graphs) -> None:
+def compile_blocks(model: nn.Module, graphs: CompileCounter) -> None:
     """Compile the repeated blocks of a model, in place; all of it in one where nothing repeats."""
     blocks = list(repeated_blocks(model)) or [model]
     for block in blocks:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public, torch documents them
 
 from trainer.errors import LostProcessError, TrainingError
+from trainer.training.collective_watchdog import CollectiveWatchdog, wait_limit_s
 from trainer.training.devices import Device, choose_device
-from trainer.training.meetings import Meetings, wait_limit_s
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Processes:
     """Processes on this machine."""
     host: dist.ProcessGroup | None = None
     """In which the hosts meet; none where this process is alone."""
-    meetings: Meetings | None = None
+    watchdog: CollectiveWatchdog | None = None
     """Tells who did not come to what; none where this process is alone."""
 
     @property
@@ -60,7 +60,7 @@ class Processes:
             LostProcessError: one of them did not come within the limit, or is gone.
         """
         if self.world_size > 1:
-            with self._meet(what):
+            with self._collective(what):
                 dist.barrier(group=self.host)
 
     def gather(self, value: T, what: str = "an exchange between all processes") -> list[T]:
@@ -76,7 +76,7 @@ class Processes:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with self._meet(what):
+        with self._collective(what):
             dist.all_gather_object(values, value, group=self.host)
         return values
 
@@ -107,10 +107,10 @@ class Processes:
         Raises:
             LostProcessError: a process did not come within the limit, or is gone.
         """
-        return nullcontext() if self.meetings is None else self.meetings.waiting(what)
+        return nullcontext() if self.watchdog is None else self.watchdog.waiting(what)
 
-    def _meet(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.meetings is None else self.meetings.meet(what)
+    def _collective(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.watchdog is None else self.watchdog.collective(what)
 
 
 @contextmanager
@@ -144,8 +144,8 @@ def _join(device: Device, local_rank: int) -> Processes:
     limit_s = wait_limit_s()
     limit = timedelta(seconds=limit_s)
     store, rank, world_size = _meeting_place(limit)
-    meetings = Meetings(PrefixStore(_KEYS, store), rank=rank, world_size=world_size, limit_s=limit_s)
-    with meetings.meet("the start of all processes"):
+    watchdog = CollectiveWatchdog(PrefixStore(_KEYS, store), rank=rank, world_size=world_size, limit_s=limit_s)
+    with watchdog.collective("the start of all processes"):
         dist.init_process_group(
             device.backend,
             store=store,
@@ -163,7 +163,7 @@ def _join(device: Device, local_rank: int) -> Processes:
         device=device,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         host=host,
-        meetings=meetings,
+        watchdog=watchdog,
     )
 
 

@@ -6,8 +6,8 @@ import pytest
 from torch.distributed import HashStore
 
 from trainer.errors import LostProcessError, SettingsError
-from trainer.training import meetings as module
-from trainer.training.meetings import Meetings, wait_limit_s
+from trainer.training import collective_watchdog as module
+from trainer.training.collective_watchdog import CollectiveWatchdog, wait_limit_s
 
 TIMED_OUT = (
     "[/build/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete. Hint"
@@ -22,17 +22,17 @@ def group(monkeypatch):
     """Three processes with one store."""
     monkeypatch.setattr(module, "_ROLL_CALL_S", 0.3)
     store = HashStore()
-    return [Meetings(store, rank=rank, world_size=3, limit_s=5) for rank in range(3)]
+    return [CollectiveWatchdog(store, rank=rank, world_size=3, limit_s=5) for rank in range(3)]
 
 
-def come(meetings, what, reason=None):
-    with meetings.meet(what):
+def come(watchdog, what, reason=None):
+    with watchdog.collective(what):
         if reason is not None:
             raise RuntimeError(reason)
 
 
-def wait(meetings, what, reason):
-    with meetings.waiting(what):
+def wait(watchdog, what, reason):
+    with watchdog.waiting(what):
         raise RuntimeError(reason)
 
 
@@ -100,7 +100,7 @@ class Silent(HashStore):
 
 def test_a_meeting_place_that_does_not_answer_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(module, "_STORE_S", 0.2)
-    one = Meetings(Silent(), rank=0, world_size=2, limit_s=5)
+    one = CollectiveWatchdog(Silent(), rank=0, world_size=2, limit_s=5)
     began = time.monotonic()
     with pytest.raises(LostProcessError, match="who is missing is not known"):
         wait(one, "step 4", TIMED_OUT)

@@ -13,7 +13,7 @@ from tests.stand_ins.gpu import DEVICE
 from trainer.errors import SettingsError, TrainingError
 from trainer.training import devices
 from trainer.training.devices import choose_device
-from trainer.training.processes import Processes, join_processes, prove_one_group
+from trainer.training.process_group import Processes, join_processes, prove_one_group
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,7 +49,7 @@ def test_sums_and_means_are_over_all_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import json, sys, torch\n"
-        "from trainer.training.processes import join_processes\n"
+        "from trainer.training.process_group import join_processes\n"
         "with join_processes() as processes:\n"
         "    values = torch.tensor([float(processes.rank), 10.0])\n"
         "    result = {'total': processes.total(values).tolist(), 'mean': processes.mean(values).tolist(),\n"

@@ -10,10 +10,10 @@ import torch
 from trainer.config import EvidenceSettings
 from trainer.data.workers import LoadingTime
 from trainer.profiling.recorder import Recorder
-from trainer.training import loading as module
+from trainer.training import loader_workers as module
 from trainer.training.devices import Device, choose_device
-from trainer.training.loading import TIMED_STEPS, WARM_STEPS, MicroBatchLoader
-from trainer.training.processes import Processes
+from trainer.training.loader_workers import TIMED_STEPS, WARM_STEPS, MicroBatchLoader
+from trainer.training.process_group import Processes
 
 # Here stands a CPU for a GPU, and there may be fewer cores than processes.
 pytestmark = [

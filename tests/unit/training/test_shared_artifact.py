@@ -11,8 +11,8 @@ NODES, PROCESSES_PER_NODE = 2, 2
 SCRIPT = """
 import sys
 from trainer.errors import OutputError
-from trainer.training.outputs import shared_artifact
-from trainer.training.processes import join_processes
+from trainer.training.shared_artifact import shared_artifact
+from trainer.training.process_group import join_processes
 
 with join_processes() as processes:
     with shared_artifact(processes, sys.argv[1], "evidence", settings={}, parents={}) as draft:

@@ -21,12 +21,12 @@ from trainer.profiling.timeline import span
 from trainer.training.devices import Device
 
 
-def feed_for(batches: Iterator[Batch], views: Views, device: Device) -> Feed:
+def make_prefetcher(batches: Iterator[Batch], views: Views, device: Device) -> Prefetcher:
     """How these micro-batches come to this device, in their order; `views` tells how it makes what the loader left to it."""
-    return AheadFeed(batches, views, device) if device.traces else Feed(batches, views, device)
+    return ThreadedPrefetcher(batches, views, device) if device.traces else Prefetcher(batches, views, device)
 
 
-class Feed:
+class Prefetcher:
     """Sends the next micro-batch to the device while that computes with the present one.
 
     On a GPU the copy goes over a stream of its own, from page-locked memory, so neither the host nor the computation waits for it; images
@@ -78,7 +78,7 @@ class Feed:
                 tensor.record_stream(computing)
 
 
-class AheadFeed(Feed):
+class ThreadedPrefetcher(Prefetcher):
     """Threads send the micro-batches while the host notes what the device is to do, and that computes.
 
     All that is made of the loader's batches is made before, on the host: how many partners are mixed in differs from one to the next.

@@ -16,8 +16,8 @@ from trainer.data.loader import MicroBatches, make_loader
 from trainer.data.workers import LoadingTime, choose_workers, measure_loading
 from trainer.host import usable_cores
 from trainer.profiling.recorder import Recorder
-from trainer.training.meetings import wait_limit_s
-from trainer.training.processes import Processes
+from trainer.training.collective_watchdog import wait_limit_s
+from trainer.training.process_group import Processes
 
 logger = logging.getLogger(__name__)
 

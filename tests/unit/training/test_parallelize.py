@@ -13,10 +13,10 @@ from torch import nn
 from trainer import models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.pretraining.masked_autoencoder import MaskedAutoencoder
-from trainer.training import wrapping
+from trainer.training import parallelize
 from trainer.training.devices import choose_device
-from trainer.training.processes import Processes
-from trainer.training.wrapping import WARM_STEPS, Graphs, compile_blocks, repeated_blocks, wrap
+from trainer.training.parallelize import WARM_STEPS, CompileCounter, compile_blocks, parallelize_model, repeated_blocks
+from trainer.training.process_group import Processes
 
 # The tracer looks at inner tensors too.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -38,7 +38,7 @@ def images():
 def graphs():
     """Counts the graphs that are traced, and runs them as they are: a compiler would take seconds for each."""
     torch._dynamo.reset()
-    yield Graphs("eager")
+    yield CompileCounter("eager")
     torch._dynamo.reset()
 
 
@@ -92,7 +92,7 @@ def test_a_compiler_that_does_nothing_or_too_much_is_noticed(graphs, caplog):
     assert len(caplog.messages) == 1
 
 
-class Shapes(Graphs):
+class Shapes(CompileCounter):
     """Counts graphs, also a validation's, runs them as they are, and notes which of them take a size that is not a number."""
 
     def __init__(self):
@@ -108,13 +108,13 @@ class Shapes(Graphs):
 
 def test_blocks_of_one_training_after_another_are_compiled_for_their_own_shape(monkeypatch):
     """As those of tune's trials: a size that changes would become a symbol, and from the ninth training on torch would give up."""
-    monkeypatch.setattr(wrapping, "Graphs", Shapes)
-    monkeypatch.setattr(wrapping, "_share", lambda model, _: model)
+    monkeypatch.setattr(parallelize, "CompileCounter", Shapes)
+    monkeypatch.setattr(parallelize, "_share", lambda model, _: model)
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     processes = Processes(rank=0, world_size=2, local_rank=0, device=choose_device())
     counts = []
     for size in range(2, 12):
-        called, graphs = wrap(make(depth=2).train(), TrainingSettings(compile="on"), processes)
+        called, graphs = parallelize_model(make(depth=2).train(), TrainingSettings(compile="on"), processes)
         for _ in range(2):
             called(torch.zeros(size, 3, 16, 16, dtype=torch.uint8)).sum().backward()
         counts.append((graphs.count, graphs.symbolic))
@@ -139,10 +139,10 @@ def test_one_process_gets_its_own_model_unless_it_is_compiled(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     alone = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
     model = make(depth=2)
-    assert wrap(model, TrainingSettings(), alone) == (model, None)
-    whole, graphs = wrap(model, TrainingSettings(compile="on"), alone)
+    assert parallelize_model(model, TrainingSettings(), alone) == (model, None)
+    whole, graphs = parallelize_model(model, TrainingSettings(compile="on"), alone)
     assert whole is not model
-    assert isinstance(graphs, Graphs)
+    assert isinstance(graphs, CompileCounter)
 
 
 SHARED = """
@@ -151,8 +151,8 @@ from trainer import models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.distillation.student import ProjectedStudent
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
-from trainer.training.processes import join_processes
-from trainer.training.wrapping import ExchangeTimer, Graphs, compile_blocks, wrap
+from trainer.training.process_group import join_processes
+from trainer.training.parallelize import DdpTimer, CompileCounter, compile_blocks, parallelize_model
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 10, "num_heads": 2}
 
@@ -164,7 +164,7 @@ def make(drop_path=0.0):
 def gradient(model, loss, processes=None, **settings):
     called = model
     if processes is not None:
-        called, _ = wrap(model, TrainingSettings(**settings), processes)
+        called, _ = parallelize_model(model, TrainingSettings(**settings), processes)
     for step in range(3):
         model.zero_grad()
         generator = torch.Generator().manual_seed(step)
@@ -205,13 +205,13 @@ with join_processes() as processes:
     ):
         expected, got = gradient(build(), loss), gradient(build(), loss, processes, **settings)
         result[name] = float((got - expected).norm() / expected.norm())
-    model, graphs = make(drop_path=0.2), Graphs("eager")
+    model, graphs = make(drop_path=0.2), CompileCounter("eager")
     compile_blocks(model, graphs)
     compiled = gradient(model, of_logits, processes)
     result["compiled"] = float((compiled - gradient(make(drop_path=0.2), of_logits, processes)).norm() / compiled.norm())
     result["graphs"] = graphs.count
-    model, _ = wrap(make(), TrainingSettings(), processes)
-    exchange, told = ExchangeTimer(model), []
+    model, _ = parallelize_model(make(), TrainingSettings(), processes)
+    exchange, told = DdpTimer(model), []
     for step in range(14):
         model(torch.zeros(2, 3, 16, 16, dtype=torch.uint8)).sum().backward()
         exchange.look()

@@ -14,8 +14,8 @@ from torch import Tensor
 from trainer.errors import TrainingError
 from trainer.profiling.recorder import Recorder
 from trainer.tracking import Tracker
-from trainer.training.processes import Processes
-from trainer.training.progress import TrainingProgress
+from trainer.training.process_group import Processes
+from trainer.training.progress_bar import ProgressBar
 from trainer.training.readback import ReadBack
 
 _NAMED = 8
@@ -25,7 +25,7 @@ Samples = Callable[[int, int], Sequence[str]]
 """Step and rank to the names of the samples that this process saw in it."""
 
 
-class Report:
+class MetricLogger:
     """Passes losses on every `log_every` steps, and checks that they are finite.
 
     The losses of an interval leave the device together, those of all processes, and are taken in when they have arrived: at once on a CPU,
@@ -38,7 +38,7 @@ class Report:
         processes: Processes,
         recorder: Recorder,
         tracker: Tracker,
-        progress: TrainingProgress,
+        progress: ProgressBar,
         *,
         log_every: int,
         learning_rate: Callable[[int], float],

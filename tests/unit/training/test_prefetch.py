@@ -8,7 +8,7 @@ from trainer.data.views.mixing import draw_mixing, mix
 from trainer.data.views.parameters import draw_views
 from trainer.data.views.rendering import make_views
 from trainer.training.devices import choose_device
-from trainer.training.feeding import Feed, _moved, _parted, render
+from trainer.training.prefetch import Prefetcher, _moved, _parted, render
 
 SETTINGS = ViewSettings(min_scale=0.5, color_jitter=0.3, mixup=1.0)
 
@@ -52,7 +52,7 @@ def test_what_comes_out_is_what_went_in_one_ahead(device, timeline):
             drawn.append(number)
             yield batch(number, recorded=recorded(), label_weights=torch.full((4,), float(number)))
 
-    feed = Feed(stream(), Size(), device)
+    feed = Prefetcher(stream(), Size(), device)
     with timeline.step(0):
         for number in range(3):
             taken = feed.take()
@@ -97,7 +97,7 @@ def test_a_loader_that_fails_is_heard(device):
         yield batch()
         raise ValueError("a damaged image")
 
-    feed = Feed(stream(), Size(), device)
+    feed = Prefetcher(stream(), Size(), device)
     feed.take()
     with pytest.raises(ValueError, match="a damaged image"):
         feed.send()

@@ -3,8 +3,8 @@ import torch
 
 from trainer.errors import TrainingError
 from trainer.training.devices import choose_device
-from trainer.training.processes import Processes
-from trainer.training.reporting import Report
+from trainer.training.metric_logger import MetricLogger
+from trainer.training.process_group import Processes
 
 
 class Sink:
@@ -40,7 +40,7 @@ def make(monkeypatch, sink):
     alone = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
 
     def report(log_every=4):
-        return Report(
+        return MetricLogger(
             "distill", alone, sink, Sink(), sink, log_every=log_every,
             learning_rate=lambda step: step / 100, samples=lambda step, rank: [f"{step}:{rank}:{n}" for n in range(10)],
         )  # fmt: skip

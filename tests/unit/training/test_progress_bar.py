@@ -3,8 +3,8 @@ import logging
 
 import pytest
 
-from trainer.training import progress
-from trainer.training.progress import TrainingProgress
+from trainer.training import progress_bar
+from trainer.training.progress_bar import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -13,7 +13,7 @@ class Terminal(io.StringIO):
 
 
 def make(**changes):
-    return TrainingProgress(
+    return ProgressBar(
         **{"name": "distill", "first_step": 0, "total_steps": 100, "images_per_step": 32, "active": True} | changes
     )
 
@@ -22,7 +22,7 @@ def make(**changes):
 def clock(monkeypatch):
     """Time that the test sets."""
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now[0])
     return now
 
 

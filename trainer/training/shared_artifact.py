@@ -11,7 +11,7 @@ from trainer import artifacts, launch, storage
 from trainer.artifacts import Draft
 from trainer.errors import OutputError
 from trainer.graph import Kind
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 
 
 @contextmanager

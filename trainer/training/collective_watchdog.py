@@ -51,7 +51,7 @@ def wait_limit_s() -> float:
     return seconds
 
 
-class Roll(NamedTuple):
+class RollCall(NamedTuple):
     """Who came to a meeting."""
 
     missing: list[int]
@@ -60,7 +60,7 @@ class Roll(NamedTuple):
     """Whether somebody has waited for them to the limit; else they are gone."""
 
 
-class Meetings:
+class CollectiveWatchdog:
     """The meetings of one process with all others, in their order."""
 
     def __init__(self, store: Store, *, rank: int, world_size: int, limit_s: float) -> None:
@@ -76,7 +76,7 @@ class Meetings:
         self._number = 0
 
     @contextmanager
-    def meet(self, what: str) -> Iterator[None]:
+    def collective(self, what: str) -> Iterator[None]:
         """Note that this process has come to a meeting, in which the block waits for the others.
 
         Raises:
@@ -120,7 +120,7 @@ class Meetings:
         told = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))
         raise LostProcessError(_message(what, reason, told, self._limit_s)) from error
 
-    def _call_the_roll(self, *, gave_up: bool) -> Roll:
+    def _call_the_roll(self, *, gave_up: bool) -> RollCall:
         """Who has not come as far as this process; the others get some time to say that they have waited in vain too."""
         self._note(gave_up=gave_up)
         deadline = time.monotonic() + _ROLL_CALL_S
@@ -128,7 +128,7 @@ class Meetings:
             notes = [self._read(rank) for rank in range(self._world_size)]
             missing = [rank for rank, (number, _) in enumerate(notes) if number < self._number]
             if not missing or time.monotonic() > deadline:
-                return Roll(missing, any(given_up for _, given_up in notes))
+                return RollCall(missing, any(given_up for _, given_up in notes))
             time.sleep(0.1)
 
     def _read(self, rank: int) -> tuple[int, bool]:
@@ -139,7 +139,7 @@ class Meetings:
         return number, gave_up
 
 
-def _message(what: str, reason: str, roll: Roll | None, limit_s: float) -> str:
+def _message(what: str, reason: str, roll: RollCall | None, limit_s: float) -> str:
     if roll is None:
         return f"{what}: {reason}; who is missing is not known, for the processes' meeting place does not answer either"
     if not roll.missing:
@@ -150,9 +150,9 @@ def _message(what: str, reason: str, roll: Roll | None, limit_s: float) -> str:
     return f"{who} went away during {what} ({reason})"
 
 
-def _within(seconds: float, work: Callable[[], Roll]) -> Roll | None:
+def _within(seconds: float, work: Callable[[], RollCall]) -> RollCall | None:
     """What some work gives; None where it fails for want of the store, or takes longer, and then it is left to itself."""
-    results: list[Roll] = []
+    results: list[RollCall] = []
 
     def run() -> None:
         try:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from trainer.training.processes import Processes
+from trainer.training.process_group import Processes
 
 
-class RowSharded(torch.optim.Optimizer):
+class RowShardedOptimizer(torch.optim.Optimizer):
     """An optimiser of rows, which also exchanges gradients and clips them: for torch_xla's."""
 
     base_optimizer: torch.optim.Optimizer
@@ -27,9 +27,9 @@ class RowSharded(torch.optim.Optimizer):
     """Which rows these are."""
 
 
-def own_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimiser of what this process holds, which is all but in a sharded one."""
-    if isinstance(optimizer, RowSharded):
+    if isinstance(optimizer, RowShardedOptimizer):
         return optimizer.base_optimizer
     part: torch.optim.Optimizer = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     return part
@@ -37,8 +37,8 @@ def own_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def held(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Each weight of which this process holds the state, with what the state belongs to: itself, or its rows."""
-    part = own_part(optimizer)
-    wholes = optimizer if isinstance(optimizer, RowSharded) else part
+    part = local_optimizer(optimizer)
+    wholes = optimizer if isinstance(optimizer, RowShardedOptimizer) else part
     for whole, own in zip(wholes.param_groups, part.param_groups, strict=True):
         yield from zip(whole["params"], own["params"], strict=True)
 
@@ -50,7 +50,7 @@ def rows_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
     return filled[rank * most : (rank + 1) * most]
 
 
-def gather_wholes(tensors: Mapping[str, Tensor], processes: Processes, what: str) -> dict[str, Tensor]:
+def gather_whole_states(tensors: Mapping[str, Tensor], processes: Processes, what: str) -> dict[str, Tensor]:
     """The tensors of all processes, each of which is of one, on the first one; the others have none then.
 
     `consolidate_state_dict` does the same by pickling, and takes twenty times as long.
@@ -101,7 +101,7 @@ def _joined(own: Tensor, count: int, processes: Processes) -> Tensor:
     return own if parts is None else torch.cat(parts)[:count]
 
 
-def deal_rows(optimizer: RowSharded, states: Sequence[Mapping[str, Tensor] | None]) -> None:
+def deal_rows(optimizer: RowShardedOptimizer, states: Sequence[Mapping[str, Tensor] | None]) -> None:
     """Give this process its rows of all weights, as they are now, and of their states; single numbers are the same for all.
 
     Args:

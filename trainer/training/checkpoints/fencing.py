@@ -23,7 +23,7 @@ _MOST_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class AttemptClaim:
     """The number of a try, and the proof that it is this one's."""
 
     uri: str
@@ -73,7 +73,7 @@ def _highest(names: Iterable[str]) -> int:
     return max((int(match[1]) for match in matches if match), default=0)
 
 
-def claim(uri: str) -> Generation:
+def claim(uri: str) -> AttemptClaim:
     """Begin a new try of the training with these checkpoints.
 
     Raises:
@@ -81,7 +81,7 @@ def claim(uri: str) -> Generation:
         StorageError: the store does not answer or refuses.
     """
     for _ in range(_MOST_ATTEMPTS):
-        generation = Generation(uri=uri, number=newest(uri) + 1, token=uuid.uuid4().hex.encode())
+        generation = AttemptClaim(uri=uri, number=newest(uri) + 1, token=uuid.uuid4().hex.encode())
         if generation.stake():
             return generation
     raise StorageError(

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trainer.errors import ArtifactError
-from trainer.training import sharding
+from trainer.training import zero_redundancy
 from trainer.training.devices import Device
-from trainer.training.processes import Processes
-from trainer.training.sharding import RowSharded
+from trainer.training.process_group import Processes
+from trainer.training.zero_redundancy import RowShardedOptimizer
 
 OPTIONS = ("lr_scale", "weight_decay", "betas", "eps")
 """What a group of weights has of its own, beside the schedule's learning rate: it decides how a weight is changed."""
@@ -67,16 +67,16 @@ def capture(
     Raises:
         LostProcessError: a process did not come within the limit, or is gone.
     """
-    names, part = _names(model), sharding.own_part(optimizer)
+    names, part = _names(model), zero_redundancy.local_optimizer(optimizer)
     tensors = {
         f"{key}/{names[weight]}": value
-        for weight, own in sharding.held(optimizer)
+        for weight, own in zero_redundancy.held(optimizer)
         for key, value in part.state.get(own, {}).items()
     }
     what = f"the checkpoint of step {step}"
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         assert processes is not None, "an optimiser is sharded over some"
-        tensors = sharding.gather_wholes(tensors, processes, what)
+        tensors = zero_redundancy.gather_whole_states(tensors, processes, what)
     state = TrainingState(
         step=step,
         model=model.state_dict(),
@@ -91,9 +91,9 @@ def capture(
     if processes is None:
         return state
     state = _on_host(state, processes.device)
-    if isinstance(optimizer, RowSharded):
+    if isinstance(optimizer, RowShardedOptimizer):
         rows = {name: weight.shape[0] for weight, name in names.items() if weight.dim()}
-        return replace(state, optimizer=sharding.gather_rows(state.optimizer, rows, processes, what))
+        return replace(state, optimizer=zero_redundancy.gather_rows(state.optimizer, rows, processes, what))
     return state
 
 
@@ -143,11 +143,13 @@ def _restore_optimizer(
     for name, tensor in tensors.items():
         key, _, owner = name.partition("/")
         by_weight.setdefault(owner, {})[key] = tensor
-    if isinstance(optimizer, RowSharded):
-        sharding.deal_rows(optimizer, [by_weight.get(names[weight]) for weight, _ in sharding.held(optimizer)])
+    if isinstance(optimizer, RowShardedOptimizer):
+        zero_redundancy.deal_rows(
+            optimizer, [by_weight.get(names[weight]) for weight, _ in zero_redundancy.held(optimizer)]
+        )
         return
-    part = sharding.own_part(optimizer)
-    for weight, _ in sharding.held(optimizer):
+    part = zero_redundancy.local_optimizer(optimizer)
+    for weight, _ in zero_redundancy.held(optimizer):
         held = by_weight.get(names[weight])
         if held is not None:
             part.state[weight] = {key: value.to(weight.device, copy=True) for key, value in held.items()}

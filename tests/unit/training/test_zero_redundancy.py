@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainer.training.sharding import rows_of
+from trainer.training.zero_redundancy import rows_of
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 3), (1, 2, 2), (7, 1)])

@@ -17,7 +17,7 @@ LINE_INTERVAL_S = 5.0
 """Least time between two plain lines."""
 
 
-class TrainingProgress:
+class ProgressBar:
     """Shows the steps of one training; does nothing where it is not active."""
 
     def __init__(self, name: str, *, first_step: int, total_steps: int, images_per_step: int, active: bool) -> None:

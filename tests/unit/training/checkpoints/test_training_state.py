@@ -5,7 +5,7 @@ from torch import nn
 from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
 from trainer.errors import ArtifactError
 from trainer.training.checkpoints import snapshots
-from trainer.training.checkpoints.state import capture, restore
+from trainer.training.checkpoints.training_state import capture, restore
 
 
 def test_a_state_goes_back_to_where_it_came_from_bit_by_bit():
@@ -117,8 +117,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from tests.checkpoints import Rows, learner
 from trainer.training.checkpoints import snapshots
 from trainer.training.checkpoints.snapshots import Snapshot
-from trainer.training.checkpoints.state import capture, restore
-from trainer.training.processes import join_processes
+from trainer.training.checkpoints.training_state import capture, restore
+from trainer.training.process_group import join_processes
 
 def sharded(model, whole):
     groups = [{name: group[name] for name in ("params", "weight_decay", "lr_scale")} for group in whole.param_groups]
