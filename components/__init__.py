@@ -1,5 +1,1 @@
-"""The pipeline's tasks: one thin KFP component a stage, and `configure` before them.
-
-KFP ships the source of a component's function alone and evaluates its annotations there, so these modules do without
-`from __future__ import annotations`, and what a body needs is imported inside it.
-"""
+"""The pipeline's tasks: thin KFP components, one for each stage, and what their bodies call."""

@@ -6,41 +6,19 @@ import json
 import os
 import shlex
 import uuid
+from collections import namedtuple
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from components.launching import Placement
 from trainer import artifacts, config, preflight, tracking
 from trainer.artifacts import canonical_json
 from trainer.data import sources
 from trainer.errors import SettingsError, TrackingError
-from trainer.graph import STAGES
+from trainer.graph import OPTIONAL_STAGES, STAGES, needed_stages
 from trainer.host import environment_variables
 
 KUBEFLOW_UI = "KF_PIPELINES_UI_ENDPOINT"
 """Environment variable: the address of Kubeflow's UI, for links."""
-OPTIONAL_STAGES = ("warm_up", "tune", "reinforce")
-"""The stages that not every run needs."""
-
-
-class Sections(NamedTuple):
-    """Each stage's own section, as JSON; and what else decides whether a cached result is still right."""
-
-    prepare: str
-    warm_up: str
-    pretrain: str
-    reinforce: str
-    tune: str
-    distill: str
-    profile: str
-    evaluate: str
-    register: str
-    source_version: str
-    weights_version: str
-    device: str
-    """Kind of the devices that the trainings run on."""
-    resolved: str
-    """All settings, for the record."""
 
 
 def resolve(
@@ -60,23 +38,13 @@ def _as_overrides(named: Mapping[str, str]) -> list[str]:
     return [shlex.quote(f"{key}={json.dumps(value)}") for key, value in named.items() if value]
 
 
-def needed(settings: config.Settings) -> tuple[str, ...]:
-    """Those of `OPTIONAL_STAGES` that a run with these settings needs; tune may choose to record outputs."""
-    wanted = {
-        "warm_up": settings.warm_up.enabled,
-        "tune": settings.tune.enabled,
-        "reinforce": settings.tune.enabled or settings.distill.reads_recording,
-    }
-    return tuple(stage for stage in OPTIONAL_STAGES if wanted[stage])
-
-
 def configure(
     settings: config.Settings,
     place: Placement,
     optional: str = " ".join(OPTIONAL_STAGES),
     generation: str = "",
     run_name: str = "",
-) -> Sections:
+) -> tuple[str, ...]:
     """Check what can be checked before anything expensive, and give each stage its own section.
 
     Args:
@@ -86,13 +54,17 @@ def configure(
         generation: of what KFP's cache holds; a new one makes everything again.
         run_name: as Kubeflow shows the run.
 
+    Returns:
+        Each stage's own section, as JSON, and what else decides whether a cached result is still right: `source_version`,
+        `weights_version`, `device` (the kind that the trainings run on); and for the record `resolved`, all settings.
+
     Raises:
         SettingsError: there is no such place, or a warm-up there would be lost, or the graph lacks a stage that the settings ask for.
         TrainerError: a late stage would end, as `preflight.checked` says.
         DataError: the images are not there.
         TrackingError: MLflow does not answer or refuses.
     """
-    if missing := [stage for stage in needed(settings) if stage not in optional.split()]:
+    if missing := [stage for stage in needed_stages(settings) if stage not in optional.split()]:
         raise SettingsError(
             f"these settings need {', '.join(missing)}, which this version of the pipeline leaves out; start them with "
             "make deploy-pipeline RUN=1, which makes a version for them, or choose one with all stages, which make deploy-pipeline uploads"
@@ -105,14 +77,16 @@ def configure(
         tracking.check()
         tags = {"trainer.source_version": source_version, **_link(run_name)}
         tracking.start_parent(resolved, tags, name=run_name if _on_cluster() else "")
-    own = {stage: canonical_json(settings.for_stage(stage)) for stage in STAGES}
-    return Sections(
-        **own,
-        source_version=f"{source_version} {generation}".rstrip(),  # the first task that is cached reads it
-        weights_version=weights_version(settings.pretrain.weights),
-        device=place.device(settings.run.device),
-        resolved=canonical_json(resolved),
-    )
+    outputs = {
+        **{stage: canonical_json(settings.for_stage(stage)) for stage in STAGES},
+        "source_version": f"{source_version} {generation}".rstrip(),  # the first task that is cached reads it
+        "weights_version": weights_version(settings.pretrain.weights),
+        "device": place.device(settings.run.device),
+        "resolved": canonical_json(resolved),
+    }
+    # KFP takes each output by its name from a tuple of such a class, whatever their order.
+    made: tuple[str, ...] = namedtuple("Sections", outputs)(**outputs)
+    return made
 
 
 def _on_cluster() -> bool:

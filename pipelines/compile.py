@@ -13,8 +13,8 @@ import yaml
 from kfp import compiler
 
 from components.image import IMAGE_VARIABLE
-from components.sections import OPTIONAL_STAGES
 from pipelines.distillation import NAME, definition
+from trainer.graph import OPTIONAL_STAGES
 
 COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"
 

@@ -22,6 +22,7 @@ from components.image import IMAGE
 from pipelines import commands, connection, runs, schedules, versions
 from pipelines import compile as compilation
 from trainer.errors import DeployError, SettingsError
+from trainer.graph import OPTIONAL_STAGES, needed_stages
 
 SERVICE_ACCOUNT = "vit-distillation"
 DEFAULT_POOL = "cpu"
@@ -85,7 +86,7 @@ def deploy(options: argparse.Namespace) -> None:
     settings = sections.resolve(options.recipe, options.overrides, options.dataset, options.teacher, options.experiment)
     cron = schedules.cron_of(options.cron) if options.cron else ""
     starts = bool(options.run or cron)
-    image, optional = options.image or IMAGE, sections.needed(settings) if starts else sections.OPTIONAL_STAGES
+    image, optional = options.image or IMAGE, needed_stages(settings) if starts else OPTIONAL_STAGES
     content = versions.content_of(specification(image))
     with connection.connect(options) as api:
         generation = versions.next_generation() if options.fresh else versions.generation(api)

@@ -17,25 +17,17 @@ The exit handler costs a level in Kubeflow's UI and a driver's pod. It stays bec
 was lost or the run was stopped, and only then do jobs on the node pools and the run in MLflow need somebody who ends them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from kfp import dsl
 from kfp.dsl.base_component import BaseComponent
+from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
-from components.configure import configure
-from components.distill import distill
-from components.evaluate import evaluate
-from components.finish import finish
-from components.prepare import prepare
-from components.pretrain import pretrain
-from components.profile import profile
-from components.register import register
-from components.reinforce import reinforce
-from components.sections import OPTIONAL_STAGES
+from components import kfp_components
 from components.task import RECORDED
-from components.tune import tune
-from components.warm_up import warm_up
 from pipelines.pods import SMALL, WORK, on_cluster
+from trainer.graph import OPTIONAL_STAGES, STAGES, Stage
 
 NAME = "distillation"
 KEPT_S = 7 * 24 * 3600
@@ -82,9 +74,9 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
             processes_per_node: Training processes on each machine. 0: one for each of its devices.
         """
         place = {"pool": pool, "nodes": nodes, "processes_per_node": processes_per_node}
-        finishing = finish(pool=pool).set_caching_options(False).set_display_name("Finish")
+        finishing = kfp_components.finish(pool=pool).set_caching_options(False).set_display_name("Finish")
         with dsl.ExitHandler(on_cluster(finishing, SMALL), name="Distillation"):
-            configuring = configure(
+            configuring = kfp_components.configure(
                 recipe=recipe,
                 overrides=overrides,
                 dataset=dataset,
@@ -96,75 +88,33 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
                 **place,
             ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
             settings = on_cluster(configuring, WORK).set_display_name("Configure").outputs
-            training = {"device": settings["device"], **place}
 
-            preparing = prepare(settings=settings["prepare"], source_version=settings["source_version"])
-            data = {"dataset": on_cluster(preparing, WORK).set_display_name("Prepare data").outputs["dataset_uri"]}
-
-            if "warm_up" in optional:
-                warming = warm_up(settings=settings["warm_up"], **training, **data)
-                on_cluster(warming, SMALL).set_display_name("Warm up")
-
-            pretraining = pretrain(
-                settings=settings["pretrain"], weights_version=settings["weights_version"], **training, **data
-            )
-            on_cluster(pretraining, SMALL).set_display_name("Pretrain teacher")
-            if "warm_up" in optional:
-                pretraining.after(warming)
-            models = {"teacher": pretraining.outputs["teacher_uri"]}
-
-            if "tune" in optional:
-                tuning = tune(settings=settings["tune"], **training, **data, **models)
-                on_cluster(tuning, SMALL).set_display_name("Tune")
-
-            if "reinforce" in optional:
-                reinforcing = reinforce(
-                    settings=settings["reinforce"],
-                    distill_teacher=tuning.outputs["distill_teacher"] if "tune" in optional else RECORDED,
-                    **training,
-                    **data,
-                    **models,
-                )
-                on_cluster(reinforcing, SMALL).set_display_name("Record teacher outputs")
-            recorded = reinforcing.outputs["teacher_outputs_uri"] if "reinforce" in optional else ""
-
-            distilling = distill(
-                settings=tuning.outputs["distill"] if "tune" in optional else settings["distill"],
-                teacher_outputs=recorded,
-                **training,
-                **data,
-                **models,
-            )
-            on_cluster(distilling, SMALL).set_display_name("Distil student")
-            evidence = {
-                "pretrain_evidence": pretraining.outputs["evidence_uri"],
-                "distill_evidence": distilling.outputs["evidence_uri"],
-            }
-            models["student"] = distilling.outputs["student_uri"]
-
-            profiling = profile(settings=settings["profile"], **evidence)
-            on_cluster(profiling, WORK).set_display_name("Profile trainings")
-
-            evaluating = evaluate(settings=settings["evaluate"], **data, **models)
-            evaluating.set_caching_options(False)  # latency is the machine's of this run
-            on_cluster(evaluating, WORK).set_display_name("Evaluate")
-
-            registering = register(
-                settings=settings["register"],
-                recipe=recipe,
-                resolved=settings["resolved"],
-                report=profiling.outputs["report_uri"],
-                evaluation=evaluating.outputs["evaluation_uri"],
-                teacher_outputs=recorded,
-                tuning=tuning.outputs["tuning_uri"] if "tune" in optional else "",
-                warmed=warming.outputs["warmed_uri"] if "warm_up" in optional else "",
-                **data,
-                **models,
-                **evidence,
-            ).set_caching_options(False)  # every run has its version in the registry, one for all tries at this task
-            on_cluster(registering, WORK).set_display_name("Register")
+            # What a task can take, by the name of its parameter. A stage that is left out hands on empty references.
+            left_out = {spec.name: "" for stage in STAGES.values() for spec in stage.makes.values()}
+            given = {**left_out, **settings, "recipe": recipe, "distill_teacher": RECORDED, **place}
+            tasks: dict[str, dsl.PipelineTask] = {}
+            for name, stage in STAGES.items():
+                if name in optional or not stage.needed_if:
+                    tasks[name] = _task(stage, given).after(*(tasks[other] for other in stage.after if other in tasks))
+                    given |= _handed_on(stage, tasks[name])
 
     return distillation
+
+
+def _task(stage: Stage, given: Mapping[str, Any]) -> dsl.PipelineTask:
+    """A stage's task, with all that its component takes of what is given, and its own section of the settings."""
+    component = getattr(kfp_components, stage.name)
+    wanted = component.component_spec.inputs
+    task = component(**{name: given[stage.name if name == "settings" else name] for name in wanted})
+    if not stage.cached:
+        task.set_caching_options(False)
+    return on_cluster(task, SMALL if stage.launched else WORK).set_display_name(stage.title)
+
+
+def _handed_on(stage: Stage, task: dsl.PipelineTask) -> dict[str, PipelineParameterChannel]:
+    """What the tasks after this one can take from it: references to what its stage makes, and what else it says."""
+    said = {name: output for name, output in task.outputs.items() if isinstance(output, PipelineParameterChannel)}
+    return said | {spec.name: said[f"{keyword}_uri"] for keyword, spec in stage.makes.items()}
 
 
 distillation = definition()

@@ -29,11 +29,8 @@ from pipelines import commands
 from pipelines import compile as compilation
 from trainer import config, launch, runs, storage, tracking
 from trainer import summary as summaries
-from trainer.errors import (
-    LaunchError,
-    TrackingError,
-    writing_to,
-)
+from trainer.errors import LaunchError, TrackingError, writing_to
+from trainer.graph import needed_stages
 
 CODE = tuple(Path(folder) for package in (trainer, components) for folder in package.__path__)
 CACHE = runs.RUNS / ".cache"
@@ -128,7 +125,7 @@ def run(request: LocalRun) -> dict[str, Any]:
     (directory / summaries.SUMMARY).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, request))
     try:
-        summary = _run_pipeline(request, directory, sections.needed(settings))
+        summary = _run_pipeline(request, directory, needed_stages(settings))
     except BaseException as error:
         _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise

@@ -12,11 +12,11 @@ from typing import Any
 
 import kfp_server_api
 
-from components.sections import OPTIONAL_STAGES
 from pipelines.connection import Api, every
 from pipelines.distillation import NAME
 from pipelines.refusals import CONFLICT, NOT_FOUND, RefusedError
 from trainer import __version__
+from trainer.graph import OPTIONAL_STAGES
 
 _GENERATION = re.compile(r"-fresh-(\d{8}t\d{6}z)$")
 

@@ -80,9 +80,9 @@ class Stage:
     after: tuple[str, ...] = ()
     """Stages that it waits for without reading what they make."""
     needed_if: str = ""
-    """Full name of the setting, or property of the settings, that is true where a run needs the stage; empty where every run does."""
+    """Full name of the setting, or of a property of a section, that is true where a run needs the stage; empty: every run needs it."""
     decided_by: str = ""
-    """The stage that may change whether this one is needed."""
+    """The stage that may still decide that this one is needed."""
     cached: bool = True
     """Whether Kubeflow may take its result from the cache."""
     kept: bool = True
@@ -223,14 +223,15 @@ STAGES: Mapping[str, Stage] = {
 """In the order in which they run, so that each stands behind those whose artifacts it reads."""
 
 
-def possible(settings: object) -> tuple[str, ...]:
-    """The stages that a run with these settings may need: also those of which a stage that runs before them decides.
+OPTIONAL_STAGES = tuple(name for name, stage in STAGES.items() if stage.needed_if)
+"""The stages that not every run needs."""
+
+
+def needed_stages(settings: object) -> tuple[str, ...]:
+    """Those of `OPTIONAL_STAGES` that a run with these settings needs, or may need once another stage has decided.
 
     Args:
         settings: a `trainer.config.Settings`.
     """
-    return tuple(
-        name
-        for name, stage in STAGES.items()
-        if stage.is_needed(settings) or (stage.decided_by and STAGES[stage.decided_by].is_needed(settings))
-    )
+    wanted = {name for name, stage in STAGES.items() if stage.is_needed(settings)}
+    return tuple(name for name in OPTIONAL_STAGES if {name, STAGES[name].decided_by} & wanted)

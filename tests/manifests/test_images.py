@@ -145,7 +145,7 @@ def installed(tmp_path_factory):
         ["-m", "trainer", "--version"],
         ["-m", "trainer", "config", "digits"],
         ["-m", "components.launch", "pools"],
-        ["-c", "import components.task, components.pretrain, components.launching"],
+        ["-c", "import components.task, components.kfp_components, components.launching"],
     ],
     ids=" ".join,
 )

@@ -12,10 +12,9 @@ import yaml
 
 from components.image import IMAGE, IMAGE_VARIABLE
 from components.launching import Placement
-from components.sections import OPTIONAL_STAGES
 from pipelines import compile as compilation
 from pipelines.pods import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
-from trainer.graph import STAGES
+from trainer.graph import OPTIONAL_STAGES, STAGES
 
 
 @pytest.fixture(scope="module")

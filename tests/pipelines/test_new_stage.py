@@ -1,0 +1,142 @@
+"""Adding a stage takes four edits: its own file, its component, its entry in the graph, and its test. All else follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+STAGE = """
+from pathlib import Path
+
+from trainer import artifacts
+
+
+def run(settings, *, dataset, student, inspection):
+    parents = {"student": artifacts.manifest(student, "model").fingerprint}
+    with artifacts.create(inspection, "inspection", settings=settings.model_dump(mode="json"), parents=parents) as draft:
+        (draft.path / "inspection.json").write_text("{}")
+"""
+COMPONENT = '''
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def inspect(settings: str, dataset: str, student: str) -> NamedTuple("Inspected", [("inspection_uri", str)]):
+    """Look at the student."""
+    from components import task
+
+    return task.run_stage("inspect", settings, {"dataset": dataset, "student": student})
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def profile('''
+EDITS = {
+    "trainer/graph.py": {
+        '    "registration",\n': '    "registration",\n    "inspection",\n',
+        '    "registration": 1,\n': '    "registration": 1,\n    "inspection": 1,\n',
+        "\nSTAGES: ": '\nINSPECTION = ArtifactSpec(name="inspection", kind="inspection")\n\nSTAGES: ',
+        '        Stage(\n            name="profile",\n': """        Stage(
+            name="inspect",
+            title="Inspect",
+            summary="look at the student",
+            section="evaluate",
+            reads=(DATASET, STUDENT),
+            makes={"inspection": INSPECTION},
+        ),
+        Stage(
+            name="profile",
+""",
+        "reads_if_made=(TEACHER_OUTPUTS, TUNING, WARMED)": "reads_if_made=(TEACHER_OUTPUTS, TUNING, WARMED, INSPECTION)",
+    },
+    "components/kfp_components.py": {
+        "\n@dsl.component(base_image=IMAGE, install_kfp_package=False)\ndef profile(": COMPONENT,
+        '        ("profile", str),\n': '        ("inspect", str),\n        ("profile", str),\n',
+        "    warmed: str,\n) ->": "    warmed: str,\n    inspection: str,\n) ->",
+        '        "warmed": warmed,\n': '        "warmed": warmed,\n        "inspection": inspection,\n',
+    },
+}
+"""File -> what is replaced in it, by what; `configure` hands the section on, and `register` puts the stage on the bill."""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the packages with a stage more, between distill and profile."""
+    folder = tmp_path_factory.mktemp("copy")
+    for package in ("trainer", "components", "pipelines", "docs"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "pictures"))
+    for name, edits in EDITS.items():
+        text = (folder / name).read_text()
+        for old, new in edits.items():
+            assert text.count(old) == 1, (name, old)
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+    (folder / "trainer/stages/inspect.py").write_text(STAGE)
+    return folder
+
+
+def run(copy, *words, cwd=None):
+    """A command of the copy."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "TRAINER_"))}
+    environment |= {"PYTHONPATH": str(copy), "PYTHONSAFEPATH": "1"}
+    ended = subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd or copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_pipeline_has_its_task_with_its_section_and_its_inputs_and_register_gets_what_it_makes(copy):
+    run(copy, "-m", "pipelines.compile")
+    compiled = next(iter(yaml.safe_load_all((copy / "pipelines/compiled/distillation.yaml").read_text())))
+    tasks = compiled["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    assert tasks["inspect"]["taskInfo"]["name"] == "Inspect"
+    assert tasks["inspect"]["cachingOptions"] == {"enableCache": True}
+
+    def source(task, name):
+        output = tasks[task]["inputs"]["parameters"][name]["taskOutputParameter"]
+        return output["producerTask"], output["outputParameterKey"]
+
+    assert source("inspect", "settings") == ("configure", "inspect")
+    assert source("inspect", "dataset") == ("prepare", "dataset_uri")
+    assert source("inspect", "student") == ("distill", "student_uri")
+    assert source("register", "inspection") == ("inspect", "inspection_uri")
+
+
+def test_configure_hands_its_section_on(copy):
+    script = (
+        "from components import sections; from components.launching import Placement; "
+        "print(sections.configure(sections.resolve('digits'), Placement()).inspect)"
+    )
+    lines = run(copy, "-c", script).splitlines()
+    assert "latency_runs" in json.loads(lines[-1])
+
+
+def test_the_command_line_knows_it(copy):
+    shown = run(copy, "-m", "trainer", "stage", "inspect", "--help")
+    assert "Look at the student." in shown
+    assert "--dataset DIR" in shown
+    assert "output: the inspection directory to write" in shown
+
+
+@pytest.mark.slow
+def test_a_local_run_runs_keeps_and_bills_it(copy, tmp_path):
+    short = "pretrain.mae.epochs=0 pretrain.finetune.epochs=1 distill.epochs=1 evaluate.latency_runs=10 tracking.enabled=false"
+    command = ["-m", "trainer", "run", "digits", "--processes", "1", "--output", str(tmp_path / "run"), "--set"]
+    shown = run(copy, *command, *short.split(), cwd=tmp_path)
+    assert (tmp_path / "run/inspection/inspection.json").exists()
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert list(summary["stages"])[3:5] == ["inspect", "profile"]
+    assert "inspect" in [stage["stage"] for stage in summary["bill"]["stages"]]
+    assert "\ninspect " in shown
