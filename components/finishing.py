@@ -124,10 +124,10 @@ def _is_finish(node: Mapping[str, Any]) -> bool:
 
 
 def _delete_jobs() -> None:
-    from components.launch import identity, reaping
+    from components.launch import identity, reaper
     from components.launch.client import Cluster
 
     own = identity.from_environment("finish")
     with Cluster.connect(own.namespace) as cluster:
-        for name in reaping.delete_jobs(cluster, own.run):
+        for name in reaper.delete_jobs(cluster, own.run):
             logger.info("deleted the job %s, which was left", name)

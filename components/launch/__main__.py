@@ -1,4 +1,4 @@
-"""What the launcher for clusters can show and do by hand: `python -m components.launch render | pools | reap`."""
+"""The command line of the launcher for clusters: `python -m components.launch render | pools | reap`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.launch import JobSpec, flag
 if TYPE_CHECKING:
     from components.launch.client import Cluster
 
-_DESCRIPTION = """Show what the launcher for clusters works with.
+_DESCRIPTION = """Show node pools and jobs, and delete jobs that were left over.
 
   python -m components.launch pools                                   the node pools
   python -m components.launch render --pool gpu-a100 --nodes 4        the job that a training there would be
@@ -35,14 +35,14 @@ DIRECTORIES = sorted({name for stage in LAUNCHED.values() for name in (*stage.al
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; gives the exit code. A user's error ends in one message."""
+    """Run a command and return its exit code. A user's error ends in one message."""
     options = _parser().parse_args(arguments)
     try:
         options.command(options)
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CODE
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -66,8 +66,8 @@ def _add_render(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "render",
         help="print the job that would be sent",
-        description="Print the manifest of a training as it would be sent from here: image and environment are this shell's, where it "
-        "names them. Nothing is sent.",
+        description="Print the manifest of a training as it would be sent from here, with the image and the environment of this shell. "
+        "Nothing is sent.",
     )
     parser.add_argument("--pool", required=True, help="a node pool (`python -m components.launch pools`)")
     parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="how many nodes (default: %(default)s)")
@@ -95,27 +95,27 @@ def _add_reap(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "reap",
         help="delete jobs that were left over",
-        description="Delete jobs of this project that nobody follows any more, ended ones too, with their pods. Jobs of others are never "
-        "looked at. The cluster is the one of KUBECONFIG, the pod's own, or ~/.kube/config.",
+        description="Delete jobs of this project that are no longer followed, ended ones too, with their pods. Jobs of others are never "
+        "touched. The cluster is the one of KUBECONFIG, the pod's own, or ~/.kube/config.",
     )
     scope = parser.add_mutually_exclusive_group(required=True)
     scope.add_argument("--run", type=_name, metavar="NAME", help="the jobs of one run")
-    scope.add_argument("--older-than", default="0s", metavar="AGE", help="jobs made longer ago than 30m, 2h, 7d")
+    scope.add_argument("--older-than", default="0s", metavar="AGE", help="jobs created longer ago than 30m, 2h, 7d")
     scope.add_argument(
         "--orphaned",
         action="store_true",
-        help="jobs that go on although the pod of their task ended more than two minutes ago; runs whose task `finish` has not come to its "
-        "end are ended in MLflow; a CronJob asks for it",
+        help="jobs that still run although the pod of their task ended more than two minutes ago; runs whose task `finish` did not "
+        "complete are ended in MLflow; a CronJob runs this",
     )
     scope.add_argument("--all", action="store_true", help="all jobs of all runs")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
     parser.add_argument("--namespace", default=identity.default_namespace(), help="default: %(default)s")
     parser.set_defaults(command=_reap)
 
 
 def _name(text: str) -> str:
     if not text:  # a shell's variable that is not set must not mean every run
-        raise argparse.ArgumentTypeError("is empty; name a run, or say --all")
+        raise argparse.ArgumentTypeError("is empty; name a run, or use --all")
     return text
 
 
@@ -134,31 +134,30 @@ def _render(options: argparse.Namespace) -> None:
     )
     job = identity.Identity(run=options.run, task=stage.name, namespace=options.namespace)
     manifest = BACKENDS[options.backend or pool.backend].render(spec, pool, job)
-    plain = json.loads(
-        json.dumps(manifest)
-    )  # the body that is sent; YAML would refer to objects that stand in it twice
+    # The body that is sent: YAML would use anchors for objects that occur twice.
+    plain = json.loads(json.dumps(manifest))
     print(yaml.safe_dump(plain, sort_keys=False, width=140), end="")
 
 
 def _reap(options: argparse.Namespace) -> None:
     if message := extra.missing("reap"):
         raise LaunchError(message)
-    from components.launch import reaping
+    from components.launch import reaper
     from components.launch.client import Cluster
 
-    least_s = reaping.age(options.older_than)
+    least_s = reaper.parse_age(options.older_than)
     done = "would be deleted" if options.dry_run else "deleted"
     count = 0
     with Cluster.connect(options.namespace) as cluster:
         if options.orphaned and not options.dry_run:
             _end_left_runs(cluster)
-        found = reaping.find_orphaned(cluster) if options.orphaned else reaping.find(cluster, options.run or "")
+        found = reaper.find_orphaned(cluster) if options.orphaned else reaper.find(cluster, options.run or "")
         for job in (job for job in found if job.age_s >= least_s):
-            if options.dry_run or reaping.delete(cluster, job):
+            if options.dry_run or reaper.delete(cluster, job):
                 print(f"{done}: {job}")
                 count += 1
             else:
-                print(f"left, since somebody else changed or deleted it meanwhile: {job}")
+                print(f"skipped, since it was changed or deleted meanwhile: {job}")
     print(f"{count} of this project's jobs {done} in namespace {options.namespace}")
 
 
@@ -167,8 +166,8 @@ def _end_left_runs(cluster: Cluster) -> None:
 
     try:
         for run in finishing.end_left_runs(cluster):
-            print(f"ended in MLflow: the run {run}, whose task `finish` has not come to its end")
-    except TrainerError as error:  # the jobs cost money
+            print(f"ended in MLflow: the run {run}, whose task `finish` did not complete")
+    except TrainerError as error:  # the jobs cost money and are deleted all the same
         print(f"warning: runs may be left open in MLflow: {error}", file=sys.stderr)
 
 
@@ -188,7 +187,7 @@ def _row(pool: pools.Pool) -> tuple[str, ...]:
 
 
 def _origin(price: Price) -> str:
-    """When and where a price was so, such as `2026-11 (20 days old), us-east-1`."""
+    """Return date and region of a price, such as `2026-11 (20 days old), us-east-1`."""
     old = "; look it up again" if price.doubt() else ""
     return f"{price.date} ({price.age_days()} days old{old}), {price.region}"
 

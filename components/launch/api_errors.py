@@ -179,7 +179,7 @@ def _not_found(request: ServerRequest, message: str) -> ClusterError:
 def unavailable(error: Exception, host: str) -> ApiUnavailableError:
     """Return the error for a request without an answer."""
     return ApiUnavailableError(
-        f"the API server {host} does not answer: {cause(error)}; see whether the cluster runs and this machine reaches it "
+        f"the API server {host} does not answer: {cause(error)}; check that the cluster runs and that this machine reaches it "
         "(kubectl get --raw /readyz)"
     )
 

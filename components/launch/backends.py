@@ -134,12 +134,12 @@ def render_trainjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, 
     """Render a TrainJob on a runtime with torch's policy: `trainer` says what runs, a patch of the runtime what its pods are.
 
     Raises:
-        LaunchError: the pool asks for what a TrainJob cannot say.
+        LaunchError: the pool asks for what TrainJobs do not support.
     """
     for field in ("elastic_min_nodes", "retries"):
         if getattr(pool, field):
             raise LaunchError(
-                f"{spec.stage}: pool {pool.name}: {field} = {getattr(pool, field)} cannot be said in a TrainJob; "
+                f"{spec.stage}: pool {pool.name}: {field} = {getattr(pool, field)} is not supported by TrainJobs; "
                 f'set it to 0, or backend = "pytorchjob"'
             )
     job = {

@@ -1,4 +1,4 @@
-"""Which job this is: its name, its labels, its owner, and what makes it the same as another."""
+"""The identity of a job: its name, labels and owner, and the hash of its specification."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STAGE_LABEL = "vit-distillation/stage"
 ATTEMPT_LABEL = "vit-distillation/attempt"
 HASH_ANNOTATION = "vit-distillation/spec-hash"
 FAILURE_ANNOTATION = "vit-distillation/failure"
-"""Of a failed job: the message, where the same job would fail with it again."""
+"""Of a failed job that would fail again: its message."""
 
 NAMESPACE_VARIABLE = "TRAINER_NAMESPACE"
 DEFAULT_NAMESPACE = "kubeflow"
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""Where a pod finds the namespace that it runs in."""
+"""The file that holds a pod's own namespace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Which job of which run this is."""
+    """A job of a run."""
 
     run: str
     """Name or id of the run, any text."""
@@ -49,20 +49,19 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """The job's name: a DNS-1035 label of at most 40 characters, the same for equal run, task and attempt.
-
-        40, because the operator adds `-worker-31` and pods' names may have 63.
-        """
+        """The job's name: a DNS-1035 label of at most 40 characters, the same for equal run, task and attempt."""
+        # 40 characters, because the operator adds `-worker-31` and pods' names may have 63.
         distinct = digest([self.run, self.task, self.attempt])[:8]
-        words = f"{_slug(self.task)[:10].strip('-') or 'task'}-{_slug(self.run)[:20].strip('-') or 'run'}"
+        task, run = (re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") for text in (self.task, self.run))
+        words = f"{task[:10].strip('-') or 'task'}-{run[:20].strip('-') or 'run'}"
         return f"{words if words[0].isalpha() else f'j{words[1:]}'}-{distinct}"
 
     def labels(self, stage: str) -> dict[str, str]:
-        """Labels of the job and its pods, by which they are found."""
-        return {RUN_LABEL: label(self.run), TASK_LABEL: label(self.task), STAGE_LABEL: label(stage)}
+        """Return the labels of the job and its pods, by which they are found."""
+        return {RUN_LABEL: label_value(self.run), TASK_LABEL: label_value(self.task), STAGE_LABEL: label_value(stage)}
 
     def metadata(self, stage: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The metadata of a job.
+        """Render the metadata of a job.
 
         Args:
             stage: the stage that it runs.
@@ -81,12 +80,12 @@ class Identity:
 
 
 def from_environment(task: str, *, namespace: str = "", attempt: int = 1) -> Identity:
-    """The job of a task, from what Kubeflow Pipelines or a local run put into the environment.
+    """Return the identity of a task's job, from the environment that Kubeflow Pipelines or a local run has set.
 
     Args:
         task: the task's name.
         namespace: where its job goes; empty: `TRAINER_NAMESPACE`, or the pod's own namespace, or kubeflow.
-        attempt: counts the jobs of the task.
+        attempt: which of the task's jobs it is.
 
     Raises:
         LaunchError: nothing names the run.
@@ -105,32 +104,28 @@ def from_environment(task: str, *, namespace: str = "", attempt: int = 1) -> Ide
 
 
 def default_namespace() -> str:
-    """Where jobs go unless told otherwise: `TRAINER_NAMESPACE`, or the pod's own namespace, or kubeflow."""
+    """Return the namespace that jobs go to by default: `TRAINER_NAMESPACE`, or the pod's own, or kubeflow."""
     named = os.environ.get(NAMESPACE_VARIABLE)
     if named:
         return named
     return _OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.is_file() else DEFAULT_NAMESPACE
 
 
-def label(text: str) -> str:
-    """A valid value of a label for any text: itself where it is one, otherwise shortened and told apart by a digest."""
+def label_value(text: str) -> str:
+    """Return a valid label value for any text: the text itself if it is one, otherwise a short form with a digest."""
     if re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", text):
         return text
     words = re.sub(r"[^-A-Za-z0-9_.]+", "-", text)[:50].strip("-_.")
     return f"{words}-{digest(text)[:8]}".lstrip("-")
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
 def spec_hash(manifest: Mapping[str, Any]) -> str:
-    """A digest of what makes a job the same: its kind and specification, but neither name, owner nor attempt."""
+    """Return a digest of a job's kind and specification, but neither name, owner nor attempt."""
     return digest([manifest["apiVersion"], manifest["kind"], manifest["spec"]])[:16]
 
 
 def differences(existing: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What differs between the specifications of two manifests, in words: `spec.runPolicy.backoffLimit: 0 -> 3`."""
+    """List what differs between the specifications of two manifests, such as `spec.runPolicy.backoffLimit: 0 -> 3`."""
     pair = [{key: manifest.get(key) for key in ("apiVersion", "kind", "spec")} for manifest in (existing, wanted)]
     return list(_differences("", *pair))
 
@@ -148,10 +143,10 @@ def _differences(path: str, existing: Any, wanted: Any) -> Iterator[str]:
 
 
 def _keyed(items: list[Any]) -> dict[str, Any]:
-    """A list as a table, by `name` where all items have one: so one more variable in the middle is one difference."""
+    # By `name` where all items have one, so that an added variable in the middle is one difference.
     named = all(isinstance(item, dict) and "name" in item for item in items)
     return {f"[{item['name'] if named else index}]": item for index, item in enumerate(items)}
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else value if isinstance(value, str) else canonical_json(value)
+    return "unset" if value is None else value if isinstance(value, str) else canonical_json(value)

@@ -303,7 +303,7 @@ class JobProgress:
         failures, retries = max(self._failures.values(), default=0), self._limits.retries
         if retries and failures > retries:
             message = (
-                f"has failed {failures} times, and its pool allows {retries} retries; the last time {self._last_failure}; mend that and "
+                f"has failed {failures} times, and its pool allows {retries} retries; the last time {self._last_failure}; fix that and "
                 "run again, which resumes from the last checkpoint, or raise the pool's retries"
             )
             return JobOutcome(kind="limit", message=message)
@@ -333,7 +333,7 @@ class JobProgress:
             stuck = next(one for one in self.replicas.values() if one.stuck)
             message = (
                 f"could not start for {format_duration(STUCK_S)}; last problem: {stuck.name}: {stuck.waiting}: "
-                f"{stuck.waiting_message}; mend that and run again"
+                f"{stuck.waiting_message}; fix that and run again"
             )
             limits.append((STUCK_S, self._stuck_since, JobOutcome(kind="limit", message=message)))
         return limits
@@ -413,4 +413,4 @@ class JobProgress:
         if before == 0:
             self._messages.append(text)
         elif any(before < number <= now for number in _REPORTED_COUNTS):
-            self._messages.append(f"{text} ({now} times by now)")
+            self._messages.append(f"{text} ({now} times so far)")

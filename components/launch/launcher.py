@@ -1,28 +1,34 @@
-"""Running a stage as a job on a node pool: submitted, followed to its end, and recorded."""
+"""Running a stage as a job on a node pool: the job is submitted, followed to its end, recorded, and retried where that may help."""
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Self
 
 from components.launch.api_errors import (
+    EVENTS,
+    PODS,
     ApiRetry,
     ApiUnavailableError,
     ClusterError,
+    ForbiddenError,
     KindNotInstalledError,
     format_duration,
 )
 from components.launch.backends import BACKENDS
 from components.launch.client import Cluster
 from components.launch.diagnosis import explain_failure, fails_again
-from components.launch.following import Follower
 from components.launch.identity import Identity
-from components.launch.job_progress import JobLimits, JobOutcome, JobProgress
+from components.launch.job import JobRecord, TaskJob
+from components.launch.job_progress import JobLimits, JobOutcome, JobProgress, read_replica
 from components.launch.pools import Pool
-from components.launch.record import JobRecord
-from components.launch.submitting import TaskJob
+from components.launch.readers import Change, Informer, LogLine, LogReader, ReaderThreads, ThreadEnded
 from trainer import storage
 from trainer.errors import LaunchError
 from trainer.launch import JobSpec
@@ -30,18 +36,24 @@ from trainer.launch import JobSpec
 logger = logging.getLogger(__name__)
 
 MINUTE_S = 60.0
-AWAY_LIMIT_S = 900.0
-"""How long the API server may be away before the launcher gives up; the job then goes on."""
-DELETE_LIMIT_S, GONE_LIMIT_S = 5.0, 15.0
-"""How long a deletion is tried, and its end waited for, after Ctrl-C."""
-ATTEMPTS = 3
-"""How many jobs a task may have in a run, one after the other, as long as they fail in a way that need not come again."""
-PAUSE_S = 10.0
-"""How long the next one is held back, for what has failed to be over."""
+API_TIMEOUT_S = 900.0
+"""How long the API server may be unavailable before the launcher gives up; the job then continues."""
+DELETE_TIMEOUT_S, GONE_TIMEOUT_S = 5.0, 15.0
+"""How long the launcher retries a deletion, and waits for its end, after Ctrl-C."""
+MAX_ATTEMPTS = 3
+"""How many jobs a task may have in a run, one after the other, while they fail in a way that need not happen again."""
+RETRY_DELAY_S = 10.0
+"""Pause before the next attempt, for the cause to pass."""
+ENDED_LOGS_S = 10.0
+"""How long the launcher waits for the last lines of replicas that have ended, and"""
+RUNNING_LOGS_S = 0.5
+"""of replicas that still run, such as workers after the master's end."""
+GONE_POLL_S = UNSETTLED_POLL_S = 0.5
+"""How often it checks for a deleted job, and a limit that was reached while the API server was unavailable."""
 
 
-class _JobFailedError(LaunchError):
-    """A job failed in a way that need not come again."""
+class _RetryableJobError(LaunchError):
+    """A job failed in a way that need not happen again."""
 
 
 class ClusterLauncher:
@@ -54,32 +66,32 @@ class ClusterLauncher:
         *,
         cluster: Cluster | None = None,
         record: str | None = None,
-        attempts: int = ATTEMPTS,
-        away_limit_s: float = AWAY_LIMIT_S,
+        attempts: int = MAX_ATTEMPTS,
+        api_timeout_s: float = API_TIMEOUT_S,
     ) -> None:
-        """Choose where.
+        """Choose where jobs run.
 
         Args:
             pool: the node pool.
             identity: whose job it is; its attempt is counted here.
-            cluster: where the pool is; None: found when a job is run.
+            cluster: where the pool is; None: `Cluster.connect` finds it when a job is run.
             record: URI below which job.json, status.json, events.json and logs/REPLICA.log are written, however the job ends; those
                 of further attempts go to attempt-2, attempt-3 below it.
             attempts: how many jobs the task may have in its run.
-            away_limit_s: how long the API server may be away.
+            api_timeout_s: how long the API server may be unavailable.
         """
         self._pool, self._identity, self._cluster = pool, identity, cluster
-        self._record, self._attempts, self._away_limit_s = record, attempts, away_limit_s
+        self._record, self._attempts, self._api_timeout_s = record, attempts, api_timeout_s
 
     def run(self, spec: JobSpec) -> None:
-        """Run a job to its end. One of the same run, task and specification that goes on already is followed further.
+        """Run a job to its end. One of the same run, task and specification that has not ended is adopted.
 
-        One that fails by what need not come again, such as a lost machine or a crash, is made again.
+        One that fails in a way that need not happen again, such as a lost machine or a crash, is retried.
 
         Raises:
             LaunchError: naming the replica that failed, why, and the next move; or the limit that was reached; or what the
                 cluster refuses.
-            ApiUnavailableError: the API server was away for too long, and the job goes on.
+            ApiUnavailableError: the API server was unavailable for too long, and the job continues.
             KeyboardInterrupt: Ctrl-C; the job was deleted.
         """
         if self._cluster:
@@ -95,119 +107,307 @@ class ClusterLauncher:
         while True:
             job = TaskJob(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)
             try:
-                return self._follow(job, spec, cluster, record)
-            except _JobFailedError as failure:
-                attempt = max(
-                    attempt + 1, job.attempt
-                )  # a job that was ended here is deleted, and no longer counted there
+                return self._run_attempt(job, spec, cluster, record)
+            except _RetryableJobError as failure:
+                # A job that reached a limit is deleted, so the cluster no longer counts it.
+                attempt = max(attempt + 1, job.attempt)
                 if attempt >= self._attempts:
                     raise
                 logger.warning("%s", failure)
-                logger.warning("made again in %g s: attempt %d of %d", PAUSE_S, attempt + 1, self._attempts)
+                logger.warning("retrying in %g s: attempt %d of %d", RETRY_DELAY_S, attempt + 1, self._attempts)
                 record = self._record and storage.join(self._record, f"attempt-{attempt + 1}")
-                time.sleep(PAUSE_S)
+                time.sleep(RETRY_DELAY_S)
 
-    def _follow(self, job: TaskJob, spec: JobSpec, cluster: Cluster, record_uri: str | None) -> None:
-        tell, progress, retry = _teller(job), self._progress(spec), ApiRetry(self._away_limit_s)
-        with (
-            JobRecord(record_uri) as record,
-            Follower(cluster, job, progress, retry, record=record, tell=tell) as follower,
-        ):
-            with _abandoned_in_order(job, follower, tell):
-                made = job.submit(retry)
-                tell(
-                    f"made for {spec.nodes} nodes of pool {self._pool.name}"
-                    if made
-                    else "goes on already; followed further"
-                )
-                ending = follower.follow()
-                if ending.kind == "limit":
-                    raise (_JobFailedError if ending.retryable else LaunchError)(f"job {job.name} {ending.message}")
-            _conclude(ending, job, progress)
+    def _run_attempt(self, job: TaskJob, spec: JobSpec, cluster: Cluster, record_uri: str | None) -> None:
+        start, pool = time.monotonic(), self._pool
 
-    def _progress(self, spec: JobSpec) -> JobProgress:
-        pool = self._pool
+        def report(text: str) -> None:
+            logger.info("[%6.1f s] job %s: %s", time.monotonic() - start, job.name, text)
+
         limits = JobLimits(
             queued_s=MINUTE_S * pool.queued_minutes,
             running_s=MINUTE_S * pool.running_minutes,
             silent_s=MINUTE_S * pool.silent_minutes,
             retries=pool.retries,
         )
-        return JobProgress(nodes=pool.elastic_min_nodes or spec.nodes, limits=limits, now=time.monotonic())
-
-
-def _teller(job: TaskJob) -> Callable[[str], None]:
-    """Lines about a job, with the seconds since now."""
-    start = time.monotonic()
-    return lambda text: logger.info("[%6.1f s] job %s: %s", time.monotonic() - start, job.name, text)
+        progress = JobProgress(nodes=pool.elastic_min_nodes or spec.nodes, limits=limits, now=start)
+        retry = ApiRetry(self._api_timeout_s)
+        with (
+            JobRecord(record_uri) as record,
+            JobFollower(cluster, job, progress, retry, record=record, report=report) as follower,
+        ):
+            with _deleted_on_error(job, follower, report):
+                created = job.submit(retry)
+                report(
+                    f"created for {spec.nodes} nodes of pool {pool.name}" if created else "exists already; following it"
+                )
+                outcome = follower.follow()
+                if outcome.kind == "limit":
+                    raise (_RetryableJobError if outcome.retryable else LaunchError)(
+                        f"job {job.name} {outcome.message}"
+                    )
+            _check_outcome(outcome, job, progress)
 
 
 @contextmanager
-def _abandoned_in_order(job: TaskJob, follower: Follower, tell: Callable[[str], None]) -> Iterator[None]:
-    """Delete a job that nobody follows any more, whatever ended the block; but leave it where the API server is away.
+def _deleted_on_error(job: TaskJob, follower: JobFollower, report: Callable[[str], None]) -> Iterator[None]:
+    """Delete a job that is no longer followed, whatever ended the block; but leave it if the API server is unavailable.
 
     Raises:
-        ApiUnavailableError: the API server was away for too long.
+        ApiUnavailableError: the API server was unavailable for too long.
     """
     try:
         yield
     except ApiUnavailableError as error:
-        left = (
-            f"; job {job.name} is left to itself: the same task, run again, follows it further" if job.may_exist else ""
-        )
+        left = f"; job {job.name} continues on its own: run the same task again to follow it" if job.may_exist else ""
         raise type(error)(f"{error}{left}") from error
     except BaseException:  # Ctrl-C too
-        _delete(job, follower, tell)
+        _delete(job, follower, report)
         raise
 
 
-def _delete(job: TaskJob, follower: Follower, tell: Callable[[str], None]) -> None:
+def _delete(job: TaskJob, follower: JobFollower, report: Callable[[str], None]) -> None:
     try:
-        if not ApiRetry(DELETE_LIMIT_S)(job.delete):
+        if not ApiRetry(DELETE_TIMEOUT_S)(job.delete):
             return
-        tell("being deleted")
-        gone = follower.wait_until_gone(GONE_LIMIT_S)
+        report("being deleted")
+        gone = follower.wait_until_gone(GONE_TIMEOUT_S)
     except ClusterError as error:
         logger.warning("job %s may be left running: %s; delete it with `%s`", job.name, error, job.kubectl("delete"))
         return
-    tell(
+    report(
         "deleted"
         if gone
-        else f"still being deleted after {format_duration(GONE_LIMIT_S)}; the cluster goes on with that"
+        else f"still being deleted after {format_duration(GONE_TIMEOUT_S)}; the cluster will finish that"
     )
 
 
-def _conclude(ending: JobOutcome, job: TaskJob, progress: JobProgress) -> None:
+def _check_outcome(outcome: JobOutcome, job: TaskJob, progress: JobProgress) -> None:
     """Return if the job has succeeded.
 
     Raises:
         LaunchError: it has not; with the cause.
     """
-    if ending.kind == "failed":
+    if outcome.kind == "failed":
         message = explain_failure(job.name, job.kubectl("describe"), progress)
         if not fails_again(progress):
-            raise _JobFailedError(message)
-        _note_failure(job, message)
+            raise _RetryableJobError(message)
+        try:
+            # KFP may start another attempt of the task all the same; it must not pay for the same failure.
+            ApiRetry(DELETE_TIMEOUT_S)(lambda: job.annotate_failure(message))
+        except ClusterError as error:
+            logger.warning(
+                "job %s: its failure cannot be recorded on it, so a retry would repeat it: %s", job.name, error
+            )
         raise LaunchError(message)
-    if ending.kind == "deleted":
+    if outcome.kind == "deleted":
+        kind = ""
+        try:
+            ApiRetry(DELETE_TIMEOUT_S)(job.is_gone)
+        except KindNotInstalledError as error:
+            kind = f", as all jobs of its kind: {error}"
         raise LaunchError(
-            f"job {job.name} was deleted by somebody else while it was {progress.state.phase}{_with_its_kind(job)}; "
+            f"job {job.name} was deleted by somebody else while it was {progress.state.phase}{kind}; "
             "run again, which resumes from the last checkpoint"
         )
 
 
-def _note_failure(job: TaskJob, message: str) -> None:
-    """So that a next attempt of the task, where KFP makes one all the same, does not pay for the same failure."""
-    try:
-        ApiRetry(DELETE_LIMIT_S)(lambda: job.note_failure(message))
-    except ClusterError as error:
-        logger.warning("job %s: that it would fail again is not noted: %s", job.name, error)
+class JobFollower:
+    """Follows one job: threads read it from the API server, and the caller's thread interprets what they publish.
 
+    A context manager: after it no thread runs and no connection is open.
+    """
 
-def _with_its_kind(job: TaskJob) -> str:
-    """Whether the job was not meant, but all of its kind were."""
-    try:
-        ApiRetry(DELETE_LIMIT_S)(job.is_gone)
-    except KindNotInstalledError as error:
-        return f", as all jobs of its kind: {error}"
-    return ""
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: TaskJob,
+        progress: JobProgress,
+        retry: ApiRetry,
+        *,
+        record: JobRecord,
+        report: Callable[[str], None],
+    ) -> None:
+        """Prepare; nothing is read before `follow`.
+
+        Args:
+            cluster: where the job is.
+            job: the job.
+            progress: takes what is observed of it.
+            retry: repeats requests while the API server is unavailable.
+            record: takes log lines, status and events.
+            report: takes messages about the job.
+        """
+        self._cluster, self._job, self._progress = cluster, job, progress
+        self._record, self._report = record, report
+        self._inbox: queue.SimpleQueue[Change | LogLine | ThreadEnded] = queue.SimpleQueue()
+        self._retry, self._threads = retry, ReaderThreads(retry, self._inbox.put)
+        self._log_readers: dict[str, LogReader] = {}
+        self._unread_logs: set[str] = set()
+        """Replicas whose log is not read to its end."""
+        self._finishing = False
+        """Whether the job has ended, and only the rest of the logs is read."""
+        self._forbidden: set[str] = set()
+        """What the account may not read."""
+        self._last_seen: dict[str, Any] = {}
+        """The job, as the API server showed it last."""
+
+    def __enter__(self) -> Self:
+        self._threads.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.__exit__(*error)
+        self._record.manifest = self._job.manifest
+        self._record.events = [*self._progress.events.values()]
+        self._record.status = {
+            "state": asdict(self._progress.state),
+            "replicas": {name: asdict(replica) for name, replica in self._progress.replicas.items()},
+            "job": self._last_seen,
+        }
+
+    def follow(self) -> JobOutcome:
+        """Report the job's progress until it has ended and its logs are read, or a limit is reached.
+
+        Raises:
+            ClusterError: the job cannot be followed.
+        """
+        watches = {
+            "job": (self._job.backend.resource, {"fields": f"metadata.name={self._job.name}"}),
+            "pods": (PODS, {"labels": self._job.pod_selector}),
+            "events": (EVENTS, {}),
+        }
+        for name, (resource, selectors) in watches.items():
+            informer = Informer(self._cluster, resource, self._threads, self._inbox.put, **selectors)
+            self._threads.start(name, informer.run)
+        while not (outcome := self._outcome()):
+            self._report_messages()
+            self._process_next(self._progress.next_limit_s(time.monotonic()) or UNSETTLED_POLL_S)
+        if outcome.kind in {"succeeded", "failed"}:
+            self._read_remaining_logs()
+        self._report_messages()
+        return outcome
+
+    def _outcome(self) -> JobOutcome | None:
+        outcome = self._progress.outcome(time.monotonic())
+        # While the API server is unavailable, nothing shows whether a limit was kept.
+        return None if outcome and outcome.kind == "limit" and not self._retry.settled else outcome
+
+    def wait_until_gone(self, timeout_s: float) -> bool:
+        """Continue to read until the deleted job no longer exists; return whether that happened in time.
+
+        Raises:
+            ClusterError: the API server does not answer or refuses.
+        """
+        deadline, retry = time.monotonic() + timeout_s, ApiRetry(timeout_s)
+        while not (gone := retry(self._job.is_gone)) and time.monotonic() < deadline:
+            self._process_next(GONE_POLL_S)
+        return gone
+
+    def _report_messages(self) -> None:
+        for message in self._progress.take_messages():
+            self._report(message)
+
+    def _process_next(self, timeout_s: float) -> None:
+        """Process what the threads publish next, if it comes in time."""
+        try:
+            item = self._inbox.get(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            return
+        if isinstance(item, LogLine):
+            self._record.add_line(item)  # first: Ctrl-C may come at once after a line that a user has seen
+            logger.info("%s | %s", item.replica, item.text)
+            self._progress.add_line(item.replica, item.text, time.monotonic())
+        elif isinstance(item, ThreadEnded):
+            self._on_thread_end(item)
+        elif item.resource == PODS:
+            self._on_pod(item)
+        elif item.resource == EVENTS:
+            self._on_event(item)
+        elif item.object["metadata"]["uid"] == self._job.uid:
+            self._on_job(item)
+
+    def _on_job(self, change: Change) -> None:
+        self._last_seen = change.object
+        if change.deleted:
+            self._progress.job_deleted()
+            return
+        state, deleting = self._job.backend.state(change.object), "deletionTimestamp" in change.object["metadata"]
+        self._progress.update_job(state, deleting=deleting, now=time.monotonic())
+
+    def _on_pod(self, change: Change) -> None:
+        name = self._job.backend.replica(change.object["metadata"]["labels"])
+        replica, now = read_replica(change.object, name, self._job.backend.container), time.monotonic()
+        if change.deleted:
+            self._progress.replica_deleted(replica, now)
+        else:
+            self._progress.update_replica(replica, now)
+        replica = self._progress.replicas[name]
+        reader = self._log_readers.get(name)
+        if reader:
+            reader.update(replica)
+        elif replica.placed:
+            reader = LogReader(replica, self._job.backend.container, self._cluster, self._threads, self._inbox.put)
+            self._log_readers[name] = reader
+            self._unread_logs.add(name)
+            self._threads.start(name, reader.run)
+            if self._finishing:
+                reader.finish()
+
+    def _on_event(self, change: Change) -> None:
+        """Pass on an event about the job, or about what was made for it, whose names begin with its own."""
+        event, about, job = change.object, change.object["involvedObject"], self._job.name
+        if change.deleted:  # Kubernetes removes events after an hour
+            return
+        name, kind = about.get("name", ""), about.get("kind", "")
+        if kind == self._job.backend.kind:
+            if about.get("uid") == self._job.uid:  # and not of an earlier job of the same name
+                self._progress.add_event("the job", event)
+        elif name == job:
+            self._progress.add_event(kind, event)
+        elif name.startswith(f"{job}-"):
+            self._progress.add_event(name.removeprefix(f"{job}-"), event)
+
+    def _on_thread_end(self, ended: ThreadEnded) -> None:
+        """Handle the end of a thread.
+
+        Raises:
+            Exception: what it failed with, unless the job can be followed without it.
+        """
+        self._unread_logs.discard(ended.name)
+        if ended.error is None:
+            return
+        if isinstance(ended.error, KindNotInstalledError):
+            self._progress.job_deleted()
+            return
+        if not isinstance(ended.error, ForbiddenError) or ended.name == "job":
+            raise ended.error
+        what = "logs" if ended.name in self._log_readers else ended.name
+        if what not in self._forbidden:
+            logger.warning("%s; the job is followed without its %s", ended.error, what)
+        self._forbidden.add(what)
+        if what == "pods":
+            self._progress.pods_unreadable()
+        if what != "events":
+            self._progress.logs_unreadable()
+
+    def _read_remaining_logs(self) -> None:
+        self._finishing = True
+        try:
+            # The job's end may have been published before its pods'.
+            listing = ApiRetry(ENDED_LOGS_S)(lambda: self._cluster.list(PODS, labels=self._job.pod_selector))
+            for pod in listing.items:
+                self._on_pod(Change(PODS, pod))
+        except ForbiddenError:
+            pass  # the pods' informer has failed with it, and the warning is logged
+        except ClusterError as error:
+            logger.warning("the last states of the replicas may be missing: %s", error)
+        for reader in self._log_readers.values():
+            reader.finish()
+        start = time.monotonic()
+        while self._unread_logs:
+            ended = any(self._log_readers[name].ends_by_itself for name in self._unread_logs)
+            left_s = start + (ENDED_LOGS_S if ended else RUNNING_LOGS_S) - time.monotonic()
+            if left_s <= 0:
+                return
+            self._process_next(min(left_s, RUNNING_LOGS_S))

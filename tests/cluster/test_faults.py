@@ -64,7 +64,7 @@ def test_mlflow_is_away_then_the_task_is_killed_and_then_the_master(undisturbed,
     assert sorted(attempts(run)) == ["1", "2"]
     tries = run.task_pods("distill")
     assert len(tries) == 2
-    assert "goes on already; followed further" in kubectl("logs", tries[1]["metadata"]["name"], "--container=main")
+    assert "exists already; following it" in kubectl("logs", tries[1]["metadata"]["name"], "--container=main")
 
 
 def test_the_store_is_away_and_the_controllers_are_restarted(undisturbed, struck, mlflow):

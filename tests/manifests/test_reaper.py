@@ -8,7 +8,7 @@ import pytest
 
 from components.image import IMAGE
 from components.launch import __main__ as command
-from components.launch import reaping
+from components.launch import reaper
 from pipelines.compile import COMPILED
 from tests.manifests.jobs import job
 from tests.manifests.workloads import template
@@ -17,14 +17,14 @@ from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 
 
 @pytest.fixture
-def reaper(render):
+def cron_job(render):
     (found,) = [one for one in render("base") if one["kind"] == "CronJob"]
     return found["spec"]
 
 
 @pytest.fixture
-def container(reaper):
-    (found,) = reaper["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+def container(cron_job):
+    (found,) = cron_job["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     return found
 
 
@@ -39,13 +39,13 @@ def test_on_eks_its_image_comes_from_a_registry(render):
     assert container["image"] == f"registry/{IMAGE}"
 
 
-def test_it_comes_often_never_twice_and_never_stays(reaper):
-    assert reaper["schedule"] == "* * * * *"
-    assert reaping.ORPHANED_AFTER_S + 60 == 3 * 60  # as documentation and messages say
-    assert reaper["concurrencyPolicy"] == "Forbid"
-    assert reaper["startingDeadlineSeconds"] < 60
-    assert reaper["jobTemplate"]["spec"]["activeDeadlineSeconds"] <= 300
-    assert reaper["successfulJobsHistoryLimit"] + reaper["failedJobsHistoryLimit"] <= 2
+def test_it_comes_often_never_twice_and_never_stays(cron_job):
+    assert cron_job["schedule"] == "* * * * *"
+    assert reaper.ORPHANED_AFTER_S + 60 == 3 * 60  # as documentation and messages say
+    assert cron_job["concurrencyPolicy"] == "Forbid"
+    assert cron_job["startingDeadlineSeconds"] < 60
+    assert cron_job["jobTemplate"]["spec"]["activeDeadlineSeconds"] <= 300
+    assert cron_job["successfulJobsHistoryLimit"] + cron_job["failedJobsHistoryLimit"] <= 2
 
 
 def test_a_task_that_is_tried_again_is_there_before_it():
@@ -54,7 +54,7 @@ def test_a_task_that_is_tried_again_is_there_before_it():
         {int(number) for number in re.findall(rf"{field}: (\d+)", COMPILED.read_text())}
         for field in ("backoffDuration", "backoffFactor", "maxRetryCount")
     )
-    assert 2 * max(duration) * max(factor) ** (max(tries) - 1) <= reaping.ORPHANED_AFTER_S
+    assert 2 * max(duration) * max(factor) ** (max(tries) - 1) <= reaper.ORPHANED_AFTER_S
 
 
 def test_the_role_is_enough_for_it(render, container, tmp_path, monkeypatch, capsys):

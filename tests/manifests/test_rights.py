@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from components.launch import api_errors, identity, pools, reaping
+from components.launch import api_errors, identity, pools, reaper
 from components.launch.backends import BACKENDS
 from components.launch.client import Cluster
 from components.launch.launcher import ClusterLauncher
@@ -82,5 +82,5 @@ def test_the_launcher_works_with_them(kubernetes, caplog):
     kubernetes.script("distill-*", Script(hang=True))
     left = kubernetes.add(PYTORCHJOBS, job("cpu", attempt=3))
     with Cluster.connect() as cluster:
-        assert reaping.delete_jobs(cluster, IDENTITY.run) == [left["metadata"]["name"]]
+        assert reaper.delete_jobs(cluster, IDENTITY.run) == [left["metadata"]["name"]]
     assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == []

@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 from kubernetes import client, config
 
-from components.launch import reaping
+from components.launch import reaper
 from components.launch.api_errors import ApiRetry
 from components.launch.backends import BACKENDS
 from components.launch.identity import HASH_ANNOTATION
+from components.launch.job import TaskJob
 from components.launch.launcher import ClusterLauncher
-from components.launch.submitting import TaskJob
 from tests.stand_ins.kubernetes.real_api_server import RealApiServer, why_missing
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 from trainer.errors import LaunchError
@@ -147,9 +147,9 @@ def test_the_same_job_is_adopted_and_another_refused(jobs, cluster, pool, identi
     assert TaskJob(cluster, BACKENDS[backend], spec, chosen, identity).submit(ApiRetry(5))
     assert not TaskJob(cluster, BACKENDS[backend], spec, chosen, identity).submit(ApiRetry(5))
     another = replace(spec, settings={"epochs": 2})
-    with pytest.raises(LaunchError, match=r"is there already, and is not the one that is wanted: .*epochs"):
+    with pytest.raises(LaunchError, match=r"exists already with another specification: .*epochs"):
         TaskJob(cluster, BACKENDS[backend], another, chosen, identity).submit(ApiRetry(5))
-    assert reaping.delete_jobs(cluster, identity.run) == [
+    assert reaper.delete_jobs(cluster, identity.run) == [
         TaskJob(cluster, BACKENDS[backend], spec, chosen, identity).name
     ]
     assert jobs.names() == []
@@ -159,6 +159,6 @@ def test_a_job_deleted_by_somebody_else_is_an_error(jobs, launch, cluster, ident
     with launch() as ended:
         jobs.wait()
         threading.Event().wait(0.2)
-        reaping.delete_jobs(cluster, identity.run)
+        reaper.delete_jobs(cluster, identity.run)
         with pytest.raises(LaunchError, match="deleted"):
             ended.result(timeout=20)

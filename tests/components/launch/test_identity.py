@@ -56,9 +56,9 @@ def test_runs_tasks_and_attempts_have_names_of_their_own():
 
 
 def test_labels_of_different_runs_differ_and_valid_ones_are_kept():
-    assert identity.label("20261121-101010-digits") == "20261121-101010-digits"
-    assert identity.label("a b") != identity.label("a-b")
-    assert identity.label("x" * 64) != identity.label("x" * 65)
+    assert identity.label_value("20261121-101010-digits") == "20261121-101010-digits"
+    assert identity.label_value("a b") != identity.label_value("a-b")
+    assert identity.label_value("x" * 64) != identity.label_value("x" * 65)
 
 
 def test_the_environment_of_a_task_names_its_job(monkeypatch):
@@ -116,9 +116,9 @@ def test_differences_are_told_in_words():
     assert identity.differences(MANIFEST, MANIFEST | {"metadata": {}}) == []
     assert identity.differences(MANIFEST, wanted) == [
         "spec.runPolicy.backoffLimit: 0 -> 3",
-        "spec.runPolicy.suspend: nothing -> true",
+        "spec.runPolicy.suspend: unset -> true",
         "spec.env[B].value: 2 -> 3",
-        'spec.env[NEW]: nothing -> {"name":"NEW","value":"x"}',
+        'spec.env[NEW]: unset -> {"name":"NEW","value":"x"}',
         "spec.args[1]: trainer -> other",
     ]
-    assert identity.differences(MANIFEST, MANIFEST | {"spec": {}})[0] == 'spec.runPolicy: {"backoffLimit":0} -> nothing'
+    assert identity.differences(MANIFEST, MANIFEST | {"spec": {}})[0] == 'spec.runPolicy: {"backoffLimit":0} -> unset'

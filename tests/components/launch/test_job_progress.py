@@ -205,7 +205,7 @@ def test_a_problem_is_reported_once_and_its_repetitions_are_counted(progress):
         progress.add_event("worker-0", event("FailedScheduling", "no nodes", count=count))
     assert progress.take_messages() == [
         "worker-0: FailedScheduling: no nodes",
-        "worker-0: FailedScheduling: no nodes (10 times by now)",
+        "worker-0: FailedScheduling: no nodes (10 times so far)",
     ]
     progress.add_event("worker-1", event("FailedScheduling", "no nodes"))
     assert progress.take_messages() == ["worker-1: FailedScheduling: no nodes"]
@@ -214,7 +214,7 @@ def test_a_problem_is_reported_once_and_its_repetitions_are_counted(progress):
 def test_a_count_that_jumps_is_not_overlooked(progress):
     progress.add_event("worker-0", event("FailedMount", "no volume"))
     progress.add_event("worker-0", event("FailedMount", "no volume", series={"count": 57}))
-    assert progress.take_messages()[-1] == "worker-0: FailedMount: no volume (57 times by now)"
+    assert progress.take_messages()[-1] == "worker-0: FailedMount: no volume (57 times so far)"
 
 
 def test_normal_events_are_not_reported_but_preemption_is(progress):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from components.launch import following, pools, readers
+from components.launch import launcher, pools, readers
 from components.launch.api_errors import ApiUnavailableError
 from components.launch.identity import Owner
 from components.launch.launcher import ClusterLauncher
@@ -38,9 +38,9 @@ def minutes_of_half_a_second(monkeypatch):
 def run(kubernetes, pool, identity, spec, told):
     """Run a job; changes of the pool by keyword."""
 
-    def run(*, owner=None, record=None, attempts=1, away_limit_s=60.0, **changes):
+    def run(*, owner=None, record=None, attempts=1, api_timeout_s=60.0, **changes):
         changed, owned = pool.model_copy(update=changes), replace(identity, owner=owner)
-        ClusterLauncher(changed, owned, record=record, attempts=attempts, away_limit_s=away_limit_s).run(spec)
+        ClusterLauncher(changed, owned, record=record, attempts=attempts, api_timeout_s=api_timeout_s).run(spec)
 
     return run
 
@@ -101,7 +101,7 @@ def test_a_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, told)
         assert [line for line in lines if line.startswith(replica)] == [f"{replica} | step 1", f"{replica} | step 2"]
     name = jobs(kubernetes)[0]["metadata"]["name"]
     steps = [line.partition(f" s] job {name}: ")[2] for line in lines if line.startswith("[")]
-    assert steps[0] == "made for 2 nodes of pool cpu"
+    assert steps[0] == "created for 2 nodes of pool cpu"
     assert "running (2 of 2 replicas)" in steps
     assert steps[-1] == "succeeded"
 
@@ -194,7 +194,7 @@ def test_what_the_trainer_itself_refused_is_not_paid_for_again(kubernetes, fails
     kubernetes.script("*", wrong)
     first = fails()
     again = fails()
-    assert again.startswith(f"not tried again, for it would fail again: {first}. Mend that and start a new run; or")
+    assert again.startswith(f"not retried, since it would fail again: {first}. Fix that and start a new run; or")
     (failed,) = kubernetes.list(PYTORCHJOBS)
     assert f"kubectl delete pytorchjobs.kubeflow.org {failed['metadata']['name']} -n kubeflow" in again
     kubernetes.script("*", QUICK)
@@ -208,7 +208,7 @@ def test_what_the_trainer_itself_refused_is_not_tried_again_in_the_same_job_eith
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", Script(output=["step 1"], exit_code=EXIT_CODE, termination_message=message))
     assert fails(retries=3).endswith(f"failed (PyTorchJobFailed): worker-0 ended with exit code 2: {message}")
-    assert fails(retries=3).startswith("not tried again, for it would fail again")
+    assert fails(retries=3).startswith("not retried, since it would fail again")
 
 
 def test_a_job_that_fails_more_often_than_its_pool_allows_is_ended_with_the_last_message(kubernetes, fails):
@@ -223,7 +223,7 @@ def test_a_job_that_fails_more_often_than_its_pool_allows_is_ended_with_the_last
         "has failed 3 times, and its pool allows 2 retries; the last time worker-0 ended with exit code 200: "
         in message
     )
-    assert "distill: was ended by SIGSEGV; mend that and run again" in message
+    assert "distill: was ended by SIGSEGV; fix that and run again" in message
     assert jobs(kubernetes) == []
 
 
@@ -252,7 +252,7 @@ def test_a_crash_is_tried_again(kubernetes, fails, run):
 @pytest.fixture
 def soon(monkeypatch):
     """For the next attempt."""
-    monkeypatch.setattr("components.launch.launcher.PAUSE_S", 0.0)
+    monkeypatch.setattr("components.launch.launcher.RETRY_DELAY_S", 0.0)
 
 
 CRASH = Script(output=["step 1"], exit_code=1)
@@ -267,9 +267,9 @@ def test_a_task_makes_its_job_again_by_itself_where_the_failure_may_pass(kuberne
     run(attempts=3, record=str(tmp_path / "record"))
     attempts = [job["metadata"]["labels"]["vit-distillation/attempt"] for job in jobs(kubernetes)]
     assert sorted(attempts) == ["1", "2", "3"]
-    assert [line for line in told() if line.startswith("made again")] == [
-        "made again in 0 s: attempt 2 of 3",
-        "made again in 0 s: attempt 3 of 3",
+    assert [line for line in told() if line.startswith("retrying in")] == [
+        "retrying in 0 s: attempt 2 of 3",
+        "retrying in 0 s: attempt 3 of 3",
     ]
     kept = {path.relative_to(tmp_path / "record").parent.as_posix() for path in tmp_path.rglob("status.json")}
     assert kept == {".", "attempt-2", "attempt-3"}
@@ -297,20 +297,20 @@ def test_a_job_that_hangs_is_made_again_so_often_and_no_more(kubernetes, fails, 
     """It is deleted, and what it was cannot be counted on the cluster."""
     kubernetes.script("*", HANGING)
     assert "wrote no line for 0.5 s" in fails(attempts=3, silent_minutes=1)
-    assert sum(line.startswith("made again") for line in told()) == 2
+    assert sum(line.startswith("retrying in") for line in told()) == 2
 
 
 @pytest.mark.usefixtures("soon", "minutes_of_half_a_second")
 def test_a_job_that_finds_no_machine_is_not_made_again(kubernetes, fails, told):
     kubernetes.script("*", Script(pending_s=30))
     assert "was not running after 0.5 s" in fails(attempts=3, queued_minutes=1)
-    assert not any(line.startswith("made again") for line in told())
+    assert not any(line.startswith("retrying in") for line in told())
 
 
 def test_ctrl_c_between_two_attempts_ends_the_task(kubernetes, run, meanwhile, monkeypatch):
-    monkeypatch.setattr("components.launch.launcher.PAUSE_S", 30.0)
+    monkeypatch.setattr("components.launch.launcher.RETRY_DELAY_S", 30.0)
     kubernetes.script("*", CRASH)
-    meanwhile("made again in 30 s: attempt 2 of 3", interrupt)
+    meanwhile("retrying in 30 s: attempt 2 of 3", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(attempts=3)
     assert len(jobs(kubernetes)) == 1
@@ -469,13 +469,13 @@ def test_a_server_that_stays_away_ends_the_run_and_leaves_the_job_to_be_followed
     first, second = (kubernetes.add_pod(name)["metadata"]["uid"] for name in ("task-1", "task-2"))
     kubernetes.script("distill-*", Script(output=["step 1", 2.0, "step 2"]))
     meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
-    message = fails(ApiUnavailableError, owner=Owner(name="task-1", uid=first), away_limit_s=0.3)
+    message = fails(ApiUnavailableError, owner=Owner(name="task-1", uid=first), api_timeout_s=0.3)
     name = jobs(kubernetes)[0]["metadata"]["name"]
-    assert f"job {name} is left to itself: the same task, run again, follows it further" in message
+    assert f"job {name} continues on its own: run the same task again to follow it" in message
     run(owner=Owner(name="task-2", uid=second))
     (job,) = jobs(kubernetes)
     assert [owner["uid"] for owner in job["metadata"]["ownerReferences"]] == [second]
-    assert any("goes on already; followed further" in line for line in told())
+    assert any("exists already; following it" in line for line in told())
 
 
 @pytest.mark.parametrize(("verb", "resource"), [("get", "pods/log"), ("list", "events"), ("list", "pods")])
@@ -634,7 +634,7 @@ def test_a_record_goes_to_an_object_store(kubernetes, run):
 
 
 def test_the_logs_last_lines_are_not_lost_when_the_node_is_slow(kubernetes, run, told, monkeypatch):
-    monkeypatch.setattr(following, "RUNNING_LOGS_S", 0.1)
+    monkeypatch.setattr(launcher, "RUNNING_LOGS_S", 0.1)
     kubernetes.script("*", Script(output=[f"step {number}" for number in range(500)]))
     kubernetes.faults.slow(0.3)
     run()

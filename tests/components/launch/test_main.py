@@ -84,7 +84,7 @@ def test_pools_are_a_table_with_prices_and_their_dates(capsys):
         ),
         (
             "render --pool gpu-a100-spot --backend trainjob",
-            "error: distill: pool gpu-a100-spot: retries = 5 cannot be said",
+            "error: distill: pool gpu-a100-spot: retries = 5 is not supported",
         ),
     ],
 )

@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from components.launch import __main__ as command
-from components.launch import reaping
+from components.launch import reaper
 from components.launch.api_errors import ApiRetry, ForbiddenError
 from components.launch.backends import BACKENDS
 from components.launch.identity import Owner
-from components.launch.submitting import TaskJob
+from components.launch.job import TaskJob
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from trainer.errors import SettingsError
 
@@ -94,31 +94,31 @@ def left_soon(kubernetes):
 def test_the_exit_task_deletes_what_goes_on_of_its_run_and_nothing_else(cluster, make, foreign, left_soon):
     going, other_backend = make("run-1"), make("run-1", backend="trainjob", task="pretrain")
     ended, other_run = make("run-1", task="tune", condition="Failed"), make("run-2")
-    assert sorted(reaping.delete_jobs(cluster, "run-1")) == sorted([going, other_backend])
+    assert sorted(reaper.delete_jobs(cluster, "run-1")) == sorted([going, other_backend])
     assert left_soon(ended, other_run, foreign)
-    assert reaping.delete_jobs(cluster, "run-1") == []
+    assert reaper.delete_jobs(cluster, "run-1") == []
 
 
 def test_a_runs_name_that_is_no_label_is_found(cluster, make):
     name = make("Läufe / grün")
-    assert reaping.delete_jobs(cluster, "Läufe / grün") == [name]
+    assert reaper.delete_jobs(cluster, "Läufe / grün") == [name]
 
 
 def test_a_backend_that_is_not_installed_has_no_jobs(kubernetes, cluster, make):
     kubernetes.uninstall("trainjobs")
     name = make("run-1")
-    assert [job.name for job in reaping.find(cluster)] == [name]
+    assert [job.name for job in reaper.find(cluster)] == [name]
 
 
 def test_a_backend_that_may_not_be_listed_is_said(kubernetes, cluster, make, caplog):
     kubernetes.faults.deny("list", "trainjobs")
     caplog.set_level(logging.WARNING)
     name = make("run-1")
-    assert [job.name for job in reaping.find(cluster)] == [name]
-    assert "these jobs are not looked at: no right to list trainjobs.trainer.kubeflow.org" in caplog.text
+    assert [job.name for job in reaper.find(cluster)] == [name]
+    assert "these jobs are skipped: no right to list trainjobs.trainer.kubeflow.org" in caplog.text
     kubernetes.faults.deny("list", "pytorchjobs")
     with pytest.raises(ForbiddenError):
-        reaping.find(cluster)
+        reaper.find(cluster)
 
 
 def test_the_command_deletes_by_run(make, foreign, left_soon, capsys):
@@ -127,7 +127,7 @@ def test_the_command_deletes_by_run(make, foreign, left_soon, capsys):
     assert left_soon(other, foreign)
     said = capsys.readouterr().out.splitlines()
     assert said == [
-        f"deleted: pytorchjobs.kubeflow.org {one} (run run-1, distill, pending, made 2 h ago)",
+        f"deleted: pytorchjobs.kubeflow.org {one} (run run-1, distill, pending, created 2 h ago)",
         "1 of this project's jobs deleted in namespace kubeflow",
     ]
 
@@ -160,7 +160,7 @@ def test_a_job_whose_tasks_pod_ended_long_ago_is_an_orphan(make, task_pod, left_
     assert left_soon()
     why = f"the pod of its task, task-1, ended 25 min ago ({phase})"
     assert capsys.readouterr().out.splitlines() == [
-        f"deleted: pytorchjobs.kubeflow.org {name} (run run-1, distill, running, made 2 h ago): {why}",
+        f"deleted: pytorchjobs.kubeflow.org {name} (run run-1, distill, running, created 2 h ago): {why}",
         "1 of this project's jobs deleted in namespace kubeflow",
     ]
 
@@ -176,7 +176,7 @@ def test_an_orphan_of_either_backend_is_found_and_a_dry_run_leaves_it(kubernetes
 
 
 def test_a_job_that_is_followed_or_may_be_again_is_no_orphan(kubernetes, make, task_pod, foreign, capsys):
-    make("ended-just-now", owner=task_pod("task-1", phase="Failed", ended_s=reaping.ORPHANED_AFTER_S - 60))
+    make("ended-just-now", owner=task_pod("task-1", phase="Failed", ended_s=reaper.ORPHANED_AFTER_S - 60))
     make("running", owner=task_pod("task-2", ended_s=7200))  # nothing has happened to it since
     make("from-a-laptop", age_s=7200)
     make("over", condition="Failed", owner=task_pod("task-3", phase="Failed", ended_s=1500))
@@ -203,9 +203,9 @@ def test_a_job_that_was_adopted_belongs_to_the_new_pod(kubernetes, make, task_po
 
 def test_a_job_that_is_adopted_after_it_was_found_is_left(kubernetes, cluster, make, task_pod):
     name = make("run-1", owner=task_pod("task-1", phase="Failed", ended_s=1500))
-    (found,) = reaping.find_orphaned(cluster)
+    (found,) = reaper.find_orphaned(cluster)
     make("run-1", owner=task_pod("task-2"))
-    assert not reaping.delete(cluster, found)
+    assert not reaper.delete(cluster, found)
     assert left(kubernetes) == {name}
 
 
@@ -214,7 +214,7 @@ def test_a_job_whose_owner_is_not_there_is_left_to_the_garbage_collector(cluster
     """The uid is that of a pod which is there, or the stand-in's collector would be quicker than the test."""
     task_pod("task-1", phase="Failed", ended_s=1500)
     make("run-1", owner=Owner(name=name, uid=task_pod("task-2").uid))
-    assert reaping.find_orphaned(cluster) == []
+    assert reaper.find_orphaned(cluster) == []
 
 
 def test_without_the_right_to_pods_orphans_can_not_be_told(kubernetes, make, task_pod, capsys):
@@ -239,10 +239,10 @@ def test_without_a_cluster_the_command_says_so(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("7d", 604800)])
 def test_ages(text, seconds):
-    assert reaping.age(text) == seconds
+    assert reaper.parse_age(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "2", "h", "-1h", "2 weeks"])
 def test_what_is_no_age_is_refused(text):
     with pytest.raises(SettingsError, match="is no age; give a number with s, m, h or d"):
-        reaping.age(text)
+        reaper.parse_age(text)

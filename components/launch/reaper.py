@@ -1,4 +1,4 @@
-"""Deleting jobs that nobody follows any more. Only jobs with this project's labels are ever looked at."""
+"""Deletion of jobs that are no longer followed. Only jobs with this project's labels are considered."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from components.launch.api_errors import (
 )
 from components.launch.backends import BACKENDS, JobPhase
 from components.launch.client import Cluster
-from components.launch.identity import RUN_LABEL, TASK_LABEL, Owner, label
+from components.launch.identity import RUN_LABEL, TASK_LABEL, Owner, label_value
 from trainer.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
 ORPHANED_AFTER_S = 120.0
-"""How long after the end of its task's pod a job is an orphan: KFP waits a minute at most (`pipelines/pods.py`) before it tries the
-task again, whose new pod then adopts the job."""
+"""How long after the end of its task's pod a job is an orphan: KFP waits a minute at most (`pipelines/pods.py`) before it retries the
+task, whose new pod then adopts the job."""
 
 _SECONDS: Mapping[str, int] = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -36,7 +36,7 @@ _SECONDS: Mapping[str, int] = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 class ProjectJob:
     """A job of this project."""
 
-    kind: Resource
+    resource: Resource
     name: str
     uid: str
     run: str
@@ -45,14 +45,15 @@ class ProjectJob:
     phase: JobPhase
     age_s: float
     owner: Owner | None
-    """The pod of the task that follows it; None: it was made from outside of the cluster."""
+    """The pod of the task that follows it; None: it was created from outside of the cluster."""
     version: str
     """Its resource version."""
     orphaned: str = ""
-    """Why nobody follows it; empty: that was not asked."""
+    """Why it is an orphan; empty: it is none, or that was not checked."""
 
     def __str__(self) -> str:
-        text = f"{self.kind} {self.name} (run {self.run}, {self.task}, {self.phase}, made {format_duration(self.age_s)} ago)"
+        age = format_duration(self.age_s)
+        text = f"{self.resource} {self.name} (run {self.run}, {self.task}, {self.phase}, created {age} ago)"
         return f"{text}: {self.orphaned}" if self.orphaned else text
 
     @property
@@ -61,43 +62,43 @@ class ProjectJob:
 
 
 def find(cluster: Cluster, run: str = "") -> list[ProjectJob]:
-    """The jobs of a run, or of all runs, in the cluster's namespace, the oldest first.
+    """Return the jobs of a run, or of all runs, in the cluster's namespace, the oldest first.
 
     Raises:
         ClusterError: the API server does not answer or refuses.
     """
-    selector = f"{RUN_LABEL}={label(run)}" if run else RUN_LABEL
-    return sorted(_listed(cluster, selector), key=lambda job: -job.age_s)
+    selector = f"{RUN_LABEL}={label_value(run)}" if run else RUN_LABEL
+    return sorted(_list(cluster, selector), key=lambda job: -job.age_s)
 
 
 def find_orphaned(cluster: Cluster) -> list[ProjectJob]:
-    """The jobs that go on although the pod of their task ended a while ago, in the cluster's namespace, the oldest first.
+    """Return the jobs that still run although the pod of their task ended a while ago, in the cluster's namespace, the oldest first.
 
     A job without an owner is followed from elsewhere, such as a laptop; one whose owner is deleted is deleted by Kubernetes itself.
 
     Raises:
         ClusterError: the API server does not answer or refuses.
     """
-    going = [job for job in find(cluster) if not job.over]
-    return [replace(job, orphaned=why) for job in going if job.owner and (why := _orphaned(cluster, job.owner))]
+    jobs = [job for job in find(cluster) if not job.over]
+    return [replace(job, orphaned=why) for job in jobs if job.owner and (why := _why_orphaned(cluster, job.owner))]
 
 
 def delete(cluster: Cluster, job: ProjectJob) -> bool:
-    """Delete a job, with its pods; gives whether it was still there. An orphan that has changed, as by adoption, is left.
+    """Delete a job, with its pods; return whether it still existed. An orphan that has changed, as by adoption, is left.
 
     Raises:
         ClusterError: the API server does not answer or refuses.
     """
     try:
-        cluster.delete(job.kind, job.name, uid=job.uid, version=job.version if job.orphaned else "")
+        cluster.delete(job.resource, job.name, uid=job.uid, version=job.version if job.orphaned else "")
     except (NotFoundError, ConflictError):
-        logger.info("%s was changed or deleted by somebody else meanwhile", job.name)
+        logger.info("%s was changed or deleted meanwhile", job.name)
         return False
     return True
 
 
 def delete_jobs(cluster: Cluster, run: str) -> list[str]:
-    """Delete the jobs of a run that have not ended; gives their names. Those that ended stay, to be looked at.
+    """Delete the jobs of a run that have not ended; return their names. Those that ended stay as evidence.
 
     Raises:
         ClusterError: the API server does not answer or refuses.
@@ -108,8 +109,8 @@ def delete_jobs(cluster: Cluster, run: str) -> list[str]:
     return [job.name for job in left]
 
 
-def age(text: str) -> float:
-    """Seconds: `90s`, `30m`, `2h`, `7d`.
+def parse_age(text: str) -> float:
+    """Return the seconds of `90s`, `30m`, `2h`, `7d`.
 
     Raises:
         SettingsError: it is no such time.
@@ -120,61 +121,52 @@ def age(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _listed(cluster: Cluster, selector: str) -> Iterator[ProjectJob]:
-    refused: list[ForbiddenError] = []
+def _list(cluster: Cluster, selector: str) -> Iterator[ProjectJob]:
+    forbidden: list[ForbiddenError] = []
     for backend in BACKENDS.values():
-        kind = backend.resource
         try:
-            jobs = cluster.list(kind, labels=selector).items
+            jobs = cluster.list(backend.resource, labels=selector).items
         except KindNotInstalledError:  # then there are no such jobs
             continue
         except ForbiddenError as error:
-            refused.append(error)
+            forbidden.append(error)
             continue
         for job in jobs:
-            yield _found(kind, job, backend.state(job).phase)
-    if len(refused) == len(BACKENDS):
-        raise refused[0]
-    for refusal in refused:
-        logger.warning("these jobs are not looked at: %s", refusal)
+            metadata = job["metadata"]
+            owners = metadata.get("ownerReferences") or []
+            pods = [Owner(name=owner["name"], uid=owner["uid"]) for owner in owners if owner["kind"] == "Pod"]
+            yield ProjectJob(
+                resource=backend.resource,
+                name=metadata["name"],
+                uid=metadata["uid"],
+                run=metadata["labels"][RUN_LABEL],
+                task=metadata["labels"].get(TASK_LABEL, ""),
+                phase=backend.state(job).phase,
+                age_s=_seconds_since(metadata["creationTimestamp"]),
+                owner=pods[0] if pods else None,
+                version=metadata["resourceVersion"],
+            )
+    if len(forbidden) == len(BACKENDS):
+        raise forbidden[0]
+    for refusal in forbidden:
+        logger.warning("these jobs are skipped: %s", refusal)
 
 
-def _found(kind: Resource, job: Mapping[str, Any], phase: JobPhase) -> ProjectJob:
-    metadata = job["metadata"]
-    return ProjectJob(
-        kind=kind,
-        name=metadata["name"],
-        uid=metadata["uid"],
-        run=metadata["labels"][RUN_LABEL],
-        task=metadata["labels"].get(TASK_LABEL, ""),
-        phase=phase,
-        age_s=_since(metadata["creationTimestamp"]),
-        owner=_owner(metadata),
-        version=metadata["resourceVersion"],
-    )
-
-
-def _owner(metadata: Mapping[str, Any]) -> Owner | None:
-    references = metadata.get("ownerReferences") or []
-    pods = [Owner(name=owner["name"], uid=owner["uid"]) for owner in references if owner["kind"] == "Pod"]
-    return pods[0] if pods else None
-
-
-def _orphaned(cluster: Cluster, owner: Owner) -> str:
-    """Why a job of this owner is an orphan; empty: it is none."""
+def _why_orphaned(cluster: Cluster, owner: Owner) -> str:
+    """Return why a job of this owner is an orphan; empty: it is none."""
     try:
         pod = cluster.get(PODS, owner.name)
     except NotFoundError:
         return ""
     phase = pod["status"].get("phase", "")
-    ended_s = min(_since(time) for time in _times(pod))
+    ended_s = min(_seconds_since(time) for time in _times(pod))
     if pod["metadata"]["uid"] != owner.uid or phase not in {"Succeeded", "Failed"} or ended_s < ORPHANED_AFTER_S:
         return ""
     return f"the pod of its task, {owner.name}, ended {format_duration(ended_s)} ago ({phase})"
 
 
 def _times(pod: Mapping[str, Any]) -> Iterator[str]:
-    """When something happened to a pod. Its end is the last of them, where an evicted pod tells of no container's end."""
+    # When something happened to a pod. Its end is the last of them; an evicted pod reports no end of a container.
     yield pod["metadata"]["creationTimestamp"]
     status = pod["status"]
     times = [condition.get("lastTransitionTime") for condition in status.get("conditions") or []]
@@ -183,6 +175,6 @@ def _times(pod: Mapping[str, Any]) -> Iterator[str]:
     yield from (time for time in times if time)
 
 
-def _since(time: str) -> float:
-    """Seconds since an RFC 3339 time."""
+def _seconds_since(time: str) -> float:
+    """Return the seconds since an RFC 3339 time."""
     return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()

@@ -9,10 +9,9 @@ import pytest
 
 from components.launch.api_errors import ApiRetry
 from components.launch.backends import BACKENDS
-from components.launch.following import Follower
+from components.launch.job import JobRecord, TaskJob
 from components.launch.job_progress import JobLimits, JobProgress
-from components.launch.record import JobRecord
-from components.launch.submitting import TaskJob
+from components.launch.launcher import JobFollower
 from tests.stand_ins.kubernetes.resources import EVENTS, PYTORCHJOBS
 
 pytestmark = pytest.mark.usefixtures("threads_end")
@@ -69,7 +68,7 @@ def test_events_of_the_job_and_what_was_made_for_it_are_told_and_no_others(kuber
     progress = JobProgress(nodes=1, limits=JobLimits(queued_s=10, running_s=10, silent_s=10), now=time.monotonic())
     with (
         JobRecord(None) as record,
-        Follower(cluster, job, progress, ApiRetry(5), record=record, tell=told.append) as follower,
+        JobFollower(cluster, job, progress, ApiRetry(5), record=record, report=told.append) as follower,
     ):
         assert follower.follow().kind == "succeeded"
     thread.join()

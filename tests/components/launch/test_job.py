@@ -9,7 +9,7 @@ import pytest
 from components.launch.api_errors import ApiRetry, ClusterError, ForbiddenError, KindNotInstalledError
 from components.launch.backends import BACKENDS
 from components.launch.identity import HASH_ANNOTATION, Owner
-from components.launch.submitting import TaskJob
+from components.launch.job import TaskJob
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
 from trainer.errors import LaunchError
 
@@ -111,7 +111,7 @@ def test_a_job_with_another_specification_is_refused_with_what_differs(kubernete
     with pytest.raises(LaunchError) as refused:
         other.submit(ApiRetry(5))
     message = str(refused.value)
-    assert message.startswith(f"job {only(kubernetes)['metadata']['name']} of this run and task is there already")
+    assert message.startswith(f"job {only(kubernetes)['metadata']['name']} of this run and task exists already")
     assert "Worker.replicas: 1 -> 2" in message
     assert "-> trainer:2" in message
     assert "kubectl delete pytorchjobs.kubeflow.org" in message
@@ -123,7 +123,7 @@ def test_a_job_of_our_name_that_is_not_ours_is_refused(kubernetes, job):
     wanted = job()
     foreign = {**wanted.manifest, "metadata": {"name": wanted.name}}
     kubernetes.add(PYTORCHJOBS, foreign)
-    with pytest.raises(LaunchError, match="is there already, and is not the one that is wanted"):
+    with pytest.raises(LaunchError, match="exists already with another specification"):
         wanted.submit(ApiRetry(5))
 
 
@@ -192,7 +192,7 @@ def test_a_cluster_without_the_operator_says_what_to_install(kubernetes, job):
 def test_a_manifest_that_the_server_refuses_ends_with_its_words(kubernetes, job):
     wrong = job()
     wrong.manifest["metadata"]["labels"]["bad label"] = "x"
-    wrong._number = lambda attempt: None  # the renderer makes none that is refused
+    wrong._set_attempt = lambda attempt: None  # the renderer makes none that is refused
     with pytest.raises(ClusterError, match="answered 4"):
         wrong.submit(ApiRetry(5))
     assert not wrong.delete()

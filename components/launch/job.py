@@ -1,0 +1,258 @@
+"""The job of one task on the cluster: created once or adopted, deleted when it is no longer followed; and its record."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from components.launch.api_errors import ApiRetry, ApiUnavailableError, ClusterError, ConflictError, NotFoundError
+from components.launch.backends import Backend
+from components.launch.client import Cluster
+from components.launch.identity import (
+    ATTEMPT_LABEL,
+    FAILURE_ANNOTATION,
+    HASH_ANNOTATION,
+    RUN_LABEL,
+    TASK_LABEL,
+    Identity,
+    differences,
+)
+from components.launch.pools import Pool
+from components.launch.readers import LogLine
+from trainer import storage
+from trainer.errors import LaunchError, TrainerError
+from trainer.launch import JobSpec
+
+logger = logging.getLogger(__name__)
+
+SHOWN_DIFFERENCES = 5
+LATE_S = 1.0
+"""How much later than an interrupted request the server may still create what it asked for."""
+
+
+class TaskJob:
+    """The job of one task."""
+
+    def __init__(self, cluster: Cluster, backend: Backend, spec: JobSpec, pool: Pool, identity: Identity) -> None:
+        """Render the job; nothing is sent before `submit`.
+
+        Raises:
+            TrainerError: the job does not fit the pool or the backend.
+        """
+        self.backend = backend
+        self.manifest = backend.render(spec, pool, identity)
+        """As it is sent."""
+        self._cluster, self._spec, self._pool, self._identity = cluster, spec, pool, identity
+        self._created: dict[str, Any] = {}
+        """As the server has it; empty until it is created or adopted."""
+        self._unanswered = False
+        """Whether a request to create it got no answer."""
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        return str(self._created["metadata"]["uid"])
+
+    @property
+    def attempt(self) -> int:
+        """Which of the task's jobs in its run it is, from 1 on; known when it is submitted."""
+        return _attempt(self.manifest)
+
+    @property
+    def may_exist(self) -> bool:
+        """Whether it was created, or requested without an answer."""
+        return bool(self._created) or self._unanswered
+
+    @property
+    def pod_selector(self) -> str:
+        return self.backend.pod_selector(self.name)
+
+    def kubectl(self, verb: str) -> str:
+        """Return the kubectl command that does something to the job."""
+        return f"kubectl {verb} {self.backend.resource} {self.name} -n {self._cluster.namespace}"
+
+    def submit(self, retry: ApiRetry) -> bool:
+        """Create the job, or adopt the one of this run and task that has not ended; return whether it was created.
+
+        Raises:
+            LaunchError: such a job has another specification; or the same one failed, and would fail again; or the API server refuses.
+        """
+        labels = self._identity.labels(stage="")
+        selector = f"{RUN_LABEL}={labels[RUN_LABEL]},{TASK_LABEL}={labels[TASK_LABEL]}"
+        resource = self.backend.resource
+        earlier = retry(lambda: self._cluster.list(resource, labels=selector)).items
+        for job in earlier:
+            over = "deletionTimestamp" in job["metadata"] or self.backend.state(job).phase in {"succeeded", "failed"}
+            if not over:
+                self._adopt(job, retry)
+                return False
+            self._check_not_failed(job)
+        self._set_attempt(1 + max((_attempt(job) for job in earlier), default=0))
+        self._unanswered = True
+        try:
+            self._created = retry(lambda: self._cluster.create(resource, self.manifest))
+        except ConflictError:  # another launcher was faster; or our request arrived, and only its answer was lost
+            self._adopt(retry(lambda: self._cluster.get(resource, self.name)), retry)
+            return False
+        except ClusterError as error:
+            self._unanswered = isinstance(error, ApiUnavailableError)
+            raise
+        return True
+
+    def annotate_failure(self, message: str) -> None:
+        """Record on the job that it would fail again.
+
+        Raises:
+            ClusterError: the API server does not answer or refuses.
+        """
+        change = {"metadata": {"annotations": {FAILURE_ANNOTATION: message}}}
+        self._cluster.patch(self.backend.resource, self.name, change)
+
+    def delete(self) -> bool:
+        """Delete the job, if it was created; return whether there was one.
+
+        Raises:
+            ClusterError: the API server does not answer or refuses.
+        """
+        if not self._created and self._unanswered:
+            self._find_created()
+        if not self._created:
+            return False
+        with suppress(NotFoundError, ConflictError):  # it is gone, and another may have its name
+            self._cluster.delete(self.backend.resource, self.name, uid=self.uid)
+        return True
+
+    def is_gone(self) -> bool:
+        """Return whether the job and all its pods are deleted."""
+        try:
+            return bool(self._cluster.get(self.backend.resource, self.name)["metadata"]["uid"] != self.uid)
+        except NotFoundError:
+            return True
+
+    def _check_not_failed(self, job: Mapping[str, Any]) -> None:
+        message = job["metadata"].get("annotations", {}).get(FAILURE_ANNOTATION)
+        if message and _hash(job) == _hash(self.manifest):
+            name, resource = job["metadata"]["name"], self.backend.resource
+            raise LaunchError(
+                f"not retried, since it would fail again: {message}. Fix that and start a new run; or, if the fix lies outside of "
+                f"the run, delete the failed job first (kubectl delete {resource} {name} -n {self._cluster.namespace})"
+            )
+
+    def _find_created(self) -> None:
+        """Find the job that a request without an answer has created."""
+        for pause_s in (0.0, LATE_S):
+            time.sleep(pause_s)
+            try:
+                found = self._cluster.get(self.backend.resource, self.name)
+            except NotFoundError:
+                continue
+            if _hash(found) == _hash(self.manifest):
+                self._created = found
+            return
+
+    def _set_attempt(self, attempt: int) -> None:
+        self.manifest = self.backend.render(self._spec, self._pool, replace(self._identity, attempt=attempt))
+
+    def _adopt(self, job: dict[str, Any], retry: ApiRetry) -> None:
+        """Take an existing job, if its specification is the same, and make this task's pod its owner.
+
+        Raises:
+            LaunchError: it has another specification.
+        """
+        self._unanswered = False
+        self._set_attempt(_attempt(job) or 1)
+        if _hash(job) != _hash(self.manifest):
+            found = differences(job, self.manifest)
+            # Fields that the server and the operator filled in by themselves explain least.
+            found.sort(key=lambda text: text.endswith(" -> unset"))
+            shown = "; ".join(found[:SHOWN_DIFFERENCES]) or "its recorded hash differs"
+            more = f"; and {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
+            raise LaunchError(
+                f"job {self.name} of this run and task exists already with another specification: {shown}{more}. "
+                f"Wait for its end, delete it ({self.kubectl('delete')}), or give the run another name"
+            )
+        self._created = job
+        change = {"metadata": {"ownerReferences": self.manifest["metadata"].get("ownerReferences")}}
+        self._created = retry(lambda: self._cluster.patch(self.backend.resource, self.name, change))
+
+
+def _attempt(job: Mapping[str, Any]) -> int:
+    label = job["metadata"].get("labels", {}).get(ATTEMPT_LABEL, "")
+    return int(label) if label.isdigit() else 0
+
+
+def _hash(job: Mapping[str, Any]) -> str:
+    return str(job["metadata"].get("annotations", {}).get(HASH_ANNOTATION, ""))
+
+
+class JobRecord:
+    """Collects what is kept of a job, and writes it below a URI when its block ends, however it ends.
+
+    A record that cannot be written is a warning: it must not hide how the job ended.
+    """
+
+    def __init__(self, uri: str | None) -> None:
+        """Prepare.
+
+        Args:
+            uri: where the record goes, a folder of this machine or of an object store; None: nowhere.
+        """
+        self.manifest: Mapping[str, Any] = {}
+        """The job as it was sent."""
+        self.status: Mapping[str, Any] = {}
+        """How it ended."""
+        self.events: Sequence[Mapping[str, Any]] = ()
+        """Kubernetes' events about it."""
+        self._uri, self._open = uri, ExitStack()
+        self._logs: dict[str, TextIO] = {}
+        self._folder = Path()
+
+    def __enter__(self) -> Self:
+        self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="launch-")))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._open:
+            self._try(self._write)
+
+    def add_line(self, line: LogLine) -> None:
+        """Keep a line of a replica's log."""
+
+        def write() -> None:
+            if line.replica not in self._logs:
+                file = (self._folder / f"{line.replica}.log").open("w", encoding="utf-8")
+                self._logs[line.replica] = self._open.enter_context(file)
+            self._logs[line.replica].write(f"{line.time} {line.text}\n")
+
+        self._try(write)
+
+    def _write(self) -> None:
+        for name, content in (("job", self.manifest), ("status", self.status), ("events", self.events)):
+            self._store(json.dumps(content, indent=2, ensure_ascii=False).encode(), f"{name}.json")
+        for replica, file in self._logs.items():
+            file.flush()
+            self._store(Path(file.name).read_bytes(), "logs", f"{replica}.log")
+        logger.info("manifest, status, events and logs of the job are kept in %s", self._uri)
+
+    def _store(self, content: bytes, *names: str) -> None:
+        storage.write_bytes(storage.join(self._uri or "", *names), content)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """Run an action of the record, if there is one; after a failure there is none."""
+        if not self._uri:
+            return
+        try:
+            action()
+        except (TrainerError, OSError) as error:
+            logger.warning("the record of the job cannot be kept in %s: %s", self._uri, error)
+            self._uri = None
