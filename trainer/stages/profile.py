@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from trainer import artifacts, tracking
-from trainer.artifacts import Artifact
-from trainer.billing import make_bill, stage_bill
+from trainer.artifacts import Artifact, Draft
+from trainer.billing import Bill, make_bill, stage_bill
 from trainer.config import ProfileSettings
 from trainer.profiling import findings
 from trainer.profiling import report as page
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence import Evidence, read_evidence
 from trainer.profiling.summary import TrainingSummary, summarize
 
 logger = logging.getLogger(__name__)
@@ -48,11 +49,6 @@ def run(
         "pretrain_evidence": read_evidence(pretrain_evidence),
         "distill_evidence": read_evidence(distill_evidence),
     }
-    trainings = [
-        (training, summarize(training, settings.rules)) for source in sources.values() for training in source.trainings
-    ]
-    summaries = [summary for _, summary in trainings]
-    answers = [answer for source in sources.values() for answer in findings.judged(source, settings.rules)]
     bill = make_bill(
         [
             stage_bill("pretrain", artifacts.manifest(pretrain_evidence, "evidence"), sources["pretrain_evidence"]),
@@ -65,20 +61,35 @@ def run(
         tracking.stage_run("profile", values) as tracker,
         artifacts.create(report, "report", settings=values, parents=parents) as draft,
     ):
-        numbers = TypeAdapter(dict[str, TrainingSummary]).dump_json({one.name: one for one in summaries}, indent=2)
-        (draft.path / SUMMARY).write_bytes(numbers + b"\n")
-        (draft.path / FINDINGS).write_text(findings.to_json(answers))
-        (draft.path / BILL).write_text(bill.model_dump_json(indent=2) + "\n")
-        (draft.path / REPORT).write_text(page.build(trainings, answers, bill, top_operators=settings.top_operators))
-        draft.figures.update({summary.name: _figures(summary) for summary in summaries})
+        verdict = write(draft, settings, list(sources.values()), bill)
         tracker.metrics(0, tracking.numbers(draft.figures))
         if dataset := artifacts.manifest(distill_evidence, "evidence").parents.get("dataset"):
             draft.figures["dataset"] = dataset  # a comparison of reports asks for it
-        verdict = findings.verdict(answers, summaries)
         draft.figures |= {"verdict": verdict.text, "outcome": verdict.outcome}
         tracker.tag("trainer.profile", verdict.text)
         logger.info("profile  %s", verdict.text)
     return artifacts.read(report, "report")
+
+
+def write(draft: Draft, settings: ProfileSettings, sources: Sequence[Evidence], bill: Bill) -> findings.Verdict:
+    """Write the files of a report.
+
+    Args:
+        draft: the report in the making; gets the numbers of each training as its figures.
+        settings: section `profile`.
+        sources: what was recorded, in the order in which it ran.
+        bill: of that.
+    """
+    trainings = [(training, summarize(training, settings.rules)) for source in sources for training in source.trainings]
+    summaries = [summary for _, summary in trainings]
+    answers = [answer for source in sources for answer in findings.judged(source, settings.rules)]
+    numbers = TypeAdapter(dict[str, TrainingSummary]).dump_json({one.name: one for one in summaries}, indent=2)
+    (draft.path / SUMMARY).write_bytes(numbers + b"\n")
+    (draft.path / FINDINGS).write_text(findings.to_json(answers))
+    (draft.path / BILL).write_text(bill.model_dump_json(indent=2) + "\n")
+    (draft.path / REPORT).write_text(page.build(trainings, answers, bill, top_operators=settings.top_operators))
+    draft.figures.update({summary.name: _figures(summary) for summary in summaries})
+    return findings.verdict(answers, summaries)
 
 
 def _figures(summary: TrainingSummary) -> dict[str, Any]:

@@ -1,0 +1,322 @@
+"""The public API, by the very lines that the README shows, and what they promise."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer
+from tests.distillations import QUICK, TINY
+from trainer import api, artifacts, config, models
+from trainer.data.dataset import open_dataset
+from trainer.errors import ArtifactError, ModelError, OutputError, SettingsError
+from trainer.profiling.evidence import read_evidence
+from trainer.profiling.sides import read_side
+from trainer.served_student.preprocessing import BadImageError, to_square
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def square(digits):
+    return open_dataset(digits).square
+
+
+@pytest.fixture
+def model_directory(square, tmp_path):
+    """Writes a model of the digits that has not learned anything."""
+
+    def write(place, **changed):
+        torch.manual_seed(0)
+        settings = config.ModelSettings(architecture="vit_tiny_patch16_224", args=TINY)
+        model = models.create(settings, [str(digit) for digit in range(10)])
+        nn.init.normal_(model.network.head.weight)  # so that the classes differ
+        model.card = replace(model.card, **{"square": square} | changed)
+        with artifacts.create(tmp_path / place, "model", settings={}) as draft:
+            models.save(model, draft.path)
+        return tmp_path / place
+
+    return write
+
+
+@pytest.fixture
+def photo(tmp_path):
+    path = tmp_path / "photo.jpg"
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path, quality=95)
+    return path
+
+
+@pytest.fixture
+def loop():
+    """A model, its loader of twelve batches, its loss and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 16), nn.ReLU(), nn.Linear(16, 4))
+    data = TensorDataset(torch.randn(96, 3, 8, 8), torch.randint(4, (96,)))
+    return {
+        "model": model,
+        "loader": DataLoader(data, batch_size=8),
+        "criterion": F.cross_entropy,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+
+
+def lines_of_the_readme():
+    section = (ROOT / "README.md").read_text().partition("\n## From Python\n")[2].partition("\n## ")[0]
+    return [line.removeprefix("    ") for line in section.splitlines() if line.startswith("    ")]
+
+
+def test_the_lines_of_the_readme_run(model_directory, photo, loop, tmp_path, monkeypatch, capsys):
+    model_directory("runs/latest/student")
+    monkeypatch.chdir(tmp_path)
+    lines = lines_of_the_readme()
+    assert len(lines) <= 10
+    before = [parameter.clone() for parameter in loop["model"].parameters()]
+    exec(compile("\n".join(lines), "README.md", "exec"), loop)
+    predicted, verdict = capsys.readouterr().out.splitlines()[-2:]
+    assert sorted(json.loads(predicted.replace("'", '"'))) == [str(digit) for digit in range(10)]
+    assert loop["recording"].verdict == verdict != ""
+    assert open_dataset(tmp_path / "prepared").classes == tuple("0123456789")
+    assert verdict.removesuffix(".") in (tmp_path / "profile" / "report" / "report.html").read_text()
+    assert not any(map(torch.equal, before, loop["model"].parameters()))
+
+
+def test_importing_it_is_light():
+    code = "import sys, trainer.api; sys.exit(bool({'torch', 'timm', 'pandas', 'mlflow'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
+    code = "import sys, trainer; sys.exit('trainer.api' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
+
+
+def test_the_package_has_its_names():
+    assert {"load_model", "record", "run_stage"} <= {*trainer.__all__} <= {*dir(trainer)}
+    assert trainer.load_model is api.load_model
+    with pytest.raises(AttributeError, match="module 'trainer' has no attribute 'train'"):
+        trainer.train  # noqa: B018
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def test_a_photo_gets_the_answer_of_the_model(model_directory, photo, square):
+    place = model_directory("model")
+    predicted = trainer.load_model(place).predict(str(photo))
+    with Image.open(photo) as opened:
+        stored = np.asarray(to_square(opened.convert("RGB"), square))
+    with torch.inference_mode():
+        expected = models.load(place)(torch.from_numpy(stored.copy()).permute(2, 0, 1)[None]).softmax(1)[0]
+    assert list(predicted.values()) == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-6)
+    assert [int(label) for label in predicted] == expected.argsort(descending=True).tolist()
+
+
+def test_a_photo_may_be_given_in_several_ways(model_directory, photo):
+    model = trainer.load_model(str(model_directory("model")))
+    with Image.open(photo) as opened:
+        array = np.asarray(opened)
+    table = model.probabilities([str(photo), photo, photo.read_bytes(), array])
+    assert table.shape == (4, 10)
+    assert tuple(table.columns) == tuple(model.labels)
+    assert table.drop_duplicates().shape == (1, 10)
+    with pytest.raises(BadImageError, match=r"image 1: .*no-such\.jpg"):
+        model.probabilities([photo, "no-such.jpg"])
+
+
+@pytest.mark.parametrize("place", ["run/student", "run/pipeline/distillation-1/distill/student"])
+def test_a_runs_student_is_found(model_directory, tmp_path, place):
+    model_directory(place)
+    assert trainer.load_model(tmp_path / "run").labels == tuple("0123456789")
+
+
+def test_a_student_from_the_cache_is_found_beside_the_report(model_directory, tmp_path):
+    model_directory("earlier/pipeline/one/distill/student")
+    page = tmp_path / "earlier/pipeline/one/profile/report/report.html"
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "summary.json").write_text(json.dumps({"reports": {"profile": str(page)}}))
+    assert trainer.load_model(tmp_path / "later").labels == tuple("0123456789")
+
+
+def test_what_is_no_run_and_no_model_is_refused(model_directory, tmp_path, digits):
+    with pytest.raises(ArtifactError, match=r"no-run: no student at .*no-run/student; give the directory of a comp"):
+        trainer.load_model(tmp_path / "no-run")
+    with pytest.raises(ArtifactError, match="is a dataset, but a model is needed here"):
+        trainer.load_model(digits)
+    with pytest.raises(ModelError, match=r"model .*older: config\.json does not say how a photo becomes its input"):
+        trainer.load_model(model_directory("older", square=None))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("[]")
+    with pytest.raises(ArtifactError, match=r"summary\.json: is not the summary of a run"):
+        trainer.load_model(tmp_path / "run")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stages
+
+
+@pytest.mark.parametrize(
+    ("name", "directories", "message"),
+    [
+        ("destill", {}, r"stage 'destill': there is none of this name; choose from prepare, .*distill"),
+        (
+            "evaluate",
+            {"dataset": "d"},
+            r"stage evaluate: needs the directory teacher; give dataset, teacher, student, eva",
+        ),
+        ("prepare", {"dataset": "d", "teacher": "t"}, r"stage prepare: has no directory teacher; it takes dataset$"),
+        ("prepare", {"dataset": "d", "overrides": "data.image_size=-1"}, r"data\.image_size"),
+        ("prepare", {"dataset": "d", "recipe": "digit"}, r"unknown recipe 'digit'"),
+    ],
+)
+def test_what_does_not_fit_a_stage_is_named(name, directories, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=message):
+        trainer.run_stage(name, **directories)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_stage_that_trains_is_launched(digits, teacher, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRAINER_DEVICE", raising=False)
+    (tmp_path / "quick.toml").write_text(
+        "[distill]\nepochs = 1\nbatch_size = 512\nwarmup_epochs = 0\nworkers = 0\nstudent.args = "
+        + str(TINY).replace("'", "").replace(": ", " = ")
+    )
+    made = trainer.run_stage(
+        "distill",
+        recipe=str(tmp_path / "quick.toml"),
+        overrides="run.device=cpu distill.evidence.operators_steps=0",
+        processes=1,
+        dataset=digits,
+        teacher=teacher,
+        student=tmp_path / "student",
+        evidence=tmp_path / "evidence",
+    )
+    assert made.keys() == {"student", "evidence"}
+    assert made["student"].settings["batch_size"] == 512 != QUICK["batch_size"]
+    assert made["student"].device == "cpu"
+    assert trainer.load_model(tmp_path / "student").labels == tuple("0123456789")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recording
+
+
+def train(recording, loop, *, batches=None):
+    for images, labels in recording.steps(loop["loader"] if batches is None else batches):
+        with recording.span("forward"):
+            loss = loop["criterion"](loop["model"](images), labels)
+        with recording.span("backward"):
+            loss.backward()
+        with recording.span("optimizer"):
+            loop["optimizer"].step()
+            loop["optimizer"].zero_grad()
+        recording.log(loss=loss.item())
+
+
+def test_a_loop_is_recorded(loop, tmp_path):
+    with trainer.record("mine", tmp_path / "profile", model=loop["model"]) as recording:
+        for epoch in range(2):
+            train(recording, loop)
+            with recording.span("evaluate"):
+                recording.log(top1=epoch)
+    [training] = read_evidence(tmp_path / "profile" / "evidence").trainings
+    [rank] = training.ranks
+    assert rank.steps["step"].tolist() == list(range(24))
+    assert rank.record.steps.images == 2 * 96
+    assert rank.record.outside["evaluate"].count == 2
+    assert "interrupted" not in rank.record.outside
+    for name in ("data", "forward", "backward", "optimizer"):
+        assert (rank.steps[name] > 0).all()
+    assert training.metrics["loss"].steps.tolist() == list(range(24))
+    assert training.metrics["top1"].steps.tolist() == [11, 23]
+    assert set(rank.tensors.tensors) == {name for name, _ in loop["model"].named_parameters()}
+    assert (rank.tensors.values["gradient_norm"] > 0).all()
+    side = read_side(str(tmp_path / "profile" / "report"))  # so two of them can be compared
+    assert side.trainings["mine"].steps == 24
+    assert recording.report == tmp_path / "profile" / "report" / "report.html"
+    assert "mine" in recording.report.read_text()
+
+
+def test_what_spoils_a_loop_is_found(loop, tmp_path):
+    for parameter in loop["model"].parameters():
+        parameter.data.mul_(1e3)
+    with trainer.record("mine", tmp_path, model=loop["model"]) as recording:
+        for _ in range(20):
+            train(recording, loop)
+    assert "mine: “Poor initialisation”" in recording.verdict
+
+
+def test_a_loop_without_a_length_ends_with_its_last_batch(loop, tmp_path):
+    batches = list(loop["loader"])
+    with trainer.record("mine", tmp_path) as recording:
+        train(recording, loop, batches=iter(batches))
+        train(recording, loop, batches=iter(batches[:2]))
+    [training] = read_evidence(tmp_path / "evidence").trainings
+    assert training.ranks[0].steps["step"].tolist() == list(range(14))
+    assert training.ranks[0].record.steps.images == 0  # nobody said how many a batch has
+
+
+def test_steps_of_ones_own_have_their_images(loop, tmp_path):
+    with trainer.record("mine", tmp_path) as recording:
+        for _ in range(3):
+            with recording.step(images=5), recording.span("tokenize"):
+                pass
+        train(recording, loop, batches=[next(iter(loop["loader"]))])
+        for _ in recording.steps([1, 2], images=7):
+            pass
+    [training] = read_evidence(tmp_path / "evidence").trainings
+    assert training.ranks[0].steps["images"].tolist() == [5, 5, 5, 0, 7, 7]
+    assert "tokenize" in training.ranks[0].ranges
+
+
+def test_a_loop_that_is_left_early_goes_on_with_the_next(loop, tmp_path):
+    with trainer.record("mine", tmp_path) as recording:
+        for index, _ in enumerate(recording.steps(loop["loader"])):
+            if index == 2:
+                break
+        train(recording, loop)
+    [training] = read_evidence(tmp_path / "evidence").trainings
+    assert training.ranks[0].record.outside["interrupted"].count == 1
+    assert training.ranks[0].steps["step"].tolist() == list(range(14))
+
+
+def fail(recording, loop):
+    for index, _ in enumerate(recording.steps(loop["loader"])):
+        if index == 3:
+            raise ZeroDivisionError("the fourth batch")
+
+
+def test_a_loop_that_fails_leaves_its_report(loop, tmp_path):
+    with (
+        pytest.raises(ZeroDivisionError, match="fourth batch"),
+        trainer.record("mine", tmp_path) as recording,
+    ):
+        fail(recording, loop)
+    [training] = read_evidence(tmp_path / "evidence").trainings
+    assert training.ranks[0].record.failed == "the fourth batch"
+    assert training.ranks[0].record.steps.count == 3
+    assert "the fourth batch" in recording.report.read_text()
+
+
+def test_a_report_that_cannot_be_written_hides_no_failure_of_the_loop(loop, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError), trainer.record("mine", tmp_path / "file" / "profile") as recording:
+        train(recording, loop)
+    with pytest.raises(ZeroDivisionError), trainer.record("mine", tmp_path / "file" / "profile") as recording:
+        fail(recording, loop)
+    assert "mine  the recording could not be written: " in caplog.text
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 65])
+def test_a_name_that_is_no_files_is_refused(name, tmp_path):
+    with pytest.raises(SettingsError, match=f"record: the name {name!r} must be of letters, digits, dots and dashes"):
+        trainer.record(name, tmp_path)
