@@ -110,7 +110,7 @@ deploy-pipeline: $(READY)  ## upload the pipeline to Kubeflow and run it [KFP_HO
 
 .PHONY: neuron-warm-up
 neuron-warm-up: $(READY)  ## compile beforehand on a pool what a recipe's trainings need [POOL=neuron-trn1 RECIPE=digits SET= NODES=1 PROCESSES= DATASET=uri of a prepared one]
-	@$(VENV)/python -m pipelines.warm_up --pool "$(or $(POOL),neuron-trn1)" --recipe "$$RECIPE" --set "$$SET" \
+	@$(VENV)/python -m pipelines.precompile --pool "$(or $(POOL),neuron-trn1)" --recipe "$$RECIPE" --set "$$SET" \
 		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(DATASET),--dataset "$(DATASET)")
 
 undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put there [KFP_HOST=url NAMESPACE=name VERSION=name ALL=1]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from trainer import config
+from trainer.base_models import Section
 from trainer.profiling.rules import RULES
 from trainer.profiling.rules.outcomes import Rule
-from trainer.sections import Section
 from trainer.thresholds import RuleSettings
 
 _DOCS = Path(__file__).parent

@@ -27,15 +27,15 @@ from components.image import tagged
 from components.launching import Placement
 from pipelines import commands
 from pipelines import compile as compilation
-from trainer import config, launch, runs, storage, tracking
+from trainer import config, launch, runner, storage, tracking
 from trainer import summary as summaries
 from trainer.errors import LaunchError, TrackingError, writing_to
 from trainer.graph import needed_stages
 
 CODE = tuple(Path(folder) for package in (trainer, components) for folder in package.__path__)
-CACHE = runs.RUNS / ".cache"
+CACHE = runner.RUNS / ".cache"
 """What earlier runs made, by what it was made from; the artifacts themselves lie in those runs' directories."""
-CHECKPOINTS = runs.RUNS / ".checkpoints"
+CHECKPOINTS = runner.RUNS / ".checkpoints"
 """Where an interrupted training is found by the next run with the same settings and inputs."""
 
 _WITHOUT_GPU = 2
@@ -121,7 +121,7 @@ def run(request: LocalRun) -> dict[str, Any]:
     request = replace(request, place=with_processes(request.place, settings.run.device))
     if request.place.pool:
         storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
-    directory = runs.new_directory(request.parameters["recipe"], request.output)
+    directory = runner.new_directory(request.parameters["recipe"], request.output)
     (directory / summaries.SUMMARY).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, request))
     try:
@@ -150,7 +150,7 @@ def with_processes(place: Placement, device: str) -> Placement:
 def _environment(settings: config.Settings, directory: Path, request: LocalRun) -> dict[str, str]:
     """What the tasks read from the environment, for as parameters they would spoil the cache."""
     packages = [str(Path(trainer.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = runs.environment(settings, directory)
+    environment = runner.environment(settings, directory)
     environment[config.CHECKPOINTS_VARIABLE] = _checkpoints(request.place)
     return {
         **environment,

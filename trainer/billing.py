@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from trainer.base_models import StrictModel
 from trainer.costs import Machines, dollars_text, duration_text, place_here
 from trainer.forecast import Forecast
-from trainer.strict import StrictModel
 
 if TYPE_CHECKING:
     from trainer.artifacts import Manifest

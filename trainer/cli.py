@@ -291,9 +291,9 @@ def _add_config(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from trainer import runs, summary
+    from trainer import runner, summary
 
-    result = runs.run(options.recipe, options.overrides, output=options.output, processes=options.processes or 0)
+    result = runner.run(options.recipe, options.overrides, output=options.output, processes=options.processes or 0)
     print(limits.printable(summary.table(result)))
 
 
@@ -364,7 +364,7 @@ def _forecast(options: argparse.Namespace) -> None:
 
 
 def _bill(options: argparse.Namespace) -> None:
-    from trainer import price_performance, runs, summary
+    from trainer import price_performance, runner, summary
 
     if not options.runs and not options.experiment:
         raise SettingsError(
@@ -373,7 +373,7 @@ def _bill(options: argparse.Namespace) -> None:
     read = [price_performance.read_run(run) for run in options.runs]
     entries = [entry for entry, _ in read]
     if options.experiment:
-        if (store := tracking.local_store(runs.RUNS)).exists():
+        if (store := tracking.local_store(runner.RUNS)).exists():
             os.environ.setdefault(tracking.URI, f"sqlite:///{store}")
         entries += price_performance.read_experiment(options.experiment)
     if len(entries) == 1 and read:

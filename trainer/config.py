@@ -20,9 +20,9 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from trainer import limits, storage
+from trainer.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section
 from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
 from trainer.graph import STAGES
-from trainer.sections import Fraction, NonNegative, NonNegativeFloat, Positive, Section
 from trainer.thresholds import RuleSettings
 
 RECIPES = Path(__file__).parent / "recipes"

@@ -15,8 +15,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 
+from trainer.base_models import StrictModel
 from trainer.errors import SettingsError
-from trainer.strict import StrictModel
 
 PLACE_VARIABLE = "TRAINER_PLACE"
 """Environment variable with the `Machines` of this process, as JSON; whoever launches it sets it."""

@@ -14,10 +14,10 @@ import numpy as np
 from pydantic import Field
 from scipy import special
 
+from trainer.base_models import StrictModel
 from trainer.config import DistillSettings
 from trainer.costs import THIS_MACHINE, Machines, dollars_text, duration_text
 from trainer.errors import BudgetError
-from trainer.strict import StrictModel
 from trainer.training import step_schedule
 
 logger = logging.getLogger(__name__)

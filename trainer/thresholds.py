@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainer.sections import Fraction, NonNegative, NonNegativeFloat, Positive, Section
+from trainer.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section
 
 Percent = Annotated[float, Field(ge=0, le=100)]
 

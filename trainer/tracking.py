@@ -42,10 +42,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import TypeAdapter, ValidationError
 
 from trainer import storage
+from trainer.base_models import holds_secret
 from trainer.config import TrackingSettings
 from trainer.errors import PreemptedError, TrackingAwayError, TrackingError, TrainerError, refused_to_write
 from trainer.host import environment_variables
-from trainer.sections import holds_secret
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run, RunTag

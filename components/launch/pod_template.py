@@ -9,10 +9,10 @@ from typing import Any
 from components.image import IMAGE, neuron
 from components.launch.identity import Identity
 from components.launch.pools import RESERVED, SECRET, Pool, quantity
+from trainer.base_models import holds_secret
 from trainer.config import CHECKPOINTS_VARIABLE, DEVICE_VARIABLE
 from trainer.errors import LaunchError, SettingsError
 from trainer.launch import SHUTDOWN_TIMEOUT_S, JobSpec
-from trainer.sections import holds_secret
 from trainer.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer import runs
+from trainer import runner
 from trainer.billing import Bill
 from trainer.costs import duration_text
 from trainer.summary import aligned, bill_table
@@ -38,7 +38,7 @@ def main() -> None:
 def measured(recipe: str, overrides: Sequence[str], output: str, processes: int) -> Bill:
     """The bill of a run that was forecast."""
     given = ["tune.enabled=true", "tune.search=false", "tracking.enabled=false", *overrides]
-    summary = runs.run(recipe, given, output=str(Path(output).resolve()), processes=processes)
+    summary = runner.run(recipe, given, output=str(Path(output).resolve()), processes=processes)
     return Bill.model_validate(summary["bill"])
 
 

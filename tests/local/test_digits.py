@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines.local_runs import SMALL
-from trainer import artifacts, config, runs
+from trainer import artifacts, config, runner
 from trainer.billing import Bill
 from trainer.costs import Machines
 from trainer.stages import STAGES
@@ -114,9 +114,10 @@ def test_a_run_with_recorded_outputs_keeps_them_for_another_distillation(tmp_pat
     def is_kept(stage, overrides):
         resolved = config.resolve("digits", [*settings, *overrides])
         places = {
-            keyword: str(tmp_path / "here" / place) for keyword, place in runs.folders(STAGES[stage], resolved).items()
+            keyword: str(tmp_path / "here" / place)
+            for keyword, place in runner.folders(STAGES[stage], resolved).items()
         }
-        return runs._is_complete(STAGES[stage], resolved.for_stage(stage), places)
+        return runner._is_complete(STAGES[stage], resolved.for_stage(stage), places)
 
     assert is_kept("reinforce", ["distill.temperature=3"])
     assert is_kept("distill", [])

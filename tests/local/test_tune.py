@@ -12,7 +12,7 @@ import torch
 
 from tests.distillations import QUICK
 from tests.pathologies import on_rank, together
-from trainer import config, launch, runs
+from trainer import config, launch, runner
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError
 from trainer.profiling.evidence import read_evidence
@@ -83,7 +83,7 @@ def test_a_run_distils_with_what_its_tuning_chose(digits, teacher, tmp_path, mon
     given = [f"pretrain.weights={teacher}", "pretrain.mae.epochs=0", "pretrain.finetune.epochs=0"]
     tuned = ["tune.enabled=true", "tune.apply=true", "tune.minutes=0.3"]
     arguments = {"output": str(tmp_path / "run"), "processes": 1}
-    summary = runs.run("digits", [*quick, *given, *tuned], **arguments)
+    summary = runner.run("digits", [*quick, *given, *tuned], **arguments)
     made = read_tuning(tmp_path / "run" / "tuning")
     size = made.chosen["batch_size"]
     assert size in {tried.trial.candidate.batch_size for tried in made.tried if tried.taken}

@@ -25,10 +25,10 @@ from typing import TypeAlias
 from pydantic import ValidationError
 
 from trainer import storage
+from trainer.base_models import StrictModel
 from trainer.data.curation import Quarantined
 from trainer.data.sources import Item
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
-from trainer.strict import StrictModel
 
 logger = logging.getLogger(__name__)
 

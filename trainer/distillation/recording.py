@@ -23,12 +23,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Manifest
+from trainer.base_models import NonNegative
 from trainer.config import DecodeOn, DistillSettings, ViewSettings
 from trainer.data.batch import Recorded
 from trainer.data.dataset import PreparedDataset
 from trainer.distillation import shards
 from trainer.errors import ArtifactError
-from trainer.sections import NonNegative
 
 DESCRIPTION = "recording.json"
 KEYS = "keys.bin"

@@ -23,11 +23,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from trainer.base_models import StrictModel
 from trainer.config import EvidenceSettings
 from trainer.costs import Machines
 from trainer.graph import SCHEMA_VERSIONS
 from trainer.profiling.operators import OperatorTable
-from trainer.strict import StrictModel
 
 SCHEMA_VERSION = SCHEMA_VERSIONS["evidence"]
 

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from trainer import artifacts, models, storage, tracking
 from trainer.artifacts import Draft
+from trainer.base_models import StrictModel
 from trainer.config import (
     DistillSettings,
     PretrainSettings,
@@ -36,7 +37,6 @@ from trainer.models import Classifier
 from trainer.profiling.schema import RankRecord
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, pretrain, reinforce
-from trainer.strict import StrictModel
 from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import Session

@@ -11,8 +11,8 @@ import logging
 from pydantic import ValidationError
 
 from trainer import storage
+from trainer.base_models import StrictModel
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError
-from trainer.strict import StrictModel
 from trainer.training.process_group import Processes
 from trainer.tuning.schema import Candidate, Trial
 

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from trainer import artifacts
+from trainer.base_models import StrictModel
 from trainer.config import Compile, DistillSettings, Precision, Workers
 from trainer.costs import Machines
 from trainer.errors import ArtifactError
 from trainer.forecast import Forecast, Measurement, WorkCount
-from trainer.strict import StrictModel
 
 FILE = "tuning.json"
 

@@ -19,8 +19,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from trainer.base_models import NonNegative
 from trainer.errors import ArtifactError
-from trainer.sections import NonNegative
 from trainer.training.checkpoints.training_state import TrainingState
 
 DESCRIPTION = "state.json"

@@ -1,7 +1,7 @@
 import pytest
 
 from trainer import config
-from trainer.sections import Section
+from trainer.base_models import Section
 from trainer.training.checkpoints.compatibility import FREE, compatible, differences, listed
 
 

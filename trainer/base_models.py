@@ -1,4 +1,4 @@
-"""What every group of settings is made of; `trainer.config` holds the groups, `trainer.thresholds` those of the rules."""
+"""What settings, and what is written as JSON and read again, are made of: pydantic's models with our rules, and common types of fields."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ def _texts(value: object) -> Iterator[str]:
         yield from (text for one in value for text in _texts(one))
 
 
-class Section(BaseModel):
+class StrictModel(BaseModel):
+    """Checks its fields when it is made, refuses others, and does not change then. The text below a field is its meaning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Section(StrictModel):
     """A frozen group of settings; the text below a field is its meaning, shown by `python -m trainer config`."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(validate_default=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod

@@ -24,7 +24,7 @@ secrets.AWS_SECRET_ACCESS_KEY = { name = "vit-distillation-store", key = "AWS_SE
 
 
 def warm_up(folder, *arguments, **variables):
-    return run([sys.executable, "-m", "pipelines.warm_up", *arguments], folder, **variables)
+    return run([sys.executable, "-m", "pipelines.precompile", *arguments], folder, **variables)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_make_hands_everything_on():
         "DATASET=s3://b/d",
     ]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert '-m pipelines.warm_up --pool "neuron-trn1" --recipe "$RECIPE" --set "$SET"' in shown
+    assert '-m pipelines.precompile --pool "neuron-trn1" --recipe "$RECIPE" --set "$SET"' in shown
     assert '--nodes 4 --processes 8 --dataset "s3://b/d"' in shown
 
 

@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from trainer import artifacts, config, runs, stages
+from trainer import artifacts, config, runner, stages
 from trainer.training import devices
 
 
 def test_an_output_is_one_run_also_when_it_is_moved_and_no_other_of_its_name(tmp_path):
     def identity(place):
-        return runs.environment(config.resolve("digits"), runs.new_directory("digits", str(place)))["TRAINER_RUN_ID"]
+        return runner.environment(config.resolve("digits"), runner.new_directory("digits", str(place)))[
+            "TRAINER_RUN_ID"
+        ]
 
     first = identity(tmp_path / "a" / "shelf")
     assert identity(tmp_path / "b" / "shelf") != first
@@ -36,7 +38,7 @@ def recorded(tmp_path):
 
 
 def is_complete(directories, **settings):
-    return runs._is_complete(stages.STAGES["reinforce"], settings, directories)
+    return runner._is_complete(stages.STAGES["reinforce"], settings, directories)
 
 
 def test_what_the_same_settings_made_on_the_same_device_is_kept(recorded, monkeypatch):
@@ -71,6 +73,6 @@ def test_weights_that_have_changed_where_they_lie_are_taken_again(tmp_path, monk
     for name, kind in stages.STAGES["pretrain"].outputs.items():
         with artifacts.create(directories[name], kind, settings={"weights": weights}, parents=parents) as draft:
             draft.device = "cpu"
-    assert runs._is_complete(stages.STAGES["pretrain"], {"weights": weights}, directories)
+    assert runner._is_complete(stages.STAGES["pretrain"], {"weights": weights}, directories)
     give("another")
-    assert not runs._is_complete(stages.STAGES["pretrain"], {"weights": weights}, directories)
+    assert not runner._is_complete(stages.STAGES["pretrain"], {"weights": weights}, directories)

@@ -3,8 +3,8 @@
 import pytest
 
 from trainer import config
+from trainer.base_models import holds_secret
 from trainer.errors import SettingsError
-from trainer.sections import holds_secret
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Compile beforehand what a recipe's trainings need on a node pool, ahead of any run.
 
-  python -m pipelines.warm_up --pool neuron-trn1 --recipe grocery
-  python -m pipelines.warm_up --pool neuron-trn1-16 --nodes 4 --dataset s3://BUCKET/prepared
+  python -m pipelines.precompile --pool neuron-trn1 --recipe grocery
+  python -m pipelines.precompile --pool neuron-trn1-16 --nodes 4 --dataset s3://BUCKET/prepared
 
 From this machine, as `make run POOL=...`: the images are prepared here, and the stage warm_up runs as a job on the pool. The trainings
 find the graphs if recipe, settings, pool, nodes and processes are the same, and the image of the job too.
@@ -21,7 +21,7 @@ from pathlib import Path
 from components import launching, sections
 from components.launching import Placement, TrainingTask
 from pipelines import commands
-from trainer import config, limits, runs, stages, storage
+from trainer import config, limits, runner, stages, storage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pipelines.warm_up", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m pipelines.precompile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pool", required=True, help="node pool of the trainings")
     parser.add_argument("--nodes", type=int, default=1, help="machines of the pool (default: %(default)s)")
@@ -63,7 +63,7 @@ def warm_up(options: argparse.Namespace) -> None:
     place.check(warms_up=True)
     storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(options.recipe).stem}-warm-up"
-    directory = runs.new_directory(options.recipe, str(runs.RUNS / name))
+    directory = runner.new_directory(options.recipe, str(runner.RUNS / name))
     os.environ.setdefault("TRAINER_RUN", name)
     launching.launch(
         TrainingTask(
