@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 import os
 import signal
@@ -79,7 +80,7 @@ def object_store(object_store_server, monkeypatch, tmp_path):
     for name, value in object_store_server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "RETRY", dataclasses.replace(retries.RETRY, first_s=0.01))
     monkeypatch.setattr(retries, "outage", retries.Outage())
     return object_store_server
 

@@ -46,6 +46,7 @@ from trainer.base_models import holds_secret
 from trainer.config import TrackingSettings
 from trainer.errors import PreemptedError, TrackingAwayError, TrackingError, TrainerError, refused_to_write
 from trainer.host import environment_variables
+from trainer.retry import Retry
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run, RunTag
@@ -86,7 +87,7 @@ _POINTS = TypeAdapter(tuple[tuple[str, float, int, int], ...])
 """Of that file: name, value, time in ms, step."""
 
 _SEND_INTERVAL_S = 1.0
-_LONGEST_BACKOFF_S = 30.0
+_LONGEST_WAIT_S = 30.0
 _EXIT_S = 10.0
 _SYSTEM = "system/"
 _SYSTEM_INTERVAL_S = 5.0
@@ -745,7 +746,7 @@ class _Sender(threading.Thread):
         while not self._closing.is_set():
             self._sample_system()
             self._send()
-            self._closing.wait(min(_SEND_INTERVAL_S * 2.0 ** min(self._failures, 10), _LONGEST_BACKOFF_S))
+            self._closing.wait(Retry(first_s=_SEND_INTERVAL_S, longest_s=_LONGEST_WAIT_S).wait_s(self._failures + 1))
         while self._send() and time.monotonic() < self._give_up:
             if self._failures:
                 time.sleep(_SEND_INTERVAL_S)

@@ -157,7 +157,7 @@ def test_waits_grow_and_differ(monkeypatch):
 
     with pytest.raises(StorageError, match=r"x: gave up after 12 attempts in 0 s; the last time: ConnectionResetError"):
         retries.call("x", fail)
-    longest = [min(retries.FIRST_WAIT_S * 2**count, retries.LONGEST_WAIT_S) for count in range(11)]
+    longest = [min(retries.RETRY.first_s * 2**count, retries.RETRY.longest_s) for count in range(11)]
     assert all(most / 2 <= wait <= most for wait, most in zip(waits, longest, strict=True))
     assert len({wait / most for wait, most in zip(waits, longest, strict=True)}) == 11
 

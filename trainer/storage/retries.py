@@ -1,16 +1,16 @@
-"""A call of the object store: tried again where that can help, and explained where it cannot."""
+"""Requests to the object store: attempted again where that can help, and explained where it cannot."""
 
 from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from trainer.errors import ObjectDamagedError, ObjectExistsError, ObjectNotFoundError, StorageAwayError, StorageError
+from trainer.retry import Retry
 
 logger = logging.getLogger(__name__)
 
@@ -18,30 +18,29 @@ T = TypeVar("T")
 
 ATTEMPTS_VARIABLE = "AWS_MAX_ATTEMPTS"
 ATTEMPTS = 9
-"""How often a call is tried unless `AWS_MAX_ATTEMPTS` says otherwise; with the waits below, a store may be away for about 40 s."""
-FIRST_WAIT_S = 0.25
-LONGEST_WAIT_S = 15.0
+"""Attempts of a request unless `AWS_MAX_ATTEMPTS` says otherwise; with the waits below, a store may be away for about 40 s."""
+RETRY = Retry(first_s=0.25, longest_s=15.0, jitter=0.5)
 
 _PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _CONFLICT = "ConditionalRequestConflict"
-"""Two requests would make the same object at the same time; the second is to ask again."""
+"""Two requests would create the same object at the same time; the second has to ask again."""
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 def endpoint() -> str:
-    """The address of the object store that the environment names; empty for Amazon's own."""
+    """Return the address of the object store that the environment names; empty for Amazon's own."""
     return next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
 
 
 class Outage:
-    """Whether the store is away: said once when it goes and once when it is back, for all threads together."""
+    """Whether the store is away: logged once when it goes and once when it is back, for all threads together."""
 
     def __init__(self) -> None:
-        """It is there."""
+        """Begin with a store that answers."""
         self._lock = threading.Lock()
         self._since: float | None = None
         self._failing: set[object] = set()
-        """Calls whose last attempt has failed."""
+        """Requests whose last attempt has failed."""
 
     @property
     def lasts(self) -> bool:
@@ -49,12 +48,12 @@ class Outage:
         return self._since is not None
 
     def failed(self, call: object, uri: str, error: Exception, attempts: int) -> None:
-        """An attempt of a call has failed in a way that may pass."""
+        """Note that an attempt of a request has failed in a way that may pass."""
         with self._lock:
             self._failing.add(call)
             if self._since is None:
                 self._since = time.monotonic()
-                if attempts > 1:  # else the error says all
+                if attempts > 1:  # else the error says it all
                     logger.warning(
                         "%s: %s; %s is away or busy, so requests are tried again, each up to %d times",
                         uri,
@@ -64,7 +63,7 @@ class Outage:
                     )
 
     def ended(self, call: object, *, answered: bool) -> None:
-        """A call has ended; the store is back where it was answered, unless others still try in vain."""
+        """Note that a request has ended; where it was answered the store is back, unless others still fail."""
         with self._lock:
             self._failing.discard(call)
             if answered and self._since is not None and not self._failing:
@@ -76,12 +75,12 @@ outage = Outage()
 
 
 def is_away() -> bool:
-    """Whether the store has not answered this process since a request of it failed."""
+    """Return whether the store has not answered this process since a request of it failed."""
     return outage.lasts
 
 
 def call(uri: str, request: Callable[[], T]) -> T:
-    """The result of a request to the store; what passes (5xx, no answer, cut off) is waited for, twice as long each time, with jitter.
+    """Make a request to the store; failures that pass (5xx, no answer, cut off) are waited for, twice as long each time, with jitter.
 
     Args:
         uri: what it is about, for messages.
@@ -89,33 +88,29 @@ def call(uri: str, request: Callable[[], T]) -> T:
 
     Raises:
         ObjectNotFoundError: there is no such object.
-        ObjectExistsError: there is one, and it was to be made.
-        ObjectDamagedError: it has not the bytes that were asked for.
-        StorageAwayError: the store went on failing.
+        ObjectExistsError: there is one, and it was to be created.
+        ObjectDamagedError: it lacks the bytes that were asked for.
+        StorageAwayError: the store kept failing.
         StorageError: the store refuses.
     """
     attempts = _attempts()
     start, this, answered = time.monotonic(), object(), False
+
+    def failed(error: Exception, attempt: int) -> None:
+        nonlocal answered
+        if not _passes(error):
+            answered = bool(_status(error)) or isinstance(error, FileNotFoundError)
+            raise _refusal(uri, error) from error
+        outage.failed(this, uri, error, attempts)
+        if attempt == attempts:
+            raise _exhaustion(uri, error, attempts, time.monotonic() - start) from error
+
     try:
-        for attempt in range(1, attempts + 1):
-            try:
-                result = request()
-            except Exception as error:  # aiobotocore, aiohttp and s3fs raise many kinds; none is passed over
-                if not _passes(error):
-                    answered = bool(_status(error)) or isinstance(error, FileNotFoundError)
-                    raise _refusal(uri, error) from error
-                outage.failed(this, uri, error, attempts)
-                if attempt == attempts:
-                    raise _exhaustion(uri, error, attempts, time.monotonic() - start) from error
-                # The exponent is bounded: a float has none of more than a thousand.
-                wait = min(FIRST_WAIT_S * 2.0 ** min(attempt - 1, 100), LONGEST_WAIT_S) * random.uniform(0.5, 1)
-                time.sleep(wait)
-            else:
-                answered = True
-                return result
+        result = RETRY(request, failed=failed)
+        answered = True
+        return result
     finally:
         outage.ended(this, answered=answered)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _attempts() -> int:

@@ -4,6 +4,7 @@ The store comes back when some steps have been done without it, so a step that w
 store back in the end and lets the test fail.
 """
 
+import dataclasses
 import http.server
 import json
 import logging
@@ -115,7 +116,7 @@ def outage(object_store, mlflow, monkeypatch, request):
 
     monkeypatch.setattr(Loop, "step", watched)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "100000")
-    monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(retries, "RETRY", dataclasses.replace(retries.RETRY, longest_s=0.05))
     monkeypatch.setattr(attempts, "_REMOTE_INTERVAL_S", 0.0)
     monkeypatch.setattr(collection, "PATIENCE_S", 0.5)
     monkeypatch.setenv("TRAINER_CHECKPOINTS", object_store.uri("checkpoints"))
