@@ -17,9 +17,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from trainer import storage
-from trainer.data import sources
 from trainer.data.dataset_schema import SplitName
-from trainer.data.sources import SourceListing, list_source, source_version
+from trainer.data.sources import SourceListing, image_manifest, list_source, source_version
 from trainer.errors import DataError, SettingsError, StorageError
 
 
@@ -459,8 +458,8 @@ def test_a_version_that_nobody_knows_is_empty_and_the_log_says_why(
     object_store.put("list.csv", b"path,label\n1.jpg,x\n2.jpg,y\n")
     for name in ("1.jpg", "2.jpg", "3.jpg", "4.jpg"):
         object_store.put(name, b"1")
-    monkeypatch.setattr(sources, "_LISTED_AT_LEAST", 3)
-    monkeypatch.setattr(sources, "_LISTED_FOR_EACH", 1)
+    monkeypatch.setattr(image_manifest, "LISTED_AT_LEAST", 3)
+    monkeypatch.setattr(image_manifest, "LISTED_PER_IMAGE", 1)
     reasons = {
         "imagefolder:memory://versions-test": r"the store says nothing of memory://versions-test/cat/1\.jpg",
         "hub:some/photos": "neither the Hub nor this machine's cache gives its revision",

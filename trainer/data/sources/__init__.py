@@ -1,0 +1,97 @@
+"""Sources of images: `data.source` becomes a list of items in a fixed order, whose bytes are read one by one.
+
+    digits                    the 1,797 handwritten digits that scikit-learn ships, 8 x 8 pixels
+    imagefolder:PATH_OR_URI   a folder per class, also nested, with or without train/, val/, test/ above; unlabeled/ has no classes
+    manifest:FILE.csv         columns path, label, split; relative paths start at the file's folder; no label: unlabelled
+    hub:NAME[:CONFIG]         a data set of the Hugging Face Hub, or a local folder of one
+
+Local paths and every scheme that `storage` knows (`s3://...`) are read alike. Sources may come from strangers: links and lines that lead
+out of a source are refused unless `data.outside` says otherwise, names are made printable, and there are limits (`limits`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+
+from trainer import limits
+from trainer.config import Outside
+from trainer.data.dataset_schema import UNLABELED
+from trainer.data.sources.digits import BundledDigits
+from trainer.data.sources.files import read_file
+from trainer.data.sources.hub_dataset import HubDataset
+from trainer.data.sources.image_folder import ImageFolder
+from trainer.data.sources.image_manifest import ImageManifest
+from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError
+from trainer.errors import DataError, SettingsError
+
+__all__ = ["ImageSource", "Item", "SourceListing", "list_source", "read_file", "source_version"]
+
+logger = logging.getLogger(__name__)
+
+_SOURCES: Mapping[str, type[ImageSource]] = {
+    "digits": BundledDigits,
+    "imagefolder": ImageFolder,
+    "manifest": ImageManifest,
+    "hub": HubDataset,
+}
+
+
+def list_source(source: str, *, outside: Outside = "refuse") -> SourceListing:
+    """List the images of `data.source` without reading them; `outside` is as in the settings.
+
+    Raises:
+        SettingsError: it is not a source.
+        DataError: it is missing, holds no images, says nothing about their labels, leads out of itself, or exceeds a limit.
+        StorageError: it is in a store that does not answer or refuses.
+    """
+    listing = _open(source, outside).listing()
+    _check_class_names(source, listing.classes)
+    if not listing.items:
+        raise DataError(f"data.source={source}: holds no images; check the path")
+    if all(item.label == UNLABELED for item in listing.items):
+        raise DataError(
+            f"data.source={source}: none of its {len(listing.items)} images has a label; put them into a folder per class, or add labels"
+        )
+    return listing
+
+
+def source_version(source: str, *, outside: Outside = "refuse") -> str:
+    """Return a text that changes when the images behind `data.source` change, without reading them.
+
+    Files on this machine are distinguished by name, size and time of change, objects of a store by key, size and ETag, a data set of the
+    Hub by its commit. The text is empty where that cannot be known; a line of the log says why.
+
+    Raises:
+        SettingsError: it is not a source.
+        DataError: it is missing, or exceeds a limit; a manifest has a line that cannot be used.
+        StorageError: it is in a store that does not answer or refuses.
+    """
+    try:
+        return _open(source, outside).version()
+    except UnknownVersionError as error:
+        logger.warning(
+            "data.source=%s: no run can know whether its images have changed (%s), so each run prepares them anew",
+            source,
+            error,
+        )
+        return ""
+
+
+def _open(source: str, outside: Outside) -> ImageSource:
+    kind, colon, name = source.partition(":")
+    if kind not in _SOURCES or bool(name) == (kind == "digits") or (colon and not name):
+        raise SettingsError(
+            f"data.source must be digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME[:CONFIG], got {source!r}"
+        )
+    return _SOURCES[kind](os.path.expanduser(name), outside)  # noqa: PTH111  # a Path would turn s3:// into s3:/
+
+
+def _check_class_names(source: str, classes: Sequence[str]) -> None:
+    longest = max(classes, key=len, default="")
+    if len(longest) > limits.NAME_CHARACTERS:
+        raise DataError(
+            f"data.source={source}: the name of a class has {len(longest):,} characters, more than {limits.NAME_CHARACTERS}: "
+            f"{longest[:40]!r}...; shorten it"
+        )

@@ -1,0 +1,135 @@
+"""Data sets of the Hugging Face Hub, or local folders of one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import hub, limits, storage
+from trainer.data.dataset_schema import UNLABELED, SplitName
+from trainer.data.sources.files import read_file
+from trainer.data.sources.image_folder import ImageFolder
+from trainer.data.sources.source import SPLIT_NAMES, ImageSource, Item, SourceListing, UnknownVersionError
+from trainer.errors import DataError
+
+
+class HubDataset(ImageSource):
+    """`hub:NAME[:CONFIG]`: a data set that the package `datasets` loads, with one column of images and one of labels."""
+
+    def listing(self) -> SourceListing:
+        import datasets  # type: ignore[import-untyped]  # here, because it takes a second to import
+
+        tables = self._tables()
+        image_column, label_column, classes = self._columns(next(iter(tables.values())).features)
+        items: list[Item] = []
+        notes: list[str] = []
+        for name, table in tables.items():
+            split = SPLIT_NAMES.get(name.lower())
+            if split is None:
+                notes.append(
+                    f"Split {name} ({len(table)} images) is none of train, val, test and unlabeled, and was not used."
+                )
+            else:
+                items += self._items(name, split, table[label_column][:])
+        raw = {name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in tables.items()}
+        read = _TableReader(
+            {name: table.select_columns([image_column]) for name, table in raw.items()},
+            image_column,
+            self._folders(),
+        )
+        return SourceListing(items=items, classes=classes, read=read, notes=tuple(notes))
+
+    def version(self) -> str:
+        name = self.name.partition(":")[0]
+        if Path(name).is_dir():
+            return ImageFolder(name, self.outside).version()
+        revision = hub.dataset_revision(name)
+        if revision is None:
+            raise UnknownVersionError("neither the Hub nor this machine's cache gives its revision")
+        return revision
+
+    def _tables(self) -> dict[str, Any]:
+        """Load the table of each split, from the Hub or a local folder (saved by `save_to_disk`, or files that `load_dataset` takes)."""
+        import datasets
+
+        name, _, config = self.name.partition(":")
+        saved = any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json"))
+        try:
+            loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config or None)
+        except Exception as error:  # the Hub's client and its file readers raise many kinds
+            raise DataError(
+                f"hub data set {self.name}: cannot be loaded ({error}); check its name and configuration, the network, and HF_TOKEN"
+            ) from error
+        return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+
+    def _columns(self, columns: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
+        """Return the image's column, the label's, and the names of the classes."""
+        import datasets
+
+        images = [name for name, kind in columns.items() if isinstance(kind, datasets.Image)]
+        labels = [name for name, kind in columns.items() if isinstance(kind, datasets.ClassLabel)]
+        image, label = self._one_column(images, "Image", "image"), self._one_column(labels, "ClassLabel", "label")
+        return image, label, tuple(map(limits.printable_name, columns[label].names))
+
+    def _one_column(self, found: Sequence[str], kind: str, usual: str) -> str:
+        if len(found) == 1 or usual in found:
+            return usual if usual in found else found[0]
+        raise DataError(
+            f"hub data set {self.name}: needs one column of kind {kind}, or one of them named {usual}, but has "
+            f"{', '.join(found) or 'none'}; rename or cast the columns, save the data set, and give that folder"
+        )
+
+    def _items(self, name: str, split: SplitName, labels: Iterable[int | None]) -> list[Item]:
+        """List a split; one without any label (as some tests are published) serves as unlabelled images."""
+        known = [UNLABELED if label is None or label < 0 else label for label in labels]
+        without = known.count(UNLABELED)
+        if 0 < without < len(known) and split in ("val", "test"):
+            raise DataError(
+                f"hub data set {self.name}: {without} images of split {name} have no label; remove them from it"
+            )
+        return [
+            Item(
+                name=f"{name}/{index:07d}",
+                location=f"{name}/{index}",
+                label=UNLABELED if split == "unlabeled" else label,
+                split="unlabeled" if label == UNLABELED else split,
+            )
+            for index, label in enumerate(known)
+        ]
+
+    def _folders(self) -> tuple[str, ...]:
+        """Return where named images may lie: the data set's own folder, or the caches for what comes from the Hub."""
+        import datasets
+
+        if self.outside == "read":
+            return ()
+        name = self.name.partition(":")[0]
+        folders = [name] if Path(name).is_dir() else [datasets.config.HF_DATASETS_CACHE, datasets.config.HF_CACHE_HOME]
+        return tuple(os.path.realpath(folder) for folder in folders)
+
+
+@dataclass(frozen=True)
+class _TableReader:
+    """Reads the image file of a row; the tables are memory-mapped, so a copy in another process is cheap."""
+
+    splits: Mapping[str, Any]
+    column: str
+    folders: tuple[str, ...]
+    """Where images may lie that the tables only name; anywhere if empty."""
+
+    def __call__(self, location: str) -> bytes:
+        split, _, index = location.rpartition("/")
+        image = self.splits[split][int(index)][self.column]
+        if image is None:
+            return b""
+        return image["bytes"] if image["bytes"] is not None else self._read_named(image["path"])
+
+    def _read_named(self, path: str) -> bytes:
+        real = "" if storage.is_remote(path) else os.path.realpath(path)
+        if self.folders and not any(real.startswith(f"{folder}/") for folder in self.folders):
+            raise PermissionError(errno.EPERM, f"lies outside of {' and '.join(self.folders)} (data.outside)", path)
+        return read_file(path)

@@ -1,0 +1,81 @@
+"""Images in a folder per class."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from trainer import storage
+from trainer.artifacts import digest
+from trainer.data.dataset_schema import UNLABELED, SplitName
+from trainer.data.sources.files import SourceFile, list_files, read_file, remote_folder_version, size_and_mtime
+from trainer.data.sources.source import SPLIT_NAMES, ImageSource, Item, SourceListing
+from trainer.errors import DataError
+
+SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".gif", ".bmp", ".webp", ".tif", ".tiff"}
+    | {".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".ico", ".avif", ".heic", ".heif"}
+)
+"""Endings of the files that are taken for images; a .heic cannot be decoded, and is taken so that it is reported."""
+
+
+class ImageFolder(ImageSource):
+    """`imagefolder:PATH_OR_URI`: the folder of an image is its class, below folders for the splits where there are any."""
+
+    def listing(self) -> SourceListing:
+        files = list_files(self.name, self.outside)
+        images = [file for file in files if PurePosixPath(file.name).suffix.lower() in SUFFIXES]
+        has_splits = _has_splits(images)
+        placed = [(file, *self._split_and_group(file.name, has_splits)) for file in images]
+        names = self._class_names({group for _, split, group in placed if split != "unlabeled"})
+        classes = tuple(sorted(set(names.values())))
+        index = {name: number for number, name in enumerate(classes)}
+        items = [
+            Item(
+                name=file.name,
+                location=file.location,
+                label=UNLABELED if split == "unlabeled" else index[names[group]],
+                split=split,
+            )
+            for file, split, group in placed
+        ]
+        others = len(files) - len(images)
+        # The card has this text, and its bytes are part of the data set's fingerprint.
+        notes = (f"Files without an image's extension, which were not looked at: {others}.",) if others else ()
+        return SourceListing(items=items, classes=classes, read=read_file, notes=notes)
+
+    def version(self) -> str:
+        if storage.is_remote(self.name):
+            return remote_folder_version(self.name)
+        return digest([[file.name, *size_and_mtime(file.location)] for file in list_files(self.name, self.outside)])
+
+    def _split_and_group(self, name: str, has_splits: bool) -> tuple[SplitName, str]:
+        """Return an image's split and the folders below it, joined by /."""
+        parts = name.split("/")[:-1]
+        split = SPLIT_NAMES.get(parts[0].lower()) if parts else None
+        if split == "unlabeled":
+            return split, ""
+        if not has_splits:
+            return "train", "/".join(parts)
+        if split is None:
+            raise DataError(
+                f"folder {self.name}: {name} lies beside train/, not in a split; move it into train/, val/, test/ or unlabeled/, or away"
+            )
+        return split, "/".join(parts[1:])
+
+    def _class_names(self, groups: set[str]) -> dict[str, str]:
+        """Map each class's folders to its name: the last folder's where no other class has the same, else all of them."""
+        if "" in groups:
+            raise DataError(
+                f"folder {self.name}: images lie in no class's folder; make a folder for each class, and one named unlabeled for the others"
+            )
+        last = {group: group.rsplit("/", 1)[-1] for group in groups}
+        uses = Counter(last.values())
+        return {group: name if uses[name] == 1 else group for group, name in last.items()}
+
+
+def _has_splits(images: Iterable[SourceFile]) -> bool:
+    """Return whether the topmost folders are splits: one is named train, or all but unlabeled/ are named like splits."""
+    tops = {SPLIT_NAMES.get(file.name.split("/")[0].lower()) for file in images if "/" in file.name} - {"unlabeled"}
+    return "train" in tops or (bool(tops) and None not in tops)

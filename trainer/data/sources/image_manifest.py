@@ -1,0 +1,172 @@
+"""Images listed in a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer import limits, storage
+from trainer.artifacts import digest
+from trainer.config import Outside
+from trainer.data.dataset_schema import UNLABELED, SplitName
+from trainer.data.sources.files import ObjectsDigest, read_file, size_and_mtime
+from trainer.data.sources.source import SPLIT_NAMES, ImageSource, Item, SourceListing, UnknownVersionError
+from trainer.errors import DataError, StorageError
+
+LISTED_PER_IMAGE, LISTED_AT_LEAST = 20, 100_000
+"""Objects of a store that are listed for the version of a manifest, per image of it, and in all: what is listed may hold other objects."""
+
+
+class ImageManifest(ImageSource):
+    """`manifest:FILE.csv`: columns path, label and split, an image a line."""
+
+    def listing(self) -> SourceListing:
+        rows = list(self._rows(self._text()))
+        classes = tuple(sorted({row.label for row in rows if row.split != "unlabeled"}))
+        index = {name: number for number, name in enumerate(classes)}
+        items = [
+            Item(
+                name=row.name,
+                location=row.location,
+                label=UNLABELED if row.split == "unlabeled" else index[row.label],
+                split=row.split,
+            )
+            for row in rows
+        ]
+        return SourceListing(items=items, classes=classes, read=read_file)
+
+    def version(self) -> str:
+        text = self._text()
+        local: list[tuple[int, int]] = []
+        remote: dict[str, set[str]] = {}  # store -> locations of images in it
+        for row in self._rows(text):
+            if storage.is_remote(row.location):
+                store = "/".join(row.location.split("/", 3)[:3])
+                remote.setdefault(store, set()).add(row.location)
+            else:
+                local.append(size_and_mtime(row.location))
+        if not remote:
+            return digest([text, local])
+        return digest([text, local, [_objects_version(remote[store]) for store in sorted(remote)]])
+
+    def _text(self) -> str:
+        """Read the file; a byte-order mark, as spreadsheets write it, is dropped."""
+        try:
+            return read_file(self.name, limits.CSV_BYTES).decode("utf-8-sig")
+        except FileNotFoundError as error:
+            raise DataError(f"manifest {self.name}: does not exist; check data.source") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"manifest {self.name}: is not UTF-8 ({error}); save it as UTF-8 text") from error
+        except OSError as error:
+            raise DataError(f"manifest {self.name}: cannot be read ({error}); check data.source") from error
+
+    def _rows(self, text: str) -> Iterator[_Row]:
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        folder = _ManifestFolder(self.name.rsplit("/", 1)[0] if "/" in self.name else ".", self.outside)
+        try:
+            self._check_columns(reader.fieldnames or ())
+            for count, row in enumerate(reader):
+                if count == limits.SOURCE_IMAGES:
+                    raise DataError(f"manifest {self.name}: lists more than {count:,} images; give a part of it")
+                yield _read_row(row, f"manifest {self.name}, line {reader.line_num}", folder)
+        except csv.Error as error:
+            raise DataError(f"manifest {self.name}, line {reader.line_num}: {error}; mend the line") from error
+
+    def _check_columns(self, columns: Sequence[str]) -> None:
+        missing = {"path", "label"} - set(columns)
+        if missing:
+            raise DataError(
+                f"manifest {self.name}: has no column {' and no '.join(sorted(missing))}; "
+                f"its first line must be path,label,split, but is {limits.cut(','.join(columns), 200)!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    location: str
+    name: str
+    label: str
+    split: SplitName
+
+
+def _read_row(row: Mapping[str | None, str | None], where: str, folder: _ManifestFolder) -> _Row:
+    path, label, split_text = ((row.get(column) or "").strip() for column in ("path", "label", "split"))
+    if not path or None in row:
+        raise DataError(
+            f"{where}: needs a path, a label and a split; quote a value that has commas, and remove empty lines"
+        )
+    split = SPLIT_NAMES.get(split_text.lower() or "train")
+    if split is None:
+        raise DataError(f"{where}: the split {split_text!r} is not known; write train, val, test, unlabeled or nothing")
+    if not label and split in ("val", "test"):
+        raise DataError(
+            f"{where}: {path} of split {split} has no label; add it, or move the image to train as an unlabelled one"
+        )
+    try:
+        location = folder.locate(path)
+    except (DataError, StorageError) as error:
+        raise DataError(f"{where}: {error}") from error
+    return _Row(
+        location=location,
+        name=limits.printable_name(path),
+        label=limits.printable_name(label),
+        split=split if label else "unlabeled",
+    )
+
+
+class _ManifestFolder:
+    """The folder that a manifest lies in."""
+
+    def __init__(self, uri: str, outside: Outside) -> None:
+        self.uri, self._outside = uri, outside
+        self._real = "" if storage.is_remote(uri) else os.path.realpath(storage.local_path(uri))
+        self._real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
+
+    def locate(self, path: str) -> str:
+        """Return where the image lies that the manifest calls `path`.
+
+        Raises:
+            DataError: it lies outside of the folder, and that is to be refused.
+            StorageError: it cannot be a path.
+        """
+        is_absolute = storage.is_remote(path) or Path(path).is_absolute()
+        location = path if is_absolute else f"{self.uri}/{path}"
+        if self._outside == "refuse" and not self._holds(location):
+            raise DataError(
+                f"{limits.cut(path, 200)!r} lies outside of {self.uri}; move it there, or set data.outside=read if you trust who made "
+                "the list"
+            )
+        return location
+
+    def _holds(self, location: str) -> bool:
+        if storage.is_remote(location):
+            return location.startswith(f"{self.uri}/") and ".." not in location.split("/")
+        file = storage.local_path(location)
+        real = os.path.join(self._real_path(str(file.parent)), file.name)  # noqa: PTH118  # a Path takes ten times as long
+        if file.name == ".." or os.path.islink(real):  # noqa: PTH114  # likewise
+            real = os.path.realpath(real)
+        return real.startswith(f"{self._real.rstrip('/')}/")
+
+
+def _objects_version(locations: Set[str]) -> str:
+    """Digest objects of one store from one listing of the folder that holds them all: a thousand per request, not a request for each.
+
+    Raises:
+        UnknownVersionError: that folder holds far more objects than these.
+    """
+    shared = os.path.commonprefix([min(locations), max(locations)])  # noqa: RUF071  # commonpath would make s3:/ of s3://
+    folder = shared.rpartition("/")[0]
+    objects = ObjectsDigest(folder)
+    for one in objects.listed(max(LISTED_AT_LEAST, LISTED_PER_IMAGE * len(locations))):
+        if storage.join(folder, one.name) in locations:
+            objects.add(one)
+    if objects.is_cut_off:
+        raise UnknownVersionError(
+            f"{folder} holds many more objects than the {len(locations):,} images; put the images into a folder"
+        )
+    return objects.hexdigest()
