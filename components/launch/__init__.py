@@ -1,1 +1,1 @@
-"""The launcher for clusters: a stage as a job on a node pool. The only place that imports `kubernetes`."""
+"""The launcher for clusters: runs a stage as a job on a node pool. The only package that knows Kubernetes."""

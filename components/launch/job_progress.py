@@ -231,17 +231,17 @@ class JobProgress:
         messages, self._messages = self._messages, []
         return messages
 
-    def update_job(self, state: JobState, *, deleting: bool, now: float) -> None:
-        """Take the state of the job; `deleting`: its deletion was requested."""
+    def set_job_state(self, state: JobState, *, deleting: bool, now: float) -> None:
+        """Record the state of the job; `deleting`: its deletion was requested."""
         self.state, self._deleted = state, deleting
         self._update(now)
 
-    def job_deleted(self) -> None:
-        """Take that the job no longer exists."""
+    def mark_job_deleted(self) -> None:
+        """Record that the job no longer exists."""
         self._deleted = True
 
     def update_replica(self, replica: Replica, now: float) -> None:
-        """Take the state of a pod of the job."""
+        """Record the state of a pod of the job."""
         before = self.replicas.get(replica.name)
         self.replicas[replica.name] = replica
         end = replica.ended
@@ -261,8 +261,8 @@ class JobProgress:
                 self.problem = self._problem_about = ""
         self._update(now)
 
-    def replica_deleted(self, replica: Replica, now: float) -> None:
-        """Take that a pod of the job was deleted, with its last state; a new one may have its name already."""
+    def remove_replica(self, replica: Replica, now: float) -> None:
+        """Record that a pod of the job was deleted, in this last state; a new one may have its name already."""
         if self.replicas.get(replica.name, replica).uid == replica.uid:
             if not replica.over:
                 self._lose(
@@ -270,21 +270,21 @@ class JobProgress:
                 )
             self.update_replica(replace(replica, placed=False, over=True, waiting=""), now)
 
-    def pods_unreadable(self) -> None:
+    def ignore_pods(self) -> None:
         """Rely on the job's own state: its pods cannot be read."""
         self._pods_readable = False
 
-    def logs_unreadable(self) -> None:
+    def ignore_silence(self) -> None:
         """Ignore silence: logs cannot be read."""
         self._logs_readable = False
 
     def add_line(self, replica: str, text: str, now: float) -> None:
-        """Take a line that a replica wrote."""
+        """Record a line that a replica wrote."""
         self.log_tails.setdefault(replica, deque(maxlen=TAIL_LINES)).append(text)
         self.last_line_at[replica] = self._last_output_at = now
 
     def add_event(self, about: str, event: Mapping[str, Any]) -> None:
-        """Take an event of Kubernetes; `about`: the job, one of its replicas, or what else was made for it."""
+        """Record an event of Kubernetes; `about`: the job, one of its replicas, or what else was made for it."""
         self.events[event["metadata"]["uid"]] = event
         reason, message = event.get("reason") or "", (event.get("message") or "").strip()
         if event.get("type") != "Warning" and reason not in _NORMAL_PROBLEMS:
@@ -360,7 +360,7 @@ class JobProgress:
         return limits
 
     def _lose(self, replica: Replica, how: str) -> None:
-        """Note a pod that went away without a termination."""
+        """Record a pod that went away without a termination."""
         if self.state.phase == "succeeded":  # the operator removes what is left
             return
         # After a failure too: what is removed then must not hide an earlier loss.

@@ -330,16 +330,16 @@ class JobFollower:
     def _on_job(self, change: Change) -> None:
         self._last_seen = change.object
         if change.deleted:
-            self._progress.job_deleted()
+            self._progress.mark_job_deleted()
             return
         state, deleting = self._job.backend.state(change.object), "deletionTimestamp" in change.object["metadata"]
-        self._progress.update_job(state, deleting=deleting, now=time.monotonic())
+        self._progress.set_job_state(state, deleting=deleting, now=time.monotonic())
 
     def _on_pod(self, change: Change) -> None:
         name = self._job.backend.replica(change.object["metadata"]["labels"])
         replica, now = read_replica(change.object, name, self._job.backend.container), time.monotonic()
         if change.deleted:
-            self._progress.replica_deleted(replica, now)
+            self._progress.remove_replica(replica, now)
         else:
             self._progress.update_replica(replica, now)
         replica = self._progress.replicas[name]
@@ -378,7 +378,7 @@ class JobFollower:
         if ended.error is None:
             return
         if isinstance(ended.error, KindNotInstalledError):
-            self._progress.job_deleted()
+            self._progress.mark_job_deleted()
             return
         if not isinstance(ended.error, ForbiddenError) or ended.name == "job":
             raise ended.error
@@ -387,9 +387,9 @@ class JobFollower:
             logger.warning("%s; the job is followed without its %s", ended.error, what)
         self._forbidden.add(what)
         if what == "pods":
-            self._progress.pods_unreadable()
+            self._progress.ignore_pods()
         if what != "events":
-            self._progress.logs_unreadable()
+            self._progress.ignore_silence()
 
     def _read_remaining_logs(self) -> None:
         self._finishing = True

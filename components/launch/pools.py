@@ -1,7 +1,7 @@
 """Node pools: where a job can run, what it gets there, and what that costs.
 
-They stand in a TOML file, whose head explains every field: `TRAINER_POOLS`, or else the file that a cluster mounts, or else the
-bundled one. `load` checks all of it before anything is launched.
+They are read from a TOML file, whose head explains every field: `TRAINER_POOLS`, or else the file that a cluster mounts, or else the
+bundled one. `load` checks the whole file before anything is launched.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ MOUNTED = Path("/etc/vit-distillation/pools.toml")
 BUNDLED = Path(__file__).with_name("pools.toml")
 
 ACCELERATORS: Mapping[str, str] = {"cuda": "nvidia.com/gpu", "xla": "aws.amazon.com/neuron"}
-"""Device -> the resource by which Kubernetes counts it."""
+"""Device -> the resource that Kubernetes counts it by."""
 EFA = "vpc.amazonaws.com/efa"
-"""Network cards that devices of several nodes talk through."""
+"""Elastic Fabric Adapters, the network cards for traffic between the devices of several nodes."""
 PROCESSES_PER_ACCELERATOR: Mapping[str, int] = {"cuda": 1, "xla": 2}
-"""How many processes one of them takes: a Neuron device has two cores."""
+"""Processes for each accelerator: a Neuron device has two cores."""
 RESERVED = re.compile(
     r"PET_\w+|MASTER_(ADDR|PORT)|WORLD_SIZE|RANK|TRAINER_(DEVICE|CACHE|CACHE_GIB|FAILURES|LAUNCHED)|"
     r"NEURON_PJRT_\w+|NEURON_RT_(NUM_CORES|VISIBLE_CORES|ROOT_COMM_ID)|" + PLACE_VARIABLE
 )
-"""Environment variables that the operator or the launcher sets; Neuron's own torchrun's processes derive from these."""
+"""Environment variables that the operator, the launcher, or Neuron's runtime in torchrun's processes sets."""
 SECRET = re.compile(r"(_|\b)(KEY|KEY_ID|SECRET\w*|TOKEN|PASSWORD|USERNAME)$")
-"""Environment variables whose values belong into a Secret."""
+"""Environment variables whose values belong in a Secret."""
 
 _SUFFIXES = {
     "m": 1e-3,
@@ -56,10 +56,10 @@ _QUANTITY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(m|k|[MGT]|[KMGT]i)?")
 
 
 def quantity(text: str) -> float:
-    """The number that a quantity of Kubernetes stands for: `500m` -> 0.5, `2Gi` -> 2147483648.
+    """Return the number of a Kubernetes quantity: `500m` -> 0.5, `2Gi` -> 2147483648.
 
     Raises:
-        ValueError: it is none, or not above 0.
+        ValueError: it is no quantity, or not above 0.
     """
     match = _QUANTITY.fullmatch(text)
     number = float(match[1]) * _SUFFIXES[match[2] or ""] if match else 0.0
@@ -77,17 +77,17 @@ def _checked_quantity(value: object) -> object:
 
 Quantity = Annotated[str, BeforeValidator(_checked_quantity)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
-Resource = Annotated[str, Field(pattern=r"^([-a-z0-9.]+/)?[-a-zA-Z0-9.]+$")]
+ResourceName = Annotated[str, Field(pattern=r"^([-a-z0-9.]+/)?[-a-zA-Z0-9.]+$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Minutes = Annotated[int, Field(ge=1, le=10**7)]
 
 
-class _Group(BaseModel):
+class _PoolTable(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-class Toleration(_Group):
-    """A taint that the pods do not mind."""
+class Toleration(_PoolTable):
+    """A taint that the pods tolerate."""
 
     key: str = ""
     operator: Literal["Exists", "Equal"] = "Equal"
@@ -95,7 +95,7 @@ class Toleration(_Group):
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
 
     @model_validator(mode="after")
-    def _is_one(self) -> Self:
+    def _is_complete(self) -> Self:
         if self.operator == "Exists" and self.value:
             raise ValueError('operator = "Exists" takes no value')
         if self.operator == "Equal" and not self.key:
@@ -103,22 +103,22 @@ class Toleration(_Group):
         return self
 
     def manifest(self) -> dict[str, str]:
-        """As a pod's specification has it."""
+        """Render it for a pod's specification."""
         return {name: value for name, value in self.model_dump().items() if value}
 
 
-class SecretKey(_Group):
-    """Where the value of a secret variable stands."""
+class SecretKey(_PoolTable):
+    """Where the value of a secret variable is stored."""
 
     name: Name
-    """The Secret."""
+    """Name of the Secret."""
     key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$")]
-    """Its key."""
+    """Key in it."""
     optional: bool = False
-    """Whether pods start without it."""
+    """Whether pods start if it is missing."""
 
 
-class Pool(_Group):
+class Pool(_PoolTable):
     """A node pool. The head of pools.toml says what each field means."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
@@ -126,7 +126,7 @@ class Pool(_Group):
     device: Literal["cpu", "cuda", "xla"]
     image: str = ""
     processes_per_node: Annotated[int, Field(ge=1)]
-    resources: dict[Resource, Quantity]
+    resources: dict[ResourceName, Quantity]
     shared_memory: Quantity = "1Gi"
     cache: Quantity = "20Gi"
     node_selector: dict[str, str] = {}
@@ -148,7 +148,7 @@ class Pool(_Group):
 
     @field_validator("environment")
     @classmethod
-    def _is_plain(cls, environment: dict[str, str]) -> dict[str, str]:
+    def _holds_no_secret(cls, environment: dict[str, str]) -> dict[str, str]:
         for name in environment:
             if RESERVED.fullmatch(name):
                 raise ValueError(f"{name} is set by the launcher or the operator; leave it out")
@@ -177,10 +177,10 @@ class Pool(_Group):
                 raise ValueError(f'device = "{device}" needs resources."{resource}" = 1 or more')
             if device != self.device and resource in self.resources:
                 raise ValueError(f'device = "{self.device}" cannot use resources."{resource}"; set device = "{device}"')
-        most = self.most_processes
-        if most and self.processes_per_node > most:
+        limit = self.max_processes
+        if limit and self.processes_per_node > limit:
             raise ValueError(
-                f"processes_per_node must be 1 to {most}, got {self.processes_per_node}: {self._devices_text()}"
+                f"processes_per_node must be 1 to {limit}, got {self.processes_per_node}: {self._devices_text()}"
             )
         return self
 
@@ -191,7 +191,7 @@ class Pool(_Group):
         return self
 
     @model_validator(mode="after")
-    def _has_a_price_that_holds(self) -> Self:
+    def _has_a_stable_price(self) -> Self:
         if self.spot and self.price:
             raise ValueError("price: that of a spot node changes from hour to hour; leave it out")
         return self
@@ -208,33 +208,33 @@ class Pool(_Group):
         return quantity(self.resources["cpu"])
 
     @property
-    def most_processes(self) -> int:
-        """How many processes the devices of a node take; 0 where nothing limits them."""
+    def max_processes(self) -> int:
+        """Processes that the devices of a node can take; 0: no limit."""
         return self.accelerators * PROCESSES_PER_ACCELERATOR.get(self.device, 0)
 
     @property
     def joins_nodes(self) -> bool:
-        """Whether several nodes can train together: Neuron devices meet those of other nodes through EFA only."""
+        """Whether several nodes can train together: Neuron devices reach those of other nodes through EFA only."""
         return self.device != "xla" or EFA in self.resources
 
-    def processes(self, asked: int = 0) -> int:
-        """Training processes on a node: what was asked for, or else the pool's own number.
+    def processes(self, requested: int = 0) -> int:
+        """Return the training processes on a node: the requested number, or else the pool's own.
 
         Raises:
-            SettingsError: the node has not devices enough.
+            SettingsError: the node has too few devices.
         """
-        if self.most_processes and asked > self.most_processes:
+        if self.max_processes and requested > self.max_processes:
             raise SettingsError(
-                f"processes_per_node must be 0 (the pool's own number) to {self.most_processes} on pool {self.name}, got {asked}: "
+                f"processes_per_node must be 0 (the pool's own number) to {self.max_processes} on pool {self.name}, got {requested}: "
                 + self._devices_text()
             )
-        return asked or self.processes_per_node
+        return requested or self.processes_per_node
 
     def place(self, nodes: int, processes_per_node: int = 0) -> Machines:
-        """What a training here is told of where it runs.
+        """Return the machines of a training here, with their price.
 
         Raises:
-            SettingsError: the node has not devices enough, or nodes of this kind cannot work together.
+            SettingsError: the node has too few devices, or nodes of this kind cannot train together.
         """
         if nodes > 1 and not self.joins_nodes:
             raise SettingsError(
@@ -254,7 +254,7 @@ class Pool(_Group):
 
 
 def load() -> dict[str, Pool]:
-    """Every pool by its name.
+    """Return every pool by its name.
 
     Raises:
         SettingsError: the file cannot be read, or naming the pool, the field, its value and what is allowed.
@@ -265,7 +265,7 @@ def load() -> dict[str, Pool]:
 
 
 def get(name: str) -> Pool:
-    """A pool.
+    """Return a pool.
 
     Raises:
         SettingsError: there is none of this name (with the nearest and all known), or the file is wrong.
@@ -289,7 +289,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     except ValueError as error:
         raise SettingsError(f"pools {path}: is not TOML: {error}") from error
     tables = {"defaults": {}, "spot": {}, "pools": {}} | content
-    for name, table in [*tables.items(), *_items(tables["pools"])]:
+    listed = tables["pools"].items() if isinstance(tables["pools"], dict) else ()
+    for name, table in [*tables.items(), *listed]:
         if not isinstance(table, dict):
             raise SettingsError(f"pools {path}: {name} must be a table, got {table!r}")
     unknown = [name for name in tables if name not in ("defaults", "spot", "pools")]
@@ -300,10 +301,6 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def _items(table: object) -> Iterable[tuple[str, Any]]:
-    return table.items() if isinstance(table, dict) else ()
-
-
 def _pool(path: Path, name: str, tables: Mapping[str, dict[str, Any]]) -> Pool:
     own = tables["pools"][name]
     base: dict[str, Any] = {}
@@ -312,10 +309,10 @@ def _pool(path: Path, name: str, tables: Mapping[str, dict[str, Any]]) -> Pool:
         base = plain.get(str(based_on), {})
         if not base:
             raise SettingsError(
-                f"pools {path}: pool {name}: based_on must be a pool that stands for itself ({', '.join(plain)}), got {based_on!r}"
+                f"pools {path}: pool {name}: based_on must be a pool without based_on of its own ({', '.join(plain)}), got {based_on!r}"
             )
     layers = [tables["defaults"], base, own]
-    if own.get("spot"):  # its price is another one, and changes
+    if own.get("spot"):  # its price differs from its base's, and changes
         layers = [tables["defaults"], _without(base, "price"), tables["spot"], own]
     values: dict[str, Any] = {}
     for layer in layers:
@@ -332,7 +329,7 @@ def _without(table: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two layers of a pool as one: tables key by key, lists one after the other, and for anything else the upper one."""
+    """Merge two layers of a pool: tables key by key, lists one after the other; otherwise the upper layer wins."""
     merged = dict(below)
     for key, value in above.items():
         lower = below.get(key)

@@ -282,7 +282,7 @@ class LogReader:
         self._finishing = False
 
     def update(self, replica: Replica) -> None:
-        """Take a change of the replica's pod."""
+        """Continue with a new state of the replica's pod."""
         with self._changed:
             self._replica = replica
             self._changed.notify()

@@ -50,7 +50,7 @@ def threads_end():
 
 
 @pytest.fixture
-def told(caplog):
+def logged(caplog):
     """All lines that the launcher logs."""
     caplog.set_level(logging.INFO, logger="components")
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("components")]

@@ -110,7 +110,7 @@ def launch(cluster, pool, identity, spec, backend):
     return launched
 
 
-def test_a_job_is_made_followed_and_succeeds(jobs, launch, backend, told):
+def test_a_job_is_made_followed_and_succeeds(jobs, launch, backend, logged):
     with launch() as ended:
         name = jobs.wait()
         assert jobs.get(name)["metadata"]["annotations"][HASH_ANNOTATION]
@@ -118,7 +118,7 @@ def test_a_job_is_made_followed_and_succeeds(jobs, launch, backend, told):
             jobs.label(name, value)
         jobs.set_condition(name, SUCCEEDED[backend])
         assert ended.result(timeout=20) is None
-    assert any("succeeded" in line for line in told())
+    assert any("succeeded" in line for line in logged())
 
 
 def test_a_field_that_the_cluster_does_not_know_is_refused(jobs, cluster, pool, identity, spec, backend):

@@ -38,16 +38,16 @@ def failing(times, error):
     return action
 
 
-def test_a_single_failure_is_retried_silently(told):
+def test_a_single_failure_is_retried_silently(logged):
     assert ApiRetry(10)(failing(1, ApiUnavailableError("away"))) == "done"
-    assert told() == []
+    assert logged() == []
 
 
-def test_loss_and_return_are_logged_once(told):
+def test_loss_and_return_are_logged_once(logged):
     assert ApiRetry(10)(failing(3, ApiUnavailableError("the server is away"))) == "done"
-    assert told()[0] == "the server is away; retrying for at most 10 s"
-    assert told()[1].startswith("the API server answers again after ")
-    assert len(told()) == 2
+    assert logged()[0] == "the server is away; retrying for at most 10 s"
+    assert logged()[1].startswith("the API server answers again after ")
+    assert len(logged()) == 2
 
 
 def test_other_errors_are_not_retried():

@@ -203,7 +203,7 @@ def test_the_runtime_is_the_pools():
 
 
 @pytest.mark.parametrize("field", ["retries", "elastic_min_nodes"])
-def test_what_a_trainjob_can_not_say_is_refused(field):
+def test_what_trainjobs_do_not_support_is_refused(field):
     with pytest.raises(
         LaunchError, match=f"pool gpu-a100: {field} = 2 is not supported by TrainJobs; set it to 0, or backend"
     ):

@@ -81,7 +81,7 @@ def test_a_kubeconfig_that_is_none_is_named(monkeypatch, tmp_path, content):
         Cluster.connect()
 
 
-def test_a_pod_without_a_token_is_told_so(monkeypatch):
+def test_a_pod_without_a_token_gets_a_message(monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
     with pytest.raises(ClusterError, match="in a pod without a usable service account"):
@@ -96,7 +96,7 @@ def test_the_namespace_is_the_given_one_or_the_usual_one(kubernetes, monkeypatch
         assert named.namespace == "team"
 
 
-def test_a_server_that_is_not_there_is_away(monkeypatch, tmp_path, closed_port):
+def test_a_server_that_does_not_exist_is_unavailable(monkeypatch, tmp_path, closed_port):
     monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path / "config", closed_port))
     with Cluster.connect() as cluster, pytest.raises(ApiUnavailableError) as away:
         cluster.list(PODS)
@@ -105,7 +105,7 @@ def test_a_server_that_is_not_there_is_away(monkeypatch, tmp_path, closed_port):
     )
 
 
-def test_a_server_without_our_trust_is_not_tried_again(monkeypatch, tmp_path, kubernetes):
+def test_a_server_that_is_not_trusted_is_not_retried(monkeypatch, tmp_path, kubernetes):
     monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path / "config", kubernetes.url.replace("http:", "https:")))
     with Cluster.connect() as cluster, pytest.raises(ClusterError) as refused:
         cluster.list(PODS)

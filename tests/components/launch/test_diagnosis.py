@@ -1,4 +1,4 @@
-"""Who is to blame for a failed job."""
+"""Which replica caused a failed job."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_without_an_end_of_its_own_the_replica_that_went_away_is_named():
     progress = JobProgress(nodes=2, limits=JobLimits(queued_s=1, running_s=1, silent_s=1), now=0)
     for name, waiting in (("worker-0", "PodInitializing"), ("worker-1", "ContainerCreating")):
         progress.update_replica(Replica(name=name, pod=name, uid=name, placed=False, waiting=waiting), 0)
-    progress.replica_deleted(progress.replicas["worker-0"], 1)
-    progress.update_job(
+    progress.remove_replica(progress.replicas["worker-0"], 1)
+    progress.set_job_state(
         JobState(phase="failed", reason="PyTorchJobFailed", message="Job has reached the limit."), deleting=False, now=2
     )
     assert explain_failure("job-1", "kubectl describe", progress) == (
@@ -50,24 +50,24 @@ def test_without_an_end_of_its_own_the_replica_that_went_away_is_named():
     )
 
 
-def test_the_earliest_is_to_blame():
+def test_the_earliest_failure_is_the_cause():
     early, late = end("worker-1", second=10), end("master-0", second=12)
     assert first_failure([late, early], {}) == early
 
 
-def test_within_a_second_it_is_who_fell_silent_first():
+def test_within_a_second_the_cause_is_the_replica_that_fell_silent_first():
     ends = [end("master-0"), end("worker-1")]
     assert first_failure(ends, {"master-0": 5.2, "worker-1": 5.1}).replica == "worker-1"
 
 
 @pytest.mark.parametrize("exit_code", [130, 137, 143])
-def test_a_replica_that_was_killed_because_another_failed_is_not_to_blame(exit_code):
+def test_a_replica_that_was_killed_because_another_failed_is_not_the_cause(exit_code):
     killed, culprit = end("master-0", exit_code, second=9), end("worker-0", 2, second=10)
     assert first_failure([killed, culprit], {}) == culprit
 
 
 @pytest.mark.parametrize("exit_code", [1, 2, 137])
-def test_a_replica_that_missed_another_one_is_not_to_blame(exit_code):
+def test_a_replica_that_missed_another_one_is_not_the_cause(exit_code):
     missed_it = end("master-0", 1, message=f"distill: Broken pipe; {MISSED_ANOTHER}", second=9)
     asked, culprit = end("worker-1", 143, second=8), end("worker-0", exit_code, second=10)
     assert first_failure([asked, missed_it, culprit], {}) == culprit
@@ -77,7 +77,7 @@ def test_a_replica_that_missed_another_one_is_not_to_blame(exit_code):
 @pytest.mark.parametrize(
     ("exit_code", "reason"), [(137, "OOMKilled"), (None, "Evicted"), (143, "PreemptionByScheduler")]
 )
-def test_what_kubernetes_ended_is_to_blame_even_if_others_were_sooner_over(exit_code, reason):
+def test_what_kubernetes_ended_is_the_cause_even_if_others_ended_sooner(exit_code, reason):
     taken, missed_it = end("worker-1", exit_code, reason, second=12), end("master-0", 1, second=10)
     assert first_failure([missed_it, taken], {}) == taken
 
@@ -88,13 +88,13 @@ def test_success_is_no_failure():
 
 def test_its_own_message_is_the_explanation(explain):
     message = "distill: node 1 of 2: data.source: no images; give another"
-    told = explain(end(exit_code=2, message=message), lines=["step 1"])
-    assert told == f"job job-1 failed (PyTorchJobFailed): worker-0 ended with exit code 2: {message}"
+    explained = explain(end(exit_code=2, message=message), lines=["step 1"])
+    assert explained == f"job job-1 failed (PyTorchJobFailed): worker-0 ended with exit code 2: {message}"
 
 
 def test_else_its_last_lines_are(explain):
-    told = explain(end(exit_code=1), lines=[f"line {number}" for number in range(10)])
-    assert told.splitlines() == [
+    explained = explain(end(exit_code=1), lines=[f"line {number}" for number in range(10)])
+    assert explained.splitlines() == [
         "job job-1 failed (PyTorchJobFailed): worker-0 ended with exit code 1; its log above has the traceback; its last lines:",
         *(f"    worker-0 | line {number}" for number in range(5, 10)),
     ]
@@ -116,12 +116,12 @@ def test_every_cause_has_a_next_move(explain, exit_code, reason, advice):
     assert advice in explain(end(exit_code=exit_code, reason=reason))
 
 
-def test_without_a_failed_replica_the_operators_words_have_to_do(explain):
-    told = explain()
-    assert told == "job job-1 failed (PyTorchJobFailed): 1 replica failed; see `kubectl describe`"
+def test_without_a_failed_replica_the_operators_message_is_the_explanation(explain):
+    explained = explain()
+    assert explained == "job job-1 failed (PyTorchJobFailed): 1 replica failed; see `kubectl describe`"
 
 
-def test_a_container_that_runs_again_is_not_to_blame():
+def test_a_container_that_runs_again_is_not_the_cause():
     progress = JobProgress(nodes=1, limits=JobLimits(queued_s=1, running_s=1, silent_s=1), now=0)
     progress.state = JobState(phase="failed")
     again = Replica(

@@ -47,18 +47,18 @@ def report(kubernetes):
     return report
 
 
-def test_events_of_the_job_and_what_was_made_for_it_are_told_and_no_others(kubernetes, cluster, job, report):
+def test_only_events_of_the_job_and_of_what_was_made_for_it_are_reported(kubernetes, cluster, job, report):
     report("ours", kind="PyTorchJob", name=job.name, uid=job.uid)
     report("an earlier one's", kind="PyTorchJob", name=job.name, uid="earlier")
     report("our worker's", kind="Pod", name=f"{job.name}-worker-0", uid="w")
     report("our job set's", kind="JobSet", name=job.name, uid="j")
     report("somebody's", kind="Pod", name="other-worker-0", uid="o")
     report("a like-named one's", kind="Pod", name=f"{job.name}0-worker-0", uid="l")
-    told = []
+    messages = []
 
     def end():
         deadline = time.monotonic() + 60
-        while len(told) < 4 and time.monotonic() < deadline:
+        while len(messages) < 4 and time.monotonic() < deadline:
             time.sleep(0.02)
         with kubernetes.store.changing(PYTORCHJOBS, "kubeflow", job.name) as found:
             found["status"] = {"conditions": [{"type": "Succeeded", "status": "True"}]}
@@ -68,11 +68,11 @@ def test_events_of_the_job_and_what_was_made_for_it_are_told_and_no_others(kuber
     progress = JobProgress(nodes=1, limits=JobLimits(queued_s=10, running_s=10, silent_s=10), now=time.monotonic())
     with (
         JobRecord(None) as record,
-        JobFollower(cluster, job, progress, ApiRetry(5), record=record, report=told.append) as follower,
+        JobFollower(cluster, job, progress, ApiRetry(5), record=record, report=messages.append) as follower,
     ):
         assert follower.follow().kind == "succeeded"
     thread.join()
-    assert sorted(line for line in told if "Trouble" in line) == [
+    assert sorted(line for line in messages if "Trouble" in line) == [
         "JobSet: Trouble: our job set's",
         "the job: Trouble: ours",
         "worker-0: Trouble: our worker's",

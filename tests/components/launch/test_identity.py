@@ -103,7 +103,7 @@ def test_the_hash_is_of_the_specification_alone():
     assert identity.spec_hash(MANIFEST) != identity.spec_hash(MANIFEST | {"kind": "TrainJob"})
 
 
-def test_differences_are_told_in_words():
+def test_differences_are_listed_by_path():
     wanted = {
         **MANIFEST,
         "metadata": {"name": "b"},

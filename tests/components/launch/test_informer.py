@@ -22,7 +22,7 @@ def inbox():
 
 
 @pytest.fixture
-def watch(cluster, inbox, told, monkeypatch):
+def watch(cluster, inbox, logged, monkeypatch):
     """Start to watch the pods with the label a=1."""
     monkeypatch.setattr(readers, "POLL_S", 0.1)
 
@@ -63,9 +63,9 @@ def kubernetes(tmp_path, monkeypatch):
         yield stand_in
 
 
-def wait_for(told):
+def wait_for(logged):
     deadline = time.monotonic() + 60
-    while not told() and time.monotonic() < deadline:
+    while not logged() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -88,7 +88,7 @@ def test_what_is_there_and_what_changes_is_seen_once(kubernetes, watch, threads,
 
 
 @pytest.mark.parametrize("fault", ["cut", "expire", "compact"])
-def test_a_watch_that_breaks_is_made_good(kubernetes, watch, threads, inbox, fault):
+def test_nothing_is_lost_when_a_watch_breaks(kubernetes, watch, threads, inbox, fault):
     add(kubernetes, "stays")
     add(kubernetes, "goes")
     watch(threads)
@@ -103,36 +103,36 @@ def test_a_watch_that_breaks_is_made_good(kubernetes, watch, threads, inbox, fau
     assert inbox.empty()
 
 
-def test_where_watching_is_denied_we_poll_and_say_so(kubernetes, watch, threads, inbox, told):
+def test_the_informer_polls_where_a_watch_is_forbidden_and_logs_it(kubernetes, watch, threads, inbox, logged):
     kubernetes.faults.deny("watch", "pods")
     watch(threads)
     follow_one(kubernetes, inbox)
-    assert told() == ["pods: watching them is not allowed, so they are listed every 0.1 s"]
+    assert logged() == ["pods: watching them is not allowed, so they are listed every 0.1 s"]
 
 
-def test_where_watches_break_at_once_we_poll_and_say_so(kubernetes, watch, threads, inbox, told):
+def test_the_informer_polls_where_watches_break_at_once_and_logs_it(kubernetes, watch, threads, inbox, logged):
     kubernetes.faults.fail(500, times=1000, verb="watch")
     watch(threads)
-    wait_for(told)
+    wait_for(logged)
     follow_one(kubernetes, inbox)
-    assert told()[-1] == "pods: watches break at once, so they are listed every 0.1 s"
+    assert logged()[-1] == "pods: watches break at once, so they are listed every 0.1 s"
 
 
-def test_a_server_that_is_away_for_a_while_is_waited_for(kubernetes, watch, threads, inbox, told):
+def test_an_unavailable_server_is_waited_for(kubernetes, watch, threads, inbox, logged):
     add(kubernetes, "p")
     watch(threads)
     assert seen(inbox) == ("p", "new")
     kubernetes.faults.away(30)
     touch(kubernetes, "p", "1")
-    wait_for(told)
+    wait_for(logged)
     kubernetes.faults.away(0)
     assert seen(inbox) == ("p", "1")
-    loss, back = told()
+    loss, back = logged()
     assert "does not answer" in loss
     assert "answers again" in back
 
 
-def test_a_server_that_stays_away_ends_the_watch(kubernetes, watch, inbox):
+def test_a_server_that_stays_unavailable_ends_the_watch(kubernetes, watch, inbox):
     with ReaderThreads(ApiRetry(0.3), inbox.put) as threads:
         watch(threads)
         kubernetes.faults.away(30)

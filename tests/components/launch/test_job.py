@@ -90,7 +90,7 @@ def test_an_attempt_that_was_cleaned_up_does_not_bring_its_name_back_before_late
     assert attempts(kubernetes) == ["2", "3"]
 
 
-def test_a_job_that_goes_on_is_adopted_and_belongs_to_the_new_pod(kubernetes, job):
+def test_a_running_job_is_adopted_and_belongs_to_the_new_pod(kubernetes, job):
     first, second = owner(kubernetes, "task-1"), owner(kubernetes, "task-2")
     before, after = job(owner=first), job(owner=second)
     before.submit(ApiRetry(5))
@@ -99,7 +99,7 @@ def test_a_job_that_goes_on_is_adopted_and_belongs_to_the_new_pod(kubernetes, jo
     assert [one["uid"] for one in only(kubernetes)["metadata"]["ownerReferences"]] == [second.uid]
 
 
-def test_a_job_adopted_without_a_pod_belongs_to_nobody(kubernetes, job):
+def test_a_job_adopted_without_a_pod_has_no_owner(kubernetes, job):
     job(owner=owner(kubernetes, "task")).submit(ApiRetry(5))
     job().submit(ApiRetry(5))
     assert not only(kubernetes)["metadata"].get("ownerReferences")
@@ -134,18 +134,18 @@ def test_an_answer_that_is_lost_does_not_make_two_jobs(kubernetes, job):
     assert only(kubernetes)["metadata"]["uid"] == made.uid
 
 
-def test_creation_waits_for_an_api_server_that_is_away(kubernetes, job, told):
+def test_creation_waits_for_an_unavailable_api_server(kubernetes, job, logged):
     kubernetes.faults.away(1.0)
     assert job().submit(ApiRetry(20))
     assert len(kubernetes.list(PYTORCHJOBS)) == 1
-    loss, back = told()
+    loss, back = logged()
     assert f"the API server {kubernetes.url} does not answer" in loss
     assert loss.endswith("retrying for at most 20 s")
     assert back.startswith("the API server answers again after ")
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])
-def test_creation_is_tried_again_when_the_server_is_busy(kubernetes, job, code):
+def test_creation_is_retried_when_the_server_is_busy(kubernetes, job, code):
     kubernetes.faults.fail(code, times=2, verb="create")
     assert job().submit(ApiRetry(5))
     assert len(kubernetes.list(PYTORCHJOBS)) == 1

@@ -25,7 +25,7 @@ def replica(number, **changes):
 
 
 def start(progress, now):
-    progress.update_job(RUNNING, deleting=False, now=now)
+    progress.set_job_state(RUNNING, deleting=False, now=now)
     for number in range(2):
         progress.update_replica(replica(number, placed=True, running=True), now)
 
@@ -35,7 +35,7 @@ def event(reason, message="", *, type_="Warning", uid="e", **fields):
 
 
 def test_a_job_counts_as_running_when_all_replicas_run(progress):
-    progress.update_job(RUNNING, deleting=False, now=1)
+    progress.set_job_state(RUNNING, deleting=False, now=1)
     progress.update_replica(replica(0, placed=True), 2)
     assert progress.take_messages() == [
         "waiting for its machines (0 of 2 replicas)",
@@ -48,7 +48,7 @@ def test_a_job_counts_as_running_when_all_replicas_run(progress):
 
 def test_an_elastic_job_runs_with_fewer(progress):
     elastic = JobProgress(nodes=1, limits=LIMITS, now=0)
-    elastic.update_job(RUNNING, deleting=False, now=1)
+    elastic.set_job_state(RUNNING, deleting=False, now=1)
     elastic.update_replica(replica(1, placed=True), 2)
     assert elastic.take_messages()[-1] == "running (1 of 1 replicas)"
 
@@ -56,22 +56,22 @@ def test_an_elastic_job_runs_with_fewer(progress):
 @pytest.mark.parametrize(("phase", "kind"), [("succeeded", "succeeded"), ("failed", "failed")])
 def test_the_jobs_own_state_ends_it(progress, phase, kind):
     assert progress.outcome(0) is None
-    progress.update_job(JobState(phase=phase), deleting=True, now=1)
+    progress.set_job_state(JobState(phase=phase), deleting=True, now=1)
     ending = progress.outcome(1)
     assert ending
     assert ending.kind == kind
 
 
-def test_a_job_that_is_being_deleted_or_gone_is_over(progress):
-    progress.update_job(RUNNING, deleting=True, now=1)
+def test_a_job_that_is_being_deleted_or_deleted_is_over(progress):
+    progress.set_job_state(RUNNING, deleting=True, now=1)
     assert progress.outcome(1).kind == "deleted"
     gone = JobProgress(nodes=1, limits=LIMITS, now=0)
-    gone.job_deleted()
+    gone.mark_job_deleted()
     assert gone.outcome(1).kind == "deleted"
 
 
 def test_waiting_has_its_limit_and_names_the_last_problem(progress):
-    progress.update_job(PENDING, deleting=False, now=1)
+    progress.set_job_state(PENDING, deleting=False, now=1)
     progress.add_event("worker-0", event("FailedScheduling", "0/3 nodes are available"))
     assert progress.next_limit_s(40) == 60
     assert progress.outcome(99.9) is None
@@ -85,11 +85,11 @@ def test_waiting_has_its_limit_and_names_the_last_problem(progress):
 def test_time_in_the_queue_does_not_count_as_running(progress):
     start(progress, 10)
     progress.add_line("worker-0", "step 1", 400)
-    progress.update_job(SUSPENDED, deleting=False, now=410)  # 400 s have run
+    progress.set_job_state(SUSPENDED, deleting=False, now=410)  # 400 s have run
     assert progress.take_messages()[-1] == "suspended, waiting in its queue"
     assert progress.outcome(500) is None
     assert progress.outcome(510).message.startswith("was not running after 100 s (suspended")
-    progress.update_job(RUNNING, deleting=False, now=505)
+    progress.set_job_state(RUNNING, deleting=False, now=505)
     progress.add_line("worker-0", "step 2", 1100)
     assert progress.next_limit_s(1100) == pytest.approx(5)  # 600 s of running are left from 505 on
     ending = progress.outcome(1105)
@@ -99,7 +99,7 @@ def test_time_in_the_queue_does_not_count_as_running(progress):
 
 def test_a_replica_that_is_replaced_makes_the_job_wait_again(progress):
     start(progress, 10)
-    progress.replica_deleted(replica(1, placed=True), 20)
+    progress.remove_replica(replica(1, placed=True), 20)
     assert progress.take_messages()[-1] == "waiting for its machines (1 of 2 replicas)"
     progress.update_replica(replica(1, uid="new", placed=True), 30)
     assert progress.take_messages()[-1] == "running (2 of 2 replicas)"
@@ -109,7 +109,7 @@ def test_the_end_of_an_old_pod_says_nothing_of_the_new_one(progress):
     start(progress, 10)
     progress.update_replica(replica(1, uid="new", placed=True), 20)
     progress.take_messages()
-    progress.replica_deleted(replica(1, placed=True), 21)
+    progress.remove_replica(replica(1, placed=True), 21)
     assert progress.take_messages() == []
 
 
@@ -123,20 +123,20 @@ def test_silence_has_its_limit_and_any_line_is_a_sign_of_life(progress):
     assert "silent_minutes" in ending.message
 
 
-def test_silence_means_nothing_where_logs_can_not_be_read(progress):
-    progress.logs_unreadable()
+def test_silence_means_nothing_where_logs_cannot_be_read(progress):
+    progress.ignore_silence()
     start(progress, 10)
     assert progress.outcome(900) is None
 
 
-def test_without_a_view_of_pods_the_jobs_state_has_to_do(progress):
-    progress.pods_unreadable()
-    progress.update_job(RUNNING, deleting=False, now=1)
+def test_without_a_view_of_pods_the_jobs_state_decides(progress):
+    progress.ignore_pods()
+    progress.set_job_state(RUNNING, deleting=False, now=1)
     assert progress.take_messages() == ["running"]
     assert progress.outcome(100).message.startswith("wrote no line")
 
 
-def test_an_image_that_can_not_be_had_ends_the_waiting_early(progress, monkeypatch):
+def test_an_image_that_cannot_be_pulled_ends_the_wait_early(progress, monkeypatch):
     monkeypatch.setattr("components.launch.job_progress.STUCK_S", 20)
     stuck = replica(0, waiting="ImagePullBackOff", waiting_message='Back-off pulling image "trainer:typo"')
     progress.update_replica(stuck, 5)
@@ -150,20 +150,20 @@ def test_an_image_that_can_not_be_had_ends_the_waiting_early(progress, monkeypat
 
 def test_a_problem_that_is_resolved_is_forgotten(progress):
     """A job that failed 280 s later was explained by it."""
-    progress.update_job(PENDING, deleting=False, now=1)
+    progress.set_job_state(PENDING, deleting=False, now=1)
     progress.add_event("the job", event("Unschedulable", "0/1 nodes are available"))
     progress.add_event("worker-0", event("FailedScheduling", "0/1 nodes are available"))
     assert progress.problem == "worker-0: FailedScheduling: 0/1 nodes are available"
     start(progress, 2)
     assert progress.problem == ""
     progress.add_event("the job", event("Unschedulable", "0/1 nodes are available", uid="late"))
-    assert progress.problem == "", "told late, or again after a break"
+    assert progress.problem == "", "delivered late, or again after a break"
     progress.add_event("worker-0", event("Evicted", "out of disk", uid="now"))
     assert progress.problem == "worker-0: Evicted: out of disk"
 
 
 def test_a_replicas_problem_is_resolved_when_it_runs_while_others_wait(progress):
-    progress.update_job(RUNNING, deleting=False, now=1)
+    progress.set_job_state(RUNNING, deleting=False, now=1)
     progress.add_event("worker-0", event("FailedScheduling", "0/1 nodes are available"))
     progress.update_replica(replica(1, placed=True, running=True), 2)
     assert progress.problem
@@ -172,9 +172,9 @@ def test_a_replicas_problem_is_resolved_when_it_runs_while_others_wait(progress)
 
 
 def test_a_replica_that_is_deleted_before_it_ran_is_named(progress):
-    progress.update_job(RUNNING, deleting=False, now=1)
+    progress.set_job_state(RUNNING, deleting=False, now=1)
     progress.update_replica(replica(0, waiting="PodInitializing"), 2)
-    progress.replica_deleted(replica(0, waiting="PodInitializing"), 3)
+    progress.remove_replica(replica(0, waiting="PodInitializing"), 3)
     assert progress.lost == {"worker-0": "was deleted before it had started"}
     assert progress.take_messages()[-1] == "worker-0 was deleted before it had started"
     progress.update_replica(replace(replica(0, placed=True, running=True), uid="another"), 4)
@@ -183,10 +183,10 @@ def test_a_replica_that_is_deleted_before_it_ran_is_named(progress):
 
 def test_a_deleted_pod_whose_init_container_was_killed_did_not_start(progress):
     """Its phase is Failed, and its own container still waits: so it was seen on a cluster."""
-    progress.update_job(RUNNING, deleting=False, now=1)
+    progress.set_job_state(RUNNING, deleting=False, now=1)
     progress.update_replica(replica(0, placed=True, over=True, deleting=True), 2)
     assert progress.lost == {"worker-0": "was deleted before it had started"}
-    progress.update_job(JobState(phase="failed"), deleting=False, now=3)
+    progress.set_job_state(JobState(phase="failed"), deleting=False, now=3)
     progress.update_replica(replica(1, placed=True, over=True, deleting=True), 4)  # cleaned up
     assert list(progress.lost) == ["worker-0"]
     assert progress.take_messages()[-1] == "failed"
@@ -194,9 +194,9 @@ def test_a_deleted_pod_whose_init_container_was_killed_did_not_start(progress):
 
 def test_what_the_operator_removes_after_the_end_is_not_reported(progress):
     start(progress, 1)
-    progress.update_job(JobState(phase="succeeded"), deleting=False, now=2)
+    progress.set_job_state(JobState(phase="succeeded"), deleting=False, now=2)
     progress.take_messages()
-    progress.replica_deleted(replica(0, placed=True), 3)
+    progress.remove_replica(replica(0, placed=True), 3)
     assert (progress.lost, progress.take_messages()) == ({}, [])
 
 

@@ -35,7 +35,7 @@ def minutes_of_half_a_second(monkeypatch):
 
 
 @pytest.fixture
-def run(kubernetes, pool, identity, spec, told):
+def run(kubernetes, pool, identity, spec, logged):
     """Run a job; changes of the pool by keyword."""
 
     def run(*, owner=None, record=None, attempts=1, api_timeout_s=60.0, **changes):
@@ -58,14 +58,14 @@ def fails(run):
 
 
 @pytest.fixture
-def meanwhile(told):
-    """Do something, in a thread, as soon as a text has been told or a condition holds."""
+def meanwhile(logged):
+    """Do something, in a thread, as soon as a text has been logged or a condition holds."""
     threads = []
 
     def start(when, action):
         def wait():
             deadline = time.monotonic() + 60  # then it is done all the same, so that whoever waits for it does not hang
-            while not (any(when in line for line in told()) if isinstance(when, str) else when()):
+            while not (any(when in line for line in logged()) if isinstance(when, str) else when()):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
@@ -87,16 +87,16 @@ def interrupt(number=signal.SIGINT):
     os.kill(os.getpid(), number)
 
 
-# The way to success
+# Success
 
 
-def test_a_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, told):
+def test_a_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, logged):
     kubernetes.script("*-master-0", Script(output=["step 1", 0.7, "step 2"]))
     kubernetes.script("*-worker-0", QUICK)
     start = time.monotonic()
     run()
     assert time.monotonic() - start < 30
-    lines = told()
+    lines = logged()
     for replica in ("master-0", "worker-0"):
         assert [line for line in lines if line.startswith(replica)] == [f"{replica} | step 1", f"{replica} | step 2"]
     name = jobs(kubernetes)[0]["metadata"]["name"]
@@ -106,7 +106,7 @@ def test_a_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, told)
     assert steps[-1] == "succeeded"
 
 
-def test_workers_that_run_on_after_the_masters_end_hold_nothing_up(kubernetes, run):
+def test_workers_that_still_run_after_the_masters_end_delay_nothing(kubernetes, run):
     kubernetes.script("*-master-0", QUICK)
     kubernetes.script("*-worker-0", HANGING)
     start = time.monotonic()
@@ -114,32 +114,32 @@ def test_workers_that_run_on_after_the_masters_end_hold_nothing_up(kubernetes, r
     assert time.monotonic() - start < 30
 
 
-def test_a_trainjob_is_followed_too(kubernetes, identity, spec, told):
+def test_a_trainjob_is_followed_too(kubernetes, identity, spec, logged):
     kubernetes.script("*", QUICK)
     pool = pools.get("cpu").model_copy(update={"backend": "trainjob", "retries": 0})
     ClusterLauncher(pool, identity).run(spec)
     assert len(kubernetes.list(TRAINJOBS)) == 1
-    assert {"node-0 | step 1", "node-1 | step 2"} <= set(told())
+    assert {"node-0 | step 1", "node-1 | step 2"} <= set(logged())
 
 
-def test_an_old_price_is_warned_of_once(kubernetes, run, told):
+def test_an_old_price_is_warned_of_once(kubernetes, run, logged):
     kubernetes.script("*", QUICK)
     run(price=Price(dollars_an_hour=2.0, date="2020-01", region="r", source="s"))
-    (warning,) = (line for line in told() if "price" in line)
+    (warning,) = (line for line in logged() if "price" in line)
     assert warning.startswith("pool cpu: the price of 2.00 $/h (r; s) is of 2020-01, ")
     assert warning.endswith(" days old; look it up again")
 
 
-def test_logs_are_followed_from_pending_on_with_trouble_told_once(kubernetes, run, told):
+def test_logs_are_followed_from_pending_on_and_a_problem_is_reported_once(kubernetes, run, logged):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.0, "step 2"]))
     kubernetes.script("*-worker-0", replace(QUICK, pending_s=0.6))
     run()
-    assert sum("worker-0: FailedScheduling: 0/1 nodes are available" in line for line in told()) == 1
-    assert "worker-0 | step 2" in told()
+    assert sum("worker-0: FailedScheduling: 0/1 nodes are available" in line for line in logged()) == 1
+    assert "worker-0 | step 2" in logged()
 
 
 @pytest.mark.parametrize("exit_code", [PREEMPTED_EXIT_CODE, CRASHED_NODE_EXIT_CODE, 137])
-def test_a_replica_that_is_started_again_is_read_on(kubernetes, run, told, exit_code):
+def test_the_log_of_a_restarted_replica_is_read_further(kubernetes, run, logged, exit_code):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
     kubernetes.script(
         "*-worker-0",
@@ -147,9 +147,9 @@ def test_a_replica_that_is_started_again_is_read_on(kubernetes, run, told, exit_
         Script(output=["second"]),
     )
     run(retries=3)
-    worker = [line for line in told() if line.startswith("worker-0 |")]
+    worker = [line for line in logged() if line.startswith("worker-0 |")]
     assert worker == ["worker-0 | first", "worker-0 | second"]
-    assert any(line.endswith(f"worker-0 ended with exit code {exit_code}: why") for line in told())
+    assert any(line.endswith(f"worker-0 ended with exit code {exit_code}: why") for line in logged())
 
 
 def test_a_preemption_is_no_failure_that_is_counted(kubernetes, run):
@@ -160,15 +160,15 @@ def test_a_preemption_is_no_failure_that_is_counted(kubernetes, run):
     assert len(jobs(kubernetes)) == 1
 
 
-def test_a_preempted_replica_is_waited_for(kubernetes, run, told, meanwhile):
+def test_a_preempted_replica_is_waited_for(kubernetes, run, logged, meanwhile):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.2, "step 2"]))
     kubernetes.script("*-worker-0", HANGING, QUICK)
     meanwhile(
         "worker-0 | step 1", lambda: kubernetes.preempt(kubernetes.list(PODS, "*-worker-0")[0]["metadata"]["name"])
     )
     run(retries=3)
-    assert any("worker-0: Preempted: Preempted by pod" in line for line in told())
-    assert [line for line in told() if line.startswith("worker-0 |")] == [
+    assert any("worker-0: Preempted: Preempted by pod" in line for line in logged())
+    assert [line for line in logged() if line.startswith("worker-0 |")] == [
         "worker-0 | step 1",
         "worker-0 | step 1",
         "worker-0 | step 2",
@@ -182,12 +182,12 @@ def test_a_failed_job_is_explained_by_its_first_failing_replica_and_stays(kubern
     kubernetes.script("*-master-0", HANGING)
     message = "distill: node 1 of 2: loss is not finite at step 3; lower learning_rate"
     kubernetes.script("*-worker-0", Script(output=["step 1"], exit_code=2, termination_message=message))
-    told = fails()
+    failure = fails()
     name = jobs(kubernetes)[0]["metadata"]["name"]
-    assert told == f"job {name} failed (PyTorchJobFailed): worker-0 ended with exit code 2: {message}"
+    assert failure == f"job {name} failed (PyTorchJobFailed): worker-0 ended with exit code 2: {message}"
 
 
-def test_what_the_trainer_itself_refused_is_not_paid_for_again(kubernetes, fails, run, identity, pool, spec):
+def test_what_the_trainer_itself_refused_is_not_retried(kubernetes, fails, run, identity, pool, spec):
     wrong = Script(
         output=["starting"], exit_code=2, termination_message="distill: batch_size = 127 cannot be dealt evenly"
     )
@@ -203,7 +203,7 @@ def test_what_the_trainer_itself_refused_is_not_paid_for_again(kubernetes, fails
     run()
 
 
-def test_what_the_trainer_itself_refused_is_not_tried_again_in_the_same_job_either(kubernetes, fails):
+def test_what_the_trainer_itself_refused_is_not_retried_within_a_job_either(kubernetes, fails):
     message = "distill: failed twice at step 7 in the same way: ValueError: planted"
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", Script(output=["step 1"], exit_code=EXIT_CODE, termination_message=message))
@@ -227,7 +227,7 @@ def test_a_job_that_fails_more_often_than_its_pool_allows_is_ended_with_the_last
     assert jobs(kubernetes) == []
 
 
-def test_the_next_attempt_of_a_task_reads_and_writes_the_same_places_and_so_goes_on(
+def test_the_next_attempt_of_a_task_reads_and_writes_the_same_places_and_so_resumes(
     kubernetes, fails, run, monkeypatch
 ):
     """KFP tries a task again in a new pod, which knows nothing of the first one but the run's id."""
@@ -241,7 +241,7 @@ def test_the_next_attempt_of_a_task_reads_and_writes_the_same_places_and_so_goes
     assert {"name": "TRAINER_CHECKPOINTS", "value": "s3://bucket/checkpoints"} in second["containers"][0]["env"]
 
 
-def test_a_crash_is_tried_again(kubernetes, fails, run):
+def test_a_crash_is_retried(kubernetes, fails, run):
     kubernetes.script("*", Script(output=["starting"], exit_code=1))
     fails()
     kubernetes.script("*", QUICK)
@@ -259,7 +259,7 @@ CRASH = Script(output=["step 1"], exit_code=1)
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_task_makes_its_job_again_by_itself_where_the_failure_may_pass(kubernetes, run, identity, told, tmp_path):
+def test_a_task_retries_its_job_by_itself_where_that_may_help(kubernetes, run, identity, logged, tmp_path):
     """Argo, as KFP sets it up, does not try a task again that has failed."""
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", CRASH)
@@ -267,7 +267,7 @@ def test_a_task_makes_its_job_again_by_itself_where_the_failure_may_pass(kuberne
     run(attempts=3, record=str(tmp_path / "record"))
     attempts = [job["metadata"]["labels"]["vit-distillation/attempt"] for job in jobs(kubernetes)]
     assert sorted(attempts) == ["1", "2", "3"]
-    assert [line for line in told() if line.startswith("retrying in")] == [
+    assert [line for line in logged() if line.startswith("retrying in")] == [
         "retrying in 0 s: attempt 2 of 3",
         "retrying in 0 s: attempt 3 of 3",
     ]
@@ -276,7 +276,7 @@ def test_a_task_makes_its_job_again_by_itself_where_the_failure_may_pass(kuberne
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_task_has_so_many_jobs_and_no_more_also_from_a_new_pod(kubernetes, fails):
+def test_the_attempts_of_a_task_are_limited_also_from_a_new_pod(kubernetes, fails):
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", CRASH)
     assert "worker-0 ended with exit code 1" in fails(attempts=2)
@@ -293,18 +293,18 @@ def test_what_the_trainer_itself_refused_makes_no_second_job(kubernetes, fails):
 
 
 @pytest.mark.usefixtures("soon", "minutes_of_half_a_second")
-def test_a_job_that_hangs_is_made_again_so_often_and_no_more(kubernetes, fails, told):
+def test_the_attempts_of_a_job_that_hangs_are_limited(kubernetes, fails, logged):
     """It is deleted, and what it was cannot be counted on the cluster."""
     kubernetes.script("*", HANGING)
     assert "wrote no line for 0.5 s" in fails(attempts=3, silent_minutes=1)
-    assert sum(line.startswith("retrying in") for line in told()) == 2
+    assert sum(line.startswith("retrying in") for line in logged()) == 2
 
 
 @pytest.mark.usefixtures("soon", "minutes_of_half_a_second")
-def test_a_job_that_finds_no_machine_is_not_made_again(kubernetes, fails, told):
+def test_a_job_that_finds_no_machine_is_not_retried(kubernetes, fails, logged):
     kubernetes.script("*", Script(pending_s=30))
     assert "was not running after 0.5 s" in fails(attempts=3, queued_minutes=1)
-    assert not any(line.startswith("retrying in") for line in told())
+    assert not any(line.startswith("retrying in") for line in logged())
 
 
 def test_ctrl_c_between_two_attempts_ends_the_task(kubernetes, run, meanwhile, monkeypatch):
@@ -337,12 +337,12 @@ def test_out_of_memory_is_named_with_what_to_do(kubernetes, fails, meanwhile):
 def test_an_eviction_is_named_with_what_to_do(kubernetes, fails, meanwhile):
     kubernetes.script("*", HANGING)
     meanwhile("worker-0 | step 1", lambda: kubernetes.evict(kubernetes.list(PODS, "*-worker-0")[0]["metadata"]["name"]))
-    told = fails()
-    assert "worker-0 ended (Evicted): The node was low on resource: ephemeral-storage." in told
-    assert "run again, which resumes from the last checkpoint" in told
+    message = fails()
+    assert "worker-0 ended (Evicted): The node was low on resource: ephemeral-storage." in message
+    assert "run again, which resumes from the last checkpoint" in message
 
 
-def test_an_image_that_can_not_be_pulled_ends_the_job(kubernetes, fails, monkeypatch, told):
+def test_an_image_that_cannot_be_pulled_ends_the_job(kubernetes, fails, monkeypatch, logged):
     monkeypatch.setattr("components.launch.job_progress.STUCK_S", 0.5)
     kubernetes.script("*", Script(pull_error_s=30))
     message = fails()
@@ -372,23 +372,23 @@ def test_a_kind_that_is_removed_says_so(kubernetes, fails, meanwhile):
 
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
-def test_waiting_too_long_ends_the_job(kubernetes, fails, told):
+def test_waiting_too_long_ends_the_job(kubernetes, fails, logged):
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", Script(pending_s=30))
     message = fails(queued_minutes=1)
     assert "was not running after 0.5 s (waiting for its machines (1 of 2 replicas)); last problem: " in message
     assert "0/1 nodes are available: 1 Insufficient cpu." in message
     assert jobs(kubernetes) == []
-    assert told()[-1].endswith("deleted")
+    assert logged()[-1].endswith("deleted")
 
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
-def test_a_queue_counts_as_waiting_and_not_as_running(kubernetes, run, told, meanwhile):
+def test_a_queue_counts_as_waiting_and_not_as_running(kubernetes, run, logged, meanwhile):
     kubernetes.script("*", HANGING, Script(output=["step 1", 0.2, "step 2"]))
     meanwhile("step 1", lambda: kubernetes.suspend(jobs(kubernetes)[0]["metadata"]["name"]))
     meanwhile("suspended", lambda: (time.sleep(1.0), kubernetes.resume(jobs(kubernetes)[0]["metadata"]["name"])))
     run(queued_minutes=20, running_minutes=2, silent_minutes=2)
-    assert any("suspended, waiting in its queue" in line for line in told())
+    assert any("suspended, waiting in its queue" in line for line in logged())
 
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
@@ -411,7 +411,7 @@ def test_silence_for_too_long_ends_the_job(kubernetes, fails):
 
 
 @pytest.mark.parametrize("when", ["created", "queued", "running"])
-def test_ctrl_c_deletes_the_job_and_waits_until_it_is_gone(kubernetes, run, told, meanwhile, when):
+def test_ctrl_c_deletes_the_job_and_waits_until_it_is_gone(kubernetes, run, logged, meanwhile, when):
     kubernetes.script("*", HANGING if when == "running" else Script(pending_s=30))
     moments = {"created": lambda: bool(jobs(kubernetes)), "queued": "FailedScheduling", "running": "worker-0 | step 1"}
     meanwhile(moments[when], interrupt)
@@ -419,7 +419,7 @@ def test_ctrl_c_deletes_the_job_and_waits_until_it_is_gone(kubernetes, run, told
         run()
     assert jobs(kubernetes) == []
     assert kubernetes.list(PODS) == []
-    assert told()[-1].endswith(": deleted")
+    assert logged()[-1].endswith(": deleted")
 
 
 def test_sigterm_does_the_same(kubernetes, run, meanwhile):
@@ -439,32 +439,32 @@ def test_ctrl_c_while_the_answer_to_the_creation_is_late_leaves_no_job(kubernete
     assert jobs(kubernetes) == []
 
 
-def test_a_job_that_can_not_be_deleted_is_named(kubernetes, run, meanwhile, told):
+def test_a_job_that_cannot_be_deleted_is_named(kubernetes, run, meanwhile, logged):
     kubernetes.script("*", HANGING)
     kubernetes.faults.deny("delete", "pytorchjobs")
     meanwhile("worker-0 | step 1", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run()
     name = jobs(kubernetes)[0]["metadata"]["name"]
-    assert f"job {name} may be left running: no right to delete pytorchjobs.kubeflow.org {name}" in told()[-1]
-    assert f"kubectl delete pytorchjobs.kubeflow.org {name} -n kubeflow" in told()[-1]
+    assert f"job {name} may be left running: no right to delete pytorchjobs.kubeflow.org {name}" in logged()[-1]
+    assert f"kubectl delete pytorchjobs.kubeflow.org {name} -n kubeflow" in logged()[-1]
 
 
-# A cluster that does not do as we like
+# A cluster with faults
 
 
-def test_a_server_that_is_away_for_a_while_does_not_end_the_run(kubernetes, run, told, meanwhile):
+def test_a_server_that_is_unavailable_for_a_while_does_not_end_the_run(kubernetes, run, logged, meanwhile):
     kubernetes.script("*-master-0", Script(output=["step 1", 2.2, "step 2"]))
     kubernetes.script("*-worker-0", Script(output=["step 1", 1.5, "step 2"]))
     meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
     run()
-    assert sum("does not answer" in line for line in told()) == 1
-    assert sum("answers again" in line for line in told()) == 1
-    assert [line for line in told() if line.startswith("worker-0 |")] == ["worker-0 | step 1", "worker-0 | step 2"]
+    assert sum("does not answer" in line for line in logged()) == 1
+    assert sum("answers again" in line for line in logged()) == 1
+    assert [line for line in logged() if line.startswith("worker-0 |")] == ["worker-0 | step 1", "worker-0 | step 2"]
 
 
-def test_a_server_that_stays_away_ends_the_run_and_leaves_the_job_to_be_followed_further(
-    kubernetes, run, fails, told, meanwhile
+def test_a_server_that_stays_unavailable_ends_the_run_and_leaves_the_job_to_be_adopted(
+    kubernetes, run, fails, logged, meanwhile
 ):
     first, second = (kubernetes.add_pod(name)["metadata"]["uid"] for name in ("task-1", "task-2"))
     kubernetes.script("distill-*", Script(output=["step 1", 2.0, "step 2"]))
@@ -475,32 +475,32 @@ def test_a_server_that_stays_away_ends_the_run_and_leaves_the_job_to_be_followed
     run(owner=Owner(name="task-2", uid=second))
     (job,) = jobs(kubernetes)
     assert [owner["uid"] for owner in job["metadata"]["ownerReferences"]] == [second]
-    assert any("exists already; following it" in line for line in told())
+    assert any("exists already; following it" in line for line in logged())
 
 
 @pytest.mark.parametrize(("verb", "resource"), [("get", "pods/log"), ("list", "events"), ("list", "pods")])
 @pytest.mark.usefixtures("minutes_of_half_a_second")
-def test_what_may_not_be_read_is_done_without(kubernetes, run, told, verb, resource):
+def test_what_may_not_be_read_is_done_without(kubernetes, run, logged, verb, resource):
     kubernetes.script("*", Script(output=["step 1", 0.7, "step 2"]))
     kubernetes.faults.deny(verb, resource)
     run(silent_minutes=1 if resource != "events" else 100)
     assert any(
         f"no right to {verb} {resource.split('/')[0]}" in line and "the job is followed without" in line
-        for line in told()
+        for line in logged()
     )
-    assert told()[-1].endswith("succeeded")
+    assert logged()[-1].endswith("succeeded")
 
 
-def test_where_nothing_may_be_watched_the_job_is_followed_by_polling(kubernetes, run, told, monkeypatch):
+def test_where_nothing_may_be_watched_the_job_is_followed_by_polling(kubernetes, run, logged, monkeypatch):
     monkeypatch.setattr(readers, "POLL_S", 0.1)
     kubernetes.faults.deny("watch", "*")
     kubernetes.script("*-master-0", Script(output=["step 1", 1.0, "step 2"]))
     kubernetes.script("*-worker-0", Script(output=["step 1", 0.3, "step 2"]))
     run()
-    assert {"master-0 | step 2", "worker-0 | step 2"} <= set(told())
+    assert {"master-0 | step 2", "worker-0 | step 2"} <= set(logged())
 
 
-def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, told, monkeypatch):
+def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, logged, monkeypatch):
     monkeypatch.setattr(readers, "POLL_S", 0.2)  # which is what they come to when they break all the time
     steps = [item for number in range(12) for item in (f"step {number}", 0.1)]
     kubernetes.script("*-master-0", Script(output=[*steps, 0.7]))
@@ -521,22 +521,22 @@ def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, told, monkeyp
         stop.set()
         thread.join()
     for replica in ("master-0", "worker-0"):
-        seen = [line.partition(" | ")[2] for line in told() if line.startswith(f"{replica} |")]
+        seen = [line.partition(" | ")[2] for line in logged() if line.startswith(f"{replica} |")]
         assert seen == [f"step {number}" for number in range(12)]
 
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
-def test_what_can_not_be_heard_while_the_server_is_away_is_no_silence(kubernetes, run, told, meanwhile, monkeypatch):
+def test_while_the_server_is_unavailable_a_missing_line_is_no_silence(kubernetes, run, logged, meanwhile, monkeypatch):
     monkeypatch.setattr("components.launch.api_errors.SETTLE_S", 1.0)
     steps = [item for number in range(12) for item in (f"step {number}", 0.2)]
     kubernetes.script("*-master-0", Script(output=[*steps, 0.2]))
     kubernetes.script("*-worker-0", Script(output=steps))
     meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.2))
     run(silent_minutes=1)
-    assert "worker-0 | step 11" in told()
+    assert "worker-0 | step 11" in logged()
 
 
-def test_a_login_that_runs_out_is_waited_for(kubernetes, run, told, meanwhile):
+def test_a_login_that_runs_out_is_waited_for(kubernetes, run, logged, meanwhile):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
     kubernetes.script("*-worker-0", Script(output=["step 1", 0.7, "step 2"]))
 
@@ -546,11 +546,11 @@ def test_a_login_that_runs_out_is_waited_for(kubernetes, run, told, meanwhile):
 
     meanwhile("worker-0 | step 1", refuse)
     run()
-    assert any("does not know who you are" in line for line in told())
-    assert "worker-0 | step 2" in told()
+    assert any("does not know who you are" in line for line in logged())
+    assert "worker-0 | step 2" in logged()
 
 
-def test_who_was_never_logged_in_is_told_at_once(kubernetes, fails):
+def test_credentials_that_were_never_accepted_are_reported_at_once(kubernetes, fails):
     kubernetes.faults.fail(401, times=1000)
     assert fails().endswith("log in again, until `kubectl get pods` works")
 
@@ -616,12 +616,12 @@ def test_a_job_that_is_refused_leaves_what_would_have_been_sent(kubernetes, fail
     assert json.loads((tmp_path / "record" / "job.json").read_text())["kind"] == "PyTorchJob"
 
 
-def test_a_record_that_can_not_be_written_hides_nothing(kubernetes, fails, tmp_path, told):
+def test_a_record_that_cannot_be_written_hides_nothing(kubernetes, fails, tmp_path, logged):
     (tmp_path / "record").write_text("a file")
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", Script(output=[], exit_code=3))
     assert "worker-0 ended with exit code 3" in fails(record=str(tmp_path / "record"))
-    assert f"the record of the job cannot be kept in {tmp_path}/record" in told()[-1]
+    assert f"the record of the job cannot be kept in {tmp_path}/record" in logged()[-1]
 
 
 def test_a_record_goes_to_an_object_store(kubernetes, run):
@@ -633,9 +633,9 @@ def test_a_record_goes_to_an_object_store(kubernetes, run):
     storage.remove("memory://record-of-a-job")
 
 
-def test_the_logs_last_lines_are_not_lost_when_the_node_is_slow(kubernetes, run, told, monkeypatch):
+def test_the_logs_last_lines_are_not_lost_when_the_node_is_slow(kubernetes, run, logged, monkeypatch):
     monkeypatch.setattr(launcher, "RUNNING_LOGS_S", 0.1)
     kubernetes.script("*", Script(output=[f"step {number}" for number in range(500)]))
     kubernetes.faults.slow(0.3)
     run()
-    assert sum(line.startswith("master-0 |") for line in told()) == 500
+    assert sum(line.startswith("master-0 |") for line in logged()) == 500

@@ -155,7 +155,7 @@ def test_streams_that_break_lose_and_repeat_nothing(kubernetes, pod, reader, rep
     assert found + read_all(lines) == [f"line {number}" for number in range(30)]
 
 
-def test_a_container_that_restarts_in_its_pod_is_read_on(kubernetes, pod, reader, replica, lines):
+def test_a_container_that_restarts_in_its_pod_is_read_further(kubernetes, pod, reader, replica, lines):
     pod(
         Script(output=["first a", "first b"], exit_code=1),
         Script(output=["second a", 0.1, "second b"]),

@@ -221,7 +221,7 @@ def test_secrets_come_by_reference():
     ("name", "reason"),
     [("MY_TOKEN", "it looks like a secret; name it under secrets of the pool"), ("RANK", "it is set by the launcher")],
 )
-def test_a_job_can_not_bring_secrets_or_what_the_launcher_sets(name, reason):
+def test_a_job_cannot_bring_secrets_or_what_the_launcher_sets(name, reason):
     with pytest.raises(LaunchError, match=f"distill: {name} cannot be part of a job's environment: {reason}"):
         rendered(spec(environment={name: "x"}))
 

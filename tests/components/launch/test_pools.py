@@ -56,7 +56,7 @@ def test_a_pod_takes_the_whole_machine_and_leaves_room_for_the_system(name):
     assert int(pool.resources.get("vpc.amazonaws.com/efa", 0)) == network_cards
     assert pool.node_selector["node.kubernetes.io/instance-type"] == pool.instance
     assert pools.ACCELERATORS[pool.device] in {toleration.key for toleration in pool.tolerations}
-    assert pool.processes_per_node == pool.most_processes
+    assert pool.processes_per_node == pool.max_processes
     if pool.spot:
         assert pool.price is None
     else:
@@ -141,7 +141,7 @@ def test_an_unknown_pool_is_answered_with_the_nearest_and_all(monkeypatch):
             'spot = true\nprice = { dollars_an_hour = 1.0, date = 2026-11-21, region = "r", source = "s" }',
             "price: that of a spot node changes from hour to hour; leave it out",
         ),
-        ('based_on = "large"', "based_on must be a pool that stands for itself (small), got 'large'"),
+        ('based_on = "large"', "based_on must be a pool without based_on of its own (small), got 'large'"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_pool_file_and_value(write, change, message):
@@ -196,7 +196,7 @@ def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path):
     assert "none.toml: there is no such file; check the path; TRAINER_POOLS names the file" in refusal()
 
 
-def test_processes_are_the_pools_own_or_as_many_as_asked_for():
+def test_processes_are_the_pools_own_or_the_requested_number():
     pool = pools.get("gpu-a10g-4")
     assert (pool.processes(), pool.processes(2)) == (4, 2)
     with pytest.raises(SettingsError, match=r"0 \(the pool's own number\) to 4 on pool gpu-a10g-4, got 5"):
@@ -226,9 +226,9 @@ def test_a_run_on_trainium_stands_in_the_price_performance_table_as_any_other():
         distill = StageBill(stage="distill", seconds=seconds, place=place, dollars=place.dollars(seconds))
         entries.append(price_performance.entry(name, make_bill([distill]), accuracy=0.8, epochs=10))
     heading, gpu, neuron = price_performance.rows(entries)
-    told = dict(zip(heading, neuron, strict=True))
-    assert told["where"] == "4 nodes of neuron-trn1-16 (trn1.32xlarge)"
-    assert told["dollars"] == f"${4 * 21.50 * 3000 / 3600:.2f}"
-    assert told["epoch speed"] == "1.20x"
-    assert told[""] == "cheapest, fastest"
+    row = dict(zip(heading, neuron, strict=True))
+    assert row["where"] == "4 nodes of neuron-trn1-16 (trn1.32xlarge)"
+    assert row["dollars"] == f"${4 * 21.50 * 3000 / 3600:.2f}"
+    assert row["epoch speed"] == "1.20x"
+    assert row[""] == "cheapest, fastest"
     assert set(map(bool, gpu[:-1])) == {True}

@@ -91,7 +91,7 @@ def left_soon(kubernetes):
     return left_soon
 
 
-def test_the_exit_task_deletes_what_goes_on_of_its_run_and_nothing_else(cluster, make, foreign, left_soon):
+def test_the_exit_task_deletes_running_jobs_of_its_run_and_nothing_else(cluster, make, foreign, left_soon):
     going, other_backend = make("run-1"), make("run-1", backend="trainjob", task="pretrain")
     ended, other_run = make("run-1", task="tune", condition="Failed"), make("run-2")
     assert sorted(reaper.delete_jobs(cluster, "run-1")) == sorted([going, other_backend])
@@ -110,7 +110,7 @@ def test_a_backend_that_is_not_installed_has_no_jobs(kubernetes, cluster, make):
     assert [job.name for job in reaper.find(cluster)] == [name]
 
 
-def test_a_backend_that_may_not_be_listed_is_said(kubernetes, cluster, make, caplog):
+def test_a_backend_that_may_not_be_listed_is_logged(kubernetes, cluster, make, caplog):
     kubernetes.faults.deny("list", "trainjobs")
     caplog.set_level(logging.WARNING)
     name = make("run-1")
@@ -217,7 +217,7 @@ def test_a_job_whose_owner_is_not_there_is_left_to_the_garbage_collector(cluster
     assert reaper.find_orphaned(cluster) == []
 
 
-def test_without_the_right_to_pods_orphans_can_not_be_told(kubernetes, make, task_pod, capsys):
+def test_without_the_right_to_pods_orphans_cannot_be_found(kubernetes, make, task_pod, capsys):
     make("run-1", owner=task_pod(phase="Failed", ended_s=1500))
     kubernetes.faults.deny("get", "pods")
     assert command.main(["reap", "--orphaned"]) == 2
