@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from trainer import limits, storage
+from trainer import limits, local_files
 from trainer.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section
 from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
 from trainer.graph import STAGES
@@ -681,7 +681,7 @@ def load_recipe(recipe: str) -> dict[str, Any]:
     """
     path = RECIPES / f"{recipe}.toml" if "/" not in recipe and not recipe.endswith(".toml") else Path(recipe)
     try:
-        return limits.parse_toml(storage.read_limited(path, limits.TOML_BYTES).decode())
+        return limits.parse_toml(local_files.read_limited(path, limits.TOML_BYTES).decode())
     except ObjectNotFoundError as error:
         known = sorted(recipes())
         raise SettingsError(

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import json
 import os
 import re
 import shutil
-import stat
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import fsspec  # type: ignore[import-untyped]  # the package ships no types
 
-from trainer import limits
 from trainer.errors import (
     ObjectDamagedError,
     ObjectExistsError,
     ObjectNotFoundError,
-    ObjectTooLargeError,
     StorageError,
     make_directory,
     writing_to,
 )
+from trainer.local_files import check_size, checked_path, read_file, reading
 from trainer.storage.retries import call, endpoint
 
 CONNECTIONS = 8
@@ -42,8 +39,6 @@ _OTHER_SCHEMES = frozenset(
 )
 """What fsspec may read and write besides: stores, but neither archives, nor caches, nor other files of this machine."""
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-_LONGEST_PATH, _LONGEST_PART = 4095, 255
-"""Bytes that Linux takes."""
 _making = threading.Lock()
 
 
@@ -70,21 +65,7 @@ def local_path(uri: str | Path) -> Path:
         raise StorageError(
             f"{uri}: names a host, {path.partition('/')[0]!r}; write file:///PATH for a path on this machine"
         )
-    if not _is_path(path):
-        raise StorageError(
-            f"{limits.cut(str(uri), 200)!r} cannot be a path: it has a NUL character, or more bytes than the system takes; give another"
-        )
-    return Path(path)
-
-
-def _is_path(path: str) -> bool:
-    """Whether the system can have a file of this name."""
-    try:
-        encoded = os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-    parts = encoded.split(b"/")
-    return b"\0" not in encoded and len(encoded) <= _LONGEST_PATH and max(map(len, parts)) <= _LONGEST_PART
+    return checked_path(path)
 
 
 def join(uri: str | Path, *names: str) -> str:
@@ -120,7 +101,7 @@ def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None
         StorageError: it cannot be read, or the store does not answer or refuses.
     """
     if not is_remote(uri):
-        with _told(uri):
+        with reading(uri):
             return read_file(local_path(uri), start, end)
     system, path = locate(uri)
     content: bytes = call(str(uri), lambda: system.cat_file(path, start=start, end=end))
@@ -136,59 +117,14 @@ def read_limited(uri: str | Path, limit: int) -> bytes:
         StorageError: it cannot be read, or the store does not answer or refuses.
     """
     if not is_remote(uri):
-        with _told(uri):
+        with reading(uri):
             return read_file(local_path(uri), limit=limit)
     try:
         content = read_bytes(uri, 0, limit + 1)
     except ObjectDamagedError:  # the store's answer to a range of an empty object
         return b""
-    _check_size(len(content), limit, uri)
+    check_size(len(content), limit, uri)
     return content
-
-
-def _check_size(size: int, limit: int, uri: str | Path) -> None:
-    if size > limit:
-        raise ObjectTooLargeError(
-            f"{uri}: has more than {limit:,} bytes, the most that are read of such a file; check that it is what its name says"
-        )
-
-
-@contextmanager
-def _told(uri: str | Path) -> Iterator[None]:
-    """Turn the operating system's refusal to read a file into a `StorageError`."""
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ObjectNotFoundError(f"{uri}: there is no such file; check the path") from error
-    except OSError as error:
-        raise StorageError(
-            f"{uri}: cannot be read ({error.strerror or error}); check the path and the right to read it"
-        ) from error
-
-
-def read_file(path: Path, start: int | None = None, end: int | None = None, *, limit: int | None = None) -> bytes:
-    """The bytes from `start` up to `end` of a file here; what is no regular file, such as a pipe or a device, is not waited for.
-
-    Raises:
-        OSError: it cannot be read.
-        ObjectTooLargeError: the file has more bytes than the limit, where there is one.
-    """
-    with _open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if limit is not None:
-            _check_size(size, limit, path)
-            end = limit
-        file.seek(start or 0)
-        # Python makes room for all that is asked for, whether it is there or not.
-        return file.read(-1 if end is None else max(0, min(end, size + 1) - (start or 0)))
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise PermissionError(errno.EPERM, "it is no regular file", str(path))
-    return os.fdopen(descriptor, "rb")
 
 
 def write_bytes(uri: str | Path, content: bytes) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import limits, storage
+from trainer import limits, local_files, storage
 from trainer.config import Outside
 from trainer.data.sources.source import UnknownVersionError
 from trainer.errors import DataError, ObjectNotFoundError
@@ -42,7 +42,7 @@ def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:
         StorageError: the store does not answer or refuses, which says nothing about the image.
     """
     if not storage.is_remote(location):
-        return storage.read_file(storage.local_path(location), limit=limit)
+        return local_files.read_file(storage.local_path(location), limit=limit)
     try:
         return storage.read_limited(location, limit)
     except ObjectNotFoundError as error:

@@ -1,0 +1,96 @@
+"""Files of this machine that others have made: read at most to a limit, and never waited for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer import limits
+from trainer.errors import ObjectNotFoundError, ObjectTooLargeError, StorageError
+
+_LONGEST_PATH, _LONGEST_PART = 4095, 255
+"""Bytes that Linux takes."""
+
+
+def checked_path(path: str | Path) -> Path:
+    """A path that the system can have.
+
+    Raises:
+        StorageError: it has a NUL character, or is too long.
+    """
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded or len(encoded) > _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_PART:
+        raise StorageError(
+            f"{limits.cut(str(path), 200)!r} cannot be a path: it has a NUL character, or more bytes than the system takes; give another"
+        )
+    return Path(path)
+
+
+def read_limited(path: str | Path, limit: int) -> bytes:
+    """The whole content of a file; no more than `limit` bytes of it are read.
+
+    Raises:
+        ObjectNotFoundError: there is none.
+        ObjectTooLargeError: it has more bytes.
+        StorageError: it cannot be read.
+    """
+    with reading(path):
+        return read_file(checked_path(path), limit=limit)
+
+
+@contextmanager
+def reading(name: str | Path) -> Iterator[None]:
+    """Turn the operating system's refusal to read a file into a `StorageError`."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ObjectNotFoundError(f"{name}: there is no such file; check the path") from error
+    except OSError as error:
+        raise StorageError(
+            f"{name}: cannot be read ({error.strerror or error}); check the path and the right to read it"
+        ) from error
+
+
+def read_file(path: Path, start: int | None = None, end: int | None = None, *, limit: int | None = None) -> bytes:
+    """The bytes from `start` up to `end` of a file; what is no regular file, such as a pipe or a device, is not waited for.
+
+    Raises:
+        OSError: it cannot be read.
+        ObjectTooLargeError: the file has more bytes than the limit, where there is one.
+    """
+    with _open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if limit is not None:
+            check_size(size, limit, path)
+            end = limit
+        file.seek(start or 0)
+        # Python makes room for all that is asked for, whether it is there or not.
+        return file.read(-1 if end is None else max(0, min(end, size + 1) - (start or 0)))
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def check_size(size: int, limit: int, name: str | Path) -> None:
+    """Refuse a file, or an object of a store, that is larger than what is read of its kind.
+
+    Raises:
+        ObjectTooLargeError: with its name and the limit.
+    """
+    if size > limit:
+        raise ObjectTooLargeError(
+            f"{name}: has more than {limit:,} bytes, the most that are read of such a file; check that it is what its name says"
+        )
