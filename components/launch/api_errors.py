@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from trainer.errors import LaunchError
+from trainer.retry import Retry
 
 logger = logging.getLogger(__name__)
 
-INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 10.0
+BACKOFF = Retry(first_s=0.2, longest_s=10.0)
 SETTLE_S = 10.0
 """Time after the API server's return until its watches have delivered everything that was missed."""
 
@@ -231,20 +232,22 @@ class ApiRetry:
             ApiUnavailableError: it did not answer within the timeout, or has never accepted the credentials.
             RetryStopped: `stop` was called.
         """
-        backoff_s = INITIAL_BACKOFF_S
-        while True:
-            self.wait(0)
-            try:
-                result = request()
-            except ApiUnavailableError as error:
-                self._count_failure(error)
-                self.wait(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            else:
-                self._reset()
-                return result
 
-    def _count_failure(self, error: ApiUnavailableError) -> None:
+        def attempt() -> Result:
+            self.wait(0)
+            return request()
+
+        result = BACKOFF(attempt, failed=self._count_failure, sleep=self.wait)
+        with self._lock:
+            if self._failures > 1:
+                self._back_at = time.monotonic()
+                logger.warning("the API server answers again after %s", format_duration(self._back_at - self._lost_at))
+            self._failures, self._authorized = 0, True
+        return result
+
+    def _count_failure(self, error: Exception, _attempt: int) -> None:
+        if not isinstance(error, ApiUnavailableError):
+            raise error
         with self._lock:
             if isinstance(error, UnauthorizedError) and not self._authorized:
                 raise error
@@ -256,13 +259,6 @@ class ApiRetry:
                 logger.warning("%s; retrying for at most %s", error, format_duration(self._timeout_s))
             if time.monotonic() - self._lost_at >= self._timeout_s:
                 raise error
-
-    def _reset(self) -> None:
-        with self._lock:
-            if self._failures > 1:
-                self._back_at = time.monotonic()
-                logger.warning("the API server answers again after %s", format_duration(self._back_at - self._lost_at))
-            self._failures, self._authorized = 0, True
 
 
 def format_duration(seconds: float) -> str:
