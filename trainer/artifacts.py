@@ -1,8 +1,8 @@
-"""The directories that stages hand to one another.
+"""Artifacts: the directories that stages hand to one another.
 
 An artifact is a directory, here or in an object store, with a `manifest.json`: its kind and schema version, the settings that made it,
 the fingerprints of its parents, and size and SHA-256 of every file. The manifest is written last, so a directory without one does not
-exist. Reading checks kind, schema version and checksums, and names what is wrong. One in a store is written into a folder here and sent
+exist. Reading checks kind, schema version and checksums, and names what is wrong. One in a store is written into a local folder and sent
 when it is complete; reading fetches it, once for all processes of this machine.
 
 The fingerprint covers kind, schema version, settings, parents and file checksums; it does not cover the time, the duration, the
@@ -62,7 +62,7 @@ _CHECKSUM = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What an artifact says of itself."""
+    """What an artifact says about itself."""
 
     kind: Kind
     settings: Mapping[str, Any]
@@ -76,9 +76,9 @@ class Manifest:
     seconds: float
     """How long the stage took to make it."""
     startup_seconds: float | None
-    """From the launch of its stage until it was begun; none for a stage that nobody launches."""
+    """From the launch of its stage until it was begun; None for a stage that is not launched."""
     place: Machines | None
-    """On which machines; none where nobody told."""
+    """On which machines; None where that is not known."""
     device: str | None
     """Kind of the devices that it was trained on, `cpu`, `cuda` or `xla`; none of what no training made."""
     figures: Mapping[str, Any]
@@ -108,12 +108,12 @@ class Draft:
 
 
 def canonical_json(value: object) -> str:
-    """One text for equal values: sorted keys, no white space, no NaN."""
+    """Serialise a value so that equal values give equal texts: sorted keys, no white space, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def digest(value: object) -> str:
-    """SHA-256 of a value's canonical JSON, as hexadecimal text."""
+    """Return the SHA-256 of a value's canonical JSON, as hexadecimal text."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
@@ -166,12 +166,12 @@ def create(
             storage.flush(path)
         elif kind != "checkpoint" and not draft.contributed:
             (path / MANIFEST).write_bytes(text)
-            cache.adopt(path, manifest["fingerprint"])  # so that who goes on with it here need not fetch it
+            cache.adopt(path, manifest["fingerprint"])  # so that the next stage on this machine need not fetch it
 
 
 @contextmanager
 def folder_for(uri: str | Path) -> Iterator[Path]:
-    """The folder on this machine into which the files of an artifact are written: its own directory, or a draft of a remote one."""
+    """Open the local folder into which the files of an artifact are written: its own directory, or a draft of a remote one."""
     if storage.is_remote(uri):
         with cache.draft() as path:
             yield path
@@ -183,7 +183,7 @@ def folder_for(uri: str | Path) -> Iterator[Path]:
 
 
 def contribute(uri: str | Path, folder: Path) -> dict[str, FileRecord]:
-    """Bring the files of a folder from `folder_for(uri)` into the artifact, which `create` completes; gives their records.
+    """Add the files of a folder from `folder_for(uri)` to the artifact, which `create` completes; returns their records.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -199,7 +199,7 @@ def contribute(uri: str | Path, folder: Path) -> dict[str, FileRecord]:
 
 
 def unfinished(output: str | Path) -> str:
-    """Where what goes on with an interrupted stage stands until its output is complete, a URI: `TRAINER_CHECKPOINTS`, or else beside it."""
+    """Return the URI of what an interrupted stage resumes from, kept until its output is complete: `TRAINER_CHECKPOINTS`, or beside it."""
     return os.environ.get(CHECKPOINTS_VARIABLE) or storage.join(storage.parent(output), "checkpoints")
 
 
@@ -235,7 +235,7 @@ def copy(source: str | Path, target: str | Path, kind: Kind) -> Manifest:
 
 
 def _fingerprint(uri: str | Path, kind: Kind) -> str:
-    """Of the complete artifact that is there; empty where there is none."""
+    """Return the fingerprint of the artifact at a URI; empty where there is no complete one."""
     try:
         return manifest(uri, kind).fingerprint
     except ArtifactError:
@@ -243,7 +243,7 @@ def _fingerprint(uri: str | Path, kind: Kind) -> str:
 
 
 def _keep_written(folder: Path, names: Collection[str]) -> None:
-    """Bring the files of a folder down to the disk, and remove what writers that were killed have left of others."""
+    """Flush the files of a folder to the disk, and remove unfinished ones that killed writers have left."""
     for left in [*folder.rglob(".*.partial")]:
         left.unlink(missing_ok=True)
     paths = [folder / name for name in names]
@@ -264,7 +264,7 @@ def _copy_files(source: Path, target: Path, names: Collection[str]) -> None:
 
 
 def exists(uri: str | Path) -> bool:
-    """Whether a complete artifact is there (its content is not checked).
+    """Return whether there is a complete artifact (its content is not checked).
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -296,7 +296,7 @@ def _fetch(uri: str, content: Manifest) -> Path:
         size = sum(record["size"] for record in content.files.values())
         logger.info("fetching %s (%.1f MiB)", what, size / 2**20)
         storage.download_directory(uri, directory, content.files)
-        # So that what was fetched is an artifact too, for whoever is given its directory.
+        # So that the fetched directory is an artifact too.
         (directory / MANIFEST).write_bytes(storage.read_limited(storage.join(uri, MANIFEST), limits.JSON_BYTES))
 
     def is_whole(directory: Path) -> bool:
@@ -312,7 +312,7 @@ def _fetch(uri: str, content: Manifest) -> Path:
 
 
 def manifest(uri: str | Path, kind: Kind) -> Manifest:
-    """What an artifact says of itself; its files are neither fetched nor checked.
+    """Read an artifact's manifest; its files are neither fetched nor checked.
 
     Raises:
         ArtifactError: there is no complete artifact, or it is of another kind or schema version, or its manifest is damaged.
@@ -320,10 +320,10 @@ def manifest(uri: str | Path, kind: Kind) -> Manifest:
     """
     content = _load_manifest(uri, kind)
     _check_manifest(uri, kind, content)
-    told: dict[str, Any] = {one.name: content.get(one.name) for one in fields(Manifest)}
+    members: dict[str, Any] = {one.name: content.get(one.name) for one in fields(Manifest)}
     try:
-        place = None if told["place"] is None else Machines.model_validate(told["place"])
-        return Manifest(**told | {"created": datetime.fromisoformat(told["created"]), "place": place})
+        place = None if members["place"] is None else Machines.model_validate(members["place"])
+        return Manifest(**members | {"created": datetime.fromisoformat(members["created"]), "place": place})
     except (TypeError, ValueError) as error:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error
 
@@ -344,7 +344,7 @@ def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
 
 
 def _lack(uri: str | Path) -> str:
-    """Why there is no manifest, as far as can be known, and the next move."""
+    """Say why there is no manifest, as far as that is known, and the next move."""
     again, cached = "run the stage that makes it again", f"; {_WITHOUT_CACHE}" if storage.is_remote(uri) else ""
     if storage.is_remote(uri) and not storage.children(uri):
         return (
@@ -375,7 +375,7 @@ def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> 
 
 
 def _check_files(uri: str | Path, kind: Kind, files: Mapping[str, Any]) -> None:
-    """Refuse names that lead out of the artifact or into one another, and records that are none."""
+    """Refuse names that lead out of the artifact or into one another, and records of another form."""
     if len(files) > limits.ARTIFACT_FILES:
         raise ArtifactError(
             f"{kind} {uri}: its manifest names {len(files):,} files, more than the {limits.ARTIFACT_FILES:,} that an artifact may have; "
@@ -392,7 +392,7 @@ def _check_files(uri: str | Path, kind: Kind, files: Mapping[str, Any]) -> None:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a file of this name lies in the artifact, and is neither its manifest nor what a transfer writes beside a file."""
+    """Return whether a file of this name lies in the artifact, and is neither its manifest nor a journal of a transfer."""
     parts = name.split("/")
     return (
         name != MANIFEST

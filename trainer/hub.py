@@ -1,4 +1,4 @@
-"""What the Hugging Face Hub holds now: which commit of a model's weights, or of a data set, a download would give."""
+"""Revisions on the Hugging Face Hub: which commit of a model's weights, or of a data set, a download would give now."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
-"""How long the Hub may take to answer."""
+"""Longest wait for the Hub's answer."""
 
 
 def weights_revision(name: str) -> str | None:
-    """The commit of the repository on the Hub that timm would load a model's pretrained weights from; nothing is downloaded.
+    """Find the commit on the Hub that timm would load a model's pretrained weights from; nothing is downloaded.
 
-    Where the Hub does not answer, it is the commit that this machine's cache holds, which is what timm would then load.
+    Where the Hub does not answer, it is the commit in this machine's cache, which is what timm would then load.
 
     Args:
         name: as timm names a model, with or without a tag: `vit_tiny_patch16_224.augreg_in21k_ft_in1k`.
 
     Returns:
-        None where it cannot be known: timm has no such weights, or from elsewhere, or the Hub does not answer and nothing is cached. A line
-        of the log says why.
+        None where it cannot be known: timm has no such weights, or loads them from elsewhere, or the Hub does not answer and nothing is
+        cached. A line of the log says why.
     """
     import timm  # here, because it brings in torch
 
@@ -37,9 +37,9 @@ def weights_revision(name: str) -> str | None:
 
 
 def dataset_revision(name: str) -> str | None:
-    """The commit of a data set on the Hub; nothing is downloaded.
+    """Find the commit of a data set on the Hub; nothing is downloaded.
 
-    Where the Hub does not answer, it is the commit that this machine's cache holds.
+    Where the Hub does not answer, it is the commit in this machine's cache.
 
     Returns:
         None where neither is there; a line of the log says why.
@@ -71,7 +71,7 @@ def _revision(asked: str, repository: str, kind: str, wanted: str) -> str | None
 
 
 def _cached(repository: str, kind: str, wanted: str) -> str | None:
-    """The commit that the Hub's client takes where it cannot ask."""
+    """Return the commit that the Hub's client falls back to offline."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

@@ -1,8 +1,8 @@
-"""Teachers and students: timm models that take raw images, and the directories that they are kept in.
+"""Teachers and students: timm models that take raw images, and the directories that hold them.
 
-A `Classifier` takes uint8 images of any size, resizes and normalises them as its own network wants, and gives logits; so a teacher
-and a student with different input sizes and statistics share one batch. A model directory holds `config.json` and
-`model.safetensors`; nothing in it is unpickled.
+A `Classifier` takes uint8 images of any size, resizes and normalises them for its own network, and returns logits; so a teacher and a
+student with different input sizes and statistics share one batch. A model directory holds `config.json` and `model.safetensors`; nothing
+in it is unpickled.
 
 Shapes: B images, C = 3 channels, H x W pixels, K classes.
 """
@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from trainer import artifacts, limits, storage
+from trainer.artifacts import Artifact
 from trainer.config import ModelSettings
 from trainer.errors import ModelError, StorageError
 from trainer.served_student.network_input import Preprocessing
@@ -37,12 +38,12 @@ _RESERVED = frozenset(
     {"cache_dir", "checkpoint_path", "device", "dtype", "exportable", "features_only", "no_jit", "num_classes"}
     | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable"}
 )
-"""Arguments of timm that say how a model is made rather than what it is; one of them reads any file that it names."""
+"""Arguments of timm about how a model is built rather than what it is; `checkpoint_path` would read any file that it names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Weights that others have trained."""
+    """Pretrained weights from elsewhere."""
 
     name: str
     """As `pretrain.weights` names them, without the revision."""
@@ -69,17 +70,17 @@ class ModelCard:
     std: tuple[float, float, float]
     """Standard deviation of each channel, with pixels in [0, 1]."""
     interpolation: Literal["bilinear"] = "bilinear"
-    """How a square is resized to the network's input, with antialiasing; older directories do not say it, and mean this one."""
+    """How a square is resized to the network's input, with antialiasing; older directories lack it, and mean this one."""
     square: Square | None = None
-    """How a photo becomes the square that it was trained and measured on; None before it was, and in older directories."""
+    """How a photo becomes the square that the model was trained and measured on; None before that, and in older directories."""
     origin: Origin | None = None
-    """Whose weights its training began with; none where it began from scratch."""
+    """The weights that its training began with; None where it began from scratch."""
 
     def __post_init__(self) -> None:
-        """Check the size, of which a description may ask for any.
+        """Check the size, since a description from elsewhere may ask for any.
 
         Raises:
-            ValueError: it is too large, or none.
+            ValueError: it is too large, or below 1.
         """
         if not 0 < self.image_size <= limits.MODEL_ARGUMENT:
             raise ValueError(f"image_size must be from 1 to {limits.MODEL_ARGUMENT:,}, got {self.image_size}")
@@ -95,19 +96,19 @@ class Classifier(nn.Module):
         self.preprocess = Preprocessing(card.image_size, card.mean, card.std, card.interpolation)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Raw images [B, 3, H, W] (0..255) to logits [B, K]."""
+        """Classify raw images [B, 3, H, W] (0..255): logits [B, K]."""
         logits: Tensor = self.network(self.preprocess(images))
         return logits
 
     def forward_with_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Raw images [B, 3, H, W] to logits [B, K] and the pooled features [B, D] that the head makes them of, in one forward pass."""
+        """Compute logits [B, K] and the pooled features [B, D] that the head reads, of raw images [B, 3, H, W], in one forward pass."""
         network: Any = self.network
         features = self.pooled(images)
         logits: Tensor = network.get_classifier()(features)
         return logits, features
 
     def pooled(self, images: Tensor) -> Tensor:
-        """Raw images [B, 3, H, W] to the pooled features [B, D] before the head."""
+        """Compute the pooled features [B, D] before the head, of raw images [B, 3, H, W]."""
         network: Any = self.network
         features: Tensor = network.forward_head(network.forward_features(self.preprocess(images)), pre_logits=True)
         return features
@@ -139,7 +140,7 @@ def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float =
 def wrap(
     network: nn.Module, settings: ModelSettings, labels: Sequence[str], origin: Origin | None = None
 ) -> Classifier:
-    """A timm network that was built by these settings, with the preprocessing that timm knows for it."""
+    """Wrap a timm network that was built from these settings with the preprocessing that timm knows for it."""
     data_config = timm.data.resolve_data_config(model=network)
     card = ModelCard(
         architecture=settings.architecture,
@@ -182,7 +183,7 @@ def check_arguments(architecture: str, args: Mapping[str, Any]) -> None:
 
 
 def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
-    """The same weights in a model for `labels`, with this rate of stochastic depth; the head is new where the labels differ."""
+    """Copy the weights into a model for `labels`, with this rate of stochastic depth; the head is new where the labels differ."""
     settings = ModelSettings(architecture=model.card.architecture, args=model.card.args)
     network = create(settings, labels, drop_path=drop_path).network
     weights = model.network.state_dict()
@@ -195,7 +196,7 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
 
 
 def is_of_head(network: nn.Module) -> Callable[[str], bool]:
-    """Whether a weight of this name is the head's; timm's models say it, some have several heads."""
+    """Return a test for the names of the head's weights; timm's models know their heads, and some have several."""
     default_config: Any = network.default_cfg
     names = default_config["classifier"]
     prefixes = tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
@@ -203,18 +204,18 @@ def is_of_head(network: nn.Module) -> Callable[[str], bool]:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of weights."""
+    """Count the weights."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def describe(model: Classifier) -> dict[str, Any]:
-    """Its main figures: architecture, parameters, and edge of its input in pixels."""
+    """Return the main figures: architecture, parameters, and edge of the input in pixels."""
     card = model.card
     return {"architecture": card.architecture, "parameters": parameter_count(model), "image_size": card.image_size}
 
 
 def feature_size(model: Classifier) -> int:
-    """Length D of the pooled features that the model's head reads.
+    """Return the length D of the pooled features that the model's head reads.
 
     Raises:
         ModelError: its logits are not one linear layer of pooled features.
@@ -230,7 +231,7 @@ def feature_size(model: Classifier) -> int:
 
 @torch.no_grad()
 def linear_head(model: Classifier) -> nn.Linear | None:
-    """The linear layer that makes the logits of the pooled features; None in a network that ends in another way (such as VOLO's)."""
+    """Find the linear layer from pooled features to logits; None in a network that ends in another way (such as VOLO's)."""
     network: Any = model.network
     head = network.get_classifier()
     if not isinstance(head, nn.Linear):
@@ -248,7 +249,7 @@ def linear_head(model: Classifier) -> nn.Linear | None:
 
 
 def _ends_with(head: nn.Linear, model: Classifier, image: Tensor) -> bool:
-    """Whether the model's logits are what its head gives for something of the pooled features' shape."""
+    """Return whether the model's logits are its head's output for an input of the pooled features' shape."""
     calls: list[tuple[Tensor, Tensor]] = []
     with head.register_forward_hook(lambda _, inputs, output: calls.append((inputs[0], output))):
         logits = model(image)
@@ -263,14 +264,14 @@ def save(model: Classifier, directory: Path) -> None:
     (directory / WEIGHTS).write_bytes(safetensors.torch.save(tensors))
 
 
-def load(uri: str | Path) -> Classifier:
-    """Open a model directory, on the CPU, in evaluation mode.
+def load(source: str | Path | Artifact) -> Classifier:
+    """Open a model directory, by its URI or already read, on the CPU, in evaluation mode.
 
     Raises:
         ArtifactError: the directory is missing or damaged.
         ModelError: its config or weights do not make a model.
     """
-    path = artifacts.read(uri, "model").path
+    path = (source if isinstance(source, Artifact) else artifacts.read(source, "model")).path
     card = _outline(path).card
     with _fitting(path, card):
         network = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels).network
@@ -279,9 +280,9 @@ def load(uri: str | Path) -> Classifier:
 
 
 def outline(uri: str | Path) -> Classifier:
-    """Open a model directory on the meta device, without memory for its weights: checked as by `load`.
+    """Open a model directory on the meta device, without memory for its weights, and check it as `load` does.
 
-    Of one in a store only its description and the names and shapes of its weights are fetched, and no checksum is computed.
+    From a store only the description and the names and shapes of the weights are fetched, and no checksum is computed.
 
     Raises:
         ArtifactError: the directory is missing or damaged.
@@ -301,7 +302,7 @@ def outline(uri: str | Path) -> Classifier:
 
 
 def _fetch_beginning(uri: str, path: Path, size: int) -> None:
-    """Fetch a file of JSON, or the header of one of safetensors; what follows is a hole in a file of the same size."""
+    """Fetch a JSON file, or the header of a safetensors file, into a sparse file of the whole file's size."""
     end = size
     if path.name == WEIGHTS:
         end = 8 + min(int.from_bytes(storage.read_bytes(uri, 0, 8), "little"), limits.WEIGHTS_HEADER_BYTES)
@@ -314,7 +315,7 @@ def _outline(path: Path) -> Classifier:
     with _fitting(path, card):
         shapes = _shapes(path / WEIGHTS)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            # Without memory, of which the description may ask for any amount.
+            # Without memory, since the description may ask for any amount of it.
             model = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels)
         wanted = {name: tuple(tensor.shape) for name, tensor in model.network.state_dict().items()}
         _check_shapes(shapes, wanted)
@@ -323,7 +324,7 @@ def _outline(path: Path) -> Classifier:
 
 @contextmanager
 def _fitting(path: Path, card: ModelCard) -> Iterator[None]:
-    """Say of a model directory that its weights do not fit its description, where the block finds that."""
+    """Turn what the block raises for weights that do not fit the description of a model directory into a `ModelError`."""
     try:
         yield
     except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
@@ -346,7 +347,7 @@ def _read_card(path: Path) -> ModelCard:
 
 
 def _shapes(weights: Path) -> dict[str, tuple[int, ...]]:
-    """Name of each tensor in a safetensors file -> its shape, by the file's header."""
+    """Read the shape of each tensor in a safetensors file from its header."""
     with weights.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
     if size > limits.WEIGHTS_HEADER_BYTES:

@@ -1,6 +1,6 @@
-"""Weights that were not trained here: timm's, at one revision, and the rows of their heads that mean the data set's classes.
+"""timm's pretrained weights at one revision, and the rows of their heads that mean the data set's classes.
 
-Shapes: K classes of the data set, L of the weights, D features.
+Shapes: K classes of the data set, L classes of the weights, D features.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from trainer.errors import ModelError
 from trainer.models import Classifier, Origin
 
 _NAMED = 5
-"""Classes that a message names."""
+"""Most classes that a message names."""
 _FINETUNE = "let it be fine-tuned with a new head (pretrain.finetune.epochs)"
 
 
 def pin(weights: TimmWeights) -> TimmWeights:
-    """The same weights at the revision that the hub has now, where no revision is given and one can be known.
+    """Add the revision that the Hub has now to weights without one, where it can be known.
 
     Raises:
         ModelError: timm has no such model or weights.
@@ -36,14 +36,14 @@ def pin(weights: TimmWeights) -> TimmWeights:
 
 
 def load(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
-    """Build a timm model with its pretrained weights and their own head, of which no weight is left out or new.
+    """Build a timm model with all its pretrained weights, those of their own head included.
 
     Args:
-        weights: fetched from the model hub, or the cache where they are in it.
+        weights: fetched from the Hub, or from its cache on this machine.
         args: further arguments of the model; with another `img_size` timm interpolates the positions.
 
     Raises:
-        ModelError: timm has no such model or weights, the hub does not answer, or the arguments make another network.
+        ModelError: timm has no such model or weights, the Hub does not answer, or the arguments make another network.
     """
     weights = pin(weights)
     name, revision = weights
@@ -51,7 +51,7 @@ def load(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
     source = _source(name)
     overlay = None
     if revision and source.hf_hub_id:
-        # custom_load says how the file is read, and timm takes it back where another place is given.
+        # custom_load says how the file is read, and timm resets it where another repository is given.
         overlay = {"hf_hub_id": _at(source.hf_hub_id, revision), "custom_load": source.custom_load}
     try:
         network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **args)
@@ -72,7 +72,7 @@ def load(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
 
 
 def outline(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
-    """What `load` would give, on the meta device; no weights are fetched, so whether they fit the arguments is not known.
+    """Build what `load` would, on the meta device; no weights are fetched, so whether they fit the arguments is not known.
 
     Raises:
         ModelError: timm has no such model or weights, or refuses the arguments.
@@ -89,7 +89,7 @@ def outline(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
 
 
 def _source(name: str) -> PretrainedCfg:
-    """What timm knows of pretrained weights."""
+    """Return timm's entry for pretrained weights."""
     models.check_architecture(name)
     try:
         source: PretrainedCfg | None = timm.get_pretrained_cfg(name)
@@ -104,12 +104,12 @@ def _source(name: str) -> PretrainedCfg:
 
 
 def _at(repository: str, revision: str) -> str:
-    """A repository's name with a revision, as timm reads it."""
+    """Append a revision to a repository's name, as timm reads it."""
     return f"{repository.partition('@')[0]}@{revision}"
 
 
 def _labels(name: str, network: Any) -> tuple[str, ...]:
-    """Name of each class of timm's weights; one that no data set has where timm does not know it."""
+    """Name each class of timm's weights; by a name that no data set has where timm does not know it."""
     count = int(network.num_classes)
     given = network.pretrained_cfg.get("label_names")
     if not given and (subset := infer_imagenet_subset({"num_classes": count})):
@@ -120,19 +120,19 @@ def _labels(name: str, network: Any) -> tuple[str, ...]:
 def with_classes(
     model: Classifier, classes: Sequence[str], label_map: Mapping[str, ClassReference], name: str
 ) -> Classifier:
-    """The same network with those rows of its head that mean the data set's classes, in their order.
+    """Keep those rows of a network's head that mean the data set's classes, in their order.
 
     Args:
         model: with a head of L classes.
         classes: name of each class of the data set.
         label_map: which class of the model each of them is, by name or index; empty where they have the same names.
-        name: of the weights, for messages.
+        name: name of the weights, for messages.
 
     Returns:
         A model with a head of K classes.
 
     Raises:
-        ModelError: a class has no row, or shares its row with another one.
+        ModelError: a class has no row, or shares its row with another class.
     """
     card = replace(model.card, labels=tuple(classes))
     rows = _rows(model.card.labels, classes, label_map, name)
@@ -153,7 +153,7 @@ def with_classes(
 def _rows(
     labels: Sequence[str], classes: Sequence[str], label_map: Mapping[str, ClassReference], name: str
 ) -> list[int]:
-    """Row of the head for each class of the data set."""
+    """Find the row of the head for each class of the data set."""
     superfluous = [given for given in label_map if given not in classes]
     if superfluous:
         raise ModelError(
@@ -178,5 +178,5 @@ def _rows(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """A few of the names."""
+    """Join a few of the names."""
     return ", ".join(repr(name) for name in names[:_NAMED]) + ", ..." * (len(names) > _NAMED)

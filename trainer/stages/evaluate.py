@@ -80,7 +80,8 @@ class _Evaluated:
 
 
 def _subject(name: str, uri: str | Path, classes: Sequence[str]) -> _Evaluated:
-    artifact, model = artifacts.read(uri, "model"), models.load(uri)
+    artifact = artifacts.read(uri, "model")
+    model = models.load(artifact)
     models.check_labels(model, classes, f"{name} {artifact.path}")
     size_bytes = (artifact.path / models.WEIGHTS).stat().st_size
     return _Evaluated(name=name, model=model, size_bytes=size_bytes, fingerprint=artifact.fingerprint)

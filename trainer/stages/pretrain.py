@@ -66,8 +66,9 @@ def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier
         assert model.card.origin is not None, "timm's weights have an origin"
         parents["weights"] = artifacts.digest(asdict(model.card.origin))
     else:
-        model = models.load(settings.weights)
-        parents["weights"] = artifacts.read(settings.weights, "model").fingerprint
+        weights = artifacts.read(settings.weights, "model")
+        model = models.load(weights)
+        parents["weights"] = weights.fingerprint
     if settings.label_map or not settings.finetune.epochs:
         name = f"pretrain.weights {settings.weights}"
         model = pretrained.with_classes(model, data.classes, settings.label_map, name)

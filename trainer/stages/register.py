@@ -287,7 +287,7 @@ def _version(
     for found in client.search_model_versions(f"run_id = '{run_id}'"):
         if found.name == settings.model_name and found.status == "READY" and tags.items() <= found.tags.items():
             return str(found.version)
-    model = _log_model(client, run_id, inputs["student"].path, models.load(given["student"]).card, given["dataset"])
+    model = _log_model(client, run_id, inputs["student"].path, models.load(inputs["student"]).card, given["dataset"])
     return _create_version(client, settings, model, run_id, tags)
 
 

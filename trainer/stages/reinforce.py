@@ -36,9 +36,10 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
         TrainingError: the teacher's outputs are not finite; the samples are named, and what was recorded is kept.
         TrainerError: as the parts that it calls.
     """
-    data, model = open_dataset(dataset), models.load(teacher)
+    data, teaching = open_dataset(dataset), artifacts.read(teacher, "model")
+    model = models.load(teaching)
     models.check_labels(model, data.classes, f"teacher {teacher}")
-    parents = {"dataset": data.fingerprint, "teacher": artifacts.manifest(teacher, "model").fingerprint}
+    parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
     values = settings.model_dump(mode="json")
     with (
         join_processes(deterministic=settings.deterministic) as processes,

@@ -8,8 +8,8 @@ Endpoint and credentials come from the environment, as every S3 tool reads them:
 AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_DEFAULT_REGION. Other schemes that fsspec knows can be read and written
 too, with its own settings.
 
-`objects` has what is done to one object or name, `transfers` moves many files at once, `cache` keeps what was fetched, once a node.
-Whatever goes wrong in the store ends in a `StorageError`.
+`objects` handles one object or name, `transfers` moves many files at once, `cache` keeps what was fetched, once per node, `retries` makes
+the requests. Whatever goes wrong in the store ends in a `StorageError`.
 """
 
 from __future__ import annotations

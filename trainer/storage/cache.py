@@ -1,12 +1,12 @@
-"""What was fetched from the store, kept on this node: each content once, for all processes.
+"""The node's cache of what was fetched from the store: each content once, for all processes.
 
-Below `TRAINER_CACHE` every content has a folder, named by its key. It is filled beside its place and moved there when it is whole and
-checked, so what is in place needs no check. The locks are flocks, which the system drops with the process that held them:
+Below `TRAINER_CACHE` every content has a folder, named by its key. It is filled beside its final path and moved there when it is whole
+and checked, so what is at that path needs no check. The locks are flocks, which the system drops with the process that held them:
 
-    KEY.lock    held by the process that fills the folder; the others wait for it and find the folder in place
+    KEY.lock    held by the process that fills the folder; the others wait for it and then find the folder filled
     KEY/        held, shared, by every process that made or uses the folder, until it ends
 
-What nobody holds may be evicted; `rm -r` of the whole cache is safe while no training runs.
+A folder that no process holds may be evicted; `rm -r` of the whole cache is safe while no training runs.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "TRAINER_CACHE"
 LIMIT_VARIABLE = "TRAINER_CACHE_GIB"
 LIMIT_GIB = 100.0
-"""When the cache holds more, what was not used for longest goes, unless a process is using it."""
+"""When the cache holds more, the least recently used folders are evicted, unless a process is using them."""
 
 LOG_INTERVAL_S = 30.0
-"""Between two lines about a wait."""
+"""Seconds between two lines about a wait."""
 _POLL_S = 0.1
 
 _used: dict[Path, int] = {}
-"""Folders that this process uses -> descriptor that holds the lock."""
+"""Folder that this process uses -> descriptor that holds its lock."""
 
 
 def root() -> Path:
-    """The folder of the cache: `TRAINER_CACHE`, or one in the user's cache folder.
+    """Return the folder of the cache: `TRAINER_CACHE`, or one in the user's cache folder.
 
     Raises:
         StorageError: neither is known.
@@ -52,13 +52,13 @@ def root() -> Path:
 
 
 def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callable[[Path], bool]) -> Path:
-    """The folder of a content; it is fetched unless it is there. Of several processes one fetches, and the others wait for it.
+    """Return the folder of a content, fetched unless it is cached. Of several processes one fetches, and the others wait for it.
 
     Args:
         key: names the content; equal keys mean equal content.
-        what: names it for people.
+        what: names it in messages.
         fetch: fills a folder, in which an earlier attempt may have left something, and raises unless it is whole and checked.
-        is_whole: a quick look whether somebody has tampered with the folder since.
+        is_whole: checks quickly whether files of the cached folder have gone since.
     """
     place = root() / key
     fetched = False
@@ -80,8 +80,8 @@ def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callab
 
 @contextmanager
 def draft() -> Iterator[Path]:
-    """A new folder to write into, gone when the block ends unless `adopt` has taken it."""
-    _limit_bytes()  # a wrong value is told before the work, not after it
+    """Make a new folder to write into, removed when the block ends unless `adopt` has taken it."""
+    _limit_bytes()  # raises for a wrong value before the work, not after it
     name = f"draft-{uuid.uuid4().hex}"
     place = root() / name
     with _exclusively(name, name):
@@ -94,7 +94,7 @@ def draft() -> Iterator[Path]:
 
 
 def adopt(folder: Path, key: str) -> None:
-    """Take a draft, which is whole and checked, as the folder of a content; it is in use from then on."""
+    """Make a draft, which is whole and checked, the folder of a content; it is in use from then on."""
     place = root() / key
     with _exclusively(key, folder.name):
         if not place.is_dir():
@@ -104,7 +104,7 @@ def adopt(folder: Path, key: str) -> None:
 
 
 def evict() -> None:
-    """Remove what was not used for longest until the cache is within its limit; what is in use stays."""
+    """Remove the least recently used folders until the cache is within its limit; folders in use stay."""
     limit, folders = _limit_bytes(), sorted(_folders())
     total = sum(size for _, size, _ in folders)
     for _, size, folder in folders:
@@ -116,7 +116,7 @@ def evict() -> None:
 
 
 def _folders() -> Iterator[tuple[int, int, Path]]:
-    """Time of last use, bytes and path of every folder."""
+    """Yield time of last use, bytes and path of every folder."""
     for folder in root().iterdir():
         try:
             if folder.is_dir():
@@ -127,7 +127,7 @@ def _folders() -> Iterator[tuple[int, int, Path]]:
 
 
 def _remove_unused(folder: Path) -> bool:
-    """Remove a folder that no process fills or uses; gives whether it is gone."""
+    """Remove a folder unless a process fills or uses it; returns whether it is gone."""
     lock = _open(folder.with_name(f"{folder.name.removesuffix('.partial')}.lock"))
     try:
         return _locks(lock, fcntl.LOCK_EX) and _remove_unheld(folder)
@@ -149,7 +149,7 @@ def _remove_unheld(folder: Path) -> bool:
 
 @contextmanager
 def _exclusively(key: str, what: str) -> Iterator[None]:
-    """Hold the lock of a key; waits for the process that holds it, whose own waits have limits."""
+    """Hold the lock of a key; waits for the process that holds it, whose own waits are bounded."""
     try:
         make_directory(root())
         with writing_to(root()):
@@ -170,7 +170,7 @@ def _exclusively(key: str, what: str) -> Iterator[None]:
 
 
 def _locks(descriptor: int, kind: int) -> bool:
-    """Whether the lock could be had at once."""
+    """Take a lock if it is free; returns whether it was."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -183,7 +183,7 @@ def _open(lock: Path) -> int:
 
 
 def _use(folder: Path) -> None:
-    """Hold a folder for as long as this process lives, and note the time of use."""
+    """Hold a folder for as long as this process lives, and update its time of use."""
     held = _used.get(folder)
     if held is None or os.fstat(held).st_ino != folder.stat().st_ino:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""One object of the store, or one file here: names, content, listing, removal."""
+"""One object of the store, or one local file: names, content, listing, removal."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from trainer.local_files import check_size, checked_path, read_file, reading
 from trainer.storage.retries import call, endpoint
 
 CONNECTIONS = 8
-"""Requests that are under way at the same time."""
+"""Concurrent requests."""
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
-"""How long the store may send nothing."""
+"""Longest silence of the store within an answer."""
 
 _S3_SCHEMES = ("s3", "s3a", "minio")
 _OTHER_SCHEMES = frozenset(
     {"abfs", "abfss", "adl", "az", "gcs", "gs", "hdfs", "http", "https", "memory", "oss", "webhdfs"}
 )
-"""What fsspec may read and write besides: stores, but neither archives, nor caches, nor other files of this machine."""
+"""Further schemes that fsspec may read and write: stores, but neither archives, nor caches, nor other files of this machine."""
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _making = threading.Lock()
 
 
 def is_remote(uri: str | Path) -> bool:
-    """Whether a URI has a scheme other than `file`."""
+    """Return whether a URI has a scheme other than `file`."""
     return "://" in str(uri) and not str(uri).startswith("file://")
 
 
 def is_s3(uri: str | Path) -> bool:
-    """Whether a URI names something in a store that speaks S3's protocol."""
+    """Return whether a URI is in a store that speaks S3's protocol."""
     return str(uri).partition("://")[0] in _S3_SCHEMES
 
 
 def local_path(uri: str | Path) -> Path:
-    """The path of a local URI, a plain path or `file://...`.
+    """Return the path of a local URI, a plain path or `file://...`.
 
     Raises:
-        StorageError: it is remote, or no path.
+        StorageError: it is remote, or not a path.
     """
     if is_remote(uri):
         raise StorageError(f"{uri}: a path on this machine is needed here, not a remote one; give a local directory")
@@ -69,17 +69,17 @@ def local_path(uri: str | Path) -> Path:
 
 
 def join(uri: str | Path, *names: str) -> str:
-    """The URI of what lies below another."""
+    """Append names to a URI."""
     return "/".join((str(uri).rstrip("/"), *names))
 
 
 def parent(uri: str | Path) -> str:
-    """The URI of what a URI lies in."""
+    """Return the URI of the folder that a URI lies in."""
     return str(uri).rstrip("/").rpartition("/")[0] if is_remote(uri) else str(local_path(uri).parent)
 
 
 def exists(uri: str | Path) -> bool:
-    """Whether there is an object, or a file, of exactly this name.
+    """Return whether there is an object, or a file, of exactly this name.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -94,7 +94,7 @@ def exists(uri: str | Path) -> bool:
 
 
 def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None) -> bytes:
-    """The content of an object or a file, or the bytes from `start` up to `end` of it.
+    """Read an object or a file, or the bytes from `start` up to `end` of it.
 
     Raises:
         ObjectNotFoundError: there is none.
@@ -109,7 +109,7 @@ def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None
 
 
 def read_limited(uri: str | Path, limit: int) -> bytes:
-    """The whole content of an object or a file that others have made; no more than `limit` bytes of it are read.
+    """Read a whole object or file that others have made; at most `limit` bytes of it are read.
 
     Raises:
         ObjectNotFoundError: there is none.
@@ -121,14 +121,14 @@ def read_limited(uri: str | Path, limit: int) -> bytes:
             return read_file(local_path(uri), limit=limit)
     try:
         content = read_bytes(uri, 0, limit + 1)
-    except ObjectDamagedError:  # the store's answer to a range of an empty object
+    except ObjectDamagedError:  # how the store answers a range of an empty object
         return b""
     check_size(len(content), limit, uri)
     return content
 
 
 def write_bytes(uri: str | Path, content: bytes) -> None:
-    """Write an object or a file, so that it is there whole or not at all.
+    """Write an object or a file atomically.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -153,7 +153,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _write_through(path: Path, mode: str, content: bytes) -> None:
-    """Write a file, down to the disk."""
+    """Write a file and flush it to the disk."""
     with path.open(mode) as file:
         file.write(content)
         file.flush()
@@ -161,7 +161,7 @@ def _write_through(path: Path, mode: str, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Bring a file's content, or a folder's names, down to the disk: what is there survives a loss of power from then on."""
+    """Flush a file's content, or a folder's names, to the disk, so that they survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -170,7 +170,7 @@ def flush(path: Path) -> None:
 
 
 def create_bytes(uri: str | Path, content: bytes) -> bool:
-    """Write a new object or a new file; gives whether there is this content now: nothing is changed where there was another one.
+    """Write a new object or file; returns whether it has this content now. One with another content is left as it is.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -228,7 +228,7 @@ def _checksum(text: bytes) -> str:
 
 
 def files(uri: str | Path) -> dict[str, int]:
-    """All files below a URI: name relative to it -> size in bytes; none where there is nothing.
+    """Map the name of each file below a URI, relative to it, to its size in bytes; empty where there is nothing.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -241,20 +241,20 @@ def files(uri: str | Path) -> dict[str, int]:
 
 
 class Listed(NamedTuple):
-    """An object, as the store lists it."""
+    """An object as the store lists it."""
 
     name: str
     """Relative to the URI that was listed."""
     size: int
     """In bytes."""
     tag: str
-    """Another one after each change of the content; empty where the store lists nothing of the kind."""
+    """Changes with the content; empty where the store lists nothing of the kind."""
 
 
 def listing(uri: str | Path) -> Iterator[Listed]:
-    """All objects below a remote URI, in the store's order, which of S3 is that of the names.
+    """Yield all objects below a remote URI, in the store's order, which for S3 is that of the names.
 
-    S3 is asked once for a thousand objects, each time when they are wanted, and a request that fails is repeated alone.
+    S3 lists a thousand objects per request. Each page is requested when it is needed, and one that fails is repeated alone.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -268,7 +268,7 @@ def listing(uri: str | Path) -> Iterator[Listed]:
 
 
 _TAGS = ("ETag", "etag", "mtime")
-"""How the stores that fsspec knows call what changes with the content."""
+"""Names that the stores of fsspec give to what changes with the content."""
 
 
 def _s3_listing(uri: str) -> Iterator[Listed]:
@@ -279,7 +279,7 @@ def _s3_listing(uri: str) -> Iterator[Listed]:
     while True:
         page = call(uri, functools.partial(system.call_s3, "list_objects_v2", **where))
         for found in page.get("Contents", ()):
-            if not found["Key"].endswith("/"):  # such an object stands for a folder
+            if not found["Key"].endswith("/"):  # a placeholder for a folder
                 yield Listed(found["Key"].removeprefix(prefix), int(found["Size"]), found["ETag"])
         if not page["IsTruncated"]:
             return
@@ -287,7 +287,7 @@ def _s3_listing(uri: str) -> Iterator[Listed]:
 
 
 def _below(uri: str | Path, listing: str) -> dict[str, Mapping[str, Any]]:
-    """What `find` or `ls` of fsspec lists below a remote URI, with names relative to it, sorted."""
+    """List what is below a remote URI by fsspec's `find` or `ls`: name relative to it -> details, sorted."""
     system, path = locate(uri)
     prefix = f"{path.rstrip('/')}/"
     try:
@@ -300,7 +300,7 @@ def _below(uri: str | Path, listing: str) -> dict[str, Mapping[str, Any]]:
 
 
 def children(uri: str | Path) -> list[str]:
-    """Names of what lies directly below a URI, sorted; none where there is nothing.
+    """List the names directly below a URI, sorted; none where there is nothing.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -312,7 +312,7 @@ def children(uri: str | Path) -> list[str]:
 
 
 def remove(uri: str | Path) -> None:
-    """Remove a file or an object, or all that lies below; nothing happens where there is nothing.
+    """Remove a file or an object, or all that is below it, if it exists.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -331,7 +331,7 @@ def remove(uri: str | Path) -> None:
 
 
 def remove_file(uri: str | Path) -> None:
-    """Remove one file or object, if it is there.
+    """Remove one file or object, if it exists.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -341,7 +341,7 @@ def remove_file(uri: str | Path) -> None:
             local_path(uri).unlink(missing_ok=True)
         return
     system, path = locate(uri)
-    with suppress(ObjectNotFoundError):  # S3 does not say so, other stores do
+    with suppress(ObjectNotFoundError):  # S3 answers a removal of nothing with success, other stores do not
         call(str(uri), lambda: system.rm_file(path))
 
 
@@ -350,10 +350,10 @@ def remove_file(uri: str | Path) -> None:
 
 
 def locate(uri: str | Path) -> tuple[Any, str]:
-    """The file system of fsspec for a remote URI, and the path in it.
+    """Return fsspec's file system for a remote URI, and the path in it.
 
     Raises:
-        StorageError: the scheme is not known here, the URI names no place in a store, or the environment lacks the store's address.
+        StorageError: the scheme is not supported, the URI names no place in a store, or the environment lacks the store's address.
     """
     scheme, _, path = str(uri).partition("://")
     if scheme not in _S3_SCHEMES:
@@ -384,17 +384,15 @@ def _locate_elsewhere(uri: str, scheme: str) -> tuple[Any, str]:
         if scheme not in _OTHER_SCHEMES or "::" in uri:
             raise ValueError(f"Protocol not known: {scheme}")
         system, located = fsspec.core.url_to_fs(uri)
-    except Exception as error:  # every kind of store raises its own, where it is asked at once
+    except Exception as error:  # each kind of store raises its own errors
         raise StorageError(f"{uri}: {error}; give a local path, or a URI of s3:// or minio://") from error
     return system, str(located)
 
 
 @functools.lru_cache(maxsize=4)
 def _s3(_process: int, _settings: tuple[tuple[str, str], ...]) -> Any:
-    """The client of a process (a forked one needs its own), made again when the environment has changed.
-
-    fsspec's own cache of instances would make one for each thread. Repetitions are ours, so they are switched off below.
-    """
+    """Make the client of a process (a forked one needs its own), anew when the environment has changed."""
+    # Not fsspec's own cache of instances, which has one for each thread. `retries` repeats requests, so the client's own retries are off.
     address = endpoint()
     system = fsspec.filesystem(
         "s3",

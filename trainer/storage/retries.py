@@ -57,7 +57,7 @@ class Outage:
                     logger.warning(
                         "%s: %s; %s is away or busy, so requests are tried again, each up to %d times",
                         uri,
-                        _told(error),
+                        _describe(error),
                         _store(),
                         attempts,
                     )
@@ -121,7 +121,7 @@ def _attempts() -> int:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether the same request may succeed later."""
+    """Return whether the same request may succeed later."""
     from aiohttp import ClientError
     from botocore import exceptions  # type: ignore[import-untyped]  # the package ships no types
 
@@ -140,7 +140,7 @@ def _passes(error: Exception) -> bool:
 
 
 def _response(error: BaseException) -> dict[str, Any]:
-    """The store's answer behind an error; s3fs keeps it in the cause of a builtin exception."""
+    """Return the store's answer behind an error; s3fs keeps it in the cause of a builtin exception."""
     for one in (error, error.__cause__):
         response = getattr(one, "response", None)
         if isinstance(response, dict):
@@ -156,8 +156,8 @@ def _code(error: Exception) -> str:
     return str(_response(error).get("Error", {}).get("Code", ""))
 
 
-def _told(error: Exception) -> str:
-    """What happened, in a few words."""
+def _describe(error: Exception) -> str:
+    """Describe what happened in a few words."""
     response = _response(error)
     if not response:
         return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
@@ -178,7 +178,7 @@ def _refusal(uri: str, error: Exception) -> StorageError:
         )
     if isinstance(error, PermissionError) or _status(error) in (401, 403):
         return StorageError(
-            f"{uri}: {_store()} refuses ({_told(error)}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that they give the "
+            f"{uri}: {_store()} refuses ({_describe(error)}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that they give the "
             "right to read, write and list there"
         )
     if _code(error) == "NoSuchBucket":
@@ -189,11 +189,11 @@ def _refusal(uri: str, error: Exception) -> StorageError:
         return ObjectExistsError(f"{uri}: there is such an object already; remove it or give another URI")
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(f"{uri}: there is no such object at {_store()}; check the URI")
-    return StorageError(f"{uri}: {_store()} cannot do that ({_told(error)}); check the URI and AWS_ENDPOINT_URL_S3")
+    return StorageError(f"{uri}: {_store()} cannot do that ({_describe(error)}); check the URI and AWS_ENDPOINT_URL_S3")
 
 
 def _exhaustion(uri: str, error: Exception, attempts: int, seconds: float) -> StorageAwayError:
     return StorageAwayError(
-        f"{uri}: gave up after {attempts} attempts in {seconds:.0f} s; the last time: {_told(error)}. See to {_store()} and the way "
+        f"{uri}: gave up after {attempts} attempts in {seconds:.0f} s; the last time: {_describe(error)}. See to {_store()} and the way "
         f"there, then start again: what arrived whole is kept (more attempts: {ATTEMPTS_VARIABLE})"
     )

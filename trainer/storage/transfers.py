@@ -1,4 +1,9 @@
-"""Many files at once, from here to the store and back, in parts that are under way at the same time."""
+"""Uploads and downloads of many files at once, in parts that travel concurrently.
+
+Neither s3transfer nor fsspec's `get` and `put` can do this: after an interruption a download fetches only the missing parts, an upload leaves
+out files that the store has with the same SHA-256, and a store that is away is waited for and logged once for all threads. Both begin an
+interrupted file anew, send each file again, and retry every part for itself, s3transfer without any wait.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +30,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 PART_BYTES = 8 * 2**20
-"""Larger files travel in parts of this size; S3 wants at least 5 MiB."""
+"""Larger files travel in parts of this size; S3 requires at least 5 MiB."""
 LOG_INTERVAL_S = 15.0
-"""Between two lines about a transfer's progress."""
+"""Seconds between two lines about a transfer's progress."""
 _MOST_PARTS = 10_000
-"""S3 takes no more for one object."""
+"""S3's limit for one object."""
 _DIGEST = "sha256"
 """Key of the checksum in an object's metadata."""
 
 
 class FileRecord(TypedDict):
-    """What a manifest says about a file."""
+    """A file in a manifest."""
 
     size: int
     """In bytes."""
@@ -44,13 +49,13 @@ class FileRecord(TypedDict):
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hexadecimal text."""
+    """Return the SHA-256 of a file's bytes, as hexadecimal text."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results in the items' order; after a failure nothing more is begun."""
+    """Map items to results in parallel, in their order; after a failure nothing more is begun."""
     with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="transfer") as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
@@ -61,7 +66,7 @@ def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 class _Progress:
-    """Says now and then how far a transfer is: a long silence looks like a hang, to people and to launchers."""
+    """Logs now and then how far a transfer is: people and launchers take a long silence for a hang."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -69,7 +74,7 @@ class _Progress:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """So many bytes more have been moved."""
+        """Count `count` more bytes as moved."""
         with self._lock:
             self._done += count
             if time.monotonic() - self._said >= LOG_INTERVAL_S:
@@ -88,12 +93,12 @@ def _part_bytes(size: int) -> int:
 def download_directory(uri: str, directory: Path, records: Mapping[str, FileRecord]) -> None:
     """Fetch these files from below a URI into a directory, and check them.
 
-    What an earlier attempt has fetched into the same directory is not fetched again, part by part: beside a file that is not whole and
-    checked stands a journal, NAME.partial, with a byte for each part that is there.
+    Parts that an earlier attempt has fetched into the same directory are not fetched again: a file that is not yet whole and checked has
+    a journal beside it, NAME.partial, with a byte for each part that has arrived.
 
     Raises:
         ObjectNotFoundError: the store lacks a file.
-        ObjectDamagedError: a file is not what its record says, twice.
+        ObjectDamagedError: a file does not match its record, twice.
         StorageError: the store does not answer or refuses.
         OutputError: the directory cannot be written.
     """
@@ -144,7 +149,7 @@ def _write_at(file: Path, offset: int, content: bytes) -> None:
 
 
 def _missing_parts(uri: str, directory: Path, name: str, record: FileRecord) -> Iterator[_Part]:
-    """The parts of a file that are not there yet; the file and its journal are made."""
+    """Yield the parts of a file that have not arrived yet; creates the file and its journal."""
     file, size = directory / name, record["size"]
     journal, step = _journal(file), _part_bytes(size)
     count = math.ceil(size / step)
@@ -164,7 +169,7 @@ def _missing_parts(uri: str, directory: Path, name: str, record: FileRecord) -> 
 
 
 def _settle(file: Path, record: FileRecord) -> bool:
-    """Check a file that has all its parts and drop its journal; a damaged one is removed. Gives whether it is whole."""
+    """Check a file that has all its parts and remove its journal, or both if it is damaged; returns whether it is whole."""
     if not _journal(file).exists():
         return True
     if file_digest(file) != record["sha256"]:
@@ -182,7 +187,7 @@ def _settle(file: Path, record: FileRecord) -> bool:
 
 
 def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord]) -> None:
-    """Send these files of a directory to the store, below a URI; one that is there with the same checksum is not sent again.
+    """Send these files of a directory to the store, below a URI, except those that are there with the same checksum.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -198,7 +203,7 @@ def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord
     )
     uploads = [upload for upload, is_there in zip(candidates, there, strict=True) if not is_there]
     _in_parallel(_upload, [upload for upload in uploads if upload.count == 1])
-    for upload in uploads:  # one after the other, because the parts of each are under way at the same time
+    for upload in uploads:  # one after the other, since the parts of each already travel concurrently
         if upload.count > 1:
             _upload_in_parts(upload)
 
@@ -214,7 +219,7 @@ class _Upload:
 
     @property
     def count(self) -> int:
-        """Into how many parts it is cut."""
+        """Number of its parts."""
         return max(1, math.ceil(self.record["size"] / _part_bytes(self.record["size"]))) if is_s3(self.uri) else 1
 
 
@@ -228,7 +233,7 @@ def _upload(upload: _Upload) -> None:
 
 
 def _is_there(uri: str, record: FileRecord) -> bool:
-    """Whether the object of this name was sent with this checksum."""
+    """Return whether the object of this name was sent with this checksum."""
     return is_s3(uri) and bool(_s3_call("head_object", uri)["Metadata"].get(_DIGEST) == record["sha256"])
 
 
@@ -245,7 +250,7 @@ def _upload_in_parts(upload: _Upload) -> None:
     try:
         parts = _in_parallel(partial(_upload_part, upload, identity), range(1, upload.count + 1))
         _complete(upload, identity, parts)
-    except BaseException:  # Ctrl-C and SIGTERM too: parts that nobody completes cost money
+    except BaseException:  # Ctrl-C and SIGTERM too: the store charges for parts of uploads that are never completed
         try:
             _s3_call("abort_multipart_upload", upload.uri, UploadId=identity)
         except StorageError as error:
@@ -257,7 +262,8 @@ def _complete(upload: _Upload, identity: str, parts: list[dict[str, Any]]) -> No
     try:
         _s3_call("complete_multipart_upload", upload.uri, UploadId=identity, MultipartUpload={"Parts": parts})
     except ObjectNotFoundError:
-        if not _is_there(upload.uri, upload.record):  # it is where only the answer to an earlier attempt was lost
+        # The upload is also gone where an earlier attempt completed it and only the answer was lost.
+        if not _is_there(upload.uri, upload.record):
             raise
 
 
