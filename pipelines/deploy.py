@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from components import launching, sections
+from components import sections
 from components.image import IMAGE
 from pipelines import commands, connection, runs, schedules, versions
 from pipelines import compile as compilation
@@ -52,28 +52,12 @@ def _parser() -> argparse.ArgumentParser:
         "--cron", default="", metavar="TEXT", help='a run at these times, "minute hour day month weekday" in UTC'
     )
     start.add_argument("--service-account", default=SERVICE_ACCOUNT, metavar="NAME", help="default: %(default)s")
-    _add_parameters(parser.add_argument_group("the pipeline's parameters"))
+    parameters = parser.add_argument_group("the pipeline's parameters")
+    commands.add_recipe(parameters, recipe="a name")
+    commands.add_models(parameters)
+    commands.add_place(parameters, pool=DEFAULT_POOL)
     connection.add_arguments(parser)
     return parser
-
-
-def _add_parameters(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--recipe", default="digits", help="name of a recipe (default: %(default)s)")
-    group.add_argument(
-        "--set", dest="overrides", default="", metavar="TEXT", help="settings that differ from it, key=value key=value"
-    )
-    group.add_argument("--dataset", default="", help="images, instead of the recipe's data.source")
-    group.add_argument("--teacher", default="", help="weights of the teacher, instead of the recipe's pretrain.weights")
-    group.add_argument(
-        "--experiment", default="", help="in MLflow and in KFP, instead of the recipe's tracking.experiment"
-    )
-    group.add_argument(
-        "--pool",
-        default="",
-        help=f"node pool of the trainings, from the file TRAINER_POOLS or ours (default: {DEFAULT_POOL})",
-    )
-    group.add_argument("--nodes", type=int, default=1, help="machines of the pool (default: %(default)s)")
-    group.add_argument("--processes", type=int, default=0, help="training processes on each (default: the pool's own)")
 
 
 def deploy(options: argparse.Namespace) -> None:
@@ -83,7 +67,7 @@ def deploy(options: argparse.Namespace) -> None:
         TrainerError: a setting is wrong, before anything is sent; the API is not there or refuses; the run did not succeed.
     """
     parameters = _parameters(options)
-    settings = sections.resolve(options.recipe, options.overrides, options.dataset, options.teacher, options.experiment)
+    settings = sections.resolve(**commands.texts(options))
     cron = schedules.cron_of(options.cron) if options.cron else ""
     starts = bool(options.run or cron)
     image, optional = options.image or IMAGE, needed_stages(settings) if starts else OPTIONAL_STAGES
@@ -145,12 +129,9 @@ def _parameters(options: argparse.Namespace) -> dict[str, str | int]:
             f"recipe {options.recipe} is a file of this machine, which a cluster's tasks cannot read; "
             "put it into trainer/recipes and build an image with it, or give its settings with SET"
         )
-    place = launching.Placement(
-        pool=options.pool or DEFAULT_POOL, nodes=options.nodes, processes_per_node=options.processes
-    )
+    place = commands.placement(options, DEFAULT_POOL)
     place.check()
-    texts = {name: getattr(options, name) for name in ("recipe", "overrides", "dataset", "teacher", "experiment")}
-    return {**texts, **dataclasses.asdict(place)}
+    return {**commands.texts(options), **dataclasses.asdict(place)}
 
 
 if __name__ == "__main__":

@@ -72,35 +72,20 @@ def _request(arguments: Sequence[str] | None) -> LocalRun:
     parser = argparse.ArgumentParser(
         prog="python -m pipelines.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipe", default="digits", help="a name or the path of a TOML file (default: %(default)s)")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        default="",
-        metavar="TEXT",
-        help="settings that differ from the recipe, key=value key=value; docs/configuration.md lists them",
-    )
-    parser.add_argument("--dataset", default="", help="images, instead of the recipe's data.source")
-    parser.add_argument(
-        "--teacher", default="", help="weights of the teacher, instead of the recipe's pretrain.weights"
-    )
-    parser.add_argument("--experiment", default="", help="MLflow experiment, instead of the recipe's")
-    parser.add_argument("--pool", default="", help="train on this node pool of a cluster (default: on this machine)")
-    parser.add_argument("--nodes", type=int, default=1, help="machines of the pool (default: %(default)s)")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=0,
-        help="training processes on each machine (default: one for each GPU or other device of it; here without a GPU 2)",
+    commands.add_recipe(parser)
+    commands.add_models(parser)
+    commands.add_place(
+        parser,
+        pool="on this machine",
+        processes="one for each GPU or other device of it; on this machine without a GPU 2",
     )
     parser.add_argument("--output", default=None, metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
     parser.add_argument("--fresh", action="store_true", help="take nothing from earlier runs")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(arguments)
-    named = ("recipe", "overrides", "dataset", "teacher", "experiment")
     return LocalRun(
-        parameters={name: getattr(options, name) for name in named},
-        place=Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes),
+        parameters=commands.texts(options),
+        place=commands.placement(options),
         output=options.output or None,
         fresh=options.fresh,
         debug=options.debug,

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 
 from components import launching, sections
-from components.launching import Placement, TrainingTask
+from components.launching import TrainingTask
 from pipelines import commands
 from trainer import config, limits, runner, stages, storage
 
@@ -39,16 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipelines.precompile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pool", required=True, help="node pool of the trainings")
-    parser.add_argument("--nodes", type=int, default=1, help="machines of the pool (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=0, help="processes on each (default: the pool's own)")
-    parser.add_argument("--recipe", default="digits", help="a name or the path of a TOML file (default: %(default)s)")
-    parser.add_argument(
-        "--set", dest="overrides", default="", metavar="TEXT", help="settings that differ from it, key=value key=value"
-    )
-    parser.add_argument(
-        "--dataset", default="", metavar="URI", help="a prepared data set (default: the recipe's images, prepared here)"
-    )
+    commands.add_recipe(parser, dataset="URI of a prepared data set (default: the recipe's images, prepared here)")
+    commands.add_place(parser, pool="")
     return parser
 
 
@@ -59,7 +51,7 @@ def warm_up(options: argparse.Namespace) -> None:
         TrainerError: a setting is wrong, or what is compiled would be lost, before anything starts; or the job failed.
     """
     settings = sections.resolve(options.recipe, f"{options.overrides} warm_up.enabled=true")
-    place = Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes)
+    place = commands.placement(options)
     place.check(warms_up=True)
     storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(options.recipe).stem}-warm-up"
