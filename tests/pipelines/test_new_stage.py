@@ -123,6 +123,16 @@ def test_configure_hands_its_section_on(copy):
     assert "latency_runs" in json.loads(lines[-1])
 
 
+def test_the_table_of_stages_has_it(copy):
+    run(copy, "docs/generate.py")
+    page = (copy / "docs/stages.md").read_text()
+    assert "\n## inspect\n\nLook at the student.\n" in page
+    assert (
+        "if made: `teacher_outputs` (teacher_outputs), `tuning` (tuning), `warmed` (warm_up), `inspection` (inspection)"
+        in page
+    )
+
+
 def test_the_command_line_knows_it(copy):
     shown = run(copy, "-m", "trainer", "stage", "inspect", "--help")
     assert "Look at the student." in shown
