@@ -175,6 +175,7 @@ class Cluster:
             ConflictError: it is another one, or has changed.
         """
         preconditions = {"uid": uid} | ({"resourceVersion": version} if version else {})
+        # Foreground: the job stays visible until its pods are gone, so a caller can wait for them.
         options = {"propagationPolicy": "Foreground", "preconditions": preconditions}
         self._json(self._request("delete", resource, name), body=options)
 

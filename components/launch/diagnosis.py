@@ -10,7 +10,7 @@ from trainer.errors import CRASH_EXIT_CODE, CRASHED_NODE_EXIT_CODE, EXIT_CODE, P
 SHOWN_LINES = 5
 _PLAIN_REASONS = {"", "Completed", "Error"}
 """Reasons of a container that ended by itself, or was killed without Kubernetes."""
-_KILLED = 137
+_KILLED = 137  # 128 + SIGKILL
 _RESUME = "run again, which resumes from the last checkpoint"
 _IMAGE_ADVICE = "the image does not fit: check the pool's image and TRAINER_IMAGE"
 _CRASH_ADVICE = "it crashed below Python; its log above may say where"
@@ -29,11 +29,11 @@ _DISRUPTION_ADVICE = (
 _ADVICE_BY_EXIT_CODE: Mapping[int, str] = {
     CRASH_EXIT_CODE: "its log above has the traceback",
     CRASHED_NODE_EXIT_CODE: "its log above has the traceback",
-    126: _IMAGE_ADVICE,
-    127: _IMAGE_ADVICE,
-    134: _CRASH_ADVICE,
+    126: _IMAGE_ADVICE,  # the command cannot be executed
+    127: _IMAGE_ADVICE,  # the command is not there
+    134: _CRASH_ADVICE,  # SIGABRT
     _KILLED: "it was killed from outside; if the node ran out of memory, lower batch_size or choose a larger pool",
-    139: _CRASH_ADVICE,
+    139: _CRASH_ADVICE,  # SIGSEGV
     PREEMPTED_EXIT_CODE: f"it was asked to end from outside: {_RESUME}",
 }
 
@@ -98,6 +98,7 @@ def _rank(end: Termination) -> int:
     # has ended.
     if end.reason not in _PLAIN_REASONS:
         return 0
+    # Those that were asked to end, or missed another one, ended because of it; a kill may come from the operator's cleaning up.
     if end.asked_to_end:
         return 4
     if end.missed_another:

@@ -97,6 +97,7 @@ class TaskJob:
                 self._adopt(job, retry)
                 return False
             self._check_not_failed(job)
+        # Counted from the jobs on the cluster, since a restarted task remembers none.
         self._set_attempt(1 + max((_attempt(job) for job in earlier), default=0))
         self._unanswered = True
         try:
@@ -182,6 +183,7 @@ class TaskJob:
                 f"Wait for its end, delete it ({self.kubectl('delete')}), or give the run another name"
             )
         self._created = job
+        # Without an owner this is None, which removes the former one: its pod's deletion would delete the job.
         change = {"metadata": {"ownerReferences": self.manifest["metadata"].get("ownerReferences")}}
         self._created = retry(lambda: self._cluster.patch(self.backend.resource, self.name, change))
 

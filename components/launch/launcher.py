@@ -1,4 +1,4 @@
-"""Running a stage as a job on a node pool: the job is submitted, followed to its end, recorded, and retried where that may help."""
+"""Run a stage as a job on a node pool: submit it, follow it to its end, record it, and retry it where that may help."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ MAX_ATTEMPTS = 3
 RETRY_DELAY_S = 10.0
 """Pause before the next attempt, for the cause to pass."""
 ENDED_LOGS_S = 10.0
-"""How long the launcher waits for the last lines of replicas that have ended, and"""
+"""How long the launcher waits for the last lines of replicas that have ended."""
 RUNNING_LOGS_S = 0.5
-"""of replicas that still run, such as workers after the master's end."""
-GONE_POLL_S = UNSETTLED_POLL_S = 0.5
-"""How often it checks for a deleted job, and a limit that was reached while the API server was unavailable."""
+"""How long it waits for lines of replicas that still run, such as workers after the master's end."""
+GONE_POLL_S = 0.5
+"""How often it checks whether a deleted job is gone."""
+UNSETTLED_POLL_S = 0.5
+"""How often it checks a limit that was reached while the API server was unavailable."""
 
 
 class _RetryableJobError(LaunchError):

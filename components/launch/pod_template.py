@@ -79,6 +79,7 @@ def template(spec: JobSpec, pool: Pool, identity: Identity, *, container: dict[s
         "metadata": metadata(spec, identity),
         "spec": {
             **placement(pool),
+            # The API server is the launcher's business, not the training's.
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "securityContext": POD_SECURITY,
@@ -93,6 +94,7 @@ def template(spec: JobSpec, pool: Pool, identity: Identity, *, container: dict[s
                     "env": environment(spec, pool, identity),
                     "resources": resources(pool),
                     "securityContext": CONTAINER_SECURITY,
+                    # A process that is killed leaves no termination message; its last lines take the place.
                     "terminationMessagePolicy": "FallbackToLogsOnError",
                     "volumeMounts": VOLUME_MOUNTS,
                 }

@@ -91,6 +91,7 @@ class ReaderThreads:
             else:
                 self._publish(ThreadEnded(name))
 
+        # A daemon, since a request without an answer must not keep the process from ending.
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -103,6 +104,7 @@ class ReaderThreads:
             RetryStopped: all threads are to end.
         """
         with stream:
+            # Under the lock, so that a stream is either refused here or ended by `__exit__`.
             with self._lock:
                 self.retry.wait(0)
                 self._streams.add(stream)
@@ -192,7 +194,7 @@ class Informer:
         return version
 
     def _take(self, kind: str, item: dict[str, Any]) -> None:
-        if kind == "BOOKMARK":
+        if kind == "BOOKMARK":  # it only brings a newer resource version
             return
         uid = item["metadata"]["uid"]
         if kind == "DELETED":
@@ -338,6 +340,7 @@ class LogReader:
         try:
             stream = self._cluster.log(replica.pod, container=self._container, since=since, previous=previous)
             with self._threads.open(stream):
+                # A log is requested by the pod's name; only now is it certain that the request did not reach a later pod.
                 if self._is_of_another_pod(replica):
                     return False
                 for line in stream:

@@ -67,7 +67,7 @@ def run(owner):
 
 
 def test_the_launcher_works_with_them(kubernetes, caplog):
-    """It makes a job, adopts one that goes on, follows both to their ends, and deletes one that is left."""
+    """It creates a job, adopts one that runs, follows both to their ends, and deletes one that is left."""
     caplog.set_level(logging.INFO, logger="components")
     pod = kubernetes.add_pod("task")
     owner = identity.Owner(name="task", uid=pod["metadata"]["uid"])

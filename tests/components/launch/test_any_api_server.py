@@ -155,7 +155,7 @@ def test_the_same_job_is_adopted_and_another_refused(jobs, cluster, pool, identi
     assert jobs.names() == []
 
 
-def test_a_job_deleted_by_somebody_else_is_an_error(jobs, launch, cluster, identity):
+def test_a_job_that_another_client_deletes_is_an_error(jobs, launch, cluster, identity):
     with launch() as ended:
         jobs.wait()
         threading.Event().wait(0.2)

@@ -281,7 +281,7 @@ def test_the_attempts_of_a_task_are_limited_also_from_a_new_pod(kubernetes, fail
     kubernetes.script("*-worker-0", CRASH)
     assert "worker-0 ended with exit code 1" in fails(attempts=2)
     assert len(jobs(kubernetes)) == 2
-    fails(attempts=3)  # the task's pod was lost, and its next one goes on counting
+    fails(attempts=3)  # the task's pod was lost, and its next one continues the count
     assert len(jobs(kubernetes)) == 3
 
 
@@ -351,7 +351,7 @@ def test_an_image_that_cannot_be_pulled_ends_the_job(kubernetes, fails, monkeypa
     assert jobs(kubernetes) == []
 
 
-def test_a_job_that_somebody_deletes_is_no_success(kubernetes, fails, meanwhile):
+def test_a_job_that_was_deleted_is_no_success(kubernetes, fails, meanwhile):
     kubernetes.script("*", HANGING)
     meanwhile("worker-0 | step 1", lambda: kubernetes.delete(PYTORCHJOBS, jobs(kubernetes)[0]["metadata"]["name"]))
     assert "was deleted by somebody else while it was running; run again" in fails()

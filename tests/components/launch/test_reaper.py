@@ -42,7 +42,7 @@ def make(kubernetes, cluster, pool, identity, spec):
 
 @pytest.fixture
 def foreign(kubernetes, make):
-    """A job of somebody else: ours without its labels."""
+    """A job of another project: ours without its labels."""
     name = make("foreign")
     with kubernetes.store.changing(PYTORCHJOBS, "kubeflow", name) as job:
         job["metadata"]["labels"] = {"app": "other"}
