@@ -13,11 +13,12 @@ from pathlib import Path
 
 from PIL import Image, ImageChops
 
-from trainer import html
+from trainer import pages
 from trainer.errors import ArtifactError, TrainerError, make_directory
-from trainer.profiling import compare, drawing, labels
+from trainer.pages import Block, PageSection
+from trainer.profiling import compare, labels
 from trainer.profiling.findings import found
-from trainer.profiling.report import comparison, course, judged, steps
+from trainer.profiling.report import comparison, judged, over_time, step_times
 from trainer.profiling.sides import Side, read_side
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -81,11 +82,11 @@ def chromium(
     return ended.stdout, re.findall(r":CONSOLE.*?\] (.*)", ended.stderr)
 
 
-def picture(sections: Sequence[str], file: Path, *, width: int = 1000) -> None:
+def picture(blocks: Sequence[Block | None], file: Path, *, width: int = 1000) -> None:
     """Draw parts of a report into a PNG file, without the empty space around them."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        page.write_text(html.page("", "", [drawing.STYLE, *sections]), encoding="utf-8")
+        page.write_text(pages.render("", "", blocks), encoding="utf-8")
         chromium(page, f"--screenshot={file}", width=width)
     with Image.open(file) as opened:
         image = opened.convert("RGB")
@@ -94,7 +95,7 @@ def picture(sections: Sequence[str], file: Path, *, width: int = 1000) -> None:
     image.crop((0, max(0, box[1] - _MARGIN), width, min(image.height, box[3] + _MARGIN))).save(file, optimize=True)
 
 
-def parts(before: Side, after: Side) -> Mapping[str, list[str]]:
+def parts(before: Side, after: Side) -> Mapping[str, list[Block | None]]:
     """Name of each picture -> the parts of reports that it shows."""
     compared = compare.compare(before, after)
     pair = next((pair for pair in compared.pairs if pair.name == TRAINING), None)
@@ -102,15 +103,15 @@ def parts(before: Side, after: Side) -> Mapping[str, list[str]]:
         raise ArtifactError(
             f"{before.name}, {after.name}: the evidence of two distillations is needed; give two runs' directories"
         )
-    shown: dict[str, list[str]] = {"comparison": [comparison.charts(pair)]}
+    shown: dict[str, list[Block | None]] = {"comparison": [*comparison.charts(pair)]}
     for when, side in (("before", before), ("after", after)):
         summary = side.trainings[TRAINING]
         answers = [answer for answer in side.answers if answer.training == TRAINING]
         numbered = list(enumerate(found(answers), start=1))
-        title = html.section(f"{labels.training(TRAINING)}, {when}")
+        title = PageSection(f"{labels.training(TRAINING)}, {when}")
         shown[f"{when}-findings"] = [judged.section(answers, [summary])]
-        shown[f"{when}-step"] = [title, steps.phases(summary)]
-        shown[f"{when}-course"] = [title, course.section(side.evidence[TRAINING], summary, numbered)]
+        shown[f"{when}-step"] = [title, step_times.phases(summary)]
+        shown[f"{when}-course"] = [title, over_time.section(side.evidence[TRAINING], summary, numbered)]
     return shown
 
 
@@ -123,9 +124,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         make_directory(options.output)
-        for name, sections in parts(read_side(options.before), read_side(options.after)).items():
+        for name, blocks in parts(read_side(options.before), read_side(options.after)).items():
             file = options.output / f"{name}.png"
-            picture(sections, file)
+            picture(blocks, file)
             print(file)
     except (TrainerError, FileNotFoundError, subprocess.SubprocessError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -181,7 +181,7 @@ def code_version(*folders: Path) -> str:
     """A text that changes with the code in these folders, as a cluster's image does: part of what a cached result depends on."""
     digest = hashlib.sha256()
     for root in folders:
-        for path in sorted(path for path in root.rglob("*") if path.suffix in {".py", ".toml"}):
+        for path in sorted(path for path in root.rglob("*") if path.suffix in {".jinja", ".py", ".toml"}):
             digest.update(f"{root.name}/{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 

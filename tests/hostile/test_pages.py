@@ -2,11 +2,30 @@
 
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from tests.unit.data.test_card import Dropped, Quarantined, candidate, content, data_card
 from tests.unit.evaluation.test_report import page as evaluation_page
-from trainer import html
+from trainer import pages
+from trainer.charts import bars, curves, lanes, matrices, svg
+from trainer.charts.bars import BarPart, StackedRow
+from trainer.charts.curves import ReliabilityCurve
+from trainer.charts.lanes import MarkedTime
+from trainer.pages import (
+    BulletList,
+    Details,
+    Figure,
+    FindingCard,
+    Legend,
+    PageSection,
+    Paragraph,
+    Photo,
+    PhotoGrid,
+    Subsection,
+    Table,
+    Tiles,
+)
 
 PLAIN = ["apple", "pear", "plum", "fig", "kiwi", "lime", "nut"]
 HOSTILE = [
@@ -54,16 +73,58 @@ def card(names):
 
 def parts(names):
     """Every part that pages are made of."""
-    body = [
-        html.section(names[0], html.paragraph(names[1]), html.table([names[2]], [[names[3]], [names[4]]])),
-        html.subsection(names[5], html.details(names[6])),
-        html.picture(b"", names[0]),
-        html.drawing("<svg></svg>", names[1]),
+    blocks = [
+        PageSection(names[0], [Paragraph(names[1]), Table([names[2]], [[names[3]], [names[4]]])]),
+        Subsection(names[5], [Details(names[6], [BulletList(names)]), None]),
+        PhotoGrid([Photo(b"", names[0])]),
+        Figure(svg.drawing(9, svg.text(0, 0, names[2], hint=names[3]), title=names[4]), names[1]),
+        Legend([("f0", names[5])]),
+        Tiles([(names[6], names[0])]),
+        FindingCard(
+            number=1,
+            title=names[0],
+            severity="note",
+            place=names[1],
+            text=names[2],
+            advice=names[3],
+            saving=names[4],
+            saving_reason=names[5],
+            numbers=[(names[6], names[0])],
+        ),
     ]
-    return html.page(names[2], names[3], body)
+    return pages.render(names[2], names[3], blocks)
 
 
-@pytest.mark.parametrize("make", [card, parts, lambda names: evaluation_page(names, [names[0]])])
+def evaluation(names):
+    """An evaluation of classes with these names."""
+    return evaluation_page(padded(names), [names[0]])
+
+
+def padded(names):
+    """Names that are all too long for a chart, so that each is cut, and shown whole as a hint."""
+    return [name.ljust(60, ".") for name in names]
+
+
+def charts(names):
+    """Every chart that shows names."""
+    names = padded(names)
+    counts = np.arange(len(names) ** 2).reshape(len(names), -1)
+    curve = ReliabilityCurve(name=names[0], confidence=[0.5], accuracy=[0.5], counts=[1])
+    window = MarkedTime(label=names[1], style="note", start_s=0, end_s=1)
+    lane = lanes.window_lane(names[2], names[3], [window], 10)
+    part = BarPart(name="named", label=names[4], share=1.0)
+    drawn = [
+        matrices.confusion(counts, names, names[5]),
+        curves.recalls({names[0]: np.linspace(0, 1, len(names))}, names, names[1]),
+        curves.reliability([curve], names[2]),
+        bars.stacked_columns(names, [(names[0], [1] * len(names))], names[1]),
+        bars.stacked_rows([StackedRow(label=names[2], parts=[part], note=names[3])], names[4], names[5]),
+        lanes.over_time([lane], 10, names[6]),
+    ]
+    return pages.render("", "", [Figure(chart) for chart in drawn])
+
+
+@pytest.mark.parametrize("make", [card, parts, charts, evaluation])
 def test_hostile_names_are_text(make):
     plain, hostile = Elements(make(PLAIN)), Elements(make(HOSTILE))
     assert hostile.elements == plain.elements

@@ -11,10 +11,12 @@ from pathlib import PurePosixPath
 import numpy as np
 from PIL import Image
 
-from trainer import html, limits
+from trainer import formatting, limits, pages
+from trainer.charts.bars import stacked_columns
 from trainer.config import DataSettings
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import DROPPED, QUARANTINE, UNLABELED, SplitName
+from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Subsection, Table
 
 ROWS = 200
 """Longest list of files on the page."""
@@ -37,13 +39,12 @@ FEW = 5
 TILES = 4
 """Pictures of a class."""
 
-_COLORS: Mapping[SplitName, str] = {"train": "#2563eb", "val": "#d97706", "test": "#15803d"}
 _LABELED: tuple[SplitName, ...] = ("train", "val", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardContent:
-    """What the card tells."""
+    """What the card shows."""
 
     settings: DataSettings
     classes: Sequence[str]
@@ -57,7 +58,7 @@ class CardContent:
 
 
 def data_card(content: CardContent) -> str:
-    """The page, as self-contained HTML below 2 MB; equal for equal content."""
+    """Build the page: self-contained HTML below 2 MB, equal for equal content."""
     settings = content.settings
     lead = (
         f"From {_short(settings.source)}: {sum(map(len, content.splits.values())):,} images of {len(content.classes):,} classes, "
@@ -65,7 +66,7 @@ def data_card(content: CardContent) -> str:
         f"({'longer side cropped' if settings.fit == 'crop' else 'stretched'}, {settings.encoding})."
     )
     sections = [_overview(content), _samples(content), _classes(content), _sizes(content), _left_out(content)]
-    return html.page("Data card", lead, sections)
+    return pages.render("Data card", lead, sections)
 
 
 def _short(source: str) -> str:
@@ -74,7 +75,7 @@ def _short(source: str) -> str:
     return f"{kind} {PurePosixPath(name).name}" if name and kind != "hub" else source
 
 
-def _overview(content: CardContent) -> str:
+def _overview(content: CardContent) -> PageSection:
     leaks = sum(drop.is_leakage for drop in content.dropped)
     rows = [
         *((split, len(members)) for split, members in content.splits.items()),
@@ -82,7 +83,7 @@ def _overview(content: CardContent) -> str:
         ("left out: equal to one that is kept", len(content.dropped) - leaks),
         ("left out: equal to one of val or test (leakage)", leaks),
     ]
-    return html.section("Images", html.table(["", "images"], rows), *map(html.paragraph, content.notes))
+    return PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, content.notes)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,28 +96,33 @@ def _class_counts(content: CardContent) -> dict[SplitName, list[int]]:
     return {split: [count[label] for label in range(len(content.classes))] for split, count in counts.items()}
 
 
-def _classes(content: CardContent) -> str:
+def _classes(content: CardContent) -> PageSection:
     counts = _class_counts(content)
     totals = [sum(of_class) for of_class in zip(*counts.values(), strict=True)]
     rows = [(*row, total) for *row, total in zip(content.classes, *counts.values(), totals, strict=True)]
     note = f"The largest class has {max(totals) / max(min(totals), 1):.1f} times as many images as the smallest."
-    cut = [html.paragraph(f"The first {CLASSES:,} of {len(rows):,} classes are listed.")] if len(rows) > CLASSES else []
-    return html.section(
+    cut = f"The first {CLASSES:,} of {len(rows):,} classes are listed." if len(rows) > CLASSES else ""
+    chart = stacked_columns(content.classes, list(counts.items()), "Images of each class")
+    return PageSection(
         "Classes",
-        html.drawing(_bars(counts), "Images of each class, largest first: train (blue), val (orange), test (green)."),
-        html.paragraph(note),
-        *_unmeasured(content.classes, counts),
-        html.table(["class", *_LABELED, "all"], rows[:CLASSES]),
-        *cut,
+        [
+            Legend([("f0", "train"), ("f1", "val"), ("f2", "test")]),
+            Figure(chart, "Images of each class, largest first."),
+            Paragraph(note),
+            *map(Paragraph, _unmeasured(content.classes, counts)),
+            Table(["class", *_LABELED, "all"], rows[:CLASSES]),
+            Paragraph(cut) if cut else None,
+        ],
     )
 
 
 def _unmeasured(classes: Sequence[str], counts: Mapping[SplitName, Sequence[int]]) -> list[str]:
-    """A sentence for each split that lacks classes, and one for each that has too few images of some to judge them."""
+    """Write a sentence for each split that lacks classes, and one for each that has too few images of some to judge them."""
     sentences = []
     for split in ("val", "test"):
-        missing = [name for name, count in zip(classes, counts[split], strict=True) if count == 0]
-        few = [f"{name} ({count})" for name, count in zip(classes, counts[split], strict=True) if 0 < count < FEW]
+        named = [(formatting.isolated(name), count) for name, count in zip(classes, counts[split], strict=True)]
+        missing = [name for name, count in named if count == 0]
+        few = [f"{name} ({count})" for name, count in named if 0 < count < FEW]
         if missing:
             sentences.append(f"No image in {split}: {_some(missing)}.")
         if few:
@@ -124,41 +130,18 @@ def _unmeasured(classes: Sequence[str], counts: Mapping[SplitName, Sequence[int]
                 f"Fewer than {FEW} images in {split}: {_some(few)}. The accuracy of such a class is a rough guess; add images, or raise "
                 f"data.{split}_fraction where the split is taken from train."
             )
-    return [html.paragraph(sentence) for sentence in sentences]
+    return sentences
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-def _bars(counts: Mapping[SplitName, Sequence[int]]) -> str:
-    """A stacked bar a class, largest first, as SVG."""
-    width, height = 720.0, 140.0
-    totals = np.sum([counts[split] for split in _LABELED], axis=0)
-    order = np.argsort(-totals, kind="stable")[: int(width)]
-    step, scale = width / len(order), height / totals.max()
-    bars = []
-    for position, label in enumerate(order):
-        top = height
-        for split in _LABELED:
-            tall = counts[split][label] * scale
-            top -= tall
-            bars.append(
-                f'<rect x="{position * step:.2f}" y="{top:.2f}" width="{max(step * 0.85, 0.8):.2f}" height="{tall:.2f}" '
-                f'fill="{_COLORS[split]}"/>'
-            )
-    label_text = f'<text x="0" y="11" font-size="11" fill="currentColor">{int(totals.max()):,}</text>'
-    return (
-        f'<svg viewBox="0 -16 {width:.0f} {height + 16:.0f}" width="{width:.0f}" role="img" aria-label="Images of each class">'
-        f'<g transform="translate(0,-16)">{label_text}</g>{"".join(bars)}</svg>'
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Original sizes
 
 
-def _sizes(content: CardContent) -> str:
+def _sizes(content: CardContent) -> PageSection:
     members = [member for split in content.splits.values() for member in split]
     width = np.array([member.width for member in members])
     height = np.array([member.height for member in members])
@@ -172,7 +155,7 @@ def _sizes(content: CardContent) -> str:
     enlarged = int((shorter < content.settings.image_size).sum())
     sentence = f"{enlarged:,} of {len(members):,} images were enlarged: their shorter edge was below {content.settings.image_size} pixels."
     headers = ["", "smallest", "5 %", "median", "95 %", "largest"]
-    return html.section("Original sizes", html.table(headers, rows), html.paragraph(sentence))
+    return PageSection("Original sizes", [Table(headers, rows), Paragraph(sentence)])
 
 
 def _quantiles(values: np.typing.NDArray[np.int64] | np.typing.NDArray[np.float64]) -> list[int | float]:
@@ -184,15 +167,15 @@ def _quantiles(values: np.typing.NDArray[np.int64] | np.typing.NDArray[np.float6
 # Pictures
 
 
-def _samples(content: CardContent) -> str:
+def _samples(content: CardContent) -> PageSection:
     chosen = np.unique(np.linspace(0, len(content.classes) - 1, STRIPS).round().astype(int)).tolist()
     of_class: dict[int, list[ImageCandidate]] = {label: [] for label in [*chosen, UNLABELED]}
     for split in ("train", "unlabeled"):
         for member in content.splits[split]:
             if member.label in of_class:
                 of_class[member.label].append(member)
-    figures = [
-        html.picture(
+    photos = [
+        Photo(
             _strip(_drawn(members), content.read),
             content.classes[label] if label != UNLABELED else "unlabelled",
             media_type="image/jpeg",
@@ -200,13 +183,8 @@ def _samples(content: CardContent) -> str:
         for label, members in of_class.items()
         if members
     ]
-    grid = "display:grid;grid-template-columns:repeat(auto-fill,minmax(16rem,1fr));gap:0 1rem"
     shown = f"{len(chosen)} of {len(content.classes):,} classes" if len(chosen) < len(content.classes) else "each class"
-    return html.section(
-        "Samples",
-        html.paragraph(f"Training images of {shown}, as stored."),
-        f'<div style="{grid}">{"".join(figures)}</div>',
-    )
+    return PageSection("Samples", [Paragraph(f"Training images of {shown}, as stored."), PhotoGrid(photos)])
 
 
 def _drawn(members: Sequence[ImageCandidate]) -> list[ImageCandidate]:
@@ -230,28 +208,28 @@ def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> b
 # Left out
 
 
-def _left_out(content: CardContent) -> str:
+def _left_out(content: CardContent) -> PageSection:
     quarantined = [(_cut(one.name), _cut(one.reason)) for one in content.quarantined]
     kinds = Counter(one.reason.split(":")[0] for one in content.quarantined).most_common()
     dropped = [
         (_cut(drop.name), drop.split, _cut(drop.kept_name), drop.kept_split, "leakage" if drop.is_leakage else "copy")
         for drop in sorted(content.dropped, key=lambda drop: not drop.is_leakage)
     ]
-    parts = []
+    blocks: list[Block] = []
     if quarantined:
-        parts += ["<h3>Quarantined</h3>", html.table(["reason", "images"], kinds)]
-        parts += _listed(["image", "reason"], quarantined, QUARANTINE)
+        listed = _listed(["image", "reason"], quarantined, QUARANTINE)
+        blocks.append(Subsection("Quarantined", [Table(["reason", "images"], kinds), *listed]))
     if dropped:
-        parts += ["<h3>Equal to one that is kept</h3>"]
-        parts += _listed(["left out", "of", "kept", "of", ""], dropped, DROPPED)
-    return html.section("Left out", *(parts or [html.paragraph("Nothing.")]))
+        listed = _listed(["left out", "of", "kept", "of", ""], dropped, DROPPED)
+        blocks.append(Subsection("Equal to one that is kept", listed))
+    return PageSection("Left out", blocks or [Paragraph("Nothing.")])
 
 
 def _cut(text: str) -> str:
     return limits.cut(text, CHARACTERS)
 
 
-def _listed(headers: Sequence[str], rows: Sequence[Sequence[object]], file: str) -> list[str]:
-    table = html.table(headers, rows[:ROWS])
+def _listed(headers: Sequence[str], rows: Sequence[Sequence[object]], file: str) -> list[Block]:
+    table = Table(headers, rows[:ROWS])
     rest = len(rows) - ROWS
-    return [table, html.paragraph(f"{rest:,} more are listed in {file}.")] if rest > 0 else [table]
+    return [table, Paragraph(f"{rest:,} more are listed in {file}.")] if rest > 0 else [table]

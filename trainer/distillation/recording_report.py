@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from trainer import html
+from trainer import pages
+from trainer.charts.curves import outlines
 from trainer.distillation.coverage import EDGES, TEMPERATURES, Coverage, entries
 from trainer.distillation.recording import RecordingDescription
 from trainer.distillation.reinforcement import RecordedWork
+from trainer.pages import Figure, Legend, PageSection, Paragraph, Subsection, Table
 
-_WIDTH, _HEIGHT, _BARS = 720, 160, 60
-_COLORS = ("#2563eb", "#ea580c")
+_BARS = 60
 
 
 def figures(description: RecordingDescription, held: Coverage, work: RecordedWork) -> dict[str, Any]:
-    """The main numbers, as `summary.json` shows them; the speed only where this job recorded anything."""
+    """Give the main numbers, as `summary.json` shows them; the speed only where this job recorded anything."""
     size = description.record.itemsize
     speed = {"views_per_second": work.views / work.seconds} if work.views else {}
     return {
@@ -35,7 +37,7 @@ def figures(description: RecordingDescription, held: Coverage, work: RecordedWor
 
 
 def render(description: RecordingDescription, held: Coverage, work: RecordedWork, parents: Mapping[str, str]) -> str:
-    """The whole page, self-contained.
+    """Build the whole page, self-contained.
 
     Args:
         description: of the recorded outputs.
@@ -44,7 +46,7 @@ def render(description: RecordingDescription, held: Coverage, work: RecordedWork
         parents: `dataset` and `teacher` -> fingerprint.
     """
     without = f" ({description.unlabeled:,} of them without a label)" if description.unlabeled else ""
-    return html.page(
+    return pages.render(
         "Recorded teacher outputs",
         f"{description.views} views of {description.samples:,} training images{without}, "
         f"{description.top_k} of {description.classes:,} logits each",
@@ -52,33 +54,32 @@ def render(description: RecordingDescription, held: Coverage, work: RecordedWork
     )
 
 
-def _mass(description: RecordingDescription, held: Coverage) -> str:
+def _mass(description: RecordingDescription, held: Coverage) -> PageSection:
     means = held.mean_mass()
     rows = [
         (f"T = {one}", f"{means[row]:.4%}", f"{held.quantile(0.05, one):.4%}", f"{held.quantile(0.01, one):.4%}")
         for row, one in enumerate(TEMPERATURES)
     ]
-    table = html.table(["temperature", "mean", "5 % of the views hold less than", "1 % of them less than"], rows)
+    table = Table(["temperature", "mean", "5 % of the views hold less than", "1 % of them less than"], rows)
     if description.top_k == description.classes:
-        return html.section("Probability mass held", html.paragraph("All logits were recorded; nothing is missing."))
+        return PageSection("Probability mass held", [Paragraph("All logits were recorded; nothing is missing.")])
     note = (
         f"Share of the teacher's probability that falls on the {description.top_k} recorded classes. The others are known as one sum, so a "
         "distillation at T = 1 or 2 loses only how the teacher divides the rest among them."
     )
-    return html.section(
+    return PageSection(
         "Probability mass held",
-        html.paragraph(note),
-        table,
-        html.drawing(
+        [
+            Paragraph(note),
+            table,
+            Legend([(f"s{series}", f"T = {one}") for series, one in enumerate(TEMPERATURES)]),
             _distribution(held),
-            "Views by the mass that is missing, on a logarithmic scale: T = 1 (blue), T = 2 (orange).",
-        ),
-        "<h3>With fewer or more entries</h3>",
-        _ladder(description, held),
+            Subsection("With fewer or more entries", [_ladder(description, held)]),
+        ],
     )
 
 
-def _ladder(description: RecordingDescription, held: Coverage) -> str:
+def _ladder(description: RecordingDescription, held: Coverage) -> Table:
     counts = entries(description.top_k)
     rows = [
         (f"{count:,}", *(f"{mass:.4%}" for mass in masses), f"{_record_bytes(description, count)}")
@@ -93,7 +94,7 @@ def _ladder(description: RecordingDescription, held: Coverage) -> str:
         )
     )
     headers = ["entries (reinforce.top_k)", *(f"mean mass at T = {one}" for one in TEMPERATURES), "bytes a view"]
-    return html.table(headers, rows)
+    return Table(headers, rows)
 
 
 def _record_bytes(description: RecordingDescription, entries: int) -> int:
@@ -102,53 +103,35 @@ def _record_bytes(description: RecordingDescription, entries: int) -> int:
     return description.record.itemsize + (entries - description.top_k) * entry
 
 
-def _distribution(held: Coverage) -> str:
-    """Two outlines over the missing mass from 1e-6 to 1, as SVG."""
+def _distribution(held: Coverage) -> Figure:
+    """Draw how many views lack how much, from 1e-6 to 1 on a logarithmic scale."""
     below, *_ = held.distribution.T.tolist()
     bars = held.distribution[:, 1:].reshape(len(TEMPERATURES), _BARS, -1).sum(2)
-    heights = _HEIGHT * (1 - bars / max(bars.max(), 1))
-    lines = [
-        f'<polyline points="{_outline(row)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-        for row, color in zip(heights.tolist(), _COLORS, strict=True)
-    ]
-    decades = range(int(np.log10(EDGES[0])), 1)
-    ticks = [
-        f'<text x="{(decade - decades[0]) / (len(decades) - 1) * _WIDTH:.0f}" y="{_HEIGHT + 14}" font-size="11" fill="currentColor" '
-        f'text-anchor="{_anchor(decade, decades)}">{_percent(decade)}</text>'
-        for decade in decades
-    ]
-    left_out = f"below the scale: {below[0]:,} views at T = 1, {below[1]:,} at T = 2"
-    return (
-        f'<svg viewBox="0 -16 {_WIDTH} {_HEIGHT + 36}" width="{_WIDTH}" role="img" aria-label="Views by missing mass">'
-        f'<text x="0" y="-4" font-size="11" fill="currentColor">{left_out}</text>{"".join(lines)}{"".join(ticks)}</svg>'
+    counts = {f"T = {one}": row for one, row in zip(TEMPERATURES, bars.tolist(), strict=True)}
+    first = int(np.log10(EDGES[0]))
+    ends = 100 * 10.0 ** np.linspace(first, 0, _BARS + 1)
+    bins = [f"{low:.2g} % to {high:.2g} % missing" for low, high in itertools.pairwise(ends)]
+    chart = outlines(
+        counts,
+        bins,
+        tick_labels=[f"{100 * 10.0**decade:g} %" for decade in range(first, 1)],
+        note=f"below the scale: {below[0]:,} views at T = 1, {below[1]:,} at T = 2",
+        title="Views by missing mass",
     )
+    return Figure(chart, "Views by the mass that is missing, on a logarithmic scale.")
 
 
-def _outline(heights: Sequence[float]) -> str:
-    """The points of a line along the tops of bars."""
-    step = _WIDTH / len(heights)
-    return " ".join(f"{(bar + side) * step:.1f},{height:.1f}" for bar, height in enumerate(heights) for side in (0, 1))
-
-
-def _anchor(decade: int, decades: range) -> str:
-    return "start" if decade == decades[0] else "end" if decade == decades[-1] else "middle"
-
-
-def _percent(decade: int) -> str:
-    return f"{100 * 10.0**decade:g} %"
-
-
-def _answers(held: Coverage) -> str:
+def _answers(held: Coverage) -> PageSection:
     shares = held.figures()
     rows = [
         ("the image's label is the teacher's top class", f"{shares['teacher_top1']:.2%}"),
         ("the image's label is among the recorded classes", f"{shares['label_recorded']:.2%}"),
     ]
     note = "Of all views of images with a label. A view that is mixed with another image counts with its own image's label."
-    return html.section("Teacher and labels", html.table(["", "share of the views"], rows), html.paragraph(note))
+    return PageSection("Teacher and labels", [Table(["", "share of the views"], rows), Paragraph(note)])
 
 
-def _cost(description: RecordingDescription, work: RecordedWork) -> str:
+def _cost(description: RecordingDescription, work: RecordedWork) -> PageSection:
     size = description.record.itemsize
     rows: list[tuple[str, str]] = [
         ("bytes a view", f"{size:,}"),
@@ -161,10 +144,10 @@ def _cost(description: RecordingDescription, work: RecordedWork) -> str:
             ("seconds", f"{work.seconds:,.1f}"),
             ("views a second, all processes", f"{work.views / work.seconds:,.1f}"),
         ]
-    return html.section("Storage and time", html.table(["", ""], rows))
+    return PageSection("Storage and time", [Table(["", ""], rows)])
 
 
-def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> str:
+def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> PageSection:
     rows = [
         ("teacher", f"{description.teacher}, fingerprint {parents['teacher'][:12]}"),
         ("data set", f"fingerprint {parents['dataset'][:12]}"),
@@ -179,4 +162,4 @@ def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> st
         "A distillation of another teacher, on another data set, with other views or another decoder is refused; it takes the seed and the "
         "size of the views from here."
     )
-    return html.section("What was recorded", html.paragraph(note), html.table(["", ""], rows))
+    return PageSection("What was recorded", [Paragraph(note), Table(["", ""], rows)])

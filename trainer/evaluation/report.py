@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
-from trainer import html, summary
-from trainer.evaluation import metrics, plots
+from trainer import pages, summary
+from trainer.charts import curves, matrices
+from trainer.charts.curves import ReliabilityCurve
+from trainer.evaluation import metrics
 from trainer.evaluation.latency import Latency, Machine
 from trainer.evaluation.metrics import Calibration, Confusion, Ints
+from trainer.formatting import isolated
+from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +51,11 @@ def render(
     verdict: Mapping[str, Any],
     examples: Sequence[Example],
 ) -> str:
-    """The whole page, self-contained."""
+    """Build the whole page, self-contained."""
     outcome = "passed" if verdict["passed"] else "did not pass"
     images = int(teacher.matrix.sum())
     both = {"teacher": teacher, "student": student}
-    return html.page(
+    return pages.render(
         f"Evaluation: the student {outcome}",
         f"{student.figures['architecture']} distilled from {teacher.figures['architecture']}, "
         f"{images:,} test images, {len(classes)} classes",
@@ -64,14 +70,13 @@ def render(
     )
 
 
-def _verdict(verdict: Mapping[str, Any]) -> str:
+def _verdict(verdict: Mapping[str, Any]) -> PageSection:
     if verdict["passed"]:
-        return html.section("Verdict", '<p class="good">Passed: every condition of the gate holds.</p>')
-    reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in verdict["reasons"])
-    return html.section("Verdict", f'<p class="bad">Not passed:</p><ul>{reasons}</ul>')
+        return PageSection("Verdict", [Paragraph("Passed: every condition of the gate holds.", style="good")])
+    return PageSection("Verdict", [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])])
 
 
-def _comparison(teacher: Measured, student: Measured, images: int) -> str:
+def _comparison(teacher: Measured, student: Measured, images: int) -> PageSection:
     one, other = teacher.figures, student.figures
     rows = [
         ("architecture", one["architecture"], other["architecture"], ""),
@@ -85,9 +90,7 @@ def _comparison(teacher: Measured, student: Measured, images: int) -> str:
         ),
     ]
     note = f"In brackets: the 95 % interval (Wilson) that {images:,} test images allow."
-    return html.section(
-        "Teacher against student", html.table(["", "teacher", "student", ""], rows), html.paragraph(note)
-    )
+    return PageSection("Teacher against student", [Table(["", "teacher", "student", ""], rows), Paragraph(note)])
 
 
 _SIZES = {"parameters": "parameters", "multiply-accumulates an image": "macs", "bytes of weights": "size_bytes"}
@@ -103,7 +106,7 @@ def _points(teacher: Mapping[str, Any], student: Mapping[str, Any], name: str) -
     return f"{100 * (student['test'][name] - teacher['test'][name]):+.2f} points"
 
 
-def _latency(both: Mapping[str, Measured], machine: Machine) -> str:
+def _latency(both: Mapping[str, Measured], machine: Machine) -> PageSection:
     rows = [
         (name, latency.batch_size, latency.p50_ms, latency.p95_ms, latency.images_per_second)
         for batch in zip(*(measured.latencies for measured in both.values()), strict=True)
@@ -114,31 +117,59 @@ def _latency(both: Mapping[str, Measured], machine: Machine) -> str:
         "the models took turns, so that other work on the machine falls on both."
     )
     headers = ["", "batch", "p50 (ms)", "p95 (ms)", "images a second"]
-    return html.section("Latency on the CPU", html.table(headers, rows), html.paragraph(note))
+    return PageSection("Latency on the CPU", [Table(headers, rows), Paragraph(note)])
 
 
-def _calibration(both: Mapping[str, Measured]) -> str:
-    picture = plots.reliability({name: measured.calibration for name, measured in both.items()})
+def _calibration(both: Mapping[str, Measured]) -> PageSection:
+    drawn = [
+        ReliabilityCurve(name=name, confidence=one.confidence, accuracy=one.accuracy, counts=one.counts)
+        for name, one in ((name, measured.calibration) for name, measured in both.items())
+    ]
+    legend = [
+        (f"g{series}", f"{name}, error {measured.calibration.error:.3f}")
+        for series, (name, measured) in enumerate(both.items())
+    ]
     caption = "How often a prediction is right, by its confidence; above the dotted line the model is too modest, below it too sure"
-    return html.section("Calibration", html.picture(picture, caption))
+    return PageSection("Calibration", [Legend(legend), Figure(curves.reliability(drawn, "Calibration"), caption)])
 
 
-def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Example]) -> str:
-    pictures = []
+def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Example]) -> PageSection:
+    blocks: list[Block] = []
     for example in examples:
-        truth, predicted = classes[example.confusion.truth], classes[example.confusion.predicted]
+        truth, predicted = (
+            isolated(classes[label]) for label in (example.confusion.truth, example.confusion.predicted)
+        )
         of_class = int(student.matrix[example.confusion.truth].sum())
         caption = f"{truth} taken for {predicted}: {example.confusion.count} of its {of_class} test images"
-        pictures.append(html.picture(plots.strip(example.images), caption))
-    if not pictures:
-        pictures.append(html.paragraph("No test image was taken for another class."))
-    matrix = html.picture(
-        plots.confusion(student.matrix, classes), "Rows: the class; columns: what the student took it for"
-    )
-    return html.section("What the student confuses", *pictures, matrix)
+        blocks.append(Photo(strip(example.images), caption))
+    if not blocks:
+        blocks.append(Paragraph("No test image was taken for another class."))
+    caption = "Rows: the class; columns: what the student took it for."
+    if np.count_nonzero(student.matrix) > matrices.MOST_CELLS:
+        caption += f" The {matrices.MOST_CELLS:,} largest shares are drawn."
+    chart = matrices.confusion(student.matrix, classes, "Confusion matrix of the student")
+    return PageSection("What the student confuses", [*blocks, Figure(chart, caption)])
 
 
-def _classes(both: Mapping[str, Measured], classes: Sequence[str]) -> str:
+def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:
+    """Put images side by side, scaled to one edge, as a PNG file.
+
+    Args:
+        images: [B, 3, S, S].
+        edge: of each image in the strip, in pixels.
+    """
+    sharp = Image.Resampling.NEAREST if images.shape[-1] < edge else Image.Resampling.LANCZOS
+    gap = 4
+    picture = Image.new("RGB", (len(images) * (edge + gap) - gap, edge), "white")
+    for position, pixels in enumerate(images):
+        tile = Image.fromarray(pixels.transpose(1, 2, 0)).resize((edge, edge), sharp)
+        picture.paste(tile, (position * (edge + gap), 0))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def _classes(both: Mapping[str, Measured], classes: Sequence[str]) -> PageSection:
     precision = {name: metrics.precision(measured.matrix) for name, measured in both.items()}
     recall = {name: metrics.recall(measured.matrix) for name, measured in both.items()}
     images = both["student"].matrix.sum(axis=1)
@@ -151,8 +182,10 @@ def _classes(both: Mapping[str, Measured], classes: Sequence[str]) -> str:
         for index in np.argsort(recall["student"], kind="stable")
     ]
     headers = ["class", "test images", *(f"{name} {figure}" for name in both for figure in ("precision", "recall"))]
-    picture = html.picture(plots.recalls(recall, classes), "Recall, the student's worst classes first")
-    return html.section("Classes", picture, html.table(headers, rows))
+    chart = curves.recalls(recall, classes, "Recall of each class")
+    legend = Legend([("g0", "teacher"), ("g1", "student")])
+    figure = Figure(chart, "Recall, the student's worst classes first")
+    return PageSection("Classes", [legend, figure, Table(headers, rows)])
 
 
 def _share(value: float) -> str:

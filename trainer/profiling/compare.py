@@ -9,6 +9,7 @@ from typing import Any
 from trainer import formatting, summary
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
+from trainer.pages import Table
 from trainer.profiling import labels
 from trainer.profiling.findings import Answer
 from trainer.profiling.pace import is_core
@@ -18,19 +19,12 @@ from trainer.profiling.summary import OperatorSummary, TrainingSummary, operator
 
 _MOVERS = 10
 _ALIKE = 0.005
-"""Relative change that is told as none."""
+"""A smaller relative change is shown as none."""
 _SAME_BATCH = 0.01
 _UNRECORDED = "not recorded"
 
 Row = tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Rows of text, the first one its heading: what, before, after, change."""
-
-    title: str
-    rows: Sequence[Row]
+_SIDES = ("before", "after", "change")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +37,7 @@ class Pair:
 
     @property
     def per_image(self) -> bool:
-        """Whether times are told per image, because a step does not hold as many images on both sides."""
+        """Whether times are given per image, because a step does not hold as many images on both sides."""
         a, b = self.before.images_a_step, self.after.images_a_step
         return bool(a and b and abs(a - b) > _SAME_BATCH * a)
 
@@ -74,16 +68,16 @@ class Comparison:
 
 
 def compare(before: Side, after: Side) -> Comparison:
-    """Put two sides beside one another.
+    """Compare two sides.
 
     Raises:
         ArtifactError: they have no training in common.
     """
     names = [name for name in before.trainings if name in after.trainings]
     if not names:
-        told = [", ".join(side.trainings) or "no training" for side in (before, after)]
+        held = [", ".join(side.trainings) or "no training" for side in (before, after)]
         raise ArtifactError(
-            f"{before.name} holds {told[0]} and {after.name} holds {told[1]}, so there is nothing to compare; "
+            f"{before.name} holds {held[0]} and {after.name} holds {held[1]}, so there is nothing to compare; "
             "give two that trained the same"
         )
     pairs = [Pair(name=name, before=before.trainings[name], after=after.trainings[name]) for name in names]
@@ -95,11 +89,9 @@ def compare(before: Side, after: Side) -> Comparison:
         pairs=pairs,
         differences=[] if all(pair.before == pair.after for pair in pairs) else _differences(same_data, pairs),
         verdict=_verdict(pairs[-1], _accuracy(before, after) if same_data is not False else ""),
-        general=[table for table in general if len(table.rows) > 1],
+        general=[table for table in general if table.rows],
         tables={
-            pair.name: [table for table in _tables(pair) if len(table.rows) > 1]
-            for pair in pairs
-            if pair.before != pair.after
+            pair.name: [table for table in _tables(pair) if table.rows] for pair in pairs if pair.before != pair.after
         },
     )
 
@@ -119,7 +111,7 @@ def text(comparison: Comparison) -> str:
 
 
 def _lines(table: Table) -> list[str]:
-    rows = [tuple(formatting.clipped(cell, 60) for cell in row) for row in table.rows]
+    rows = [[formatting.clipped(str(cell), 60) for cell in row] for row in (table.headers, *table.rows)]
     return [f"  {line}" for line in summary.aligned(rows, right={1, 2, 3} if len(rows[0]) == 4 else ())]
 
 
@@ -147,15 +139,15 @@ def _is_of_same_data(before: Side, after: Side) -> bool | None:
 
 
 def _differences(same_data: bool | None, pairs: Sequence[Pair]) -> list[str]:
-    told = []
+    differences = []
     if same_data is None:
-        told.append("Whether both sides are of the same data was not recorded.")
+        differences.append("Whether both sides are of the same data was not recorded.")
     elif not same_data:
-        told.append("Other data: the two sides are of different data sets, so their accuracy is not compared.")
+        differences.append("Other data: the two sides are of different data sets, so their accuracy is not compared.")
     for what, described in (("hardware", _hardware), ("processes", _processes)):
         seen = dict.fromkeys(described(pair) for pair in pairs)
-        told += [f"Other {what}: {text}." for text in seen if text]
-    return told
+        differences += [f"Other {what}: {text}." for text in seen if text]
+    return differences
 
 
 def _hardware(pair: Pair) -> str:
@@ -238,7 +230,7 @@ def _tables(pair: Pair) -> Iterator[Table]:
             yield _movers(pair, a, b)
         else:  # what a device computes is not set against what a host hands over
             clocks = f"operators by kind of work, on the {a.clock} before and on the {b.clock} after"
-            yield _times(clocks, pair, before, after, told=lambda _before, _after: "")
+            yield _times(clocks, pair, before, after, changed=lambda _before, _after: "")
     yield _use(pair)
 
 
@@ -251,13 +243,13 @@ def _overview(pair: Pair) -> Table:
         "loader processes": [_or_unrecorded(str, one.workers) for one in sides],
         "images a step": [_or_unrecorded(formatting.short, one.images_a_step) for one in sides],
     }
-    rows: list[Row] = [("", "before", "after", "change")]
-    rows += [(title, *told, "") for title, told in texts.items() if told[0] != told[1]]
+    rows: list[Row] = []
+    rows += [(title, *both, "") for title, both in texts.items() if both[0] != both[1]]
     for title, shown, value in _OVERVIEW:
         first, second = value(pair.before), value(pair.after)
         if first is not None or second is not None:
             rows.append((title, _or_unrecorded(shown, first), _or_unrecorded(shown, second), change(first, second)))
-    return Table(title="in short", rows=rows)
+    return Table(("", *_SIDES), rows, title="in short")
 
 
 _OVERVIEW: Sequence[tuple[str, Callable[[float], str], Callable[[TrainingSummary], float | None]]] = (
@@ -281,16 +273,16 @@ def _times(
     before: Mapping[str, float],
     after: Mapping[str, float],
     spoken: Callable[[str], str] = str,
-    told: Callable[[float, float], str] = change,
+    changed: Callable[[float, float], str] = change,
 ) -> Table:
     """Times that exclude one another and together are all there was: what is not among them took none."""
-    rows: list[Row] = [(pair.unit, "before", "after", "change")]
+    rows: list[Row] = []
     for name in {**before, **after}:
         a, b = before.get(name, 0.0), after.get(name, 0.0)
-        rows.append((spoken(name), *("none" if not ms else formatting.short(ms) for ms in (a, b)), told(a, b)))
+        rows.append((spoken(name), *("none" if not ms else formatting.short(ms) for ms in (a, b)), changed(a, b)))
     total = sum(before.values()), sum(after.values())
-    rows.append(("together", formatting.short(total[0]), formatting.short(total[1]), told(*total)))
-    return Table(title=title, rows=rows)
+    rows.append(("together", formatting.short(total[0]), formatting.short(total[1]), changed(*total)))
+    return Table((pair.unit, *_SIDES), rows, title=title)
 
 
 def _kind_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dict[str, float]:
@@ -302,12 +294,12 @@ def _movers(pair: Pair, a: OperatorSummary, b: OperatorSummary) -> Table:
     before, after = _operator_ms(pair, pair.before, a), _operator_ms(pair, pair.after, b)
     moves = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
     most = sorted(moves, key=lambda name: -abs(moves[name]))[:_MOVERS]
-    rows: list[Row] = [(pair.unit, "before", "after", "change")]
+    rows: list[Row] = []
     for name in most:
         first, second = before.get(name), after.get(name)
         shown = ["none" if not value else formatting.short(value) for value in (first, second)]
         rows.append((name, *shown, change(first or 0.0, second or 0.0)))
-    return Table(title="operators that moved most", rows=rows)
+    return Table((pair.unit, *_SIDES), rows, title="operators that moved most")
 
 
 def _operator_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dict[str, float]:
@@ -320,14 +312,14 @@ def _operator_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dic
 
 def _use(pair: Pair) -> Table:
     """How much of the machine was used: means, and the largest memory."""
-    rows: list[Row] = [("mean, memory: most", "before", "after", "change")]
+    rows: list[Row] = []
     before, after = _signals(pair.before), _signals(pair.after)
     for name in {**before, **after}:
         a, b = before.get(name), after.get(name)
         title, _ = labels.named_number(name, 0.0)
         shown = [_UNRECORDED if value is None else labels.named_number(name, value)[1] for value in (a, b)]
         rows.append((title, *shown, change(a, b)))
-    return Table(title="use of the machine", rows=rows)
+    return Table(("mean, memory: most", *_SIDES), rows, title="use of the machine")
 
 
 def _signals(one: TrainingSummary) -> dict[str, float]:
@@ -343,9 +335,9 @@ def _signals(one: TrainingSummary) -> dict[str, float]:
 
 def _outcome(before: Side, after: Side, same_data: bool | None) -> Table:
     """Accuracy, time and dollars of whole runs; accuracy has no change where the images are others."""
-    rows: list[Row] = [("", "before", "after", "change")]
+    rows: list[Row] = []
     if before.run is None or after.run is None:
-        return Table(title="The runs", rows=rows)
+        return Table(("", *_SIDES), rows, title="The runs")
     a, b = before.run, after.run
     rows.append(("recipe", str(a.get("recipe", "")), str(b.get("recipe", "")), ""))
     for title, keys in (
@@ -366,7 +358,7 @@ def _outcome(before: Side, after: Side, same_data: bool | None) -> Table:
     cost = [_at(run, ("bill", "dollars")) for run in (a, b)]
     if any(value is not None for value in cost):
         rows.append(("dollars", *(_or_unrecorded(dollars_text, value) for value in cost), change(*cost)))
-    return Table(title="The runs", rows=rows)
+    return Table(("", *_SIDES), rows, title="The runs")
 
 
 def _at(content: Mapping[str, Any], keys: Sequence[str]) -> float | None:
@@ -380,12 +372,12 @@ def _settings(before: Side, after: Side) -> Table:
     """Settings that are not the same."""
     whole = before.run is not None and after.run is not None
     a, b = (dict(_flat(_recorded_settings(side, whole=whole))) for side in (before, after))
-    rows: list[Row] = [("setting", "before", "after")]
+    rows: list[Row] = []
     for name in {**a, **b}:
         repeats = name.removeprefix("tune.distill.") != name  # what tune would start from is distill's
         if a.get(name) != b.get(name) and not repeats:
             rows.append((name, *(str(values[name]) if name in values else "not there" for values in (a, b))))
-    return Table(title="Settings that differ", rows=rows)
+    return Table(("setting", "before", "after"), rows, title="Settings that differ")
 
 
 def _recorded_settings(side: Side, *, whole: bool) -> Mapping[str, Any]:
@@ -410,7 +402,7 @@ def _findings(before: Side, after: Side) -> Table:
         {(one.rule, one.training) for one in side.answers if not isinstance(one.outcome, NotJudged)}
         for side in (before, after)
     ]
-    rows: list[Row] = [("finding", "training", "saving before", "saving after", "")]
+    rows: list[Row] = []
     for key in {**a, **b}:
         state = "still there"
         if key not in a or key not in b:
@@ -420,7 +412,7 @@ def _findings(before: Side, after: Side) -> Table:
             )
         title, training = (a.get(key) or b[key])[0].title, labels.training(key[1])
         rows.append((title, training, _saving(a.get(key)), _saving(b.get(key)), state))
-    return Table(title="Findings", rows=rows)
+    return Table(("finding", "training", "saving before", "saving after", ""), rows, title="Findings")
 
 
 def _found(answers: Sequence[Answer]) -> dict[tuple[str, str], tuple[Answer, Finding]]:

@@ -248,7 +248,7 @@ def test_the_val_of_a_source_without_test_may_be_the_test(tmp_path: Path) -> Non
     assert list(after.split("test").names) == list(before.split("val").names)
     assert len(after.split("test")) == 10
     assert 0 < len(after.split("val")) < 40
-    assert "The source&#x27;s val is the test here" in (tmp_path / "from val" / "card.html").read_text()
+    assert "The source&#39;s val is the test here" in (tmp_path / "from val" / "card.html").read_text()
 
 
 def test_a_source_with_a_test_keeps_it(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import io
 import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from trainer.evaluation import metrics, report
 from trainer.evaluation.latency import Latency, Machine
@@ -61,3 +63,13 @@ def test_names_of_classes_can_not_bring_in_markup():
 
 def test_many_classes_stay_below_two_megabytes():
     assert len(page([f"class {index}" for index in range(300)], [])) < 2_000_000
+
+
+def test_strip_keeps_order_and_pixels():
+    images = np.zeros((2, 3, 4, 4), dtype=np.uint8)
+    images[0, 0], images[1, 2] = 200, 100
+    picture = Image.open(io.BytesIO(report.strip(images, edge=40))).convert("RGB")
+    assert picture.size == (84, 40)
+    assert picture.getpixel((20, 20)) == (200, 0, 0)
+    assert picture.getpixel((64, 20)) == (0, 0, 100)
+    assert picture.getpixel((42, 20)) == (255, 255, 255)

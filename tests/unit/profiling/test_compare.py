@@ -46,7 +46,7 @@ def side(name: str, summary: TrainingSummary, **further: Any) -> Side:
 def table(comparison: Comparison, title: str) -> dict[str, tuple[str, ...]]:
     tables = [*comparison.general, *(one for some in comparison.tables.values() for one in some)]
     (found,) = [one for one in tables if one.title == title]
-    return {row[0]: row[1:] for row in found.rows}
+    return {row[0]: row[1:] for row in [found.headers, *found.rows]}
 
 
 def test_steps_of_the_same_size_are_compared_as_they_are(training: TrainingEvidence) -> None:
@@ -93,12 +93,12 @@ def test_findings_are_gone_new_or_still_there(training: TrainingEvidence) -> Non
     before, after = [first, second, sound], [cured, second, third]
     comparison = compare(side("a", summary, answers=before), side("b", summary, answers=after))
     (findings,) = [one for one in comparison.general if one.title == "Findings"]
-    assert [(row[0], row[-1]) for row in findings.rows[1:]] == [
+    assert [(row[0], row[-1]) for row in findings.rows] == [
         (first.title, "gone"),
         (second.title, "still there"),
         (third.title, "new"),
     ]
-    assert findings.rows[2][2] == "66 min 40 s $195.20"
+    assert findings.rows[1][2] == "66 min 40 s $195.20"
 
 
 def test_a_finding_that_the_other_side_could_not_judge_is_neither_gone_nor_new(training: TrainingEvidence) -> None:
@@ -107,7 +107,7 @@ def test_a_finding_that_the_other_side_could_not_judge_is_neither_gone_nor_new(t
     short = [replace(one, outcome=NotJudged(reason="only 6 steps", too_short=True)) for one in (first, second)]
     sides = side("a", summary, answers=[first, short[1]]), side("b", summary, answers=[short[0], second])
     (findings,) = [one for one in compare(*sides).general if one.title == "Findings"]
-    assert [(row[0], row[-1]) for row in findings.rows[1:]] == [
+    assert [(row[0], row[-1]) for row in findings.rows] == [
         (first.title, "not judged after"),
         (second.title, "not judged before"),
     ]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer import formatting, html
+from trainer import formatting, pages
 from trainer.billing import Bill
 from trainer.costs import dollars_text
-from trainer.html import escape
-from trainer.profiling import drawing, labels
+from trainer.pages import Block, PageSection, Paragraph, Table, Tiles
+from trainer.profiling import labels
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer, Found, found, verdict
 from trainer.profiling.pace import is_core
-from trainer.profiling.report import course, expenses, judged, machine, steps, tensors
+from trainer.profiling.report import expenses, judged, layers, machine, over_time, step_times
 from trainer.profiling.summary import TrainingSummary
 
 Numbered = Sequence[tuple[int, Found]]
@@ -25,7 +25,7 @@ def build(
     *,
     top_operators: int,
 ) -> str:
-    """The page: HTML below 2 MB without references to anything outside of it.
+    """Build the page: HTML below 2 MB without references to anything outside of it.
 
     Args:
         trainings: evidence and its numbers, in the order in which they ran; may be empty.
@@ -34,21 +34,21 @@ def build(
         top_operators: rows of the operator tables.
     """
     summaries = [summary for _, summary in trainings]
-    sections = [drawing.STYLE, html.paragraph(facts(summaries))]
+    blocks: list[Block | None] = [Paragraph(facts(summaries))]
     if summaries:
-        sections.append(judged.section(answers, summaries))
+        blocks.append(judged.section(answers, summaries))
     if len(summaries) > 1:
-        sections.append(_overview(summaries))
+        blocks.append(_overview(summaries))
     numbered = list(enumerate(found(answers), start=1))
     for evidence, summary in trainings:
         own = [(number, one) for number, one in numbered if one.answer.training == summary.name]
-        sections.append(_training(evidence, summary, own, top_operators))
-    sections.append(expenses.bill(bill))
-    return html.page("What slows or spoils the training", verdict(answers, summaries).text, sections)
+        blocks.append(_training(evidence, summary, own, top_operators))
+    blocks.append(expenses.bill(bill))
+    return pages.render("What slows or spoils the training", verdict(answers, summaries).text, blocks)
 
 
 def facts(summaries: Sequence[TrainingSummary]) -> str:
-    """What dominates the longest training."""
+    """Say what dominates the longest training."""
     if not summaries:
         return ""
     longest = max(summaries, key=lambda summary: summary.recorded_s)
@@ -67,7 +67,7 @@ def facts(summaries: Sequence[TrainingSummary]) -> str:
     )
 
 
-def _overview(summaries: Sequence[TrainingSummary]) -> str:
+def _overview(summaries: Sequence[TrainingSummary]) -> PageSection:
     headers = ["Training", "Recorded", "Steps", "Processes", "Step (median)", "Images a second", "Largest share"]
     rows = []
     for summary in summaries:
@@ -83,39 +83,43 @@ def _overview(summaries: Sequence[TrainingSummary]) -> str:
                 f"{labels.label(largest[0])}, {formatting.percent(largest[1])}",
             ]
         )
-    return html.section("The trainings", html.table(headers, rows))
+    return PageSection("The trainings", [Table(headers, rows)])
 
 
-def _training(evidence: TrainingEvidence, summary: TrainingSummary, findings: Numbered, top_operators: int) -> str:
-    failed = html.paragraph(f"It ended with an error: {summary.failed}") if summary.failed else ""
-    return html.section(
+def _training(
+    evidence: TrainingEvidence, summary: TrainingSummary, findings: Numbered, top_operators: int
+) -> PageSection:
+    return PageSection(
         labels.training(summary.name),
-        failed,
-        _place(summary),
-        _tiles(summary),
-        steps.recording(summary),
-        steps.phases(summary),
-        steps.lengths(evidence, summary),
-        course.section(evidence, summary, findings),
-        machine.operators(summary, top_operators),
-        machine.ranks(summary),
-        machine.use(summary),
-        tensors.section(evidence),
-        expenses.startup(summary),
-        expenses.overhead(summary),
-        expenses.attempts(summary),
-        expenses.missing(summary),
+        [
+            Paragraph(f"It ended with an error: {summary.failed}") if summary.failed else None,
+            _place(summary),
+            _tiles(summary),
+            step_times.recording(summary),
+            step_times.phases(summary),
+            step_times.lengths(evidence, summary),
+            over_time.section(evidence, summary, findings),
+            machine.operators(summary, top_operators),
+            machine.ranks(summary),
+            machine.use(summary),
+            layers.section(evidence),
+            expenses.startup(summary),
+            expenses.overhead(summary),
+            expenses.attempts(summary),
+            expenses.missing(summary),
+        ],
     )
 
 
-def _place(summary: TrainingSummary) -> str:
+def _place(summary: TrainingSummary) -> Paragraph:
     processes = "1 process" if summary.world_size == 1 else f"{summary.world_size} processes"
     workers = f", {summary.workers} loader processes beside each" if summary.workers is not None else ""
     thinned = f" (1 in {summary.steps_kept_of} kept)" if summary.steps_kept_of > 1 else ""
-    return (
-        f'<p class="soft">{escape(processes)} on {escape(summary.device)}{workers}, {summary.cores} cores, '
-        f"{escape(summary.host)}{escape(_pool(summary))}; {summary.steps:,} steps, {summary.steps_measured:,} of them "
-        f"measured{thinned}: neither the first nor slowed by the operator window.</p>"
+    return Paragraph(
+        f"{processes} on {summary.device}{workers}, {summary.cores} cores, {summary.host}{_pool(summary)}; "
+        f"{summary.steps:,} steps, {summary.steps_measured:,} of them measured{thinned}: neither the first nor slowed by the "
+        "operator window.",
+        style="soft",
     )
 
 
@@ -128,7 +132,7 @@ def _pool(summary: TrainingSummary) -> str:
     return f", {place.pool}{instance}{nodes}"
 
 
-def _tiles(summary: TrainingSummary) -> str:
+def _tiles(summary: TrainingSummary) -> Tiles:
     entries = [(formatting.duration(summary.recorded_s), "recorded")]
     cost = summary.place.dollars(summary.recorded_s) if summary.place else None
     if cost is not None:
@@ -139,7 +143,7 @@ def _tiles(summary: TrainingSummary) -> str:
         entries.append((f"{summary.images_per_second:,.0f}", "images a second"))
     if "data" in summary.phases:
         entries.append((formatting.percent(summary.phases["data"].share), "of a step waits for data"))
-    return drawing.tiles([*entries, *_use(summary)])
+    return Tiles([*entries, *_use(summary)])
 
 
 def _use(summary: TrainingSummary) -> list[tuple[str, str]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from trainer import formatting, html
-from trainer.profiling import drawing, labels
-from trainer.profiling.compare import Comparison, Pair, Table
-from trainer.profiling.drawing import BarPart
-from trainer.profiling.report import course
+from trainer import formatting, pages
+from trainer.charts.bars import BarPart, StackedRow, stacked_rows
+from trainer.charts.svg import COLOURS, colour_class
+from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Subsection
+from trainer.profiling import labels
+from trainer.profiling.compare import Comparison, Pair
+from trainer.profiling.report import over_time
 from trainer.profiling.summary import TrainingSummary
 
 _KIND_COLOURS = {
@@ -24,36 +26,29 @@ _KIND_COLOURS = {
 
 
 def build(comparison: Comparison) -> str:
-    """The page: HTML without references to anything outside of it."""
-    names = f"Before: {comparison.before.name}. After: {comparison.after.name}."
-    sections = [drawing.STYLE, html.paragraph(names)]
-    sections += [html.section(table.title, _table(table)) for table in comparison.general]
-    sections += [_training(comparison, pair) for pair in comparison.pairs]
-    return html.page("Before and after", " ".join([*comparison.differences, comparison.verdict]), sections)
+    """Build the page: HTML without references to anything outside of it."""
+    blocks: list[Block | None] = [Paragraph(f"Before: {comparison.before.name}. After: {comparison.after.name}.")]
+    blocks += [PageSection(table.title, [table]) for table in comparison.general]
+    blocks += [_training(comparison, pair) for pair in comparison.pairs]
+    return pages.render("Before and after", " ".join([*comparison.differences, comparison.verdict]), blocks)
 
 
-def _training(comparison: Comparison, pair: Pair) -> str:
+def _training(comparison: Comparison, pair: Pair) -> PageSection:
+    name = labels.training(pair.name)
     if pair.name not in comparison.tables:
-        return html.section(labels.training(pair.name), html.paragraph("Both sides are the same recording."))
-    tables = [
-        html.subsection(f"{table.title[0].upper()}{table.title[1:]}", _table(table))
-        for table in comparison.tables[pair.name]
-    ]
-    return html.section(labels.training(pair.name), charts(pair), *tables, *_courses(comparison, pair.name))
+        return PageSection(name, [Paragraph("Both sides are the same recording.")])
+    tables = comparison.tables[pair.name]
+    shown = [Subsection(f"{table.title[0].upper()}{table.title[1:]}", [table]) for table in tables]
+    return PageSection(name, [*charts(pair), *shown, *_courses(comparison, pair.name)])
 
 
-def charts(pair: Pair) -> str:
-    """Phases, and operators by kind of work, before and after."""
-    phases = _bars(pair, "Where a step's time goes", {name: name for name in drawing.COLOURS}, labels.label, _phases)
+def charts(pair: Pair) -> list[Block]:
+    """Draw phases, and operators by kind of work, before and after."""
+    phases = _bars(pair, "Where a step's time goes", {name: name for name in COLOURS}, labels.label, _phases)
     clocks = {one.operators.clock for one in (pair.before, pair.after) if one.operators}
     if len(clocks) > 1:  # one bar would be of the device's time and one of the host's
         return phases
-    return phases + _bars(pair, "Operators by kind of work", _KIND_COLOURS, str, _kinds)
-
-
-def _table(table: Table) -> str:
-    heading, *rows = table.rows
-    return html.table(heading, rows)
+    return [*phases, *_bars(pair, "Operators by kind of work", _KIND_COLOURS, str, _kinds)]
 
 
 def _phases(one: TrainingSummary) -> Mapping[str, float]:
@@ -70,32 +65,29 @@ def _bars(
     colours: Mapping[str, str],
     spoken: Callable[[str], str],
     values: Callable[[TrainingSummary], Mapping[str, float]],
-) -> str:
-    """A stacked bar before and one after, on one scale."""
-    seen = dict.fromkeys(name for one in (pair.before, pair.after) for name in values(one))
+) -> list[Block]:
+    """Draw a stacked bar before and one after, on one scale; nothing where neither side has a value."""
+    names = dict.fromkeys(name for one in (pair.before, pair.after) for name in values(one))
+    colour = {name: colours.get(name, "named") for name in names}
     rows = []
     for when, one in (("before", pair.before), ("after", pair.after)):
-        parts = [
-            BarPart(
-                name=colours.get(name, "named"), label=spoken(name), share=pair.scaled(one, values(one).get(name, 0.0))
-            )
-            for name in seen
-        ]
-        total = sum(part.share for part in parts)
-        rows.append((when, parts, f"{formatting.short(total)} {pair.unit}" if total else "not recorded"))
-    most = max(sum(part.share for part in parts) for _, parts, _ in rows)
-    if not most:
-        return ""
-    legend = drawing.legend([(drawing.colour_class(colours.get(name, "named")), spoken(name)) for name in seen])
-    return html.subsection(title, legend, drawing.stacked_rows(rows, most, pair.unit, title))
+        amounts = {name: pair.scaled(one, values(one).get(name, 0.0)) for name in names}
+        parts = [BarPart(name=colour[name], label=spoken(name), share=amount) for name, amount in amounts.items()]
+        total = sum(amounts.values())
+        note = f"{formatting.short(total)} {pair.unit}" if total else "not recorded"
+        rows.append(StackedRow(label=when, parts=parts, note=note))
+    if not any(row.total for row in rows):
+        return []
+    legend = Legend([(colour_class(colour[name]), spoken(name)) for name in names])
+    return [Subsection(title, [legend, Figure(stacked_rows(rows, pair.unit, title))])]
 
 
-def _courses(comparison: Comparison, name: str) -> list[str]:
-    """Both trainings over time, where both sides have their evidence at hand."""
+def _courses(comparison: Comparison, name: str) -> list[Block]:
+    """Show both trainings over time, where both sides have their evidence at hand."""
     sides = {"Before": comparison.before, "After": comparison.after}
     if not all(name in side.evidence for side in sides.values()):
         return []
     return [
-        html.subsection(when) + course.section(side.evidence[name], side.trainings[name], [])
+        Subsection(when, [over_time.section(side.evidence[name], side.trainings[name], [])])
         for when, side in sides.items()
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from trainer import billing, formatting, html
+from trainer import billing, formatting
 from trainer.billing import Bill
+from trainer.charts.bars import Bar, BarPart, StackedRow, bars, stacked_rows
+from trainer.charts.svg import colour_class
 from trainer.costs import dollars_text
-from trainer.profiling import drawing
-from trainer.profiling.drawing import Bar, BarPart
+from trainer.pages import Figure, Legend, PageSection, Paragraph, Subsection, Table
 from trainer.profiling.summary import TrainingSummary
 
 _STARTUP = {
@@ -43,10 +44,10 @@ _COLOURS = {
 """Part of the bill -> colour."""
 
 
-def bill(given: Bill) -> str:
-    """Wall time and dollars of each stage, and what they went for."""
+def bill(given: Bill) -> PageSection | None:
+    """Show wall time and dollars of each stage, and what they went for."""
     if not given.stages:
-        return ""
+        return None
     rows = []
     for stage in given.stages:
         parts = [
@@ -54,53 +55,51 @@ def bill(given: Bill) -> str:
             for name, seconds in stage.parts.items()
         ]
         note = " ".join(filter(None, (formatting.duration(stage.seconds), dollars_text(stage.dollars))))
-        rows.append((stage.stage, parts, note))
-    picture = drawing.stacked_rows(rows, max(stage.seconds for stage in given.stages) or 1.0, "s", "The bill")
+        rows.append(StackedRow(label=stage.stage, parts=parts, note=note))
+    picture = stacked_rows(rows, "s", "The bill")
     seen = dict.fromkeys(name for stage in given.stages for name in stage.parts)
-    legend = drawing.legend([(drawing.colour_class(_COLOURS[name]), billing.PARTS[name]) for name in seen])
+    legend = Legend([(colour_class(_COLOURS[name]), billing.PARTS[name]) for name in seen])
     heading, *cells = billing.rows(given)
     notes = [note for note in (billing.forecast_text(given), *given.notes) if note]
     caption = "From the start of each stage's processes to their end."
-    return html.section(
-        "The bill", legend, html.drawing(picture, caption), html.table(heading, cells), *map(html.paragraph, notes)
-    )
+    return PageSection("The bill", [legend, Figure(picture, caption), Table(heading, cells), *map(Paragraph, notes)])
 
 
-def startup(summary: TrainingSummary) -> str:
-    """The time before the end of the first step, split."""
+def startup(summary: TrainingSummary) -> Subsection | None:
+    """Show the time before the end of the first step, split."""
     rows = []
     for key in [*_STARTUP, *(key for key in summary.startup if key not in _STARTUP)]:
         if seconds := summary.startup.get(key):
             name, note = _STARTUP.get(key, (key, ""))
-            told = formatting.duration(seconds) + (f"  ·  {note}" if note else "")
-            rows.append(Bar(name="other", label=name, value=seconds, note=told))
+            shown = formatting.duration(seconds) + (f"  ·  {note}" if note else "")
+            rows.append(Bar(name="other", label=name, value=seconds, note=shown))
     if not rows:
-        return ""
+        return None
     total = sum(row.value for row in rows)
     graphs = ""
     if summary.compiled_graphs:
         graphs = f" {summary.compiled_graphs} graphs were compiled in {formatting.duration(summary.compile_s)} over the whole training."
     caption = f"{formatting.duration(total)} until the first step had ended.{graphs}"
-    return html.subsection("Start-up", html.drawing(drawing.bars(rows, "s", "Start-up", note_width=320), caption))
+    return Subsection("Start-up", [Figure(bars(rows, "s", "Start-up", note_width=320), caption)])
 
 
-def overhead(summary: TrainingSummary) -> str:
-    """What recording all this cost."""
+def overhead(summary: TrainingSummary) -> Subsection | None:
+    """Show what recording all this cost."""
     if not summary.overhead or not summary.recorded_s:
-        return ""
+        return None
     total = sum(summary.overhead.values())
     rows = [
         (_OVERHEAD.get(name, name), formatting.duration(seconds), formatting.percent(seconds / summary.recorded_s))
         for name, seconds in sorted(summary.overhead.items(), key=lambda item: -item[1])
     ]
     note = f"Recording cost {formatting.duration(total)}, {formatting.percent(total / summary.recorded_s)} of the time."
-    return html.subsection("What watching cost", html.paragraph(note), html.table(["Part", "Time", "Share"], rows))
+    return Subsection("What watching cost", [Paragraph(note), Table(["Part", "Time", "Share"], rows)])
 
 
-def attempts(summary: TrainingSummary) -> str:
-    """Each try of a training that was interrupted."""
+def attempts(summary: TrainingSummary) -> Subsection | None:
+    """Show each attempt of a training that was interrupted."""
     if len(summary.attempts) < 2:
-        return ""
+        return None
     rows = []
     for index, attempt in enumerate(summary.attempts):
         following = summary.attempts[index + 1].first_step if summary.attempts[index + 1 :] else None
@@ -118,11 +117,11 @@ def attempts(summary: TrainingSummary) -> str:
             )
         )
     headers = ["Attempt", "Began", "Lasted", "From step", "Steps", "Done again later"]
-    return html.subsection("Attempts", html.table(headers, rows))
+    return Subsection("Attempts", [Table(headers, rows)])
 
 
-def missing(summary: TrainingSummary) -> str:
-    """What could not be recorded."""
+def missing(summary: TrainingSummary) -> Subsection | None:
+    """Show what could not be recorded."""
     if not summary.missing:
-        return ""
-    return html.subsection("Not recorded", html.table(["Signal", "Reason"], list(summary.missing.items())))
+        return None
+    return Subsection("Not recorded", [Table(["Signal", "Reason"], list(summary.missing.items()))])

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from trainer import formatting, html
-from trainer.html import escape
+from trainer import formatting
+from trainer.pages import Block, Details, FindingCard, PageSection, Paragraph, Table
 from trainer.profiling import labels
 from trainer.profiling.findings import Answer, Found, found, saving_text
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
 from trainer.profiling.summary import TrainingSummary
 
 
-def section(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> str:
-    """Every answer on every training."""
+def section(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> PageSection:
+    """Show every answer on every training."""
     findings = found(answers)
     notes = sum(one.finding.severity == "note" for one in findings)
     known = {summary.name: summary for summary in summaries}
-    cards = [card(index + 1, one, known) for index, one in enumerate(findings)]
+    cards: list[Block] = [card(index + 1, one, known) for index, one in enumerate(findings)]
     healthy = [(one, one.outcome.text) for one in answers if isinstance(one.outcome, Healthy)]
     short, unjudged = (
         [
@@ -27,35 +27,37 @@ def section(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> 
         ]
         for too_short in (True, False)
     )
-    return html.section(
+    return PageSection(
         f"Findings: {len(findings) - notes}" + (f", notes: {notes}" if notes else ""),
-        *(cards or [html.paragraph("None.")]),
-        _folded("the rule found nothing", "What it saw", healthy),
-        _folded("the training was too short for the rule", "What is missing", short),
-        _folded("the rule could not judge", "Why", unjudged),
+        [
+            *(cards or [Paragraph("None.")]),
+            _folded("the rule found nothing", "What it saw", healthy),
+            _folded("the training was too short for the rule", "What is missing", short),
+            _folded("the rule could not judge", "Why", unjudged),
+        ],
     )
 
 
-def _folded(did: str, heading: str, rows: Iterable[tuple[Answer, str]]) -> str:
+def _folded(did: str, heading: str, rows: Iterable[tuple[Answer, str]]) -> Details | None:
     cells = [(one.title, labels.training(one.training), text) for one, text in rows]
     title = f"{len(cells)} {'answer' if len(cells) == 1 else 'answers'}: {did}"
-    return html.details(title, html.table(["Rule", "Training", heading], cells)) if cells else ""
+    return Details(title, [Table(["Rule", "Training", heading], cells)]) if cells else None
 
 
-def card(number: int, one: Found, summaries: Mapping[str, TrainingSummary]) -> str:
-    """A finding with its numbers, its cure and what that saves; `number` finds it again in the drawing over time."""
+def card(number: int, one: Found, summaries: Mapping[str, TrainingSummary]) -> FindingCard:
+    """Describe a finding with its numbers, its cure and what that saves; by `number` it is found again in the chart over time."""
     answer, finding = one.answer, one.finding
     place = [labels.training(answer.training), f"confidence {formatting.percent(finding.confidence)}", *_where(one)]
-    numbers = [labels.named_number(name, value) for name, value in finding.numbers.items()]
-    chips = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in numbers)
-    saves = ""
-    if finding.saving:
-        saves = f"<p><b>Saves about {escape(saving_text(one, summaries))}:</b> {escape(finding.saving.reason)}</p>"
-    return (
-        f'<article class="finding {finding.severity}"><h3>{number}. {escape(answer.title)} '
-        f'<em class="badge">{finding.severity}</em></h3><p class="soft">{escape("; ".join(place))}</p>'
-        f"<p>{escape(finding.text)}</p><p><b>Do:</b> {escape(finding.advice)}</p>{saves}"
-        f'<p class="chips">{chips}</p></article>'
+    return FindingCard(
+        number=number,
+        title=answer.title,
+        severity=finding.severity,
+        place="; ".join(place),
+        text=finding.text,
+        advice=finding.advice,
+        saving=saving_text(one, summaries) if finding.saving else "",
+        saving_reason=finding.saving.reason if finding.saving else "",
+        numbers=[labels.named_number(name, value) for name, value in finding.numbers.items()],
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from docs.pictures import parts
+from trainer import pages
 from trainer.errors import ArtifactError
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
@@ -19,7 +20,7 @@ def test_each_side_is_drawn_with_its_findings_and_the_two_together(
         Side(name="run", trainings={"distill": summarize(one)}, answers=told, evidence={"distill": one})
         for one, told in ((plain[1], answers), (large, []))
     ]
-    drawn = {name: "".join(sections) for name, sections in parts(*sides).items()}
+    drawn = {name: pages.render("", "", blocks) for name, blocks in parts(*sides).items()}
     assert set(drawn) == {
         "comparison",
         *(f"{when}-{part}" for when in ("before", "after") for part in ("findings", "step", "course")),

@@ -12,6 +12,7 @@ from PIL import Image
 
 from docs.pictures import browser, chromium, picture
 from trainer.billing import StageBill, make_bill
+from trainer.pages import Paragraph
 from trainer.profiling.compare import compare
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
@@ -144,7 +145,7 @@ def test_faults_of_a_page_are_noticed(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_a_part_has_no_empty_space_around_it(tmp_path: Path) -> None:
-    picture(["<p>Only a line.</p>"], tmp_path / "line.png")
+    picture([Paragraph("Only a line.")], tmp_path / "line.png")
     with Image.open(tmp_path / "line.png") as image:
         assert image.width == 1000
         assert 20 < image.height < 120

@@ -52,7 +52,7 @@ def test_the_page_holds_every_part(plain: list[TrainingEvidence]) -> None:
     for wanted in (
         "Masked autoencoder",
         "Distillation",
-        "Where a step&#x27;s time goes",
+        "Where a step&#39;s time goes",
         "backward pass",
         "forward/attention",
         "How long steps take",
@@ -161,7 +161,7 @@ def test_names_are_escaped(record: Callable[..., Recorder], answers: list[Answer
     page = page_of([training], [answer, finding])
     assert "<script" not in page
     assert "<img" not in page
-    assert "&lt;script&gt;alert(&quot;x&quot;)&lt;&amp;" in page
+    assert "&lt;script&gt;alert(&#34;x&#34;)&lt;&amp;" in page
     assert "&lt;b&gt;distill" in page
 
 

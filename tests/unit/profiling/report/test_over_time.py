@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.profiling.evidence import RankEvidence, Spans, TrainingEvidence
-from trainer.profiling.report.course import phase_shares
+from trainer.profiling.report.over_time import phase_shares
 from trainer.profiling.schema import STEP_COLUMNS
 
 EDGES = np.linspace(0, 10, 11)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from trainer import formatting, html
-from trainer.profiling import drawing, labels
-from trainer.profiling.drawing import Bar, BarPart
+from trainer import formatting
+from trainer.charts.bars import Bar, BarPart, bars, histogram, stacked_bar
+from trainer.charts.svg import colour_class
+from trainer.pages import Block, Figure, Legend, Paragraph, Subsection, Table
+from trainer.profiling import labels
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.pace import Spread, is_core, measured_steps
 from trainer.profiling.summary import PhaseSummary, SlowStep, TrainingSummary
@@ -25,26 +27,24 @@ _SWAP_BYTES_PER_S = 1e6
 _AFTER = {"checkpoint": "just after a checkpoint", "evaluate": "just after an evaluation"}
 
 
-def recording(summary: TrainingSummary) -> str:
-    """Shares of the whole recording."""
+def recording(summary: TrainingSummary) -> Subsection:
+    """Show the shares of the whole recording."""
     parts = [
         BarPart(name=name, label=labels.label(name), share=share) for name, share in summary.recorded_shares.items()
     ]
-    legend = drawing.legend(
-        [(drawing.colour_class(part.name), f"{part.label} {formatting.percent(part.share)}") for part in parts]
-    )
+    legend = Legend([(colour_class(part.name), f"{part.label} {formatting.percent(part.share)}") for part in parts])
     title = "Shares of the whole recording"
-    return html.subsection(
-        f"{title}: {formatting.duration(summary.recorded_s)}", drawing.stacked_bar(parts, title), legend
+    return Subsection(
+        f"{title}: {formatting.duration(summary.recorded_s)}", [Figure(stacked_bar(parts, title)), legend]
     )
 
 
-def phases(summary: TrainingSummary) -> str:
-    """Each phase of a step with its spread from step to step."""
+def phases(summary: TrainingSummary) -> Subsection | None:
+    """Show each phase of a step with its spread from step to step."""
     if summary.step_ms is None:
-        return ""
+        return None
     rows = [_bar(name, labels.label(name), phase) for name, phase in summary.phases.items()]
-    picture = drawing.bars(rows, "ms", "Time of each phase of a step")
+    picture = bars(rows, "ms", "Time of each phase of a step")
     caption = (
         f"A step takes {formatting.milliseconds(summary.step_ms.p50)} (median; 5 % take less than "
         f"{formatting.milliseconds(summary.step_ms.p5)}, 5 % more than {formatting.milliseconds(summary.step_ms.p95)}). "
@@ -53,10 +53,10 @@ def phases(summary: TrainingSummary) -> str:
         "without what other programs and the recorder's looks took."
     )
     named = [(path, share) for phase in summary.phases.values() for path, share in phase.ranges.items()]
-    table = html.table(
+    table = Table(
         ["Range within a phase", "Share of a step"], [(path, formatting.percent(share)) for path, share in named]
     )
-    return html.subsection("Where a step's time goes", html.drawing(picture, caption), table if named else "")
+    return Subsection("Where a step's time goes", [Figure(picture, caption), table if named else None])
 
 
 def _bar(name: str, label: str, phase: PhaseSummary) -> Bar:
@@ -66,19 +66,19 @@ def _bar(name: str, label: str, phase: PhaseSummary) -> Bar:
     return Bar(name=name, label=label, value=ms.p50, note=note, low=ms.p5, high=ms.p95)
 
 
-def lengths(evidence: TrainingEvidence, summary: TrainingSummary) -> str:
-    """A histogram of the steps, and the slowest of them."""
+def lengths(evidence: TrainingEvidence, summary: TrainingSummary) -> Subsection | None:
+    """Show a histogram of the steps, and the slowest of them."""
     if summary.step_ms is None:
-        return ""
+        return None
     first = evidence.ranks[0]
     values = first.steps["seconds"][measured_steps(first)] * 1000
     title = "How long steps take"
     if len(values) < _FEWEST_DRAWN:
         reason = f"Not drawn: {len(values)} steps are too few, {_FEWEST_DRAWN} are needed."
-        return html.subsection(title, html.paragraph(reason))
-    picture = drawing.histogram(values, _marks(summary.step_ms), "ms", title, count_label="steps")
+        return Subsection(title, [Paragraph(reason)])
+    picture = histogram(values, _marks(summary.step_ms), "ms", title, count_label="steps")
     caption = f"Slowest step: {formatting.milliseconds(summary.step_ms.max)}. The slowest half percent is drawn into the last bar."
-    return html.subsection(title, html.drawing(picture, caption), _slowest(summary, summary.step_ms))
+    return Subsection(title, [Figure(picture, caption), _slowest(summary, summary.step_ms)])
 
 
 def _marks(step_ms: Spread) -> list[tuple[float, str]]:
@@ -86,9 +86,9 @@ def _marks(step_ms: Spread) -> list[tuple[float, str]]:
     return marks[:1] if step_ms.p95 < 1.1 * step_ms.p50 else marks
 
 
-def _slowest(summary: TrainingSummary, step_ms: Spread) -> str:
+def _slowest(summary: TrainingSummary, step_ms: Spread) -> Block:
     if not summary.slowest:
-        return html.paragraph("No step took much longer than the median.")
+        return Paragraph("No step took much longer than the median.")
     rows = [
         (
             f"{step.step:,}",
@@ -102,7 +102,7 @@ def _slowest(summary: TrainingSummary, step_ms: Spread) -> str:
     ]
     thinned = f" (of 1 in {summary.steps_kept_of} steps)" if summary.steps_kept_of > 1 else ""
     headers = [f"Slowest steps{thinned}", "At", "Took", "Median", "Phases that were longer", "The machine then"]
-    return html.table(headers, rows)
+    return Table(headers, rows)
 
 
 def _longer(step: SlowStep, summary: TrainingSummary) -> str:
@@ -112,24 +112,24 @@ def _longer(step: SlowStep, summary: TrainingSummary) -> str:
         for name, ms in step.phase_ms.items()
     }
     most = sorted(extra.items(), key=lambda item: -item[1])[:2]
-    told = [f"{labels.label(name)} +{formatting.milliseconds(ms)}" for name, ms in most if ms > 0.1 * most[0][1]]
-    return ", ".join(told)
+    longer = [f"{labels.label(name)} +{formatting.milliseconds(ms)}" for name, ms in most if ms > 0.1 * most[0][1]]
+    return ", ".join(longer)
 
 
 def _machine(step: SlowStep, summary: TrainingSummary) -> str:
     """What can have slowed the step: what the training lacked, and what it follows; not what a slow step leads to, such as an idle GPU."""
-    told = [_AFTER[step.follows]] if step.follows else []
+    causes = [_AFTER[step.follows]] if step.follows else []
     if step.graphs:
-        told.append("1 graph was compiled" if step.graphs == 1 else f"{step.graphs} graphs were compiled")
+        causes.append("1 graph was compiled" if step.graphs == 1 else f"{step.graphs} graphs were compiled")
     if step.no_batch_ready:
-        told.append("no batch was ready")
+        causes.append("no batch was ready")
     if step.delayed_ms and step.delayed_ms > _DELAYED * step.ms:
-        told.append(f"no core for the training for {formatting.milliseconds(step.delayed_ms)}")
+        causes.append(f"no core for the training for {formatting.milliseconds(step.delayed_ms)}")
     means = {name: signal.mean for name, signal in summary.system.items()}
     cores = [mean for name, mean in means.items() if is_core(name)]
     usual = means | ({"cores_percent": sum(cores) / len(cores)} if cores else {})
-    told += _lacking(step.machine, usual, len(cores))
-    return ", ".join(told) or ("nothing that slows a step" if step.machine else "not sampled")
+    causes += _lacking(step.machine, usual, len(cores))
+    return ", ".join(causes) or ("nothing that slows a step" if step.machine else "not sampled")
 
 
 def _lacking(now: Mapping[str, float], usual: Mapping[str, float], cores: int) -> Iterator[str]:

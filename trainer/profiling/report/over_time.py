@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from trainer import html
-from trainer.profiling import binning, drawing, labels
-from trainer.profiling.drawing import BINS, ChartLine, Lane, MarkedTime
+from trainer.charts import lanes as chart
+from trainer.charts.bars import by_colour
+from trainer.charts.lanes import BINS, ChartLine, Lane, MarkedTime
+from trainer.charts.svg import colour_class
+from trainer.pages import Figure, Legend, Subsection
+from trainer.profiling import binning, labels
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
 from trainer.profiling.findings import Found
 from trainer.profiling.pace import is_core, phase_seconds
@@ -46,8 +49,8 @@ _MACHINE = (
 """Title, unit, factor, least upper end of the axis, and the lines: style, column, label."""
 
 
-def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequence[tuple[int, Found]]) -> str:
-    """Findings' windows, curves, phases, steps, cores, and the rest of the machine.
+def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequence[tuple[int, Found]]) -> Subsection:
+    """Show findings' windows, curves, phases, steps, cores, and the rest of the machine.
 
     Args:
         evidence: of the training.
@@ -57,25 +60,23 @@ def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequ
     first = evidence.ranks[0]
     duration = max(summary.recorded_s, 1e-6)
     edges = np.linspace(0, duration, BINS + 1)
-    shares = drawing.by_colour(phase_shares(first, edges))
+    shares = by_colour(phase_shares(first, edges))
     windows = _windows(first, findings)
     lanes = [
-        *([drawing.window_lane("Findings", "when seen", windows, duration)] if windows else []),
+        *([chart.window_lane("Findings", "when seen", windows, duration)] if windows else []),
         *_metric_lanes(evidence, duration),
-        drawing.stack_lane("Time", "% of the time", shares),
+        chart.stack_lane("Time", "% of the time", shares, {name: labels.label(name) for name in shares}),
         *_step_lanes(first, edges, duration),
         *_core_lanes(first.system, edges),
         *_machine_lanes(first.system, edges, duration),
     ]
-    legend = drawing.legend([(drawing.colour_class(name), labels.label(name)) for name in shares])
+    legend = Legend([(colour_class(name), labels.label(name)) for name in shares])
     caption = (
         "All strips share the time axis. Time: what each moment was spent on, in rank 0. "
         "Cores: the stronger the colour, the busier."
     )
     title = "The training and the machine over time"
-    return html.subsection(
-        title, legend, html.drawing(drawing.over_time(lanes, duration, title, windows=windows), caption)
-    )
+    return Subsection(title, [legend, Figure(chart.over_time(lanes, duration, title, windows=windows), caption)])
 
 
 def _windows(rank: RankEvidence, findings: Sequence[tuple[int, Found]]) -> list[MarkedTime]:
@@ -104,7 +105,7 @@ def _metric_lanes(evidence: TrainingEvidence, duration: float) -> list[Lane]:
             continue
         seconds, values = binning.thin_curve(metric.seconds, metric.values * factor, BINS)
         curve = ChartLine(style="s0", label=name, seconds=seconds, values=values)
-        lanes.append(drawing.line_lane(title, unit, [curve], duration, low=None))
+        lanes.append(chart.line_lane(title, unit, [curve], duration, low=None))
     return lanes
 
 
@@ -117,13 +118,13 @@ def _step_lanes(rank: RankEvidence, edges: Series, duration: float) -> list[Lane
         ChartLine(style="s1", label="longest", seconds=centres, values=np.array([values.max() for values in ms])),
         ChartLine(style="s0", label="mean", seconds=centres, values=np.array([values.mean() for values in ms])),
     ]
-    lanes = [drawing.line_lane("Steps", "ms", curves, duration, height=54)]
+    lanes = [chart.line_lane("Steps", "ms", curves, duration, height=54)]
     if np.isfinite(rank.steps["queued"]).any():
         centres, queued = _by_bin(rank, rank.steps["queued"], edges)
         curve = ChartLine(
             style="s0", label="ready", seconds=centres, values=np.array([values.mean() for values in queued])
         )
-        lanes.append(drawing.line_lane("Loaders", "batches ready", [curve], duration, height=54, high=2.0))
+        lanes.append(chart.line_lane("Loaders", "batches ready", [curve], duration, height=54, high=2.0))
     return lanes
 
 
@@ -139,7 +140,7 @@ def _core_lanes(system: Mapping[str, Series], edges: Series) -> list[Lane]:
     if not cores or not len(system["end_s"]):
         return []
     percent = np.stack([binning.mean_in_bins(system["end_s"], system[name], edges) for name in cores])
-    return [drawing.heat_lane("CPU cores", "% busy", percent)]
+    return [chart.heat_lane("CPU cores", "% busy", percent)]
 
 
 def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float) -> list[Lane]:
@@ -158,7 +159,7 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
         ]
         curves = [curve for curve in curves if np.isfinite(curve.values).any()]
         if curves:
-            lanes.append(drawing.line_lane(title, unit, curves, duration, height=54, high=high))
+            lanes.append(chart.line_lane(title, unit, curves, duration, height=54, high=high))
     return lanes
 
 

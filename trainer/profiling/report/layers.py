@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer import formatting, html
-from trainer.profiling import drawing
-from trainer.profiling.drawing import Chosen, HeatMap
+from trainer import formatting
+from trainer.charts.matrices import HeatMap, heat_map
+from trainer.charts.svg import Flags
+from trainer.pages import Block, Details, Figure, Subsection, Table
 from trainer.profiling.evidence import Curve, TensorLooks, TrainingEvidence
 from trainer.profiling.series import Series
 
@@ -33,19 +34,18 @@ class Layers:
     """[looks]."""
     values: Mapping[str, Series]
     """Measure -> [layers, looks]: norms over the whole layer, NaN where there is none."""
-    broken: Chosen
+    broken: Flags
     """[layers, looks]: a weight or a gradient is not finite."""
 
 
-def section(evidence: TrainingEvidence) -> str:
-    """Heat maps of layers over time, of those that were looked at."""
+def section(evidence: TrainingEvidence) -> Subsection | None:
+    """Show heat maps of layers over time, of those that were looked at."""
     looks = evidence.ranks[0].tensors
-    parts = [_attention(evidence.metrics)]
+    blocks: list[Block | None] = [_attention(evidence.metrics)]
     if len(looks.steps):
         layers = by_layer(looks)
-        parts = [*(_measure(layers, name, title) for name, title in _MEASURES), _table(layers), *parts]
-    content = "".join(parts)
-    return html.subsection("Weights, gradients and attention", content) if content else ""
+        blocks = [*(_measure(layers, name, title) for name, title in _MEASURES), _table(layers), *blocks]
+    return Subsection("Weights, gradients and attention", blocks) if any(blocks) else None
 
 
 def by_layer(looks: TensorLooks) -> Layers:
@@ -112,11 +112,11 @@ def _numbered(tensor: str, pattern: str) -> str:
     return found.group(1) if found else tensor.rpartition(".")[0] or tensor
 
 
-def _measure(layers: Layers, name: str, title: str) -> str:
+def _measure(layers: Layers, name: str, title: str) -> Figure | None:
     values = layers.values[name]
     known = values[np.isfinite(values) & (values > 0)]
     if not len(known):
-        return ""
+        return None
     low, high = np.log10(np.percentile(known, [2, 98])).tolist()
     high = high if high > low else low + 1
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -136,8 +136,8 @@ def _measure(layers: Layers, name: str, title: str) -> str:
 
 
 def _map(
-    names: Sequence[str], steps: Series, shares: Series, broken: Chosen, title: str, caption: str, ends: Sequence[str]
-) -> str:
+    names: Sequence[str], steps: Series, shares: Series, broken: Flags, title: str, caption: str, ends: Sequence[str]
+) -> Figure:
     columns = min(_MOST_COLUMNS, len(steps))
     groups = np.array_split(np.arange(len(steps)), columns)
     chart = HeatMap(
@@ -149,7 +149,7 @@ def _map(
         high=ends[1],
         unit="step",
     )
-    return html.drawing(drawing.heat_map(chart, title), caption)
+    return Figure(heat_map(chart, title), caption)
 
 
 def _mean(values: Series) -> Series:
@@ -159,7 +159,7 @@ def _mean(values: Series) -> Series:
     return np.where(count, np.where(known, values, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)
 
 
-def _table(layers: Layers) -> str:
+def _table(layers: Layers) -> Details:
     rows = []
     for row, name in enumerate(layers.names):
         cells = [formatting.clipped(name, 60)]
@@ -173,7 +173,7 @@ def _table(layers: Layers) -> str:
         *(f"{title}, {when}" for _, title in _MEASURES for when in ("first", "last")),
         "Looks with non-finite",
     ]
-    return html.details("The layers in numbers", html.table(headers, rows))
+    return Details("The layers in numbers", [Table(headers, rows)])
 
 
 def _ends(values: Series) -> tuple[float, float]:
@@ -185,17 +185,17 @@ def _scientific(value: float) -> str:
     return f"{value:.2e}" if np.isfinite(value) else "none"
 
 
-def _attention(metrics: Mapping[str, Curve]) -> str:
+def _attention(metrics: Mapping[str, Curve]) -> Figure | None:
     curves = {name.removeprefix(_ATTENTION): curve for name, curve in metrics.items() if name.startswith(_ATTENTION)}
     if not curves:
-        return ""
+        return None
     steps = np.unique(np.concatenate([curve.steps for curve in curves.values()]))
     values = np.full((len(curves), len(steps)), np.nan)
     for row, curve in enumerate(curves.values()):
         values[row, np.searchsorted(steps, curve.steps)] = curve.values
     known = values[np.isfinite(values)]
     if not len(known):
-        return ""
+        return None
     low, high = float(known.min()), float(known.max())
     shares = (values - low) / (high - low) if high > low else np.where(np.isfinite(values), 0.5, np.nan)
     caption = "Entropy of each block's attention, as a share of the largest possible: 0 looks at one place, 1 at all places alike."

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from html import unescape
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.unit.profiling.rules.synthetic import STEPS, rank_of, steps_of
+from trainer.pages import Table
 from trainer.profiling.evidence import RankEvidence, Spans, TrainingEvidence
-from trainer.profiling.report import steps as section
+from trainer.profiling.report import step_times
 from trainer.profiling.schema import CompilationRecord
 from trainer.profiling.summary import summarize
 
@@ -36,12 +35,13 @@ def then(usual: float, now: float) -> Sequence[float]:
 
 
 def told(rank: RankEvidence) -> str:
-    """What stands beside the slowest step as what may have slowed it."""
+    """Read what the table says may have slowed the slowest step."""
     training = TrainingEvidence(name="distill", ranks=[rank], metrics={})
-    page = unescape(section.lengths(training, summarize(training)))
-    row = re.search(rf"<td[^>]*>{SLOW}</td>.*?</tr>", page, re.DOTALL)
-    assert row is not None, page
-    return re.findall(r"<td[^>]*>(.*?)</td>", row[0])[-1]
+    shown = step_times.lengths(training, summarize(training))
+    assert shown is not None
+    [table] = [block for block in shown.blocks if isinstance(block, Table)]
+    [row] = [row for row in table.rows if row[0] == f"{SLOW}"]
+    return str(row[-1])
 
 
 @pytest.mark.parametrize(
