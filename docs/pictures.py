@@ -17,7 +17,7 @@ from trainer import pages
 from trainer.errors import ArtifactError, TrainerError, make_directory
 from trainer.pages import Block, PageSection
 from trainer.profiling import compare, labels
-from trainer.profiling.findings import found
+from trainer.profiling.findings import ranked_findings
 from trainer.profiling.report import comparison, judged, over_time, step_times
 from trainer.profiling.sides import Side, read_side
 
@@ -107,7 +107,7 @@ def parts(before: Side, after: Side) -> Mapping[str, list[Block | None]]:
     for when, side in (("before", before), ("after", after)):
         summary = side.trainings[TRAINING]
         answers = [answer for answer in side.answers if answer.training == TRAINING]
-        numbered = list(enumerate(found(answers), start=1))
+        numbered = list(enumerate(ranked_findings(answers), start=1))
         title = PageSection(f"{labels.training(TRAINING)}, {when}")
         shown[f"{when}-findings"] = [judged.section(answers, [summary])]
         shown[f"{when}-step"] = [title, step_times.phases(summary)]

@@ -1,4 +1,4 @@
-"""The rules' answers in the order in which they matter, the verdict in a sentence, and how `findings.json` keeps them."""
+"""Rank the rules' answers, sum them up in a verdict, and write and read `findings.json`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class RankedFinding:
     """An answer that is a finding."""
 
     answer: Answer
@@ -47,7 +47,7 @@ class Found:
 
 
 def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
-    """What every rule answers on every training of an evidence artifact."""
+    """Let every rule judge every training of an evidence artifact."""
     before: Sequence[TrainingEvidence | None] = [None, *evidence.trainings[:-1]]
     stage_s = sum(map(_seconds_with_startup, evidence.trainings))
     judgements = [
@@ -65,7 +65,7 @@ def _seconds_with_startup(training: TrainingEvidence) -> float:
 
 
 def answers(judgements: Sequence[Judgement], summaries: Sequence[TrainingSummary]) -> list[Answer]:
-    """The judgements with their dollars, by the price of the place where each training ran."""
+    """Add dollars to judgements, by the price of the place where each training ran."""
     places = {summary.name: summary.place for summary in summaries}
     result = []
     for judgement in judgements:
@@ -84,13 +84,13 @@ def answers(judgements: Sequence[Judgement], summaries: Sequence[TrainingSummary
     return result
 
 
-def found(given: Sequence[Answer]) -> list[Found]:
-    """The findings: severe ones first because what goes on is of no use, notes last, and among each those that save most."""
-    findings = [Found(answer=one, finding=one.outcome) for one in given if isinstance(one.outcome, Finding)]
+def ranked_findings(given: Sequence[Answer]) -> list[RankedFinding]:
+    """Sort the findings: severe ones first, notes last, and among each those that save most."""
+    findings = [RankedFinding(answer=one, finding=one.outcome) for one in given if isinstance(one.outcome, Finding)]
     return sorted(findings, key=_weight, reverse=True)
 
 
-def _weight(one: Found) -> tuple[int, float, float]:
+def _weight(one: RankedFinding) -> tuple[int, float, float]:
     finding = one.finding
     seconds = finding.saving.seconds if finding.saving else 0.0
     return _SEVERITIES.index(finding.severity), seconds, finding.confidence
@@ -106,11 +106,11 @@ class Verdict:
 
 
 def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Verdict:
-    """Weigh all answers; notes are advice, and no finding that would make a training unhealthy."""
+    """Weigh all answers; a note is advice, and makes no training unhealthy."""
     if not summaries:
         text = "Nothing was trained: the evidence holds no recording, as with given weights or zero epochs."
         return Verdict(outcome="nothing_trained", text=text)
-    every = found(given)
+    every = ranked_findings(given)
     findings = [one for one in every if one.finding.severity != "note"]
     if findings:
         text = _of_finding(findings, {summary.name: summary for summary in summaries})
@@ -139,11 +139,11 @@ def _below(count: int, what: str) -> str:
     return f"; {_counted(count, what)} below" if count else ""
 
 
-def _of_finding(findings: Sequence[Found], summaries: Mapping[str, TrainingSummary]) -> str:
+def _of_finding(findings: Sequence[RankedFinding], summaries: Mapping[str, TrainingSummary]) -> str:
     answer, finding = findings[0].answer, findings[0].finding
     name = f"{labels.training(answer.training)}: “{answer.title}”"
     if finding.severity == "severe":
-        return f"{name}, so that what goes on is of no use"
+        return f"{name}, so continuing it is of no use"
     if finding.saving is None:
         return f"{name} was found; what it costs in time is not known"
     return f"{name} costs the most; curing it would save about {saving_text(findings[0], summaries)}"
@@ -196,7 +196,7 @@ def _of_short(counts: Sequence[RuleCount]) -> str:
     return f"Too short to judge: {', '.join(each)}; train longer ({', '.join(settings)}) before you trust that nothing was found"
 
 
-def saving_text(one: Found, summaries: Mapping[str, TrainingSummary]) -> str:
+def saving_text(one: RankedFinding, summaries: Mapping[str, TrainingSummary]) -> str:
     """`41 s (12 % of the training, $0.40)`."""
     assert one.finding.saving is not None
     seconds, whole = one.finding.saving.seconds, summaries[one.answer.training].recorded_s
@@ -220,7 +220,7 @@ def to_json(given: Sequence[Answer]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinite numbers, but a gradient that is one is just what a finding tells; as text it is read again."""
+    """Write infinite numbers as text, which JSON lacks and a finding on gradients has; it is read again as a number."""
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,7 +15,7 @@ LABELS = {
     "backward": "backward pass",
     "optimizer": "optimiser",
     "dispatch": "waiting for XLA",
-    "recorder": "looking at tensors",
+    "recorder": "tensor statistics",
     "other": "rest of the step",
     "evaluate": "evaluation",
     "checkpoint": "checkpoint",
@@ -51,17 +51,17 @@ SIGNALS = {
 
 
 def training(name: str) -> str:
-    """A part of the training, as people say it."""
+    """Name a training as people call it: `mae` -> Masked autoencoder."""
     return TRAININGS.get(name, name)
 
 
 def label(name: str) -> str:
-    """A phase or range, as people say it."""
+    """Name a phase or range as people call it: `optimizer` -> optimiser."""
     return LABELS.get(name, name)
 
 
 def named_number(name: str, value: float) -> tuple[str, str]:
-    """A number whose name ends with its unit: `waiting_share`, 0.4 -> waiting share, 40 %."""
+    """Split the unit off a number's name: `waiting_share`, 0.4 -> waiting share, 40 %."""
     for suffix, shown in _UNITS.items():
         if name.endswith(suffix):
             bare = name if suffix == "_share" else name.removesuffix(suffix)

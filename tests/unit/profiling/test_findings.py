@@ -9,7 +9,7 @@ import pytest
 from trainer.costs import Machines, Price
 from trainer.errors import ArtifactError
 from trainer.profiling.evidence import read_evidence
-from trainer.profiling.findings import Answer, answers, found, from_json, judged, to_json, verdict
+from trainer.profiling.findings import Answer, answers, from_json, judged, ranked_findings, to_json, verdict
 from trainer.profiling.rules.outcomes import Finding, Healthy, Judgement, NotJudged, Rule, Saving
 from trainer.profiling.summary import TrainingSummary, summarize
 from trainer.thresholds import RuleSettings
@@ -47,7 +47,13 @@ def test_findings_stand_by_their_saving_and_severe_ones_first() -> None:
         answer("ruined", replace(SLOW, severity="severe", saving=None)),
         answer("surer", replace(SLOW, confidence=0.9)),
     ]
-    assert [one.answer.rule for one in found(given)] == ["ruined", "surer", "large", "small", "nothing_to_save"]
+    assert [one.answer.rule for one in ranked_findings(given)] == [
+        "ruined",
+        "surer",
+        "large",
+        "small",
+        "nothing_to_save",
+    ]
 
 
 def test_the_verdict_names_the_costliest_finding_with_its_saving(summary: TrainingSummary) -> None:
@@ -61,7 +67,7 @@ def test_the_verdict_names_the_costliest_finding_with_its_saving(summary: Traini
 def test_the_verdict_on_a_spoiled_training_says_so(summary: TrainingSummary) -> None:
     ruined = answer("exploding_gradients", replace(SLOW, severity="severe"))
     assert verdict([answer("loader_workers", SLOW), ruined], [summary]).text.startswith(
-        "Distillation: “Exploding gradients”, so that what goes on is of no use"
+        "Distillation: “Exploding gradients”, so continuing it is of no use"
     )
 
 
@@ -114,7 +120,7 @@ def test_a_note_is_advice_and_no_finding(summary: TrainingSummary) -> None:
     told = verdict([*healthy_and_short(20, 0), note], [summary])
     assert told.outcome == "healthy"
     assert told.text.endswith("20 rules looked and found nothing, 8 rules could not judge; 1 note below.")
-    assert [one.answer.rule for one in found([note, answer("small", SLOW)])] == ["small", "recorded_outputs"]
+    assert [one.answer.rule for one in ranked_findings([note, answer("small", SLOW)])] == ["small", "recorded_outputs"]
 
 
 def test_a_few_recorded_steps_are_too_short_to_judge(evidence: Path) -> None:

@@ -10,12 +10,12 @@ from trainer.costs import dollars_text
 from trainer.pages import Block, PageSection, Paragraph, Table, Tiles
 from trainer.profiling import labels
 from trainer.profiling.evidence import TrainingEvidence
-from trainer.profiling.findings import Answer, Found, found, verdict
+from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, verdict
 from trainer.profiling.pace import is_core
 from trainer.profiling.report import expenses, judged, layers, machine, over_time, step_times
 from trainer.profiling.summary import TrainingSummary
 
-Numbered = Sequence[tuple[int, Found]]
+Numbered = Sequence[tuple[int, RankedFinding]]
 
 
 def build(
@@ -39,7 +39,7 @@ def build(
         blocks.append(judged.section(answers, summaries))
     if len(summaries) > 1:
         blocks.append(_overview(summaries))
-    numbered = list(enumerate(found(answers), start=1))
+    numbered = list(enumerate(ranked_findings(answers), start=1))
     for evidence, summary in trainings:
         own = [(number, one) for number, one in numbered if one.answer.training == summary.name]
         blocks.append(_training(evidence, summary, own, top_operators))

@@ -23,7 +23,7 @@ _STARTUP = {
 }
 _OVERHEAD = {
     "marks": "marking the phases",
-    "tensors": "looking at tensors",
+    "tensors": "tensor statistics",
     "monitor": "sampling the machine",
     "operators": "windows of torch.profiler",
     "rules": "judging the training",
@@ -93,7 +93,7 @@ def overhead(summary: TrainingSummary) -> Subsection | None:
         for name, seconds in sorted(summary.overhead.items(), key=lambda item: -item[1])
     ]
     note = f"Recording cost {formatting.duration(total)}, {formatting.percent(total / summary.recorded_s)} of the time."
-    return Subsection("What watching cost", [Paragraph(note), Table(["Part", "Time", "Share"], rows)])
+    return Subsection("What recording cost", [Paragraph(note), Table(["Part", "Time", "Share"], rows)])
 
 
 def attempts(summary: TrainingSummary) -> Subsection | None:

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from trainer import formatting
 from trainer.pages import Block, Details, FindingCard, PageSection, Paragraph, Table
 from trainer.profiling import labels
-from trainer.profiling.findings import Answer, Found, found, saving_text
+from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, saving_text
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
 from trainer.profiling.summary import TrainingSummary
 
 
 def section(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> PageSection:
     """Show every answer on every training."""
-    findings = found(answers)
+    findings = ranked_findings(answers)
     notes = sum(one.finding.severity == "note" for one in findings)
     known = {summary.name: summary for summary in summaries}
     cards: list[Block] = [card(index + 1, one, known) for index, one in enumerate(findings)]
@@ -44,7 +44,7 @@ def _folded(did: str, heading: str, rows: Iterable[tuple[Answer, str]]) -> Detai
     return Details(title, [Table(["Rule", "Training", heading], cells)]) if cells else None
 
 
-def card(number: int, one: Found, summaries: Mapping[str, TrainingSummary]) -> FindingCard:
+def card(number: int, one: RankedFinding, summaries: Mapping[str, TrainingSummary]) -> FindingCard:
     """Describe a finding with its numbers, its cure and what that saves; by `number` it is found again in the chart over time."""
     answer, finding = one.answer, one.finding
     place = [labels.training(answer.training), f"confidence {formatting.percent(finding.confidence)}", *_where(one)]
@@ -61,7 +61,7 @@ def card(number: int, one: Found, summaries: Mapping[str, TrainingSummary]) -> F
     )
 
 
-def _where(one: Found) -> list[str]:
+def _where(one: RankedFinding) -> list[str]:
     places = []
     if one.finding.window_s:
         places.append("from {} to {}".format(*map(formatting.duration, one.finding.window_s)))

@@ -49,7 +49,7 @@ def section(evidence: TrainingEvidence) -> Subsection | None:
 
 
 def by_layer(looks: TensorLooks) -> Layers:
-    """The looks as matrices, a row a layer."""
+    """Bring the samples of tensors together as matrices, a row a layer."""
     steps, columns = np.unique(looks.steps, return_inverse=True)
     tensors = list(dict.fromkeys(looks.tensors))
     layer_of = _layers_of(tensors)
@@ -121,7 +121,7 @@ def _measure(layers: Layers, name: str, title: str) -> Figure | None:
     high = high if high > low else low + 1
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = np.clip((np.log10(values) - low) / (high - low), 0.0, 1.0)
-    caption = f"{title} of each layer at each look, logarithmic."
+    caption = f"{title} of each layer, each time it was sampled, logarithmic."
     if layers.broken.any():
         caption += " Red: weights or gradients that are not finite."
     return _map(
@@ -171,7 +171,7 @@ def _table(layers: Layers) -> Details:
     headers = [
         "Layer",
         *(f"{title}, {when}" for _, title in _MEASURES for when in ("first", "last")),
-        "Looks with non-finite",
+        "Samples not finite",
     ]
     return Details("The layers in numbers", [Table(headers, rows)])
 
@@ -198,7 +198,7 @@ def _attention(metrics: Mapping[str, Curve]) -> Figure | None:
         return None
     low, high = float(known.min()), float(known.max())
     shares = (values - low) / (high - low) if high > low else np.where(np.isfinite(values), 0.5, np.nan)
-    caption = "Entropy of each block's attention, as a share of the largest possible: 0 looks at one place, 1 at all places alike."
+    caption = "Entropy of each block's attention, as a share of the largest possible: 0 attends to one place, 1 to all places alike."
     broken = np.zeros(values.shape, dtype=bool)
     return _map(
         list(curves),

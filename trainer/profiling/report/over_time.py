@@ -13,7 +13,7 @@ from trainer.charts.svg import colour_class
 from trainer.pages import Figure, Legend, Subsection
 from trainer.profiling import binning, labels
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
-from trainer.profiling.findings import Found
+from trainer.profiling.findings import RankedFinding
 from trainer.profiling.pace import is_core, phase_seconds
 from trainer.profiling.series import Series
 from trainer.profiling.summary import TrainingSummary
@@ -49,7 +49,9 @@ _MACHINE = (
 """Title, unit, factor, least upper end of the axis, and the lines: style, column, label."""
 
 
-def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequence[tuple[int, Found]]) -> Subsection:
+def section(
+    evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequence[tuple[int, RankedFinding]]
+) -> Subsection:
     """Show findings' windows, curves, phases, steps, cores, and the rest of the machine.
 
     Args:
@@ -79,7 +81,7 @@ def section(evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequ
     return Subsection(title, [legend, Figure(chart.over_time(lanes, duration, title, windows=windows), caption)])
 
 
-def _windows(rank: RankEvidence, findings: Sequence[tuple[int, Found]]) -> list[MarkedTime]:
+def _windows(rank: RankEvidence, findings: Sequence[tuple[int, RankedFinding]]) -> list[MarkedTime]:
     """Of the findings that were not seen all the time."""
     return [
         MarkedTime(label=f"{number}. {one.answer.title}", style=one.finding.severity, start_s=span[0], end_s=span[1])
@@ -88,7 +90,7 @@ def _windows(rank: RankEvidence, findings: Sequence[tuple[int, Found]]) -> list[
     ]
 
 
-def _seconds(rank: RankEvidence, one: Found) -> tuple[float, float] | None:
+def _seconds(rank: RankEvidence, one: RankedFinding) -> tuple[float, float] | None:
     """From when to when a finding was seen; none where it is the whole recording."""
     finding, steps = one.finding, rank.steps["step"]
     if finding.window_s or not finding.steps or not len(steps):
