@@ -50,11 +50,17 @@ def clipped(name: str, length: int = 90) -> str:
     return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
-def columns(text: str) -> int:
-    """Count how many Latin letters a text is as wide as: a Chinese, Japanese or Korean character counts two, a combining mark none."""
-    return sum(
-        0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in text
-    )
+def columns(text: str) -> float:
+    """Estimate the width of a text in small Latin letters: a Chinese, Japanese or Korean character is two, a combining mark none."""
+    return sum(map(_columns, text))
+
+
+def _columns(character: str) -> float:
+    if unicodedata.combining(character):
+        return 0.0
+    if unicodedata.east_asian_width(character) in "WF":
+        return 2.0
+    return 1.7 if character in "MWmw@%…" else 1.2 if character.isupper() else 1.0
 
 
 def isolated(name: str) -> str:

@@ -141,7 +141,7 @@ def fitted(label: str, *, small: bool = False, keep_end: bool = False) -> str:
     if formatting.columns(label) <= columns:
         return label
     kept = list(reversed(label)) if keep_end else list(label)
-    while formatting.columns("".join(kept)) >= columns:
+    while formatting.columns("…" + "".join(kept)) > columns:
         kept.pop()
     return "…" + "".join(reversed(kept)) if keep_end else "".join(kept) + "…"
 

@@ -11,7 +11,12 @@ import pytest
 from PIL import Image
 
 from docs.pictures import browser, chromium, picture
+from tests.unit.data.test_card import candidate, data_card
+from tests.unit.data.test_card import content as card_content
+from tests.unit.evaluation.test_report import page as evaluation_page
 from trainer.billing import StageBill, make_bill
+from trainer.data.curation import ImageCandidate
+from trainer.data.dataset_schema import SplitName
 from trainer.pages import Paragraph
 from trainer.profiling.compare import compare
 from trainer.profiling.evidence import TrainingEvidence
@@ -44,6 +49,19 @@ for (const drawing of page.querySelectorAll("svg")) {
 document.body.textContent = JSON.stringify(problems);
 """
 """What a reader would see at once: a page that is wider than the window, labels that are cut off or lie on one another."""
+NAMES = [
+    "apple",
+    "AMERICAN BLACK BEAR, URSUS AMERICANUS",
+    "@" * 30,
+    "W" * 30,
+    "猫と犬の写真コレクションの名前はとても長い",
+    "قطة صغيرة",
+    "ทุเรียน",
+    "Щука",
+    "한국어 클래스",
+    "<b>markup</b>",
+]
+"""Of classes: too long, wide, in several scripts, and with markup."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +87,16 @@ def pages(
     def report(trainings: Sequence[TrainingEvidence], told: Sequence[Answer]) -> str:
         return build([(one, summarize(one)) for one in trainings], told, make_bill(stages), top_operators=20)
 
+    splits: dict[SplitName, list[ImageCandidate]] = {
+        "train": [candidate(row, row % len(NAMES), "train") for row in range(3 * len(NAMES))],
+        "val": [],
+        "test": [candidate(99, 1, "test")],
+        "unlabeled": [],
+    }
     content = {
+        "evaluation": evaluation_page(NAMES, ["latency: 3 ms is over 2"]),
+        "many": evaluation_page([f"{name} {index}" for index in range(4) for name in NAMES], []),
+        "card": data_card(card_content(classes=NAMES, splits=splits)),
         "short": report(plain, []),
         "large": report([large], answers),
         "comparison": comparison.build(compare(*sides)),
@@ -88,7 +115,7 @@ def framed(page: Path, folder: Path, attributes: str, script: str = "") -> Path:
     return outer
 
 
-@pytest.mark.parametrize("name", ["large", "comparison"])
+@pytest.mark.parametrize("name", ["large", "comparison", "evaluation", "card"])
 def test_the_console_stays_empty_and_dark_is_dark(name: str, pages: dict[str, Path], tmp_path: Path) -> None:
     brightness = {}
     for dark in (False, True):
@@ -114,7 +141,19 @@ def test_a_sandboxed_frame_shows_the_same(pages: dict[str, Path], tmp_path: Path
     assert alone == frame
 
 
-@pytest.mark.parametrize(("name", "width"), [("short", 480), ("large", 480), ("large", 1000), ("comparison", 480)])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        ("short", 480),
+        ("large", 480),
+        ("large", 1000),
+        ("comparison", 480),
+        ("evaluation", 480),
+        ("evaluation", 1000),
+        ("many", 480),
+        ("card", 480),
+    ],
+)
 def test_nothing_is_cut_off_or_lies_on_other_labels(
     name: str, width: int, pages: dict[str, Path], tmp_path: Path
 ) -> None:
