@@ -61,16 +61,16 @@ from trainer.distillation.reinforcement import UnitBatches, parts_of, record_bat
 from trainer.distillation.shards import Unit
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import TrainerError
-from trainer.profiling.recorder import Recorder
 from trainer.stages import prepare, reinforce
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import cross_entropy
 from trainer.training.devices import choose_device
 from trainer.training.kernels import use_fast_kernels
-from trainer.training.loop import Losses, Objective, Training, train
+from trainer.training.loop import Trainer
 from trainer.training.optimizers import make_optimizer, parameter_groups
 from trainer.training.prefetch import Prefetcher
 from trainer.training.process_group import Processes, join_processes
+from trainer.training.spec import Losses, Objective, TrainingSpec
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "A10G": 70e12}
 """Dense bf16 operations a second, from the makers' data sheets; the model FLOPs utilisation is a share of these."""
@@ -155,15 +155,15 @@ class Bench:
         """`count` batches with their views on the device, each sent while the one before is worked at."""
         feed = Prefetcher(batches, views, self.processes.device)
         for _ in range(count):
-            yield feed.take()
-            feed.send()
+            yield feed.next()
+            feed.preload()
 
     def training(
         self, settings: DistillSettings, teacher: FrozenTeacher | None, recording: Recording | None
-    ) -> Training:
+    ) -> TrainingSpec:
         samples = Samples([open_dataset(self.folder / "dataset").split("train")])
         student = self.student()
-        return Training(
+        return TrainingSpec(
             name="distill",
             objective=DistillObjective(student, teacher, settings),
             samples=samples,
@@ -241,9 +241,8 @@ def our_loop(
     """Seconds of the timed steps in the real loop."""
     training = bench.training(settings, teacher, recording)
     stopwatch = Stopwatch(training.objective, bench.case.steps)
-    recorder = Recorder(settings.evidence, name="distill", device=bench.device, rank=0, world_size=1)
     with tracking.stage_run("distill", {}, active=False) as tracker, suppress(EnoughError):
-        train(replace(training, objective=stopwatch), recorder, tracker)
+        Trainer(replace(training, objective=stopwatch)).train(tracker)
     return stopwatch.seconds
 
 

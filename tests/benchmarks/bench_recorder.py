@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.config import EvidenceSettings
-from trainer.profiling.recorder import Recorder
+from trainer.profiling.recorder import Recorder, Sources
+from trainer.profiling.timeline import span
 
 DIGITS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
 PHASES = ("data", "to_device", "forward", "backward", "optimizer")
@@ -95,14 +96,19 @@ def without(step: Step, count: int) -> Turn:
 def with_it(step: Step, count: int) -> tuple[Turn, dict[str, float]]:
     """A turn with the recorder, and the share of the steps' time that it says it costs, part by part."""
     settings = EvidenceSettings(operators_steps=0)
-    recorder = Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1)
-    if step.model is not None:
-        recorder.looks.at(step.model)
+    recorder = Recorder(
+        settings,
+        name="distill",
+        device=torch.device("cpu"),
+        rank=0,
+        world_size=1,
+        sources=Sources(model=step.model),
+    )
     wall, processor = time.perf_counter(), time.process_time()
     with recorder:
         for number in range(count):
             with recorder.timeline.step(number, images=128):
-                step(recorder.timeline.span, lambda show, number=number: recorder.looks.around_update(number, show))
+                step(span, lambda show, number=number: recorder.looks.around_update(number, show))
     turn = Turn((time.perf_counter() - wall) / count, (time.process_time() - processor) / count)
     record = recorder.snapshot().ranks[0].record
     return turn, {part: seconds / record.steps.seconds for part, seconds in record.overhead.items()}
@@ -139,7 +145,7 @@ def seconds_of_a_window(step: Step) -> float:
     with recorder:
         for number in range(40):
             with recorder.timeline.step(number):
-                step(recorder.timeline.span, nothing)
+                step(span, nothing)
     return recorder.snapshot().ranks[0].record.overhead["operators"]
 
 

@@ -3,7 +3,7 @@
 A fault comes in the environment variable INJECTED_FAULT and is put in place before anything else runs: by `injection/sitecustomize.py`,
 which Python imports at its start, or by `install` in a process that is there already. It strikes once, in one process, before
 
-    step S                the training's step S (`Loop.step`), on one rank
+    step S                the training's step S (`Trainer.train_step`), on one rank
     write N, below F      the N-th thing done to the file system below a folder: a file opened for writing, fsync, rename, removal, ...
     load P                the loading of the micro-batch that begins at position P or later, in a loader process
 
@@ -148,7 +148,7 @@ def install(fault: Fault, notes: Notes) -> None:
 
 
 def _at_steps(loop: Any, fault: Fault, notes: Notes, rank: int) -> None:
-    plain = loop.Loop.step
+    plain = loop.Trainer.train_step
 
     @functools.wraps(plain)
     def step(self: Any, number: int, *arguments: Any) -> Any:
@@ -158,7 +158,7 @@ def _at_steps(loop: Any, fault: Fault, notes: Notes, rank: int) -> None:
         notes.step(rank, number)
         return losses
 
-    loop.Loop.step = step
+    loop.Trainer.train_step = step
 
 
 def _at_loads(loader: Any, fault: Fault, notes: Notes) -> None:
@@ -311,9 +311,9 @@ def _refuse(fault: Fault, path: str) -> None:
     raise OSError(number, os.strerror(number), path)
 
 
-def _poison(_fault: Fault, loop: Any) -> None:
+def _poison(_fault: Fault, trainer: Any) -> None:
     """A weight of this process is no number any more."""
-    next(loop._model.parameters()).data.view(-1)[0] = float("nan")
+    next(trainer.model.parameters()).data.view(-1)[0] = float("nan")
 
 
 def _move_clock(fault: Fault, _subject: Any) -> None:

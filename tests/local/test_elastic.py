@@ -37,7 +37,7 @@ if "RANK" in os.environ:
     from trainer.training import prefetch, loop
 
     folder, state = Path(os.environ["NOTES"]), {"asked": False}
-    handle, step, take = signals.EndRequest._handle, loop.Loop.step, prefetch.Prefetcher.take
+    handle, step, take = signals.EndRequest._handle, loop.Trainer.train_step, prefetch.Prefetcher.next
 
     def noting_handle(self, *arguments):
         state["asked"] = True
@@ -56,7 +56,7 @@ if "RANK" in os.environ:
             file.write(json.dumps(note) + chr(10))
         return batch
 
-    signals.EndRequest._handle, loop.Loop.step, prefetch.Prefetcher.take = noting_handle, noting_step, noting_take
+    signals.EndRequest._handle, loop.Trainer.train_step, prefetch.Prefetcher.next = noting_handle, noting_step, noting_take
 """
 """For `sitecustomize`: a process writes down which samples it takes for which step, and waits before the step that `hold` names."""
 

@@ -13,12 +13,12 @@ from trainer.data.loader import Samples
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.teacher import GRAPH_BATCH, FrozenTeacher
 from trainer.profiling.evidence import read_evidence
-from trainer.profiling.recorder import Recorder
 from trainer.tracking import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.devices import choose_device
-from trainer.training.loop import Training, train
+from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes
+from trainer.training.spec import TrainingSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -90,13 +90,14 @@ def test_a_step_makes_the_host_wait_for_nothing(digits, teacher, tmp_path, stric
     }
     changes = {"epochs": 4, "compile": compiled, "ema_decay": 0.9, "log_every": 7, "views": views}
     settings = config.validate(config.DistillSettings, QUICK | changes)
+    settings = settings.model_copy(update={"evidence": EvidenceSettings(operators_steps=0)})
     data, frozen = open_dataset(digits), models.load(teacher)
     device = choose_device()
     processes = Processes(rank=0, world_size=1, local_rank=0, device=device)
     student = models.create(settings.student, data.classes)
     asked = FrozenTeacher(frozen, device, precision=settings.precision, compile=settings.compile)
     objective = Strict(DistillObjective(student, asked, settings), strict)
-    training = Training(
+    training = TrainingSpec(
         name="distill",
         objective=objective,
         samples=Samples([data.split("train")]),
@@ -108,16 +109,13 @@ def test_a_step_makes_the_host_wait_for_nothing(digits, teacher, tmp_path, stric
         checkpoints=Checkpoints(tmp_path, "distill", settings={}, parents={}),
         views_on=views_on,
     )
-    recorder = Recorder(
-        EvidenceSettings(operators_steps=0), name="distill", device=device.torch_device, rank=0, world_size=1
-    )
 
     def after_the_last_step(_model, _ends, **_):
         strict("default")
         return {}
 
     with stage_run("distill", {}, active=False) as tracker:
-        train(replace(training, validate=after_the_last_step), recorder, tracker)
+        Trainer(replace(training, validate=after_the_last_step)).train(tracker)
     assert objective.steps == training.total_steps > 3 * WARM_STEPS
     assert not [message for message in caplog.messages if "compiled" in message]
 

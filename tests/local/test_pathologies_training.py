@@ -30,7 +30,7 @@ from trainer.profiling.rules.training import TRAINING_RULES
 from trainer.served_student.network_input import Preprocessing
 from trainer.stages import prepare, pretrain, reinforce
 from trainer.thresholds import RuleSettings, StalledTraining
-from trainer.training.loop import Loop
+from trainer.training.loop import Trainer
 
 LOOKS = SETTINGS["evidence"] | {"tensors_every": 5, "tensors_budget": 1.0, "operators_steps": 0}
 """Many looks in a short training."""
@@ -126,14 +126,14 @@ def noisy_labels():
 @contextmanager
 def one_step(number, action):
     """Something happens within one step."""
-    method = Loop.step
+    method = Trainer.train_step
 
     def called(loop, step, *arguments):
         if step == number:
             action()
         return method(loop, step, *arguments)
 
-    with patch.object(Loop, "step", called):
+    with patch.object(Trainer, "train_step", called):
         yield
 
 
@@ -307,7 +307,7 @@ def test_stalled_training(distil, caplog):
     assert set(found) == {"stalled_training"}, found
     assert "between steps 20 and 21" in found["stalled_training"]
     (line,) = (line for line in caplog.messages if "severe: Stalled training. " in line)
-    assert "since step 20; the first process is in trainer.training.loop.train (line " in line
+    assert "since step 20; the first process is in trainer.training.loop.Trainer.train (line " in line
 
 
 def test_a_training_that_hangs_is_ended(distil):

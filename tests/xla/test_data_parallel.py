@@ -29,7 +29,7 @@ from trainer.training.prefetch import ThreadedPrefetcher
 from trainer import config
 from trainer.stages import distill
 
-plain = ThreadedPrefetcher.take
+plain = ThreadedPrefetcher.next
 
 def take(self):
     batch = plain(self)
@@ -38,7 +38,7 @@ def take(self):
     assert torch_xla._XLAC._get_xla_sharding_spec(batch.images).startswith("{devices=[2,")
     return batch
 
-ThreadedPrefetcher.take = take
+ThreadedPrefetcher.next = take
 settings, places = json.loads(sys.argv[1])
 distill.run(config.validate(config.DistillSettings, settings), **places)
 """

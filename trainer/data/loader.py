@@ -49,6 +49,16 @@ _DIES_WITH_PARENT = 1
 class RecordedOutputs(Protocol):
     """Recorded outputs of a teacher, as a loader reads them."""
 
+    @property
+    def view_seed(self) -> int:
+        """Seed of the recorded views."""
+        ...
+
+    @property
+    def view_count(self) -> int:
+        """How many views of each sample were recorded."""
+        ...
+
     def read(self, indices: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Recorded:
         """The outputs for these samples (indices into the training set) and views."""
         ...

@@ -16,7 +16,7 @@ from trainer.distillation.teacher import FrozenTeacher
 from trainer.models import Classifier
 from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
-from trainer.training.loop import Losses
+from trainer.training.spec import Losses
 
 Said = TeacherOutputs | Recorded
 """What the teacher says of a batch."""

@@ -175,6 +175,16 @@ class Recording:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_maps": {}}
 
+    @property
+    def view_seed(self) -> int:
+        """Seed of the recorded views."""
+        return self.description.seed
+
+    @property
+    def view_count(self) -> int:
+        """How many views of each sample were recorded."""
+        return self.description.views
+
     def read(self, indices: Indices, numbers: Indices) -> Recorded:
         """The outputs for these samples (indices into the training split) and views, [B] each.
 

@@ -260,10 +260,10 @@ class Reinforcement:
 
     def _images(self, batches: Iterator[Batch], count: int) -> Iterator[Tensor]:
         """The images of `count` batches on the device; the next ones are sent when the teacher has been asked about those before."""
-        with closing(make_prefetcher(batches, self.views, self.processes.device)) as feed:
+        with closing(make_prefetcher(batches, self.views, self.processes.device)) as prefetcher:
             for _ in range(count):
-                yield feed.take().images
-                feed.send()
+                yield prefetcher.next().images
+                prefetcher.preload()
 
     def _loaders(self, batches: UnitBatches, parts: Sequence[UnitBatch]) -> int:
         """Loader processes: as set, or as many as keep up with the teacher, measured on the first batches."""

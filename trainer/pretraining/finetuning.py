@@ -10,7 +10,7 @@ from trainer.data.batch import Batch
 from trainer.models import Classifier
 from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
-from trainer.training.loop import Losses
+from trainer.training.spec import Losses
 
 
 class FinetuneObjective:

@@ -18,7 +18,7 @@ from trainer.data.randomness import uniform
 from trainer.errors import ModelError
 from trainer.models import Classifier
 from trainer.profiling.timeline import span
-from trainer.training.loop import Losses
+from trainer.training.spec import Losses
 
 _MASK = 0x6D61736B
 """Keeps the masks' draws apart from all others of the same seed."""

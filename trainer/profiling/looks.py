@@ -51,9 +51,25 @@ class Looks:
         settings: EvidenceSettings,
         timeline: Timeline,
         metrics: Metrics,
+        model: nn.Module | None,
+        *,
+        left_out: Collection[str] = (),
+        attention: bool = True,
+        agree: Callable[[bool], bool] | None = None,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """While `timeline` records; `metrics` takes the curves; around what looking itself does stands `apart`."""
+        """Of a model.
+
+        Args:
+            settings: how often, and at what cost.
+            timeline: records the training.
+            metrics: takes the curves.
+            model: what is trained, on its device, neither compiled nor wrapped; None: nothing.
+            left_out: names of weights that are not trained on purpose.
+            attention: whether to look at attention too.
+            agree: from whether this process would look to whether all do; None where each may decide by itself.
+            apart: stands around what looking itself does.
+        """
         self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
         self._tensors: TensorStatistics | None = None
         self._attention: AttentionEntropy | None = None
@@ -61,10 +77,24 @@ class Looks:
         self._later = ThinnedTable(["step", "seconds"], 2)
         self._sent: deque[_Sent] = deque()
         self._last_step: int | None = None
-        self._agreed: Callable[[bool], bool] | None = None
+        self._agree = agree
         self._host_s = 0.0
         self.missing: dict[str, str] = {}
         """What is not looked at -> the reason."""
+        if model is None:
+            return
+        if not settings.tensors_every:
+            self.missing["tensors"] = "turned off (tensors_every is 0)"
+            return
+        self._tensors = TensorStatistics(model, left_out=left_out)
+        values = len(self.tensors) * len(TENSOR_COLUMNS)
+        self._later = ThinnedTable(["step", "seconds", *map(str, range(values))], LOOKS_KEPT)
+        if not attention:
+            self.missing["attention"] = "looked at by rank 0 only"
+        elif (entropy := AttentionEntropy(model)).metrics:
+            self._attention = entropy
+        else:
+            self.missing["attention"] = "the model has no attention of timm's kind"
 
     @property
     def tensors(self) -> Sequence[str]:
@@ -77,36 +107,6 @@ class Looks:
         ranges = self._timeline.ranges
         on_device = self._timeline.totals.ranges[ranges.index(RECORDER)] if RECORDER in ranges else 0.0
         return max(self._host_s, on_device)
-
-    def at(
-        self,
-        model: nn.Module,
-        *,
-        left_out: Collection[str] = (),
-        attention: bool = True,
-        agreed: Callable[[bool], bool] | None = None,
-    ) -> None:
-        """Say what is looked at.
-
-        Args:
-            model: what is trained, on its device, neither compiled nor wrapped.
-            left_out: names of weights that are not trained on purpose.
-            attention: whether to look at attention too.
-            agreed: from whether this process would look to whether all do; None where each may decide on its own.
-        """
-        self._agreed = agreed
-        if not self._settings.tensors_every:
-            self.missing["tensors"] = "turned off (tensors_every is 0)"
-            return
-        self._tensors = TensorStatistics(model, left_out=left_out)
-        values = len(self.tensors) * len(TENSOR_COLUMNS)
-        self._later = ThinnedTable(["step", "seconds", *map(str, range(values))], LOOKS_KEPT)
-        if not attention:
-            self.missing["attention"] = "looked at by rank 0 only"
-        elif (entropy := AttentionEntropy(model)).metrics:
-            self._attention = entropy
-        else:
-            self.missing["attention"] = "the model has no attention of timm's kind"
 
     def around_update(self, step: int, forward: Callable[[], object]) -> AbstractContextManager[None]:
         """The optimiser's part of a step, as a context; `forward` sends some images through the model, to look at its attention."""
@@ -141,7 +141,7 @@ class Looks:
         if step % every or step < self._last_step + every:
             return False
         affordable = self.spent_s <= self._settings.tensors_budget * self._timeline.now_s()
-        return affordable if self._agreed is None else self._agreed(affordable)
+        return affordable if self._agree is None else self._agree(affordable)
 
     @contextmanager
     def _look(self, step: int, forward: Callable[[], object]) -> Iterator[None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import psutil
 import torch
+from torch import nn
 
 from trainer.config import EvidenceSettings
 from trainer.costs import place_here
@@ -48,6 +51,45 @@ METRIC_POINTS_KEPT = 4096
 """Points of each metric; a longer curve is thinned evenly."""
 
 
+@dataclass
+class LoaderStats:
+    """What the loader of a training says of itself while it runs."""
+
+    workers: int | None = None
+    """Loader processes beside this process; none where nothing is loaded yet."""
+    pids: tuple[int, ...] = ()
+    """Of those that run."""
+    ready: float = math.nan
+    """Batches that they had ready when the training last asked for one."""
+
+    def loader_processes(self, pids: Sequence[int]) -> None:
+        """Take the ids of loader processes that were started."""
+        self.pids = tuple(pids)
+
+    def batches_ready(self, count: float) -> None:
+        """Take how many batches are ready as the training asks for one."""
+        self.ready = count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What a recorder reads of a training, beside its own timeline and monitor."""
+
+    model: nn.Module | None = None
+    """What is trained, on its device, neither compiled nor wrapped: its weights, gradients and attention are sampled."""
+    left_out: Collection[str] = ()
+    """Names of weights that are not trained on purpose."""
+    attention: bool = True
+    """Whether to sample attention too."""
+    agree: Callable[[bool], bool] | None = None
+    """From whether this process would sample a step to whether all do; None where each may decide by itself."""
+    loader: LoaderStats = field(default_factory=LoaderStats)
+    attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple
+    """All attempts of the training, the last one is this."""
+    communication: Callable[[], CommunicationRecord | None] | None = None
+    """How long gradients travel."""
+
+
 class Recorder:
     """Records one part of a training in one process: steps, machine, operators and curves.
 
@@ -69,6 +111,7 @@ class Recorder:
         world_size: int,
         context: ContextRecord | None = None,
         startup: Startup | None = None,
+        sources: Sources | None = None,
     ) -> None:
         """Of the training `name` in process `rank`.
 
@@ -80,8 +123,10 @@ class Recorder:
             world_size: processes.
             context: what is known of the training beside what is measured.
             startup: what the time before it went into.
+            sources: what is read of the training while it runs.
         """
-        self._settings = settings
+        sources = sources or Sources()
+        self._settings, self._sources = settings, sources
         self.name = name
         self._device = device
         self._rank = rank
@@ -95,22 +140,24 @@ class Recorder:
             self._windows.missing = "torch.profiler sees how operators are noted for XLA, not what the device computes"
         clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
         self._counters = _xla_counters() if on_xla else None
-        self.timeline = Timeline(clock, window=self._windows, counter=self._counters)
-        self.looks = Looks(
-            settings, self.timeline, self.metrics, apart=self._counters.apart if self._counters else nullcontext
+        self.timeline = Timeline(
+            clock, window=self._windows, counter=self._counters, queued=lambda: sources.loader.ready
         )
-        """Looks at weights and attention; `looks.at(model)` says at which."""
+        self.looks = Looks(
+            settings,
+            self.timeline,
+            self.metrics,
+            sources.model,
+            left_out=sources.left_out,
+            attention=sources.attention,
+            agree=sources.agree,
+            apart=self._counters.apart if self._counters else nullcontext,
+        )
+        """Samples of weights, gradients and attention."""
         self._context = context or ContextRecord()
         self._startup = startup
         self._startup_s: dict[str, float] = {}
-        self.workers: int | None = None
-        """Loader processes beside this process."""
-        self.communication: Callable[[], CommunicationRecord | None] = lambda: None
-        """Tells how long gradients travel."""
-        self.attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple
-        """Tells the tries of the training."""
         self._compilations = self._counters or Compilations(self.timeline)
-        self._loaders: Sequence[int] = ()
         self._metrics: dict[str, ThinnedTable] = {}
         self._costs: dict[str, float] = {}
         self._monitor: Monitor | None = None
@@ -126,7 +173,7 @@ class Recorder:
         self.timeline.start()
         machine = int(os.environ.get("LOCAL_RANK", self._rank)) == 0
         self._monitor = Monitor(
-            signals(self._device, machine=machine, loaders=lambda: self._loaders),
+            signals(self._device, machine=machine, loaders=lambda: self._sources.loader.pids),
             self._settings.system_interval_s,
             origin_ns=self._origin_ns,
         )
@@ -182,14 +229,6 @@ class Recorder:
             if name not in self._metrics:
                 self._metrics[name] = ThinnedTable(["step", "seconds", "value"], METRIC_POINTS_KEPT)
             self._metrics[name].append((step, seconds, value))
-
-    def loader_processes(self, pids: Sequence[int]) -> None:
-        """Loader processes have been started."""
-        self._loaders = tuple(pids)
-
-    def batches_ready(self, count: float) -> None:
-        """So many batches are ready as the training asks for one."""
-        self.timeline.queued = count
 
     def images_per_second(self) -> float | None:
         """As the report will show it, over the measured steps so far; none where there are none."""
@@ -262,17 +301,17 @@ class Recorder:
             cores=usable_cores(),
             processor=processor_name(),
             memory_bytes=psutil.virtual_memory().total,
-            workers=self.workers,
+            workers=self._sources.loader.workers,
             process=ProcessRecord(pid=os.getpid(), started_unix=started_unix(), imported_unix=IMPORTED_UNIX),
             place=place_here(),
             context=self._context,
             startup=self._startup_parts(),
-            attempts=self.attempts(),
+            attempts=self._sources.attempts(),
             failed=self._failed,
             compilations=self._compilations.records,
             compile_beside_s=self._counters.beside_s if self._counters else 0.0,
             transfers=self._counters.transfers if self._counters else None,
-            communication=self.communication(),
+            communication=self._sources.communication() if self._sources.communication else None,
             overhead=self._overhead(monitor),
             began_unix=self._began_unix,
             first_step_s=None if first is None else (first - self._origin_ns) * 1e-9,

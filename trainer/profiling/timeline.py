@@ -243,10 +243,22 @@ class Timeline:
         *,
         window: Window | None = None,
         counter: StepCounter | None = None,
+        queued: Callable[[], float] = lambda: math.nan,
         nanoseconds: Callable[[], int] = time.perf_counter_ns,
         steps_kept: int = STEPS_KEPT,
         spans_kept: int = SPANS_KEPT,
     ) -> None:
+        """Record with `clock`.
+
+        Args:
+            clock: marks beginnings and ends.
+            window: records some of the steps more closely.
+            counter: counts transfers within steps.
+            queued: gives the batches that the loader processes have ready, for each step.
+            nanoseconds: the host's clock.
+            steps_kept: rows of the table of steps.
+            spans_kept: rows of the table of what lies outside of them.
+        """
         self.ranges = [OTHER, *PHASES]
         """Columns of time inside of steps, by their path."""
         self.steps = ThinnedTable([*STEP_COLUMNS, *self.ranges], steps_kept)
@@ -258,12 +270,11 @@ class Timeline:
         self.origin_ns: int | None = None
         """Time of the host's clock at which the recording began."""
         self.first_step_ended_ns: int | None = None
-        self.queued = math.nan
-        """Batches that the loader processes have ready, as whoever loads has seen last; each step keeps it."""
         self.clock = clock
         self._nanoseconds = nanoseconds
         self._window = window
         self._counter = counter
+        self._queued = queued
         self._ordinal = 0
         self._span_objects: dict[str, _Span] = {}
         self._columns: dict[tuple[int, str], int] = {}
@@ -378,7 +389,7 @@ class Timeline:
         segment.host_ns = now - segment.start_ns
         segment.cpu_ns += time.thread_time_ns()
         segment.delayed_ns += self._thread.delayed_ns()
-        segment.queued = self.queued
+        segment.queued = self._queued()
         if not completed:
             segment = _Segment(
                 marks=[segment.marks[0], mark], owners=[self._outside_index(INTERRUPTED)], start_ns=segment.start_ns

@@ -30,7 +30,7 @@ class Watch:
 
     with watch:
         for step in ...:
-            watch.look(step)
+            watch.check(step)
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Watch:
     ) -> None:
         self._open.close()
 
-    def look(self, step: int) -> None:
+    def check(self, step: int) -> None:
         """After a step: judge, if it is time.
 
         Raises:

@@ -31,9 +31,9 @@ from trainer.models import Classifier
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, reinforce
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
-from trainer.training.loop import Training, fit_batch
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.shared_artifact import shared_artifact
+from trainer.training.spec import TrainingSpec, fit_batch
 from trainer.training.validation import batch_size_of, validate
 from trainer.tuning import measuring, outlook
 from trainer.tuning.blank import blank_recording
@@ -166,12 +166,12 @@ class Subject:
     ready_s: float
     """From the start of this process until the first trial could begin."""
 
-    def training(self, root: str, settings: DistillSettings, processes: Processes) -> Training:
+    def training(self, root: str, settings: DistillSettings, processes: Processes) -> TrainingSpec:
         """The distillation from its beginning, with other settings; `root` is the place of checkpoints."""
         recording = self.recording if settings.reads_recording else None
         teacher = copy.deepcopy(self.teacher) if settings.needs_teacher and recording is None else None
-        student, described = copy.deepcopy(self.student), recording.description if recording else None
-        return Training(
+        student = copy.deepcopy(self.student)
+        return TrainingSpec(
             name=NAME,
             objective=distill.make_objective(settings, student, teacher, recording, processes.device),
             samples=self.samples,
@@ -183,8 +183,6 @@ class Subject:
             decode_on=settings.decode_on or "cpu",
             processes=processes,
             checkpoints=Checkpoints(root, NAME, settings={}, parents={"dataset": self.data.fingerprint}),
-            view_seed=described.seed if described else None,
-            view_count=described.views if described else 0,
             teacher_outputs=recording,
             labelled_share=settings.labeled_share,
             validate=partial(

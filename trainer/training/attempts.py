@@ -59,36 +59,39 @@ class Attempts:
 
     Each sign of life begins with a look whether a later try has begun. It is given in the background, where it may wait for a store.
 
-    with attempts:
+    with attempts.resumed_at(first_step):
         for step in ...:
-            attempts.seen(steps completed)
+            attempts.heartbeat(steps completed)
     """
 
     def __init__(
         self,
         checkpoints: str,
-        first_step: int,
         *,
         active: bool,
         rank: int = 0,
-        look: Callable[[], None] = lambda: None,
+        check_ours: Callable[[], None] = lambda: None,
     ) -> None:
         """Of the training with these checkpoints, a URI; where not `active` only a failure is noted.
 
         Args:
             checkpoints: where the notes stand too.
-            first_step: of this try.
-            active: whether this is the process that notes the tries.
+            active: whether this is the process that notes the attempts.
             rank: of this process.
-            look: raises `SupersededError` where a later try has begun.
+            check_ours: raises `SupersededError` where a later attempt has begun.
         """
         self._uri, self._active = storage.join(checkpoints, ATTEMPTS), active
         self._checkpoints, self._rank = checkpoints, rank
         self._interval_s = _REMOTE_INTERVAL_S if storage.is_remote(checkpoints) else _LOCAL_INTERVAL_S
-        self._first_step, self._steps = first_step, 0
+        self._first_step = self._steps = 0
         self._before: tuple[AttemptRecord, ...] = ()
         self._began_unix = self._due = 0.0
-        self._look, self._writer = look, Writer(checkpoints)
+        self._check_ours, self._writer = check_ours, Writer(checkpoints)
+
+    def resumed_at(self, first_step: int) -> Self:
+        """Say at which step this attempt begins; call it before the block."""
+        self._first_step = first_step
+        return self
 
     def __enter__(self) -> Self:
         self._began_unix = time.time()
@@ -115,8 +118,8 @@ class Attempts:
         if isinstance(error, Exception) and not isinstance(error, PreemptedError | LostProcessError | StorageAwayError):
             self._note_failure(error)
 
-    def seen(self, steps: int) -> None:
-        """So many steps are completed; written down every now and then.
+    def heartbeat(self, steps: int) -> None:
+        """Note that `steps` steps are completed; written down every few seconds.
 
         Raises:
             SupersededError: a later try of this training has begun.
@@ -128,8 +131,8 @@ class Attempts:
             self._begin_sign(self._sign)
 
     def records(self) -> tuple[AttemptRecord, ...]:
-        """All tries, the last one is this; none where not active."""
-        if not self._active:
+        """All attempts, the last one is this; none where not active, or before it has begun."""
+        if not self._active or not self._began_unix:
             return ()
         this = AttemptRecord(
             began_unix=self._began_unix, seen_unix=time.time(), first_step=self._first_step, steps_seen=self._steps
@@ -180,7 +183,7 @@ class Attempts:
         self._writer.start(work, "the attempt is not noted")  # the training can do without
 
     def _sign(self) -> None:
-        self._look()
+        self._check_ours()
         self._write()
 
     def _write(self) -> None:

@@ -15,7 +15,8 @@ from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches, make_loader
 from trainer.data.workers import LoadingTime, choose_workers, measure_loading
 from trainer.host import usable_cores
-from trainer.profiling.recorder import Recorder
+from trainer.profiling.recorder import LoaderStats
+from trainer.profiling.timeline import Timeline
 from trainer.training.collective_watchdog import wait_limit_s
 from trainer.training.process_group import Processes
 
@@ -35,24 +36,37 @@ class MicroBatchLoader:
 
     def __init__(
         self,
+        name: str,
         batches: MicroBatches,
         starts: Iterator[int],
         *,
         accumulation: int,
         workers: Workers,
         processes: Processes,
-        recorder: Recorder,
+        timeline: Timeline,
+        stats: LoaderStats,
     ) -> None:
-        """Of the micro-batches that begin at `starts`, `accumulation` of them a step."""
-        self._batches, self._starts, self._accumulation = batches, starts, accumulation
-        self._workers, self._processes, self._recorder = workers, processes, recorder
+        """Of the training `name`.
+
+        Args:
+            name: for the log.
+            batches: what is loaded.
+            starts: where the micro-batches begin in the order.
+            accumulation: of them a step.
+            workers: loader processes.
+            processes: this process among the others.
+            timeline: has timed the first steps.
+            stats: takes how the loader processes are doing.
+        """
+        self._name, self._batches, self._starts, self._accumulation = name, batches, starts, accumulation
+        self._workers, self._processes, self._timeline, self._stats = workers, processes, timeline, stats
         # Where the device traces, threads ask for batches, who must not meet other processes, and a step's time is known late.
         self._chosen = self._choose(lambda: 0.0) if workers == "auto" and processes.device.traces else workers
 
     def __iter__(self) -> Iterator[Batch]:
         starts, workers, device = self._starts, self._chosen, self._processes.device
         if workers == "auto":
-            self._recorder.workers = 0
+            self._stats.workers = 0
             for start in islice(starts, (WARM_STEPS + TIMED_STEPS) * self._accumulation):
                 yield self._batches[start]
             following = next(starts, None)
@@ -60,30 +74,29 @@ class MicroBatchLoader:
                 return
             starts = chain([following], starts)
             workers = self._choose(self._step_seconds)
-        self._recorder.workers = workers
+        self._stats.workers = workers
         if self._processes.is_first:
-            name, reason = self._recorder.name, "measured" if self._workers == "auto" else "as workers says"
-            logger.info("%s  loader processes beside each training process: %d (%s)", name, workers, reason)
+            reason = "measured" if self._workers == "auto" else "as workers says"
+            logger.info("%s  loader processes beside each training process: %d (%s)", self._name, workers, reason)
         yield from make_loader(
             self._batches,
             starts,
             workers=workers,
             pin_memory=device.pins_memory,
             timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
-            observer=self._recorder,
+            observer=self._stats,
         )
 
     def _choose(self, step_seconds: Callable[[], float]) -> int:
         """As many as keep up with the step, by the measurements of the process that needs most."""
         positions = count(0, self._batches.count)
-        chosen = measured_workers(self._recorder.name, self._batches, positions, step_seconds, self._processes)
+        chosen = measured_workers(self._name, self._batches, positions, step_seconds, self._processes)
         return max(self._processes.gather(chosen, "the choice of loader processes"))
 
     def _step_seconds(self) -> float:
         """Median time of a step, for each micro-batch, without the wait for its data."""
-        timeline = self._recorder.timeline
-        timeline.catch_up()
-        steps = timeline.steps
+        self._timeline.catch_up()
+        steps = self._timeline.steps
         return float(np.median((steps.column("seconds") - steps.column("data"))[WARM_STEPS:])) / self._accumulation
 
 

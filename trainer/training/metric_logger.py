@@ -1,11 +1,11 @@
-"""What a training says of itself while it runs: losses, read back without holding up the device, and metrics.
+"""Logs losses and metrics while a training runs; losses are read back without holding up the device.
 
 Shapes: W processes, S steps, L losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -17,52 +17,34 @@ from trainer.tracking import Tracker
 from trainer.training.process_group import Processes
 from trainer.training.progress_bar import ProgressBar
 from trainer.training.readback import ReadBack
+from trainer.training.spec import TrainingSpec
 
 _NAMED = 8
 """Samples that a message names."""
 
-Samples = Callable[[int, int], Sequence[str]]
-"""Step and rank to the names of the samples that this process saw in it."""
-
 
 class MetricLogger:
-    """Passes losses on every `log_every` steps, and checks that they are finite.
+    """Logs losses every `log_every` steps, and checks that they are finite.
 
     The losses of an interval leave the device together, those of all processes, and are taken in when they have arrived: at once on a CPU,
     on a GPU during the next interval. So the host waits for them only at the end, and before a checkpoint.
     """
 
-    def __init__(
-        self,
-        name: str,
-        processes: Processes,
-        recorder: Recorder,
-        tracker: Tracker,
-        progress: ProgressBar,
-        *,
-        log_every: int,
-        learning_rate: Callable[[int], float],
-        samples: Samples,
-    ) -> None:
-        """Of the training `name`.
+    def __init__(self, training: TrainingSpec, recorder: Recorder, tracker: Tracker, progress: ProgressBar) -> None:
+        """Log a training.
 
         Args:
-            name: `mae`, `finetune` or `distill`.
-            processes: this process among the others.
+            training: whose losses these are.
             recorder: takes metrics into the evidence.
             tracker: takes them to MLflow.
             progress: shows them.
-            log_every: steps between two points.
-            learning_rate: of each step.
-            samples: for the message on a loss that is not finite.
         """
-        self._name, self._processes = name, processes
-        self._recorder, self._tracker, self.progress = recorder, tracker, progress
-        self._log_every, self._learning_rate, self._samples = log_every, learning_rate, samples
+        self._training, self._name, self._processes = training, training.name, training.processes
+        self._recorder, self._tracker, self._progress = recorder, tracker, progress
         self._waiting: list[tuple[int, Mapping[str, Tensor]]] = []
         self._sent: _Losses | None = None
 
-    def add(self, step: int, losses: Mapping[str, Tensor]) -> None:
+    def log(self, step: int, losses: Mapping[str, Tensor]) -> None:
         """Take a step's losses, scalars on the device; at the end of an interval they are sent.
 
         Raises:
@@ -71,7 +53,7 @@ class MetricLogger:
         self._waiting.append((step, losses))
         if self._sent is not None and self._sent.arrived:
             self._publish()
-        if (step + 1) % self._log_every == 0:
+        if (step + 1) % self._training.settings.log_every == 0:
             self._send()
 
     def flush(self) -> None:
@@ -93,7 +75,7 @@ class MetricLogger:
         self._recorder.metrics(step, values)
         self._tracker.metrics(step, {f"{self._name}/{name}": value for name, value in values.items()})
         if "val_top1" in values:
-            self.progress.say(f"{self._name}  step {step + 1}  validation top-1 {values['val_top1']:.2%}")
+            self._progress.say(f"{self._name}  step {step + 1}  validation top-1 {values['val_top1']:.2%}")
 
     def _send(self) -> None:
         self._publish()
@@ -109,8 +91,8 @@ class MetricLogger:
         table = sent.table()
         self._check_finite(table, sent.steps)
         step, means = sent.steps[-1], table.mean((0, 1)).tolist()
-        values = dict(zip(sent.names, means, strict=True)) | {"learning_rate": self._learning_rate(step)}
-        self.progress.show(step, values, self._recorder.images_per_second)
+        values = dict(zip(sent.names, means, strict=True)) | {"learning_rate": self._training.learning_rate(step)}
+        self._progress.show(step, values, self._recorder.images_per_second)
         self.metrics(step, values)
 
     def _check_finite(self, table: Tensor, steps: Sequence[int]) -> None:
@@ -120,7 +102,7 @@ class MetricLogger:
             return
         row = int(bad.any(0).nonzero()[0])
         ranks = bad[:, row].nonzero().flatten().tolist()
-        names = [name for rank in ranks for name in self._samples(steps[row], rank)]
+        names = [name for rank in ranks for name in self._training.names(steps[row], rank)]
         shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
         raise TrainingError(
             f"{self._name}: the loss is not finite at step {steps[row] + 1} (process {', '.join(map(str, ranks))}; samples {shown}); "

@@ -58,24 +58,24 @@ class DdpTimer:
         """Of this model; its first passes are left out, for it is still finding its buckets, and graphs are compiled."""
         self._model = model
         self._calls, self._last = 0, WARM_STEPS
-        self._told: list[tuple[int, int, int]] = []
+        self._timings: list[tuple[int, int, int]] = []
 
-    def look(self) -> None:
-        """After each step; reads what is new, which is there a step later."""
+    def read(self) -> None:
+        """After each step: read what is new, which is there a step later."""
         self._calls += 1
         if self._calls <= _TIMED_FIRST + 2 or self._calls % _TIMED_EVERY == 1:
-            told = self._model._get_ddp_logging_data()
-            if told["iteration"] > self._last:
-                self._last = told["iteration"]
-                self._told.append((told[_BACKWARD], told[_EXCHANGE], told[_HIDDEN]))
+            data = self._model._get_ddp_logging_data()
+            if data["iteration"] > self._last:
+                self._last = data["iteration"]
+                self._timings.append((data[_BACKWARD], data[_EXCHANGE], data[_HIDDEN]))
 
     def record(self) -> CommunicationRecord | None:
         """Means over the passes that were read; none before the first one was."""
-        if not self._told:
+        if not self._timings:
             return None
-        backward, exchange, hidden = (1e-9 * sum(column) / len(column) for column in zip(*self._told, strict=True))
+        backward, exchange, hidden = (1e-9 * sum(column) / len(column) for column in zip(*self._timings, strict=True))
         return CommunicationRecord(
-            steps=len(self._told), backward_s=backward, exchange_s=exchange, hidden_s=min(hidden, exchange)
+            steps=len(self._timings), backward_s=backward, exchange_s=exchange, hidden_s=min(hidden, exchange)
         )
 
 

@@ -39,17 +39,17 @@ class Prefetcher:
         self._stream = torch.cuda.Stream(device.torch_device) if device.kind == "cuda" else None
         self._sent: Batch | None = None
 
-    def take(self) -> Batch:
+    def next(self) -> Batch:
         """The next micro-batch, on the device: views, mixed."""
         if self._sent is None:
-            self.send()
+            self.preload()
         with span("to_device"):
             batch, self._sent = self._sent, None
             assert batch is not None, "no more is taken than the loader gives"
             self._receive(batch)
             return render(batch, self._views)
 
-    def send(self) -> None:
+    def preload(self) -> None:
         """Start to send the next micro-batch, if there is one more; call it when the device has enough to do."""
         with span("data"):
             batch = next(self._batches, None)
@@ -85,18 +85,18 @@ class ThreadedPrefetcher(Prefetcher):
     """
 
     def __init__(self, batches: Iterator[Batch], views: Views, device: Device) -> None:
-        """As `Feed`."""
+        """As `Prefetcher`."""
         super().__init__(batches, views, device)
         self._ahead = device.send_ahead(_parted(render(batch, views)) for batch in batches)
 
-    def take(self) -> Batch:
+    def next(self) -> Batch:
         """The next micro-batch, on the device."""
         with span("data"):
             tensors, held = next(self._ahead)
         sent = iter(tensors)
         return _moved(held.batch, lambda _: next(sent))
 
-    def send(self) -> None:
+    def preload(self) -> None:
         """Threads do that."""
 
     def close(self) -> None:

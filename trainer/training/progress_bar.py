@@ -11,6 +11,8 @@ from typing import Self
 
 from tqdm import tqdm
 
+from trainer.training.spec import TrainingSpec
+
 logger = logging.getLogger(__name__)
 
 LINE_INTERVAL_S = 5.0
@@ -28,6 +30,17 @@ class ProgressBar:
             tqdm(total=total_steps, initial=first_step, desc=name, unit="step", dynamic_ncols=True)
             if active and sys.stderr.isatty()
             else None
+        )
+
+    @classmethod
+    def of(cls, training: TrainingSpec, first_step: int, *, active: bool = True) -> Self:
+        """Show the steps of a training from `first_step` on, in its first process."""
+        return cls(
+            training.name,
+            first_step=first_step,
+            total_steps=training.total_steps,
+            images_per_step=training.settings.batch_size,
+            active=active and training.processes.is_first,
         )
 
     def __enter__(self) -> Self:

@@ -23,8 +23,7 @@ from trainer.config import (
     WatchSettings,
 )
 from trainer.data.dataset import PreparedDataset
-from trainer.data.loader import Samples, micro_batch_size
-from trainer.distillation.recording import Recording
+from trainer.data.loader import RecordedOutputs, Samples, micro_batch_size
 from trainer.errors import PreemptedError, SupersededError, TrainerError
 from trainer.graph import STAGES
 from trainer.models import Classifier
@@ -35,10 +34,11 @@ from trainer.served_student.preprocessing import Square
 from trainer.tracking import Tracker
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared
 from trainer.training.checkpoints.compatibility import compatible
-from trainer.training.loop import Objective, Training, fit_batch, train
+from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.shared_artifact import shared_artifact
-from trainer.training.validation import Ends, batch_size_of, validate
+from trainer.training.spec import Objective, ShouldStop, TrainingSpec, fit_batch
+from trainer.training.validation import batch_size_of, validate
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Session:
         layer_decay: float = 1.0,
         labelled: bool = True,
         labelled_share: float = 0.0,
-        teacher_outputs: Recording | None = None,
+        teacher_outputs: RecordedOutputs | None = None,
         context: ContextRecord | None = None,
     ) -> nn.Module:
         """Run the training `name`, record its evidence, and give the trained model.
@@ -124,9 +124,10 @@ class Session:
             keep=settings.checkpoint_keep,
             shared=root_is_shared(),
             output=self.output,
+            before_write=self.tracker.keep,
         )
         self._trainings.append(checkpoints)
-        training = Training(
+        training = TrainingSpec(
             name=name,
             objective=objective,
             samples=samples,
@@ -139,25 +140,15 @@ class Session:
             processes=self.processes,
             checkpoints=checkpoints,
             layer_decay=layer_decay,
-            view_seed=teacher_outputs.description.seed if teacher_outputs else None,
-            view_count=teacher_outputs.description.views if teacher_outputs else 0,
             teacher_outputs=teacher_outputs,
             validate=partial(self._measure, settings) if labelled else None,
             watch=self.watch,
             labelled_share=labelled_share,
         )
-        recorder = Recorder(
-            settings.evidence,
-            name=name,
-            device=self.processes.device.torch_device,
-            rank=self.processes.rank,
-            world_size=self.processes.world_size,
-            context=self._context(training, context or ContextRecord()),
-            startup=self.startup,
-        )
-        with self._evidence_kept(recorder, storage.join(checkpoints.uri, FAILED)):
-            trained = train(training, recorder, self.tracker)
-        recorder.write(self.evidence.path)
+        trainer = Trainer(training, context=self._context(training, context or ContextRecord()), startup=self.startup)
+        with self._evidence_kept(trainer.recorder, storage.join(checkpoints.uri, FAILED)):
+            trained = trainer.train(self.tracker)
+        trainer.recorder.write(self.evidence.path)
         self.startup.begin_again()
         return trained
 
@@ -201,7 +192,7 @@ class Session:
             return False
         return True
 
-    def _context(self, training: Training, known: ContextRecord) -> ContextRecord:
+    def _context(self, training: TrainingSpec, known: ContextRecord) -> ContextRecord:
         """What is known of a training, with what the stage knows."""
         labels = training.samples.labels
         counts = np.bincount(labels[labels >= 0], minlength=len(self.data.classes)).tolist()
@@ -218,16 +209,16 @@ class Session:
         )
 
     def _measure(
-        self, settings: TrainingSettings, model: nn.Module, ends: Ends | None = None, *, workers: int = 0
+        self, settings: TrainingSettings, model: nn.Module, should_stop: ShouldStop | None = None, *, workers: int = 0
     ) -> Mapping[str, float] | None:
-        """Accuracy and loss on the validation split; None where `ends` has broken it off."""
+        """Accuracy and loss on the validation split; None where `should_stop` has ended it."""
         measured = validate(
             model,
             split=self.data.split("val"),
             processes=self.processes,
             batch_size=batch_size_of(settings, self.processes),
             precision=settings.precision,
-            ends=ends,
+            should_stop=should_stop,
             workers=workers,
         )
         self._measured.update(measured or {})

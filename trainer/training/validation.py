@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 
 import numpy as np
@@ -19,9 +19,7 @@ from trainer.training.collective_watchdog import wait_limit_s
 from trainer.training.devices import Device
 from trainer.training.process_group import Processes
 from trainer.training.readback import ReadBack
-
-Ends = Callable[[], bool]
-"""Whether to break off; all processes ask equally often and get the same answer."""
+from trainer.training.spec import ShouldStop
 
 
 def batch_size_of(settings: TrainingSettings, processes: Processes) -> int:
@@ -36,7 +34,7 @@ def validate(
     *,
     batch_size: int,
     precision: Precision,
-    ends: Ends | None = None,
+    should_stop: ShouldStop | None = None,
     workers: int = 0,
 ) -> dict[str, float] | None:
     """Top-1 accuracy and cross-entropy of a classifier on a split; the same on every process.
@@ -47,11 +45,11 @@ def validate(
         processes: each of them measures its share.
         batch_size: images a forward pass.
         precision: of the forward pass.
-        ends: whether to break off; asked after each batch.
+        should_stop: whether to stop before the end; asked after each batch.
         workers: loader processes beside this process.
 
     Returns:
-        `val_top1` and `val_loss`; None where it was broken off.
+        `val_top1` and `val_loss`; None where it was stopped.
 
     Raises:
         LostProcessError: a process did not come within the limit, or is gone.
@@ -69,17 +67,17 @@ def validate(
         pin_memory=device.pins_memory,
         timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
     )
-    broken_off = False
+    stopped = False
     with closing(loader):
         for turn in range(-(-most // batch_size)):
             if turn < len(own):
                 measured.append(_measure(model, next(loader), len(own[turn]), device, precision))
             device.dispatch()
-            if ends is not None and ends():
-                broken_off = True
+            if should_stop is not None and should_stop():
+                stopped = True
                 break
     model.train(training)
-    if broken_off:
+    if stopped:
         return None
     everyone = processes.gather(_total(measured), "the validation's figures")
     correct, loss = (sum(column) for column in zip(*everyone, strict=True))

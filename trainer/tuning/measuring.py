@@ -9,16 +9,12 @@ from collections.abc import Callable
 from trainer.config import DistillSettings
 from trainer.costs import THIS_MACHINE, Machines, place_here
 from trainer.forecast import Measurement
-from trainer.profiling.recorder import Recorder
 from trainer.tracking import Tracker
-from trainer.training.loop import Training
-from trainer.training.metric_logger import MetricLogger
 from trainer.training.process_group import Processes
-from trainer.training.progress_bar import ProgressBar
 from trainer.training.step_schedule import step_count
 from trainer.tuning.laps import Laps
 from trainer.tuning.schema import Trial
-from trainer.tuning.trials import MakeTraining, endless, new_recorder, ride, warm_steps
+from trainer.tuning.trials import MakeTraining, endless, measure_steps, warm_steps
 
 logger = logging.getLogger(__name__)
 
@@ -46,29 +42,28 @@ def measure(
         recording_s: seconds that it takes to record the teacher's outputs; none where the distillation reads none, or they are there.
     """
     began = time.perf_counter()
-    training = make(endless(settings), processes)
-    steps = step_count(settings, len(training.samples))
     window, warm = settings.evidence.operators_steps if settings.evidence.operators_at else 0, warm_steps(settings)
+    training = make(endless(settings, operators_at=(warm,) if window else ()), processes)
+    steps = step_count(settings, len(training.samples))
     unmeasured = (
         warm + window + 1
     )  # the step after the window tells how long laps are; the window's closing would count as its last one's
     laps = Laps(settings.batch_size, warm_steps=unmeasured, total_steps=steps, thoroughness=THOROUGHNESS)
     made_s = time.perf_counter() - began
-    recorder = new_recorder(training, window_at=(warm,) if window else ())
-    report = _report(training, recorder, tracker)
-    ridden = ride(training, laps, recorder, report.add)
-    if not ridden.loop.is_compiled:
+    measured_steps = measure_steps(training, laps, tracker)
+    trainer, recorder = measured_steps.trainer, measured_steps.trainer.recorder
+    if not trainer.is_compiled:
         logger.warning(
             "%s  nothing of the model was compiled, so what is forecast is an uncompiled training", training.name
         )
-    validate, loop = training.validate, ridden.loop
+    validate, workers = training.validate, trainer.loader.workers or 0
     passes = 2 if processes.device.traces else 1  # the first one compiles, too
     validations = (
-        [_timed(processes, lambda: validate(loop.result, workers=loop.loaders)) for _ in range(passes)]
+        [_timed(processes, lambda: validate(trainer.result, workers=workers)) for _ in range(passes)]
         if validate
         else [0.0]
     )
-    checkpoint_s = _timed(processes, lambda: ridden.loop.save(laps.steps)) if settings.checkpoint_every else 0.0
+    checkpoint_s = _timed(processes, lambda: trainer.save_checkpoint(laps.steps)) if settings.checkpoint_every else 0.0
     if processes.is_first:
         training.checkpoints.finish()
         training.checkpoints.remove()
@@ -83,7 +78,7 @@ def measure(
         step_low_s=low,
         step_high_s=high,
         steps=laps.steps,
-        startup_s=ready_s + made_s + ridden.startup_s + max(0.0, late_s),
+        startup_s=ready_s + made_s + measured_steps.startup_s + max(0.0, late_s),
         compile_s=max(0.0, late_s) + sum(one.seconds for one in record.compilations if not one.step),
         validation_s=validations[-1],
         checkpoint_s=checkpoint_s,
@@ -133,21 +128,3 @@ def _timed(processes: Processes, what: Callable[[], object]) -> float:
     processes.device.synchronize()
     processes.barrier()
     return time.perf_counter() - began
-
-
-def _report(training: Training, recorder: Recorder, tracker: Tracker) -> MetricLogger:
-    """The report of a training, without lines in the log."""
-    size, every = training.settings.batch_size, training.settings.log_every
-    progress = ProgressBar(
-        training.name, first_step=0, total_steps=training.total_steps, images_per_step=size, active=False
-    )
-    return MetricLogger(
-        training.name,
-        training.processes,
-        recorder,
-        tracker,
-        progress,
-        log_every=every,
-        learning_rate=training.learning_rate,
-        samples=training.names,
-    )

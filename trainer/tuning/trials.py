@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -17,9 +17,13 @@ from trainer.config import DistillSettings
 from trainer.data.loader import MicroBatches, micro_batch_size
 from trainer.data.workers import LoadingTime, measure_loading
 from trainer.profiling.recorder import Recorder
+from trainer.tracking import Tracker
 from trainer.training import loader_workers
-from trainer.training.loop import Loop, Losses, Training
+from trainer.training.loop import Trainer
+from trainer.training.metric_logger import MetricLogger
 from trainer.training.process_group import Processes
+from trainer.training.progress_bar import ProgressBar
+from trainer.training.spec import TrainingSpec
 from trainer.training.step_schedule import step_count
 from trainer.tuning.laps import Laps
 from trainer.tuning.memory import Memory, gauge_of
@@ -28,18 +32,15 @@ from trainer.tuning.schema import Candidate, Trial
 WARM_STEPS = 2
 """Steps that may compile, fill caches or start loader processes, and are not measured."""
 
-MakeTraining = Callable[[DistillSettings, Processes], Training]
+MakeTraining = Callable[[DistillSettings, Processes], TrainingSpec]
 """Makes a distillation from its beginning, with models of its own."""
-
-Report = Callable[[int, Losses], None]
-"""Takes a step's losses, as the report of a training does."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ridden:
+class MeasuredSteps:
     """A training after some of its steps."""
 
-    loop: Loop
+    trainer: Trainer
     startup_s: float
     """From the beginning to the end of the first step."""
 
@@ -111,7 +112,7 @@ class Trials:
         training = self._make(endless(part), alone)
         laps = Laps(images, float("inf"), warm_steps=0, total_steps=0)  # two steps: in the second all states are there
         try:
-            ride(training, laps, new_recorder(training))
+            measure_steps(training, laps)
         except RuntimeError as error:
             if not self._processes.device.is_out_of_memory(error):
                 raise
@@ -126,20 +127,20 @@ class Trials:
         training = self._make(settings, self._processes)
         steps = step_count(candidate.applied(self._settings), len(training.samples))
         laps = Laps(candidate.batch_size, rate_to_beat, warm_steps=warm_steps(settings), total_steps=steps)
-        recorder = new_recorder(training)
         self._memory.begin()
         try:
-            ridden = ride(training, laps, recorder)
+            measured = measure_steps(training, laps)
         except RuntimeError as error:
             if self._processes.world_size > 1 or not self._processes.device.is_out_of_memory(error):
                 raise
             return None
-        if not all(self._processes.gather(ridden.loop.is_compiled)):
+        trainer = measured.trainer
+        if not all(self._processes.gather(trainer.is_compiled)):
             return Trial(candidate=candidate, ended="not compiled", seconds=time.perf_counter() - began)
         rate, low, high = laps.rates
-        shares = shares_of(recorder, warm_steps(settings))
+        shares = shares_of(trainer.recorder, warm_steps(settings))
         computing_s = (1 - shares["data"]) * candidate.batch_size / rate / candidate.accumulation
-        assert laps.plan.ended, "a ride ends when its laps do"
+        assert laps.plan.ended, "the steps end when the laps do"
         return Trial(
             candidate=candidate,
             ended=laps.plan.ended,
@@ -147,16 +148,16 @@ class Trials:
             low=low,
             high=high,
             steps=laps.steps,
-            startup_s=ridden.startup_s,
+            startup_s=measured.startup_s,
             shares=shares,
-            workers=recorder.workers or 0,
+            workers=trainer.loader.workers or 0,
             advised_workers=self._advise(training, computing_s),
             memory_bytes=self._memory.peak,
             fixed_bytes=self._memory.fixed,
             seconds=time.perf_counter() - began,
         )
 
-    def _advise(self, training: Training, computing_s: float) -> int:
+    def _advise(self, training: TrainingSpec, computing_s: float) -> int:
         """As many loader processes as keep up with a micro-batch that takes so many seconds of computing."""
         images = micro_batch_size(training.settings, self._processes.world_size)
         if self._loading is None:
@@ -174,9 +175,10 @@ def _beside_images(candidate: Candidate) -> Candidate:
     return candidate.model_copy(update={"workers": 0, "batch_size": 1, "accumulation": 1})
 
 
-def endless(settings: DistillSettings) -> DistillSettings:
-    """A distillation with more epochs than a trial can take."""
-    return settings.model_copy(update={"epochs": 1_000_000})
+def endless(settings: DistillSettings, *, operators_at: tuple[int, ...] = ()) -> DistillSettings:
+    """Return a distillation with more epochs than a trial can take, and torch.profiler at `operators_at` only."""
+    evidence = settings.evidence.model_copy(update={"operators_at": operators_at})
+    return settings.model_copy(update={"epochs": 1_000_000, "evidence": evidence})
 
 
 def warm_steps(settings: DistillSettings) -> int:
@@ -185,24 +187,26 @@ def warm_steps(settings: DistillSettings) -> int:
     return WARM_STEPS + finding_out
 
 
-def ride(training: Training, laps: Laps, recorder: Recorder, report: Report | None = None) -> Ridden:
+def measure_steps(training: TrainingSpec, laps: Laps, tracker: Tracker | None = None) -> MeasuredSteps:
     """Train from the beginning until the laps end.
 
     Args:
         training: with more steps than that takes.
         laps: say when it is enough.
-        recorder: records the steps.
-        report: takes each step's losses.
+        tracker: takes the metrics, which are else not computed.
     """
     processes, began, startup_s = training.processes, time.perf_counter(), 0.0
-    loop = Loop(training)
-    with recorder:
+    trainer = Trainer(training)
+    recorder, metrics = trainer.recorder, None
+    if tracker is not None:
+        metrics = MetricLogger(training, recorder, tracker, ProgressBar.of(training, 0, active=False))
+    with recorder, trainer.prefetch(0) as batches:
         laps.open(time.perf_counter())
-        for step, feed in loop.steps(0, recorder):
+        for step in range(training.total_steps):
             with recorder.timeline.step(step, images=training.settings.batch_size):
-                losses = loop.step(step, feed, recorder)
-            if report is not None:
-                report(step, losses)
+                losses = trainer.train_step(step, batches)
+            if metrics is not None:
+                metrics.log(step, losses)
             if not laps.step():
                 continue
             processes.device.synchronize()
@@ -212,19 +216,7 @@ def ride(training: Training, laps: Laps, recorder: Recorder, report: Report | No
             if laps.plan.ended:
                 break
             laps.open(time.perf_counter())
-    return Ridden(loop=loop, startup_s=startup_s)
-
-
-def new_recorder(training: Training, *, window_at: Sequence[int] = ()) -> Recorder:
-    """As the training's own, with a window of operators at these steps only."""
-    processes = training.processes
-    return Recorder(
-        training.settings.evidence.model_copy(update={"operators_at": tuple(window_at)}),
-        name=training.name,
-        device=processes.device.torch_device,
-        rank=processes.rank,
-        world_size=processes.world_size,
-    )
+    return MeasuredSteps(trainer=trainer, startup_s=startup_s)
 
 
 def shares_of(recorder: Recorder, warm: int) -> Mapping[str, float]:

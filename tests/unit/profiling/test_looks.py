@@ -18,15 +18,31 @@ SECOND = 1_000_000_000
 class Watched:
     """A training whose time a test moves: looking itself takes no time but what `costs` says."""
 
-    def __init__(self, every: int = 10, budget: float = 1.0, step_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        every: int = 10,
+        budget: float = 1.0,
+        step_s: float = 1.0,
+        *,
+        attention: bool = True,
+        agree: Callable[[bool], bool] | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
         self.now = 0
         self.curves: list[tuple[int, Mapping[str, float], float]] = []
         self.timeline = Timeline(HostClock(lambda: self.now), nanoseconds=lambda: self.now)
         settings = EvidenceSettings(tensors_every=every, tensors_budget=budget)
-        self.looks = Looks(settings, self.timeline, lambda *point: self.curves.append(point))
         torch.manual_seed(0)
         args = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
         self.model = models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"])
+        self.looks = Looks(
+            settings,
+            self.timeline,
+            lambda *point: self.curves.append(point),
+            model or self.model,
+            attention=attention,
+            agree=agree,
+        )
         self.timeline.start()
         self._step_ns = int(step_s * SECOND)
 
@@ -49,7 +65,6 @@ class Watched:
 
 def test_the_first_step_and_then_every_so_manyth_is_looked_at() -> None:
     watched = Watched(every=10)
-    watched.looks.at(watched.model)
     assert watched.train(range(35)) == [0, 10, 20, 30]
     moments, values = watched.looks.table()
     assert moments[:, 0].tolist() == [0, 10, 20, 30]
@@ -61,7 +76,6 @@ def test_the_first_step_and_then_every_so_manyth_is_looked_at() -> None:
 
 def test_a_training_that_goes_on_looks_first_and_then_at_the_steps_that_others_look_at() -> None:
     watched = Watched(every=10)
-    watched.looks.at(watched.model)
     assert watched.train(range(17, 45)) == [17, 30, 40]
 
 
@@ -73,8 +87,7 @@ def test_processes_that_must_look_together_follow_the_first_one() -> None:
         asked.append(affordable)
         return len(asked) != 2
 
-    watched = Watched(every=10, budget=0.0)
-    watched.looks.at(watched.model, agreed=first_says)
+    watched = Watched(every=10, budget=0.0, agree=first_says)
     assert watched.train(range(45)) == [0, 10, 30, 40]
     assert len(asked) == 4
 
@@ -82,7 +95,6 @@ def test_processes_that_must_look_together_follow_the_first_one() -> None:
 def test_looks_become_rarer_where_they_would_cost_too_much() -> None:
     """Looking takes real time, more than a millisecond; the training's own passes as the test says."""
     watched = Watched(every=1, budget=0.01, step_s=0.05)
-    watched.looks.at(watched.model)
     spent = []
     for step in range(400):
         before, now = watched.looks.spent_s, watched.timeline.now_s()
@@ -94,7 +106,6 @@ def test_looks_become_rarer_where_they_would_cost_too_much() -> None:
 
 def test_looks_can_be_turned_off() -> None:
     watched = Watched(every=0)
-    watched.looks.at(watched.model)
     assert watched.train(range(5)) == []
     assert watched.looks.missing == {"tensors": "turned off (tensors_every is 0)"}
     assert watched.looks.table()[1].shape == (0, 0, len(TENSOR_COLUMNS))
@@ -102,24 +113,20 @@ def test_looks_can_be_turned_off() -> None:
 
 def test_attention_becomes_curves() -> None:
     watched = Watched(every=2)
-    watched.looks.at(watched.model)
     watched.train(range(4))
     assert [step for step, _, _ in watched.curves] == [0, 2]
     assert all(0.5 < values["attention_entropy/network.blocks.0"] <= 1 for _, values, _ in watched.curves)
 
 
 def test_attention_that_is_not_looked_at_has_its_reason() -> None:
-    watched = Watched()
-    watched.looks.at(watched.model, attention=False)
+    watched = Watched(attention=False)
     assert watched.looks.missing == {"attention": "looked at by rank 0 only"}
-    other = Watched()
-    other.looks.at(nn.Linear(2, 2))
+    other = Watched(model=nn.Linear(2, 2))
     assert other.looks.missing == {"attention": "the model has no attention of timm's kind"}
 
 
 def test_the_first_look_is_kept_however_many_there_are() -> None:
-    watched = Watched(every=1)
-    watched.looks.at(watched.model, attention=False)
+    watched = Watched(every=1, attention=False)
     watched.train(range(3 * LOOKS_KEPT))
     steps = watched.looks.table()[0][:, 0]
     assert steps[0] == 0

@@ -60,7 +60,7 @@ def train(
         for step in range(steps):
             with recorder.timeline.step(step):
                 pass
-            judged.look(step)
+            judged.check(step)
     return sink, recorder
 
 

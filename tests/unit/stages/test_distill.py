@@ -16,7 +16,7 @@ from trainer.profiling.evidence import read_evidence
 from trainer.stages import distill, reinforce
 from trainer.training import devices
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.loop import Loop
+from trainer.training.loop import Trainer
 
 VIEWS = QUICK["views"]
 TEN_STEPS = QUICK | {"epochs": 2, "batch_size": 204}
@@ -136,7 +136,7 @@ def test_a_data_set_that_does_not_say_how_it_was_made_is_refused_before_the_trai
     shutil.copytree(trained_digits.dataset, tmp_path / "dataset")
     with artifacts.create(tmp_path / "dataset", "dataset", settings={"source": "digits"}):
         pass
-    monkeypatch.delattr(Loop, "step")
+    monkeypatch.delattr(Trainer, "train_step")
     with pytest.raises(ArtifactError, match="its manifest does not say how images became squares"):
         Distillation(dataclasses.replace(trained_digits, dataset=tmp_path / "dataset"), tmp_path / "none")
 
@@ -201,7 +201,7 @@ def test_a_batch_larger_than_the_data_is_clamped_and_is_the_same_training(distil
 
 def test_weights_that_an_update_has_spoilt_are_not_kept(distilled, monkeypatch, tmp_path):
     monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
-    update = Loop._update
+    update = Trainer._update
 
     def spoil(loop, step):
         update(loop, step)
@@ -209,7 +209,7 @@ def test_weights_that_an_update_has_spoilt_are_not_kept(distilled, monkeypatch, 
             with torch.no_grad():
                 loop._parameters[0].view(-1)[0] = float("nan")
 
-    monkeypatch.setattr(Loop, "_update", spoil)
+    monkeypatch.setattr(Trainer, "_update", spoil)
     with pytest.raises(
         TrainingError, match=r"distill: weights are not finite after step 8 \(\S+\), so no checkpoint of them"
     ):

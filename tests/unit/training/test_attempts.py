@@ -14,30 +14,30 @@ def read(folder):
 
 
 def interrupt_after(steps, attempts):
-    attempts.seen(steps)
+    attempts.heartbeat(steps)
     raise KeyboardInterrupt
 
 
 def test_each_try_finds_those_before_it(tmp_path):
-    with pytest.raises(KeyboardInterrupt), Attempts(str(tmp_path), 0, active=True) as first:
+    with pytest.raises(KeyboardInterrupt), Attempts(str(tmp_path), active=True) as first:
         interrupt_after(7, first)
-    with Attempts(str(tmp_path), 5, active=True) as second:
-        second.seen(2)
+    with Attempts(str(tmp_path), active=True).resumed_at(5) as second:
+        second.heartbeat(2)
         records = second.records()
     assert [(record.first_step, record.steps_seen) for record in records] == [(0, 7), (5, 2)]
     assert records[0].began_unix <= records[0].seen_unix <= records[1].began_unix <= records[1].seen_unix
 
 
 def test_signs_of_life_are_rare_and_the_last_one_survives_a_kill(tmp_path, monkeypatch):
-    with Attempts(str(tmp_path), 0, active=True) as attempts:
-        attempts.seen(1)
+    with Attempts(str(tmp_path), active=True) as attempts:
+        attempts.heartbeat(1)
         assert read(tmp_path)[-1]["steps_seen"] == 0, "written a moment ago"
         later = module.time.monotonic() + 6
         with monkeypatch.context() as clock:
             clock.setattr(module.time, "monotonic", lambda: later)
-            attempts.seen(2)
+            attempts.heartbeat(2)
             attempts._writer.wait()
-            attempts.seen(3)
+            attempts.heartbeat(3)
         assert read(tmp_path)[-1]["steps_seen"] == 2
         assert attempts.records()[-1].steps_seen == 3
 
@@ -50,32 +50,32 @@ def test_a_sign_of_life_begins_with_a_look_whether_a_later_try_has_begun(tmp_pat
         if later:
             raise SupersededError("superseded")
 
-    with Attempts(str(tmp_path), 0, active=True, look=look) as attempts:
-        attempts.seen(1)
+    with Attempts(str(tmp_path), active=True, check_ours=look) as attempts:
+        attempts.heartbeat(1)
         attempts._writer.wait()
         later.append("one")
         (tmp_path / ATTEMPTS).write_text("the later one's")
-        attempts.seen(2)
+        attempts.heartbeat(2)
         attempts._writer.wait()
         with pytest.raises(SupersededError):
-            attempts.seen(3)
+            attempts.heartbeat(3)
     assert (tmp_path / ATTEMPTS).read_text() == "the later one's"
 
 
 def test_a_sign_of_life_that_waits_for_the_store_holds_up_no_step_and_says_nothing(object_store, monkeypatch, caplog):
     monkeypatch.setattr(module, "_REMOTE_INTERVAL_S", 0.0)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    with Attempts(object_store.uri("c"), 0, active=True) as attempts:
+    with Attempts(object_store.uri("c"), active=True) as attempts:
         object_store.delay(3600)
         for steps in range(1, 1000):
-            attempts.seen(steps)
+            attempts.heartbeat(steps)
         object_store.clear()
         object_store.answer(503)
         attempts._writer.wait()
-        attempts.seen(1000)  # another one, which fails
+        attempts.heartbeat(1000)  # another one, which fails
         attempts._writer.wait()
         object_store.clear()
-        attempts.seen(1001)
+        attempts.heartbeat(1001)
     assert json.loads(object_store.get(f"c/{ATTEMPTS}"))[-1]["steps_seen"] == 1001
     assert not [line for line in caplog.messages if "not noted" in line]
 
@@ -88,22 +88,22 @@ def test_the_last_sign_of_life_has_arrived_when_a_try_ends(tmp_path, monkeypatch
         looks.append("slow")
         time.sleep(0.2)
 
-    with Attempts(str(tmp_path), 0, active=True, look=look) as attempts:
-        attempts.seen(7)
+    with Attempts(str(tmp_path), active=True, check_ours=look) as attempts:
+        attempts.heartbeat(7)
     assert looks
     assert read(tmp_path)[-1]["steps_seen"] == 7, "it could come after the training's notes are removed"
 
 
 def test_other_processes_neither_read_nor_write(tmp_path):
-    with Attempts(str(tmp_path), 0, active=False) as attempts:
-        attempts.seen(1)
+    with Attempts(str(tmp_path), active=False) as attempts:
+        attempts.heartbeat(1)
         assert attempts.records() == ()
     assert not (tmp_path / ATTEMPTS).exists()
 
 
 def test_a_note_that_can_not_be_read_is_named_and_begun_anew(tmp_path, caplog):
     (tmp_path / ATTEMPTS).write_text("[{")
-    with Attempts(str(tmp_path), 3, active=True) as attempts:
+    with Attempts(str(tmp_path), active=True).resumed_at(3) as attempts:
         assert len(attempts.records()) == 1
     assert str(tmp_path / ATTEMPTS) in caplog.text
     assert len(read(tmp_path)) == 1
@@ -111,15 +111,15 @@ def test_a_note_that_can_not_be_read_is_named_and_begun_anew(tmp_path, caplog):
 
 def test_a_place_that_can_not_be_written_does_not_end_the_training(tmp_path, caplog):
     Path(tmp_path / "file").write_text("in the way")
-    with Attempts(str(tmp_path / "file"), 0, active=True) as attempts:
-        attempts.seen(1)
+    with Attempts(str(tmp_path / "file"), active=True) as attempts:
+        attempts.heartbeat(1)
     assert "the attempt is not noted" in caplog.text
 
 
 def fail(folder, error, *, step=7, rank=0):
     """A try that begins at step 5 and fails."""
-    with Attempts(str(folder), 5, active=rank == 0, rank=rank) as attempts:
-        attempts.seen(step - 5)
+    with Attempts(str(folder), active=rank == 0, rank=rank).resumed_at(5) as attempts:
+        attempts.heartbeat(step - 5)
         raise error
 
 
@@ -165,7 +165,7 @@ def test_a_try_that_is_superseded_leaves_the_notes_to_the_later_one(tmp_path):
         (tmp_path / ATTEMPTS).write_text("the later one's")
         raise SupersededError("superseded")
 
-    with pytest.raises(SupersededError), Attempts(str(tmp_path), 0, active=True):
+    with pytest.raises(SupersededError), Attempts(str(tmp_path), active=True):
         be_superseded()
     assert (tmp_path / ATTEMPTS).read_text() == "the later one's"
     assert [path.name for path in tmp_path.iterdir()] == [ATTEMPTS]

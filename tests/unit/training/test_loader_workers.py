@@ -9,7 +9,7 @@ import torch
 
 from trainer.config import EvidenceSettings
 from trainer.data.workers import LoadingTime
-from trainer.profiling.recorder import Recorder
+from trainer.profiling.recorder import LoaderStats, Recorder, Sources
 from trainer.training import loader_workers as module
 from trainer.training.devices import Device, choose_device
 from trainer.training.loader_workers import TIMED_STEPS, WARM_STEPS, MicroBatchLoader
@@ -41,9 +41,15 @@ class Batches:
 
 
 @pytest.fixture
-def recorder():
+def stats():
+    return LoaderStats()
+
+
+@pytest.fixture
+def recorder(stats):
     settings = EvidenceSettings(operators_steps=0)
-    return Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1)
+    sources = Sources(loader=stats)
+    return Recorder(settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1, sources=sources)
 
 
 def train(loading, timeline, steps, seconds_a_step=0.0):
@@ -64,7 +70,14 @@ def run(recorder, workers, device, batches, *, steps=STEPS, **timing):
     starts = iter(range(0, 10 * steps, 10))
     with recorder:
         loading = MicroBatchLoader(
-            batches, starts, accumulation=1, workers=workers, processes=processes, recorder=recorder
+            "distill",
+            batches,
+            starts,
+            accumulation=1,
+            workers=workers,
+            processes=processes,
+            timeline=recorder.timeline,
+            stats=recorder._sources.loader,
         )
         return train(loading, recorder.timeline, steps, **timing)
 
@@ -92,27 +105,29 @@ def takes(monkeypatch):
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_where_the_cpu_trains_only_waiting_for_storage_is_worth_a_process(recorder, monkeypatch, takes, reads):
+def test_where_the_cpu_trains_only_waiting_for_storage_is_worth_a_process(recorder, stats, monkeypatch, takes, reads):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     takes(LoadingTime(seconds=0.03, waiting=0.03 if reads else 0.0), step=0.02)
     assert run(recorder, "auto", choose_device(), Batches()) == list(range(0, 10 * STEPS, 10))
-    assert (recorder.workers > 0) == reads
+    assert (stats.workers > 0) == reads
 
 
 @pytest.mark.parametrize(("loading", "chosen"), [(0.03, 2), (0.0, 0)])
-def test_beside_a_gpu_the_number_follows_what_was_measured(recorder, monkeypatch, caplog, takes, loading, chosen):
+def test_beside_a_gpu_the_number_follows_what_was_measured(
+    recorder, stats, monkeypatch, caplog, takes, loading, chosen
+):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(module, "usable_cores", lambda: 3)
     takes(LoadingTime(seconds=loading, waiting=0.0), step=0.02)
     assert run(recorder, "auto", GPU, Batches()) == list(range(0, 10 * STEPS, 10))
-    assert recorder.workers == chosen
-    assert caplog.messages[-1].endswith(f"{recorder.workers} (measured)")
+    assert stats.workers == chosen
+    assert caplog.messages[-1].endswith(f"{stats.workers} (measured)")
 
 
-def test_whatever_is_measured_the_batches_are_the_same(recorder, monkeypatch):
+def test_whatever_is_measured_the_batches_are_the_same(recorder, stats, monkeypatch):
     monkeypatch.setattr(module, "usable_cores", lambda: 3)
     assert run(recorder, "auto", GPU, Batches(0.01), seconds_a_step=0.01) == list(range(0, 10 * STEPS, 10))
-    assert recorder.workers in (0, 1, 2)
+    assert stats.workers in (0, 1, 2)
 
 
 def test_a_step_is_measured_without_its_wait_for_data_and_by_the_micro_batch(monkeypatch):
@@ -120,15 +135,21 @@ def test_a_step_is_measured_without_its_wait_for_data_and_by_the_micro_batch(mon
     columns = {"seconds": np.array(seconds), "data": np.full(len(seconds), 0.1)}
     timeline = SimpleNamespace(catch_up=lambda: None, steps=SimpleNamespace(column=columns.__getitem__))
     processes = Processes(rank=0, world_size=1, local_rank=0, device=GPU)
-    recorder = SimpleNamespace(timeline=timeline)
     loading = MicroBatchLoader(
-        Batches(), iter([]), accumulation=2, workers="auto", processes=processes, recorder=recorder
+        "distill",
+        Batches(),
+        iter([]),
+        accumulation=2,
+        workers="auto",
+        processes=processes,
+        timeline=timeline,
+        stats=LoaderStats(),
     )
     assert loading._step_seconds() == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("steps", [1, WARM_STEPS, WARM_STEPS + TIMED_STEPS])
-def test_a_training_that_ends_before_the_number_is_known_starts_none(recorder, steps):
+def test_a_training_that_ends_before_the_number_is_known_starts_none(recorder, stats, steps):
     batches = Batches()
     assert run(recorder, "auto", GPU, batches, steps=steps) == list(range(0, 10 * steps, 10))
-    assert (recorder.workers, batches.made) == (0, steps)
+    assert (stats.workers, batches.made) == (0, steps)

@@ -1,6 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from trainer.config import TrainingSettings
 from trainer.errors import TrainingError
 from trainer.training.devices import choose_device
 from trainer.training.metric_logger import MetricLogger
@@ -40,10 +43,14 @@ def make(monkeypatch, sink):
     alone = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
 
     def report(log_every=4):
-        return MetricLogger(
-            "distill", alone, sink, Sink(), sink, log_every=log_every,
-            learning_rate=lambda step: step / 100, samples=lambda step, rank: [f"{step}:{rank}:{n}" for n in range(10)],
-        )  # fmt: skip
+        training = SimpleNamespace(
+            name="distill",
+            processes=alone,
+            settings=TrainingSettings(log_every=log_every),
+            learning_rate=lambda step: step / 100,
+            names=lambda step, rank: [f"{step}:{rank}:{n}" for n in range(10)],
+        )
+        return MetricLogger(training, sink, Sink(), sink)
 
     return report
 
@@ -55,7 +62,7 @@ def losses(value):
 def test_each_interval_gives_one_point_of_means_at_its_last_step(make, sink):
     report = make()
     for step in range(10):
-        report.add(step, losses(step))
+        report.log(step, losses(step))
     assert sink.shown == [3, 7]
     report.flush()
     report.flush()
@@ -69,10 +76,10 @@ def test_each_interval_gives_one_point_of_means_at_its_last_step(make, sink):
 def test_after_a_flush_the_next_interval_holds_the_steps_since(make, sink):
     report = make()
     for step in range(2):
-        report.add(step, losses(step))
+        report.log(step, losses(step))
     report.flush()
     for step in range(2, 4):
-        report.add(step, losses(step))
+        report.log(step, losses(step))
     assert [(step, values["loss"]) for step, values in sink.metrics_seen] == [(1, 0.5), (3, 2.5)]
 
 
@@ -81,15 +88,15 @@ def test_the_first_step_that_is_not_finite_is_named_with_its_samples(make, sink,
     report = make(log_every=8)
     message = r"distill: the loss is not finite at step 3 \(process 0; samples 2:0:0, .*2:0:7 and 2 more\); lower distill base"
     for step in range(7):
-        report.add(step, losses(bad if step in {2, 5} else 1.0))
+        report.log(step, losses(bad if step in {2, 5} else 1.0))
     with pytest.raises(TrainingError, match=message):
-        report.add(7, losses(1.0))
+        report.log(7, losses(1.0))
     assert sink.shown == []
 
 
 def test_a_flush_before_a_checkpoint_checks_too(make):
     report = make(log_every=100)
-    report.add(0, losses(float("nan")))
+    report.log(0, losses(float("nan")))
     with pytest.raises(TrainingError, match="step 1 "):
         report.flush()
 

@@ -22,7 +22,7 @@ from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencod
 from trainer.stages import distill, pretrain, reinforce
 from trainer.training import prefetch, processes
 from trainer.training.devices import HOST
-from trainer.training.loop import Loop
+from trainer.training.loop import Trainer
 
 VIEWS = {
     "min_scale": 0.5,
@@ -110,13 +110,13 @@ def test_recording_and_distilling_from_the_records(digits, teacher, tmp_path, gp
 
 def test_a_training_is_deterministic_where_the_run_is(digits, teacher, tmp_path, monkeypatch, gpu):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # a person's own stays
-    deterministic, step = [], Loop.step
+    deterministic, step = [], Trainer.train_step
 
     def watched(*arguments):
         deterministic.append(torch.are_deterministic_algorithms_enabled())
         return step(*arguments)
 
-    monkeypatch.setattr(Loop, "step", watched)
+    monkeypatch.setattr(Trainer, "train_step", watched)
     settings = config.resolve("digits", ["run.deterministic=true"]).for_stage("distill")
     assert settings["deterministic"] is True
     few = TWO_STEPS | IN_THE_MAIN_PROCESS | {"student": MODEL, "logit_weight": 0.0, "feature_weight": 0.0}
@@ -143,8 +143,8 @@ def test_files_are_decoded_on_the_stream_that_sends(monkeypatch, gpu):
     monkeypatch.setattr(prefetch, "decode_jpegs", decode)
     feed = prefetch.Prefetcher(batches(), None, DEVICE)
     for _ in range(2):
-        taken = feed.take()
-        feed.send()
+        taken = feed.next()
+        feed.preload()
         assert taken.lengths is None
         assert (taken.images.float() / 255).sum().device == DEVICE.torch_device  # the computation may use them
     assert len(streams) == 2

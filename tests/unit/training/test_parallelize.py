@@ -214,7 +214,7 @@ with join_processes() as processes:
     exchange, told = DdpTimer(model), []
     for step in range(14):
         model(torch.zeros(2, 3, 16, 16, dtype=torch.uint8)).sum().backward()
-        exchange.look()
+        exchange.read()
         told.append(exchange.record())
     result["exchange"] = [sum(record is None for record in told), told[-1].model_dump()]
     print(json.dumps(result))

@@ -55,9 +55,9 @@ def test_what_comes_out_is_what_went_in_one_ahead(device, timeline):
     feed = Prefetcher(stream(), Size(), device)
     with timeline.step(0):
         for number in range(3):
-            taken = feed.take()
+            taken = feed.next()
             assert drawn == list(range(number + 1))
-            feed.send()
+            feed.preload()
             assert drawn == list(range(min(number + 2, 3)))
             assert torch.equal(taken.images, batch(number).images)
             assert torch.equal(taken.recorded.logits, torch.ones(4, 2))
@@ -98,6 +98,6 @@ def test_a_loader_that_fails_is_heard(device):
         raise ValueError("a damaged image")
 
     feed = Prefetcher(stream(), Size(), device)
-    feed.take()
+    feed.next()
     with pytest.raises(ValueError, match="a damaged image"):
-        feed.send()
+        feed.preload()

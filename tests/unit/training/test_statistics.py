@@ -20,16 +20,17 @@ from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
 from trainer.models import Classifier, ModelCard
 from trainer.pretraining.finetuning import FinetuneObjective
-from trainer.profiling.recorder import Recorder
 from trainer.tracking import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.devices import Device
-from trainer.training.loop import Training, train
+from trainer.training.loop import Trainer
 from trainer.training.process_group import join_processes
+from trainer.training.spec import TrainingSpec
 
 folder, digits = Path(sys.argv[1]), sys.argv[2]
 asked = {name: QUICK[name] for name in ("epochs", "warmup_epochs", "log_every", "checkpoint_every", "evidence")}
 settings = config.validate(FinetuneSettings, asked | {"batch_size": 720, "accumulation": 2, "ema_decay": 0.5})
+settings = settings.model_copy(update={"evidence": EvidenceSettings(operators_steps=0, tensors_every=0)})
 torch.manual_seed(0)
 network = timm.create_model("resnet10t", num_classes=10, stem_width=8, channels=(8, 8, 16, 16))
 card = ModelCard(
@@ -44,17 +45,13 @@ def noted(device, tensors, *, world_size):
 
 Device.average = noted
 with join_processes() as processes:
-    training = Training(
+    training = TrainingSpec(
         name="finetune", objective=FinetuneObjective(Classifier(network, card), label_smoothing=0.0),
         samples=Samples([open_dataset(digits).split("train")]), view_size=16, settings=settings, seed=0, workers=0,
         processes=processes, checkpoints=Checkpoints(folder, "finetune", settings={}, parents={}),
     )
-    recorder = Recorder(
-        EvidenceSettings(operators_steps=0, tensors_every=0), name="finetune", device=processes.device.torch_device,
-        rank=processes.rank, world_size=2,
-    )
     with stage_run("pretrain", {}, active=False) as tracker:
-        trained = train(training, recorder, tracker)
+        trained = Trainer(training).train(tracker)
     models.save(trained, folder)
     held = {name: buffer.tolist() for name, buffer in trained.network.named_buffers()}
     print(json.dumps([before, held, {name: part.tolist() for name, part in network.named_buffers()}]))

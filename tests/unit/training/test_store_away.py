@@ -18,7 +18,7 @@ from trainer import tracking
 from trainer.storage import retries
 from trainer.training import attempts
 from trainer.training.checkpoints import collection
-from trainer.training.loop import Loop
+from trainer.training.loop import Trainer
 
 LONG = {"epochs": 2, "checkpoint_every": 2}
 """Some twenty steps."""
@@ -108,13 +108,13 @@ class Outage:
 @pytest.fixture
 def outage(object_store, mlflow, monkeypatch, request):
     """As `request.param` says; requests go on being tried, and signs of life are due all the time."""
-    outage, step = Outage(object_store, mlflow, request.param), Loop.step
+    outage, step = Outage(object_store, mlflow, request.param), Trainer.train_step
 
     def watched(loop, number, *arguments):
         outage.before(number)
         return step(loop, number, *arguments)
 
-    monkeypatch.setattr(Loop, "step", watched)
+    monkeypatch.setattr(Trainer, "train_step", watched)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "100000")
     monkeypatch.setattr(retries, "RETRY", dataclasses.replace(retries.RETRY, longest_s=0.05))
     monkeypatch.setattr(attempts, "_REMOTE_INTERVAL_S", 0.0)

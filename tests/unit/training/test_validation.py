@@ -83,7 +83,7 @@ def test_it_is_broken_off_after_a_batch_and_equally_often_asked_on_all_processes
         looks = []
         figures = validate(
             model.train(), Images(7), processes(rank, 3), batch_size=1, precision="fp32",
-            ends=lambda looks=looks: looks.append(1) or len(looks) == 3,
+            should_stop=lambda looks=looks: looks.append(1) or len(looks) == 3,
         )  # fmt: skip
         asked.append(len(looks))
         assert figures is None, "two of the processes have no third image, but the first one has"

@@ -90,6 +90,7 @@ class Checkpoints:
         keep: int = 2,
         shared: bool = True,
         output: str | Path = "",
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         """Below `root`, for the training `name`.
 
@@ -101,13 +102,12 @@ class Checkpoints:
             section: of the settings, for their full names in messages.
             keep: newest checkpoints that are kept, beside the best.
             shared: whether other runs' checkpoints may stand there; if not, those of a training of this name are this one's.
-            output: the artifact that the training is for: where it is complete, a later try has ended.
+            output: the artifact that the training is for: where it is complete, a later attempt has ended.
+            before_write: is called in the background before each checkpoint is written, for what has to be there when it is.
         """
         self._root, self._name, self._section = root, name, section
         self._settings, self._parents, self._keep, self._shared = settings, parents, keep, shared
-        self._output = output
-        self.beforehand: Callable[[], None] = lambda: None
-        """What is done, in the background too, before a checkpoint is written: it has to be there when that is."""
+        self._output, self._before_write = output, before_write
         key = artifacts.digest({"settings": compatible(settings), "parents": parents})[:16]
         self.uri = storage.join(root, f"{name}-{key}")
         self._generation: AttemptClaim | None = None
@@ -243,7 +243,7 @@ class Checkpoints:
             return
         self._passed_over = False
         self._wait()
-        self.look()
+        self.check_failures()
         if self._generation is None:
             self.begin()
         if self._generation is not None and CheckpointEntry(self._generation.number, state.step) in self._whole:
@@ -251,8 +251,8 @@ class Checkpoints:
         self._snapshot.take(state)
         self._writer.start(partial(self._write, state.step, top1), "a checkpoint could not be written", counts=True)
 
-    def look(self) -> None:
-        """End the training where the thread in the background has found a reason to; takes no time.
+    def check_failures(self) -> None:
+        """Raise what the background thread has met that ends the training; takes no time.
 
         Raises:
             SupersededError: a later try of this training has begun.
@@ -272,7 +272,7 @@ class Checkpoints:
             OutputError, StorageError: it is needed and could not be written, was one too many in a row, or does not end.
         """
         self._wait()
-        self.look()
+        self.check_failures()
         if needed and self._writer.failure is not None:
             self._raise("the last checkpoint could not be written")
 
@@ -342,7 +342,7 @@ class Checkpoints:
         """In the background: write the snapshot, then drop old ones."""
         assert self._generation is not None, "a try begins before something is saved"
         self.check_ours()
-        self.beforehand()
+        self._before_write()
         entry, figures = CheckpointEntry(self._generation.number, step), {"step": step}
         try:
             self._write_snapshot(self._uri(entry), figures if top1 is None else {**figures, TOP1: top1})

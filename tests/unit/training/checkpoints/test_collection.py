@@ -269,7 +269,7 @@ def test_three_failures_in_a_row_end_the_training_and_the_message_says_what_is_l
         held.finish()
     assert f"the same command goes on from {folder(tmp_path)}/step-00000010-g001, which is whole" in str(caught.value)
     with pytest.raises(OutputError, match="3 or more checkpoints in a row"):
-        held.look()
+        held.check_failures()
 
 
 def test_a_store_that_is_away_ends_the_training_after_ten_minutes_only(object_store, monkeypatch, caplog):
@@ -283,7 +283,7 @@ def test_a_store_that_is_away_ends_the_training_after_ten_minutes_only(object_st
     assert len(caplog.messages) == 2, "that the store is away, and that checkpoints are not written"
     monkeypatch.setenv("TRAINER_WAIT_S", "0.001")
     with pytest.raises(StorageAwayError, match="3 or more checkpoints in a row could not be written"):
-        held.look()
+        held.check_failures()
 
 
 def test_one_that_is_needed_must_not_fail(tmp_path, full):
@@ -316,7 +316,7 @@ def test_a_try_that_comes_back_writes_nothing_more(tmp_path):
     with pytest.raises(SupersededError, match="superseded"):
         stale.check_ours()
     with pytest.raises(SupersededError, match="superseded"):
-        stale.look()
+        stale.check_failures()
     fresh.check_ours()
     save(fresh, 20)
     assert names(tmp_path) == ["step-00000010-g001", "step-00000020-g002"]
@@ -391,8 +391,8 @@ def test_a_checkpoint_that_is_due_while_the_store_holds_up_the_one_before_is_pas
 
 
 def test_what_has_to_be_there_before_a_checkpoint_is_written_in_the_background_too(tmp_path, slow):
-    held, done = checkpoints(tmp_path), []
-    held.beforehand = lambda: done.append((threading.current_thread().name, names(tmp_path)))
+    done = []
+    held = checkpoints(tmp_path, before_write=lambda: done.append((threading.current_thread().name, names(tmp_path))))
     held.save(snapshot_of(10, learner()))
     slow.set()
     held.finish(needed=True)

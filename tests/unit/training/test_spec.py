@@ -4,8 +4,8 @@ import pytest
 
 from trainer.config import TrainingSettings
 from trainer.training.devices import choose_device
-from trainer.training.loop import check_batch, fit_batch
 from trainer.training.process_group import Processes
+from trainer.training.spec import check_batch, fit_batch
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,173 @@
+"""What a training is: the objective, the images, the settings and the processes that share a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from trainer.config import DecodeOn, TrainingSettings, ViewsOn, WatchSettings, Workers
+from trainer.data.batch import Batch
+from trainer.data.loader import (
+    RecordedOutputs,
+    Samples,
+    Views,
+    dealt,
+    makes_views_on_device,
+    micro_batch_size,
+    positions,
+)
+from trainer.data.sampler import StatelessSampler
+from trainer.data.views.mixing import mixes
+from trainer.errors import SettingsError
+from trainer.training.checkpoints import Checkpoints
+from trainer.training.process_group import Processes
+from trainer.training.step_schedule import learning_rate_at, step_count
+
+logger = logging.getLogger(__name__)
+
+Fitted = TypeVar("Fitted", bound=TrainingSettings)
+
+Losses = dict[str, Tensor]
+"""Named scalar losses; `loss` is the one that is minimised."""
+
+ShouldStop = Callable[[], bool]
+"""Whether to stop before the end; all processes ask equally often and get the same answer."""
+
+
+class Objective(Protocol):
+    """What is learned: a model to train and how a batch becomes losses."""
+
+    model: nn.Module
+    """Holds exactly the weights that are trained."""
+    left_out: Collection[str]
+    """Names of those weights that are not trained on purpose."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        """Compute the losses of a batch that is on the device; `model` is `self.model`, perhaps compiled or wrapped by DDP."""
+        ...
+
+    def show(self, batch: Batch) -> None:
+        """Run a forward pass of `self.model` alone over a batch, for hooks on its modules."""
+        ...
+
+
+class Validate(Protocol):
+    """Measures a model on the validation split."""
+
+    def __call__(
+        self, model: nn.Module, should_stop: ShouldStop | None = None, *, workers: int = 0
+    ) -> Mapping[str, float] | None:
+        """Return its metrics, with images from `workers` loader processes; None where `should_stop` has ended it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpec:
+    """One training: what is learned, from what, and how."""
+
+    name: str
+    """`mae`, `finetune` or `distill`: names its evidence, metrics and checkpoints."""
+    objective: Objective
+    samples: Samples
+    view_size: int
+    """Edge of the views, in pixels."""
+    settings: TrainingSettings
+    seed: int
+    workers: Workers
+    """Loader processes beside this process."""
+    processes: Processes
+    checkpoints: Checkpoints
+    layer_decay: float = 1.0
+    teacher_outputs: RecordedOutputs | None = None
+    """Recorded outputs, which travel with the batches; their views are seen again. None: a new view each epoch, drawn from `seed`."""
+    views_on: ViewsOn = "auto"
+    """Where views are made."""
+    decode_on: DecodeOn = "cpu"
+    """Where stored images are decoded."""
+    validate: Validate | None = None
+    """Measures a model on the validation split."""
+    watch: WatchSettings = field(default_factory=WatchSettings)
+    """Which rules judge it while it runs."""
+    labelled_share: float = 0.0
+    """Share of labelled images in each step, where there are others too; 0: they come as all do."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of the whole training."""
+        return step_count(self.settings, len(self.samples))
+
+    @property
+    def order(self) -> StatelessSampler:
+        """Which sample comes when, as which view."""
+        recorded = self.teacher_outputs
+        return StatelessSampler(
+            len(self.samples),
+            self.seed,
+            view_seed=None if recorded is None else recorded.view_seed,
+            views=0 if recorded is None else recorded.view_count,
+            paired=mixes(self.settings.views),
+            labelled=self.samples.labelled,
+            labelled_share=self.labelled_share,
+        )
+
+    @property
+    def views(self) -> Views:
+        """The views of the samples."""
+        return Views(
+            self.samples,
+            size=self.view_size,
+            seed=self.seed if self.teacher_outputs is None else self.teacher_outputs.view_seed,
+            settings=self.settings.views,
+            on_device=makes_views_on_device(self.views_on, self.processes.device.kind),
+            decode_on=self.decode_on,
+            exact=self.teacher_outputs is not None,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return learning_rate_at(step, self.settings, samples=len(self.samples))
+
+    def positions(self, first_step: int, last_step: int, rank: int) -> Iterator[int]:
+        """Yield where the micro-batches of a process begin in the order."""
+        world_size = self.processes.world_size
+        return positions(self.settings, first_step=first_step, last_step=last_step, rank=rank, world_size=world_size)
+
+    def names(self, step: int, rank: int) -> list[str]:
+        """Return the names of the samples that a process sees in a step."""
+        order = self.order
+        runs = dealt(self.settings, step=step, rank=rank, world_size=self.processes.world_size)
+        return [name for run in runs for name in self.samples.names(order.take(run.start, run.stop).indices)]
+
+
+def fit_batch(section: str, settings: Fitted, images: int, processes: Processes) -> Fitted:
+    """Clamp the batch to one that the images can fill, with a warning.
+
+    Args:
+        section: full name of the settings.
+        settings: of a training.
+        images: how many it has to train on.
+        processes: that share a step.
+    """
+    parts = processes.world_size * settings.accumulation if processes.device.traces else 1
+    fitted = settings.for_images(images, parts)
+    if fitted is not settings and processes.is_first:
+        logger.warning(settings.clamp_warning(section, images, fitted))
+    return fitted
+
+
+def check_batch(settings: TrainingSettings, processes: Processes) -> None:
+    """Make sure that a step can be dealt to the processes.
+
+    Raises:
+        SettingsError: there are too few images, or not equally many for all where each size would be a graph of its own.
+    """
+    most, parts = micro_batch_size(settings, processes.world_size), processes.world_size * settings.accumulation
+    if processes.device.traces and most * parts != settings.batch_size:
+        raise SettingsError(
+            f"batch_size = {settings.batch_size} cannot be dealt evenly to {processes.world_size} processes x {settings.accumulation} "
+            f"micro-batches, and on XLA each size is compiled by itself; choose {most * parts}"
+        )
