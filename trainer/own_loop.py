@@ -17,7 +17,7 @@ from trainer.billing import make_bill, stage_bill
 from trainer.config import EvidenceSettings, ProfileSettings
 from trainer.errors import TrainerError
 from trainer.profiling.evidence import read_evidence
-from trainer.profiling.recorder import Recorder
+from trainer.profiling.recorder import Recorder, Sources
 from trainer.stages import profile
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,8 @@ class LoopRecording:
         self._name, self._output, self._model = name, output, model
         parameter = None if model is None else next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
-        self._recorder = Recorder(EvidenceSettings(), name=name, device=device, rank=0, world_size=1)
-        if model is not None:
-            self._recorder.looks.at(model, attention=False)
+        sources = Sources(model=model, attention=False)
+        self._recorder = Recorder(EvidenceSettings(), name=name, device=device, rank=0, world_size=1, sources=sources)
         self._step = 0
 
     def __enter__(self) -> Self:
