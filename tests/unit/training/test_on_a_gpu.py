@@ -20,7 +20,7 @@ from trainer.distillation.teacher import FrozenTeacher
 from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.stages import distill, pretrain, reinforce
-from trainer.training import prefetch, processes
+from trainer.training import prefetch, process_group
 from trainer.training.devices import HOST
 from trainer.training.loop import Trainer
 
@@ -61,7 +61,7 @@ WAITS = {
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that every process finds; in no step is the host made to wait for it."""
-    monkeypatch.setattr(processes, "choose_device", lambda *_: DEVICE)
+    monkeypatch.setattr(process_group, "choose_device", lambda *_: DEVICE)
     with Gpu() as gpu:
         yield gpu
     assert any(copy.pinned for copy in gpu.copies)
