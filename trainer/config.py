@@ -451,7 +451,7 @@ class DistillSettings(LoadingSettings, TrainingSettings):
 
     @property
     def reads_recording(self) -> bool:
-        """Whether the stage reinforce has to run first."""
+        """Whether the student learns from recorded teacher outputs."""
         return self.teacher == "recorded" and self.needs_teacher
 
     @property
