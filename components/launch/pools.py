@@ -185,13 +185,9 @@ class Pool(_PoolTable):
         return self
 
     @model_validator(mode="after")
-    def _suits_its_backend(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.elastic_min_nodes and not self.retries:
             raise ValueError("elastic_min_nodes needs retries >= 1: a node that leaves restarts the others")
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_stable_price(self) -> Self:
         if self.spot and self.price:
             raise ValueError("price: that of a spot node changes from hour to hour; leave it out")
         return self

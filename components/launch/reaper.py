@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
 
 from components.launch.api_errors import (
     PODS,
@@ -158,21 +157,16 @@ def _why_orphaned(cluster: Cluster, owner: Owner) -> str:
         pod = cluster.get(PODS, owner.name)
     except NotFoundError:
         return ""
-    phase = pod["status"].get("phase", "")
-    ended_s = min(_seconds_since(time) for time in _times(pod))
+    status = pod["status"]
+    phase, containers = status.get("phase", ""), status.get("containerStatuses") or []
+    # The pod's end is the last time in it; an evicted pod reports no end of a container.
+    times = [pod["metadata"]["creationTimestamp"]]
+    times += [condition.get("lastTransitionTime") for condition in status.get("conditions") or []]
+    times += [container["state"].get("terminated", {}).get("finishedAt") for container in containers]
+    ended_s = min(_seconds_since(time) for time in times if time)
     if pod["metadata"]["uid"] != owner.uid or phase not in {"Succeeded", "Failed"} or ended_s < ORPHANED_AFTER_S:
         return ""
     return f"the pod of its task, {owner.name}, ended {format_duration(ended_s)} ago ({phase})"
-
-
-def _times(pod: Mapping[str, Any]) -> Iterator[str]:
-    # When something happened to a pod. Its end is the last of them; an evicted pod reports no end of a container.
-    yield pod["metadata"]["creationTimestamp"]
-    status = pod["status"]
-    times = [condition.get("lastTransitionTime") for condition in status.get("conditions") or []]
-    for container in status.get("containerStatuses") or []:
-        times.append(container["state"].get("terminated", {}).get("finishedAt"))
-    yield from (time for time in times if time)
 
 
 def _seconds_since(time: str) -> float:
