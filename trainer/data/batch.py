@@ -1,4 +1,4 @@
-"""A micro-batch, as a loader gives it to a training step.
+"""A micro-batch, as a loader hands it to a training step.
 
 Shapes: b samples in a micro-batch, b + x images (x: partners that are mixed in and are no samples of this micro-batch), K recorded
 logits, D recorded features.
@@ -31,7 +31,7 @@ class Mixing(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a teacher said of each sample's view when it was recorded."""
+    """A teacher's recorded outputs for each sample's view."""
 
     indices: Tensor
     """Classes of the largest logits, int64 [b, K], the largest first."""
@@ -66,8 +66,8 @@ class Batch(NamedTuple):
     recorded: Recorded | None = None
     """The teacher's recorded outputs, or None."""
     label_weights: Tensor | None = None
-    """Weight of each sample in a loss of labels, float32 [b]: 0 without a label, else the images of the step by those with a label. So the
-    mean over the step's images, however they are dealt to micro-batches, is that over those with a label. None where all have one."""
+    """Weight of each sample in a loss of labels, float32 [b]: 0 without a label, else the step's images divided by those with a label. So
+    the mean over the step's images, in whatever micro-batches, is the mean over those with a label. None where all have one."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

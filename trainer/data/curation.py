@@ -1,7 +1,7 @@
-"""Which images are kept, and in which split: decided from content keys and labels alone, without pixels.
+"""Curation: which images are kept, and in which split, decided from content keys and labels alone, without pixels.
 
-The order is: pictures with contradicting labels are quarantined; of equal pictures one is kept, and none is kept for training that is
-also in val or test; what the source does not split is split here.
+First, pictures with contradicting labels are quarantined. Then one of each set of equal pictures is kept, and none for training that is
+also in val or test. Last, val and test are taken from train where the source lacks them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ImageCandidate:
     """A decoded image that may be kept."""
 
     row: int
-    """Where its stored picture is found."""
+    """Row of its stored picture."""
     name: str
     """Its name in the source."""
     label: int
@@ -57,19 +57,19 @@ class Dropped:
 
     @property
     def is_leakage(self) -> bool:
-        """Whether it would have let training, or the choice of the model, see what the kept one measures."""
+        """Whether training, or the choice of the model, would have seen the picture on which the model is measured."""
         return self.split != self.kept_split and self.kept_split in ("val", "test")
 
 
 def quarantine_contradictions(
     candidates: Iterable[ImageCandidate], classes: Sequence[str]
 ) -> tuple[list[ImageCandidate], list[Quarantined]]:
-    """Set equal pictures with different labels aside, all of them: nothing says which label is right.
+    """Quarantine all equal pictures with different labels, since nothing says which label is right.
 
-    Unlabelled copies contradict nothing, but go with them.
+    Unlabelled copies contradict no label, but are quarantined with them.
 
     Returns:
-        The others, and what was set aside, both in the given order.
+        The other candidates, and the quarantined ones, both in the given order.
     """
     good: list[ImageCandidate] = []
     bad: list[Quarantined] = []
@@ -80,10 +80,10 @@ def quarantine_contradictions(
         if len(labels) < 2:
             good.append(candidate)
         else:
-            said = ", ".join(
+            labelled = ", ".join(
                 f"{copy.name} ({classes[copy.label]})" for copy in groups[candidate.key] if copy.label != UNLABELED
             )
-            bad.append(Quarantined(name=candidate.name, reason=f"contradicting labels of one picture: {said}"))
+            bad.append(Quarantined(name=candidate.name, reason=f"contradicting labels of one picture: {labelled}"))
     return good, bad
 
 
@@ -91,7 +91,7 @@ def drop_copies(candidates: Sequence[ImageCandidate]) -> tuple[list[ImageCandida
     """Keep one of equal pictures: the first one in test, else in val, else in train, else the first unlabelled one.
 
     Returns:
-        What is kept and what is dropped, both in the given order.
+        The kept and the dropped ones, both in the given order.
     """
     order: tuple[SplitName, ...] = ("test", "val", "train", "unlabeled")
     kept: dict[str, ImageCandidate] = {}
@@ -145,13 +145,13 @@ def take_missing_splits(
 
 
 def place(key: str, seed: int) -> float:
-    """The fixed place in [0, 1) of an image with this content key: the upper 53 bits of SHA-256("SEED:KEY")."""
+    """Return the fixed place in [0, 1) of an image with this content key: the upper 53 bits of SHA-256("SEED:KEY")."""
     first = hashlib.sha256(f"{seed}:{key}".encode()).digest()[:8]
     return (int.from_bytes(first, "big") >> 11) / 2**53
 
 
 def _counts(total: int, test_fraction: float, val_fraction: float) -> tuple[int, int]:
-    """How many of a class's images are test and val: their shares rounded, at least one each, and one left to train."""
+    """Count a class's test and val images: their shares rounded, at least one each, and one left for train."""
     test, val = (max(round(fraction * total), 1) if fraction else 0 for fraction in (test_fraction, val_fraction))
     while test + val >= total and max(test, val) > 1:
         test, val = (test - 1, val) if test >= val else (test, val - 1)
@@ -159,7 +159,7 @@ def _counts(total: int, test_fraction: float, val_fraction: float) -> tuple[int,
 
 
 def check_classes(candidates: Iterable[ImageCandidate], classes: Sequence[str], settings: DataSettings) -> None:
-    """Make sure that there is something to tell apart, and enough of it.
+    """Make sure that there are several classes, with enough images each.
 
     Raises:
         DataError: there is only one class, or classes with fewer good labelled images than `min_images_per_class`.

@@ -1,4 +1,4 @@
-"""The prepared data set, as trainings and evaluations read it (`schema` says what is in it).
+"""The prepared data set, as trainings and evaluations read it (`dataset_schema` describes its files).
 
 A small split is decoded once into one tensor, so that a read is an index; a large one is memory-mapped and decoded at each read,
 from the map's pages straight into the batch.
@@ -42,7 +42,7 @@ class Split:
         self.name = name
         self.image_size = image_size
         self._table = datasets.load_from_disk(str(directory / name))
-        self._table.data.table.validate(full=True)  # the offsets in it lead to memory, wherever they point
+        self._table.data.table.validate(full=True)  # an offset in a damaged file could lead to any memory
         self._files = _Files(self._table)
         self._decoded: Tensor | None = None  # uint8 [N, S, S, 3]
         columns = self._table.data
@@ -65,7 +65,7 @@ class Split:
         self._files = _Files(self._table)
 
     def first(self, count: int) -> Split:
-        """The first `count` images, or all where there are no more."""
+        """Return a split of the first `count` images, or of all where there are no more."""
         part = copy.copy(self)
         part._table = self._table.select(range(min(count, len(self))))
         part._files, part._decoded = _Files(part._table), None
@@ -95,7 +95,7 @@ class Split:
             self._decoded = self._decode_all(range(len(self)))
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """The images at `indices` (0 <= index < N): uint8 [B, 3, S, S], the channels innermost in memory.
+        """Read the images at `indices` (0 <= index < N): uint8 [B, 3, S, S], the channels innermost in memory.
 
         Raises:
             DataError: an image cannot be decoded.
@@ -108,7 +108,7 @@ class Split:
         return _channels_first(images)
 
     def picture(self, index: int, *, shrink: int = 1) -> Tensor:
-        """The image at `index` (0 <= index < N), which must not be changed: uint8 [3, E, E], the channels innermost in memory.
+        """Read the image at `index` (0 <= index < N), which must not be changed: uint8 [3, E, E], the channels innermost in memory.
 
         E is S, or `S / shrink` rounded up where a JPEG is decoded for it (`decoding.decode_square`).
 
@@ -120,7 +120,7 @@ class Split:
         return pixels.permute(2, 0, 1)
 
     def encoded(self, index: int) -> memoryview:
-        """The file of the image at `index` (0 <= index < N), where it lies in the memory-mapped data set."""
+        """Return the encoded file of the image at `index` (0 <= index < N), a view of the memory-mapped data set."""
         return self._files[index]
 
     def _decode_all(self, indices: Sequence[int]) -> Tensor:
@@ -156,11 +156,9 @@ class _Files:
 
 
 def empty_images(count: int, size: int) -> Tensor:
-    """Room for a batch, uint8 [count, size, size, 3]: in the order in which decoders write, and which convolutions like.
-
-    In a loader process it is in shared memory from the start, as in torch's own collate; otherwise it would be copied there on its way
-    to the training process.
-    """
+    """Allocate a batch, uint8 [count, size, size, 3]: channels last, as decoders write it and convolutions read it fastest."""
+    # In a loader process in shared memory from the start, as in torch's own collate; otherwise the batch would be copied there on its way
+    # to the training process.
     images = torch.empty(0, dtype=torch.uint8)
     if get_worker_info() is not None:
         images.set_(torch.UntypedStorage._new_shared(count * size * size * 3))
@@ -184,7 +182,7 @@ class PreparedDataset:
         self._most: int | None = None
 
     def first(self, count: int) -> PreparedDataset:
-        """The same with the first `count` images of each split only."""
+        """Return the data set with the first `count` images of each split only."""
         part = copy.copy(self)
         part._most = count
         return part
@@ -194,7 +192,7 @@ class PreparedDataset:
         """How an original became a stored image.
 
         Raises:
-            ArtifactError: the settings that made the data set do not say it.
+            ArtifactError: the settings that made the data set lack it.
         """
         try:
             return Square(fit=self._settings["fit"], size=self.image_size, max_pixels=self._settings["max_pixels"])
@@ -204,7 +202,7 @@ class PreparedDataset:
             ) from error
 
     def decoder_name(self) -> str:
-        """What decodes the stored images, such as `simplejpeg 1.9.0`: another one may give slightly different pixels.
+        """Name the decoder of the stored images, such as `simplejpeg 1.9.0`: another one may give slightly different pixels.
 
         Raises:
             ArtifactError: as `split`.
@@ -213,7 +211,7 @@ class PreparedDataset:
         return decoder_of(first.encoded(0)) if first is not None else "none"
 
     def training_splits(self, *, unlabeled: bool) -> list[Split]:
-        """The labelled images to learn from, and after them those without labels where these are asked for.
+        """Return the labelled images to learn from, followed by those without labels if `unlabeled`.
 
         Raises:
             ArtifactError: as `split`.
@@ -221,10 +219,10 @@ class PreparedDataset:
         return [self.split("train"), *([self.split("unlabeled")] if unlabeled else [])]
 
     def split(self, name: SplitName) -> Split:
-        """The images of one split.
+        """Open one split.
 
         Raises:
-            ArtifactError: the split cannot be opened, has labels that are no classes, or not as many images as `dataset.json` says.
+            ArtifactError: the split cannot be opened, or its labels or number of images do not fit `dataset.json`.
         """
         try:
             split = Split(self._directory, name, self.image_size)

@@ -1,4 +1,4 @@
-"""What a prepared data set looks like; `preparation` writes it and `dataset` reads it.
+"""Files of a prepared data set; `preparation` writes them and `dataset` reads them.
 
 The artifact holds one Arrow data set a split (`train/`, `val/`, `test/`, `unlabeled/`; columns: `features`), `dataset.json`
 (`DatasetDescription`), `quarantine.json`, `dropped.json` and the data card `card.html`. Imports nothing heavy, because every process that
@@ -30,7 +30,7 @@ UNLABELED = -1
 
 
 def features() -> Any:
-    """`datasets.Features` of a split: encoded image, index of its class, content key, its name in the source.
+    """Return the `datasets.Features` of a split: encoded image, index of its class, content key, its name in the source.
 
     The content key is the SHA-256 of the decoded original, as hexadecimal text.
     """
@@ -42,7 +42,7 @@ def features() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetDescription:
-    """What `dataset.json` says."""
+    """The content of `dataset.json`."""
 
     classes: tuple[str, ...]
     """Name of each class, in the order of the labels."""
@@ -77,7 +77,7 @@ class DatasetDescription:
         return found
 
     def is_sound(self) -> bool:
-        """Whether names are text, and numbers are in their ranges."""
+        """Return whether names are text, and numbers are in their ranges."""
         counts = [*self.images.values(), self.image_size]
         return (
             all(isinstance(name, str) for name in (*self.classes, *self.images))

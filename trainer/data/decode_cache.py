@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoded:
-    """What is remembered of a good image."""
+    """The record of a good image."""
 
     item: Item
     key: str
@@ -47,12 +47,12 @@ Outcome: TypeAlias = Decoded | Quarantined
 
 
 class _Image(StrictModel):
-    """An image of a chunk, as its chunk tells it."""
+    """An image in the record of its chunk."""
 
     name: str
     label: int
     content: str
-    """SHA-256 of its file, or why that cannot be read."""
+    """SHA-256 of its file, or why it cannot be read."""
     reason: str = ""
     """Why it is quarantined; empty for a good one, which has the rest."""
     key: str = ""
@@ -66,7 +66,7 @@ class _Image(StrictModel):
 
 
 class _Chunk(StrictModel):
-    """What is remembered of a chunk."""
+    """The record of a chunk."""
 
     way: str
     squares: str
@@ -81,21 +81,24 @@ class DecodeCache:
     uri: str
     """Where they are kept."""
     folder: Path
-    """Where this preparation has their squares."""
+    """Where this preparation maps their squares from."""
     way: str
-    """SHA-256 of all that decides what becomes of an image file, as hexadecimal text."""
+    """SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text."""
 
     def squares(self, number: int) -> Path:
-        """The file with the squares of a chunk."""
+        """Return the file with the squares of a chunk."""
         return self.folder / f"{number:06d}.arrow"
 
     def find(self, number: int, items: Sequence[Item], content: Callable[[Item], str]) -> list[Outcome] | None:
-        """What became of the images of a chunk that an earlier try has decoded; its squares are in place then. None if it has not.
+        """Look up a chunk that an earlier attempt has decoded, and bring its squares into the folder.
 
         Args:
-            number: of the chunk.
+            number: number of the chunk.
             items: its images.
-            content: reads an image's file; gives SHA-256 of it, or why it cannot be read.
+            content: reads an image's file; returns its SHA-256, or why it cannot be read.
+
+        Returns:
+            The outcome of each image; None if the chunk is not cached, or not of these images.
 
         Raises:
             DataError: reading an image failed.
@@ -117,10 +120,10 @@ class DecodeCache:
         """Keep a chunk whose squares are in their file.
 
         Args:
-            number: of the chunk.
+            number: number of the chunk.
             items: its images.
-            outcomes: what became of each.
-            contents: SHA-256 of each one's file, or why it cannot be read.
+            outcomes: the outcome of each.
+            contents: SHA-256 of the file of each, or why it cannot be read.
 
         Raises:
             StorageError: the store does not answer or refuses.
@@ -146,11 +149,11 @@ class DecodeCache:
         except ObjectDamagedError as error:
             logger.warning("%s; decoding these images again", error)
             return None
-        except ValidationError:  # another version of this project has written it
+        except ValidationError:  # written by another version of this project
             return None
 
     def _has_squares(self, number: int, digest: str) -> bool:
-        """Bring the squares into the folder; gives whether they are whole."""
+        """Bring the squares into the folder; returns whether they are whole."""
         file, uri = self.squares(number), self._uri(number, "arrow")
         try:
             if storage.is_remote(uri):
@@ -164,11 +167,11 @@ class DecodeCache:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Let a file be found at another place too; it takes no room there unless that is on another disk."""
+    """Link a file to another path; it is copied only where that is on another disk."""
     make_directory(target.parent)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     with writing_to(target):
-        temporary.unlink(missing_ok=True)  # of a process with the same number that was killed
+        temporary.unlink(missing_ok=True)  # left by a killed process with the same number
         try:
             os.link(source, temporary)
         except FileNotFoundError:

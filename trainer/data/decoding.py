@@ -1,10 +1,10 @@
-"""What `prepare` stores of an image and a training reads again: its content key, its square as a file, and from there to pixels.
+"""Content keys, and stored squares as files and as pixels.
 
-Originals are decoded once, by Pillow (`served_student.preprocessing`), which reads nearly everything. Stored squares are decoded again
-and again: JPEG by simplejpeg (libjpeg-turbo straight into an array, and at a half, quarter or eighth of its size where that is enough),
+Originals are decoded once, by Pillow (`served_student.preprocessing`), which reads nearly every format. Stored squares are decoded at
+each read: JPEG by simplejpeg (libjpeg-turbo straight into an array, and at a half, quarter or eighth of its size where that is enough),
 others by Pillow.
 
-Whatever is wrong with a file is a `BadImageError` with the reason. Imports nothing heavy, because every process that decodes loads it.
+Whatever is wrong with a file is a `BadImageError` with the reason. Imports nothing heavy, since every process that decodes loads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.served_student.preprocessing import BadImageError, is_jpeg, reason
 
 
 def content_key(image: Image.Image) -> str:
-    """SHA-256 of a decoded picture's size and RGB pixels, as hexadecimal text: equal for equal pictures, whatever their files."""
+    """Return the SHA-256 of a decoded picture's size and RGB pixels, as hexadecimal text: equal for equal pictures in different files."""
     size = f"{image.width}x{image.height}:".encode()
     return hashlib.sha256(size + image.tobytes()).hexdigest()
 
@@ -45,7 +45,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def decoder_of(encoded: bytes | memoryview) -> str:
-    """Name and version of what `decode_square` decodes such a file with."""
+    """Return name and version of the decoder that `decode_square` uses for such a file."""
     return f"simplejpeg {simplejpeg.__version__}" if is_jpeg(encoded) else f"pillow {PIL.__version__}"
 
 
@@ -55,14 +55,14 @@ def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None 
     Args:
         encoded: a JPEG or PNG file's bytes.
         size: edge of the square, in pixels.
-        out: where the pixels go, uint8 [size, size, 3] in one piece; a new array where not given.
-        shrink: 1, 2, 4 or 8: a JPEG is decoded at this part of its size, by its DCT's lower frequencies; others are not shrunk.
+        out: where the pixels go, contiguous uint8 [size, size, 3]; a new array where not given.
+        shrink: 1, 2, 4 or 8: a JPEG is decoded at this fraction of its size, from its DCT's lower frequencies; others are not shrunk.
 
     Returns:
         `out`, or RGB pixels uint8 [E, E, 3]; E is `size / shrink` rounded up for a JPEG, and `size` for others.
 
     Raises:
-        BadImageError: it cannot be decoded, or is no square of this size.
+        BadImageError: it cannot be decoded, or is not a square of this size.
     """
     jpeg = is_jpeg(encoded)
     edge = -(-size // shrink) if jpeg else size
@@ -82,7 +82,7 @@ def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None 
 
 
 def _decode_jpeg(encoded: bytes | memoryview, size: int, edge: int, out: Pixels | None) -> Pixels:
-    """At the smallest scale that has at least `edge` pixels; in `out`'s memory where given, which limits what is decoded."""
+    """Decode at the smallest scale that has at least `edge` pixels; into `out` where given, which bounds the decoded size."""
     if out is None:
         height, width, *_ = simplejpeg.decode_jpeg_header(encoded)
         _check_square(width, height, size)

@@ -1,7 +1,7 @@
 """Decoding JPEG files on a GPU (nvJPEG), a batch at a time.
 
-TorchCodec is the way to nvJPEG: torchvision's is deprecated in its favour. The loader then only gathers the files' bytes; what they
-decode to differs slightly from what libjpeg-turbo gives, so recorded teacher outputs name the decoder.
+By TorchCodec, in whose favour torchvision's own call of nvJPEG is deprecated. The loader then only gathers the files' bytes. The pixels
+differ slightly from those of libjpeg-turbo, so recorded teacher outputs name the decoder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_gpu_decoding(encoded: bytes | memoryview, *, on_device: bool) -> None:
     """Make sure that a GPU can decode the stored images, of which `encoded` is one.
 
     Args:
-        encoded: the file.
+        encoded: one of the files.
         on_device: whether views are made on the device.
 
     Raises:
@@ -41,7 +41,7 @@ def check_gpu_decoding(encoded: bytes | memoryview, *, on_device: bool) -> None:
 
 
 def join_files(files: Sequence[memoryview]) -> tuple[Tensor, Tensor]:
-    """The bytes of B files one after another, uint8 [bytes], and the length of each, int64 [B]."""
+    """Concatenate B files: their bytes, uint8 [bytes], and the length of each, int64 [B]."""
     return torch.frombuffer(bytearray().join(files), dtype=torch.uint8), torch.tensor([len(file) for file in files])
 
 
@@ -49,8 +49,8 @@ def decode_jpegs(joined: Tensor, lengths: Tensor, device: torch.device) -> Tenso
     """Decode a batch of JPEG files of equal size on a GPU.
 
     Args:
-        joined: their bytes one after another, uint8 [bytes], on the CPU.
-        lengths: bytes of each file, int64 [B], on the CPU.
+        joined: their bytes, concatenated, uint8 [bytes], on the CPU.
+        lengths: length of each file in bytes, int64 [B], on the CPU.
         device: the GPU.
 
     Returns:

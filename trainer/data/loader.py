@@ -1,8 +1,8 @@
-"""Micro-batches for one training process, in the global order.
+"""Micro-batches for one training process, in the sampler's order.
 
-Step s takes the positions s x G .. (s + 1) x G - 1 of the order (G: `batch_size`). They are dealt in runs: micro-batch a of process r
-is run a x W + r of the step (W processes), so that the union over processes does not depend on how many there are. Any number of
-processes can share a step: where G cannot be dealt evenly, the runs differ by one sample.
+Step s takes the positions s x G .. (s + 1) x G - 1 of the sampler (G: `batch_size`). They are cut into shards: micro-batch a of process r
+is shard a x W + r of the step (W processes), so the union over processes does not depend on their number. Any number of processes can
+share a step: where G cannot be divided evenly, the lengths of shards differ by one sample.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from trainer.data.views.rendering import finish_views
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
 PREFETCHED = 2
-"""Micro-batches that each loader process makes ahead."""
-_LOOK_S, _PATIENCE, _END_S = 0.5, 1.2, 5
-"""How often it is looked whether a batch takes too long, how many times longer it may take than torch allows, and how long a killed process
-may take to end."""
+"""Micro-batches that each loader process prefetches."""
+_POLL_S, _PATIENCE, _END_S = 0.5, 1.2, 5
+"""Seconds between two checks of whether a batch takes too long, how many times longer it may take than torch allows, and seconds that a
+killed process may take to end."""
 _DIES_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of Linux' prctl: the signal that a process gets when its parent is gone, however that ended."""
+"""PR_SET_PDEATHSIG of Linux' prctl: the signal that a process gets when its parent has ended, for whatever reason."""
 
 
 class RecordedOutputs(Protocol):
@@ -60,19 +60,19 @@ class RecordedOutputs(Protocol):
         ...
 
     def read(self, indices: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Recorded:
-        """The outputs for these samples (indices into the training set) and views."""
+        """Read the outputs for these samples (indices into the training set) and views."""
         ...
 
 
 class LoaderObserver(Protocol):
-    """Hears how loader processes are doing."""
+    """Is notified about loader processes."""
 
     def loader_processes(self, pids: Sequence[int]) -> None:
-        """They have been started."""
+        """Note that they have been started."""
         ...
 
     def batches_ready(self, count: float) -> None:
-        """So many batches are ready as the training asks for one; NaN where the operating system does not tell."""
+        """Note how many batches are ready as the training asks for one; NaN where the operating system cannot count them."""
         ...
 
 
@@ -88,7 +88,7 @@ class Samples:
         self._splits = [split for split in splits if len(split)]
         if not self._splits:
             raise DataError(
-                "there are no images to train on; look at the data set's card, and prepare it with more images"
+                "there are no images to train on; check the data set's card, and prepare it with more images"
             )
         for split in self._splits:
             split.load()  # once, before loader processes are forked, which then share the decoded images
@@ -105,7 +105,7 @@ class Samples:
 
     @property
     def unlabeled(self) -> int:
-        """How many have no label."""
+        """Number of samples without a label."""
         return 0 if self.labelled is None else int((~self.labelled).sum())
 
     @property
@@ -114,7 +114,7 @@ class Samples:
         return all(split.in_memory for split in self._splits)
 
     def read(self, indices: Indices) -> Tensor:
-        """Stored images, uint8 [B, 3, S, S], the channels innermost in memory."""
+        """Read stored images, uint8 [B, 3, S, S], the channels innermost in memory."""
         if len(self._splits) == 1:
             return self._splits[0].read(indices.tolist())
         images = empty_images(len(indices), self.image_size).permute(0, 3, 1, 2)
@@ -123,12 +123,12 @@ class Samples:
         return images
 
     def picture(self, index: int, *, shrink: int = 1) -> Tensor:
-        """One stored image, uint8 [3, E, E]; see `Split.picture`."""
+        """Read one stored image, uint8 [3, E, E]; see `Split.picture`."""
         split, place = self._place(index)
         return split.picture(place, shrink=shrink)
 
     def encoded(self, index: int) -> memoryview:
-        """The file of one stored image."""
+        """Return the encoded file of one stored image."""
         split, place = self._place(index)
         return split.encoded(place)
 
@@ -138,7 +138,7 @@ class Samples:
         return split, index - (self._ends[number] - len(split))
 
     def names(self, indices: Indices) -> list[str]:
-        """Key and source of each sample, for messages."""
+        """Return key and source of each sample, for messages."""
         places = [self._place(index) for index in indices.tolist()]
         sources = [split.sources[place] for split, place in places]
         return [f"{int(self.keys[index]):016x} {source}" for index, source in zip(indices, sources, strict=True)]
@@ -158,19 +158,19 @@ class Views:
         decode_on: DecodeOn = "cpu",
         exact: bool = False,
     ) -> None:
-        """Of `size` x `size` pixels, drawn from `seed`.
+        """Draw views of `size` x `size` pixels from `seed`.
 
         Args:
-            samples: of what.
+            samples: the training set.
             size: edge V of the views, in pixels.
-            seed: of the views.
-            settings: how strongly to augment.
+            seed: seed of the views.
+            settings: strength of the augmentation.
             on_device: whether batches carry stored images, of which the device makes the views (`makes_views_on_device`).
             decode_on: where stored images are decoded; images that are kept decoded are not decoded again.
             exact: whether the loader decodes at full size even where less would do, so that views are the same wherever they are made.
 
         Raises:
-            SettingsError: a GPU is to decode what it cannot.
+            SettingsError: the GPU is to decode and cannot.
         """
         self.samples, self.size, self.seed, self.settings = samples, size, seed, settings
         self._on_device, self._exact = on_device, exact
@@ -179,7 +179,7 @@ class Views:
             check_gpu_decoding(samples.encoded(0), on_device=on_device)
 
     def batch(self, taken: SampleSlice) -> Batch:
-        """The views that were taken from the order."""
+        """Make the batch of these positions of the sampler."""
         indices, numbers, partners = taken
         keys, labels = self.samples.keys[indices], self.samples.labels[indices]
         mixing, shown, shown_numbers = None, indices, numbers
@@ -207,7 +207,7 @@ class Views:
         )
 
     def _images(self, indices: Indices, parameters: ViewParameters) -> tuple[Tensor, Tensor | None]:
-        """What a batch carries: views, or what the device makes them of, and the files' lengths if it has to decode them."""
+        """Return views, or the stored images or files for the device to make them of, and the files' lengths if it has to decode them."""
         if not self._on_device:
             return self._make(indices, parameters), None
         if not self._encoded:
@@ -215,7 +215,7 @@ class Views:
         return join_files([self.samples.encoded(index) for index in indices.tolist()])
 
     def _make(self, indices: Indices, parameters: ViewParameters) -> Tensor:
-        """Views, image by image into the batch: uint8 [B, 3, V, V]."""
+        """Make views, image by image into the batch: uint8 [B, 3, V, V]."""
         views = empty_images(len(indices), self.size).permute(0, 3, 1, 2)
         boxes, mirrors = parameters.box.tolist(), parameters.mirror.tolist()
         for index, box, mirror, view in zip(indices.tolist(), boxes, mirrors, views, strict=True):
@@ -227,23 +227,23 @@ class Views:
 
 
 def _shrink(box: Sequence[int], size: int) -> int:
-    """At what part of its size a JPEG may be decoded for a view of `size` pixels, so that resizing never enlarges: 1, 2, 4 or 8."""
+    """Return by how much a JPEG may be shrunk as it is decoded for a view of `size` pixels, so that resizing never enlarges: 1, 2, 4, 8."""
     _, _, width, height = box
     return next((shrink for shrink in (8, 4, 2) if min(width, height) >= shrink * size), 1)
 
 
 def makes_views_on_device(views_on: ViewsOn, device_kind: str) -> bool:
-    """Whether the training device makes the views, which relieves the loaders where the device is a GPU.
+    """Return whether the training device makes the views, which relieves the loaders where the device is a GPU.
 
     Args:
-        views_on: the setting.
+        views_on: the setting `data.views_on`.
         device_kind: `cpu` or `cuda`.
     """
     return views_on == "device" or (views_on == "auto" and device_kind == "cuda")
 
 
 def _with_partners(indices: Indices, numbers: Indices, partners: Indices) -> tuple[Indices, Indices, Indices]:
-    """The samples and view numbers of a batch with the partners that are not in it, and the row of each sample's partner."""
+    """Append the partners that a batch lacks to its samples and view numbers, and return the row of each sample's partner too."""
     shown = list(zip(indices.tolist(), numbers.tolist(), strict=True))
     wanted = list(zip(partners.tolist(), numbers.tolist(), strict=True))
     rows = {pair: row for row, pair in enumerate(shown)}
@@ -256,7 +256,7 @@ def _with_partners(indices: Indices, numbers: Indices, partners: Indices) -> tup
 
 
 class MicroBatches(TorchDataset[Batch]):
-    """Item p is the micro-batch that begins at position p of the order."""
+    """Item p is the micro-batch that begins at position p of the sampler."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class MicroBatches(TorchDataset[Batch]):
         parts: int = 1,
         teacher_outputs: RecordedOutputs | None = None,
     ) -> None:
-        """`parts` micro-batches of each `count` samples."""
+        """Cut each step of `count` samples into `parts` micro-batches."""
         self.count = count
         self._parts = parts
         self._views, self._order, self._teacher_outputs = views, order, teacher_outputs
@@ -280,7 +280,7 @@ class MicroBatches(TorchDataset[Batch]):
         return batch._replace(recorded=self._teacher_outputs.read(taken.indices, taken.numbers))
 
     def _label_weights(self, position: int, indices: Indices) -> Tensor | None:
-        """See `Batch.label_weights`; they follow from the whole step, of which this micro-batch is a part."""
+        """Compute `Batch.label_weights`, which depend on the whole step of which this micro-batch is a part."""
         labelled = self._views.samples.labelled
         if labelled is None:
             return None
@@ -289,17 +289,19 @@ class MicroBatches(TorchDataset[Batch]):
         return torch.from_numpy(labelled[indices] * np.float32(self.count / max(1, count)))
 
     def _size(self, position: int) -> int:
-        part = ((position % self.count + 1) * self._parts - 1) // self.count  # the last one that begins here or before
-        return len(_run(part, self.count, self._parts))
+        part = (
+            (position % self.count + 1) * self._parts - 1
+        ) // self.count  # the last shard that begins at or before it
+        return len(_shard(part, self.count, self._parts))
 
 
-def _run(part: int, count: int, parts: int) -> range:
-    """The part of `count` positions that is dealt as the micro-batch `part` of `parts`; their lengths differ by one at most."""
+def _shard(part: int, count: int, parts: int) -> range:
+    """Return shard `part` of `count` positions in `parts` shards, whose lengths differ by at most one."""
     return range(part * count // parts, (part + 1) * count // parts)
 
 
 def micro_batch_size(settings: TrainingSettings, world_size: int) -> int:
-    """Samples in a micro-batch of one process; where `batch_size` cannot be dealt evenly, some have one less.
+    """Return the samples in a micro-batch of one process; where `batch_size` cannot be divided evenly, some have one less.
 
     Raises:
         SettingsError: there are fewer samples in a step than micro-batches.
@@ -307,25 +309,25 @@ def micro_batch_size(settings: TrainingSettings, world_size: int) -> int:
     parts = world_size * settings.accumulation
     if settings.batch_size < parts:
         raise SettingsError(
-            f"batch_size = {settings.batch_size} cannot be dealt to {world_size} processes x {settings.accumulation} micro-batches, "
-            f"for each needs an image; choose {parts} or more, or less accumulation or fewer processes"
+            f"batch_size = {settings.batch_size} cannot be divided among {world_size} processes x {settings.accumulation} micro-batches, "
+            f"since each needs an image; choose {parts} or more, or less accumulation or fewer processes"
         )
     return -(-settings.batch_size // parts)
 
 
-def dealt(settings: TrainingSettings, *, step: int, rank: int, world_size: int) -> list[range]:
-    """The positions of each micro-batch of a process in a step."""
+def shard_positions(settings: TrainingSettings, *, step: int, rank: int, world_size: int) -> list[range]:
+    """Return the positions of each micro-batch of a process in a step."""
     first, parts = step * settings.batch_size, world_size * settings.accumulation
-    runs = (_run(part, settings.batch_size, parts) for part in range(rank, parts, world_size))
-    return [range(first + run.start, first + run.stop) for run in runs]
+    shards = (_shard(part, settings.batch_size, parts) for part in range(rank, parts, world_size))
+    return [range(first + shard.start, first + shard.stop) for shard in shards]
 
 
 def positions(
     settings: TrainingSettings, *, first_step: int, last_step: int, rank: int, world_size: int
 ) -> Iterator[int]:
-    """Where each micro-batch of this process begins, step by step."""
+    """Yield the first position of each micro-batch of this process, step by step."""
     for step in range(first_step, last_step):
-        yield from (run.start for run in dealt(settings, step=step, rank=rank, world_size=world_size))
+        yield from (shard.start for shard in shard_positions(settings, step=step, rank=rank, world_size=world_size))
 
 
 def make_loader(
@@ -337,18 +339,18 @@ def make_loader(
     timeout_s: float = 0,
     observer: LoaderObserver | None = None,
 ) -> Generator[Batch]:
-    """The micro-batches at `starts`, in this order, made ahead by `workers` processes.
+    """Yield the micro-batches at `starts`, in this order, prefetched by `workers` processes.
 
-    It is meant to be read once, for a whole training: its processes live as long as that. They have one thread each, and share what the
-    splits keep decoded where they are forked, as on Linux.
+    It is meant to be read once, for a whole training, and its processes live as long as that. They have one thread each, and share the
+    decoded images of the splits where they are forked, as on Linux.
 
     Args:
-        batches: what is loaded.
-        starts: what `batches` is asked for, such as positions in the order.
-        workers: processes; with 0 a batch is made when it is asked for.
+        batches: micro-batches by index.
+        starts: indices into `batches`, such as positions of the sampler.
+        workers: number of processes; with 0 a batch is made when it is asked for.
         pin_memory: whether batches arrive in page-locked memory, for transfers that overlap with the device's work.
         timeout_s: how long a batch of a process may take; 0: without a limit.
-        observer: hears of the processes, where there are some.
+        observer: is notified about the processes, if there are any.
 
     Raises:
         TrainerError: as it was raised in a loader process, when its batch's turn comes.
@@ -378,28 +380,29 @@ def make_loader(
                 raise outcome
             yield outcome
     except RuntimeError as error:
-        if limit.passed:  # torch tells of a killed process wherever Python is, also where that is just being reported
+        if limit.passed:  # torch raises for a killed process wherever Python is, also while that is being reported
             raise limit.error() from error
         raise
     finally:
         limit.end()
         if started:
-            outcomes._shutdown_workers()  # now, where an error's traceback would keep them
+            outcomes._shutdown_workers()  # now, since an error's traceback would keep the iterator, and so the processes
         for process in started:
-            process.kill()  # one that hangs, for which the interpreter would wait at its end
+            process.kill()  # the interpreter would wait at its end for one that hangs
         del outcomes
 
 
 def _ready(outcomes: Any) -> float:
-    """Batches that lie in the queue of torch's iterator, and those that came too early and were put aside; no public name tells them."""
+    """Count the batches in the queue of torch's iterator, and those that came too early and were put aside."""
+    # By private names, since there are no public ones.
     try:
-        return int(outcomes._data_queue.qsize()) + sum(len(told) > 1 for told in outcomes._task_info.values())
+        return int(outcomes._data_queue.qsize()) + sum(len(task) > 1 for task in outcomes._task_info.values())
     except NotImplementedError:  # macOS does not count what is in a queue
         return math.nan
 
 
 class _Outcomes(TorchDataset[Batch | TrainerError]):
-    """Micro-batches, or the errors in their place: torch would put the traceback of the process into an error's message."""
+    """Micro-batches, or errors in their place, since torch would put the traceback of the process into an error's message."""
 
     def __init__(self, batches: TorchDataset[Batch]) -> None:
         self._batches = batches
@@ -412,10 +415,10 @@ class _Outcomes(TorchDataset[Batch | TrainerError]):
 
 
 class _Limit:
-    """How long a batch may take, also where its process stops while it hands it over: torch waits for that without a limit of its own."""
+    """A limit on the time of a batch that also holds while its process hands it over, for which torch waits without any limit."""
 
     def __init__(self, processes: Sequence[Any], seconds: float) -> None:
-        """Of the batches of these processes; 0 seconds: none."""
+        """Limit the batches of these processes; 0 seconds: no limit."""
         self.seconds, self.passed = seconds, False
         self._processes, self._since = processes, math.inf
         self._ended = threading.Event()
@@ -429,15 +432,15 @@ class _Limit:
         self._since = math.inf
 
     def end(self) -> None:
-        """No more is waited for."""
+        """Stop watching."""
         self._ended.set()
 
     def _watch(self) -> None:
         longest = _PATIENCE * self.seconds  # torch's own limit comes first, where it helps
-        while not self._ended.wait(_LOOK_S):
+        while not self._ended.wait(_POLL_S):
             if time.monotonic() - self._since > longest:
                 self.passed = True
-                self.kill()  # who waits for a part of its batch then hears of it
+                self.kill()  # so that the wait for the rest of a batch ends with an error
                 return
 
     def kill(self) -> None:
@@ -446,15 +449,15 @@ class _Limit:
             process.kill()
 
     def join(self) -> None:
-        """Wait until they have ended, so that torch has no more to tell of them."""
+        """Wait until they have ended, so that torch raises no further errors about them."""
         for process in self._processes:
             process.join(_END_S)
 
     def error(self) -> LostProcessError:
-        """What is wrong, for somebody who can mend it."""
+        """Make the error that says what is wrong and the next move."""
         return LostProcessError(
             f"none of {len(self._processes)} loader processes had a batch within {self.seconds:g} s, so one of them hangs, probably where "
-            "it waits for storage; look whether the data set can be read, or set data.workers=0"
+            "it waits for storage; check that the data set can be read, or set data.workers=0"
         )
 
 
@@ -480,8 +483,8 @@ def _next(outcomes: Any, workers: int, observer: LoaderObserver | None, limit: _
 
 
 def _begin(_worker: int) -> None:
-    """What a loader process does first. It ends with the training process and not before, for that may need its batches for a last step."""
-    os.setpgid(0, 0)  # a launcher asks the whole group of the training process to end
+    """Prepare a loader process to end with the training process, and not before it, since its batches may be needed for a last step."""
+    os.setpgid(0, 0)  # out of the training process' group, which a launcher asks to end as a whole
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     torch.set_num_threads(1)

@@ -51,13 +51,13 @@ CHUNKS = 1000
 """Pieces that the work is cut into; each is a memory-mapped file of the decode cache, and a process cannot map a million files."""
 
 SMALLEST_CHUNK = 128
-"""Fewer images at a time do not repay handing them to a process, and keeping them."""
+"""A smaller chunk does not repay sending it to a process and caching it."""
 
 LARGEST_CHUNK = 4096
-"""More images at a time would take too much memory, since a process holds the squares of its chunk."""
+"""A larger chunk would take too much memory, since a process holds its squares."""
 
 IMAGES_PER_PROCESS = 2000
-"""Fewer images than this for each process do not repay its start."""
+"""Fewer images per process do not repay its start."""
 
 SHARD_BYTES = 500 * 10**6
 """A split's Arrow files hold about this much each."""
@@ -68,7 +68,7 @@ LOG_INTERVAL_S = 10.0
 _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
 _DECIDING = {"val_fraction", "test_fraction", "test_from", "split_seed", "min_images_per_class", "max_bad_fraction"}
-"""Settings that say which decoded images are kept where, and not how they are decoded."""
+"""Settings about which decoded images are kept where, not about how they are decoded."""
 
 Figures: TypeAlias = dict[str, int]
 Read: TypeAlias = Callable[[str], bytes]
@@ -77,21 +77,21 @@ Read: TypeAlias = Callable[[str], bytes]
 def prepare(
     settings: DataSettings, directory: Path, *, cache_uri: str | None = None, processes: int | None = None
 ) -> Figures:
-    """Write the prepared data set of `settings.source` into a directory; `schema` says what is in it.
+    """Write the prepared data set of `settings.source` into a directory; `dataset_schema` describes its files.
 
     Args:
         settings: which images, and how to store them.
-        directory: exists; what an earlier preparation left in it is replaced.
+        directory: an existing one; what an earlier preparation left in it is replaced.
         cache_uri: `decode_cache_uri`, where decoded images are kept for a preparation that is started again; the caller removes it when
             the result is complete. Where not given they are decoded again.
-        processes: how many decode and write; the cores that this process may use where not given. The result does not depend on it.
+        processes: number of processes that decode and write; the usable cores where not given. The result does not depend on it.
 
     Returns:
         Numbers of images: train, val, test, unlabeled; quarantined; duplicates and leakage (left out because an equal one is kept); and
         classes.
 
     Raises:
-        SettingsError: `settings.source` is no source.
+        SettingsError: `settings.source` is not a source.
         DataError: the source cannot be read, or its images, labels or splits are not usable.
     """
     listing = _with_test(list_source(settings.source, outside=settings.outside), settings)
@@ -128,7 +128,7 @@ def prepare(
 
 
 def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
-    """The listing with its val as test where the settings want that and the source has no test of its own."""
+    """Make val the test split where the settings ask for that and the source has no test split."""
     splits = {item.split for item in listing.items}
     if settings.test_from == "train" or "test" in splits:
         return listing
@@ -143,7 +143,7 @@ def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
 
 
 def decode_cache_uri(settings: DataSettings, root: str) -> str:
-    """Where decoded images are kept below `root`, a URI: named by where they come from, and how they are decoded."""
+    """Return the URI of the decode cache below `root`, named by the source and how its images are decoded."""
     return storage.join(root, f"prepare-{digest([settings.source, _way(settings)])[:16]}")
 
 
@@ -162,7 +162,7 @@ def _open_cache(settings: DataSettings, directory: Path, cache_uri: str | None) 
 
 
 def _way(settings: DataSettings) -> str:
-    """SHA-256 of all that decides what becomes of an image file, as hexadecimal text."""
+    """Return the SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text."""
     values = settings.model_dump(mode="json", exclude={"source", *LOADING, *_DECIDING})
     return digest({"settings": values, "version": __version__, "pillow": PIL.__version__})
 
@@ -176,11 +176,11 @@ class _Chunk(NamedTuple):
 
     outcomes: list[Outcome]
     was_there: bool
-    """Whether an earlier try has decoded it."""
+    """Whether an earlier attempt has decoded it."""
 
 
 def _chunks(listing: SourceListing) -> list[Sequence[Item]]:
-    """The pieces that the work is cut into."""
+    """Cut the listing into chunks."""
     size = min(max(len(listing.items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
     return [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
 
@@ -196,14 +196,14 @@ def _decode_all(listing: SourceListing, settings: DataSettings, cache: DecodeCac
             there += len(chunk.outcomes) * chunk.was_there
             advance(len(chunk.outcomes))
     if there:
-        logger.info("prepare: %d of %d images had been decoded by an earlier try", there, len(listing.items))
+        logger.info("prepare: %d of %d images had been decoded by an earlier attempt", there, len(listing.items))
     return outcomes
 
 
 def _map(
     work: Callable[[int, Sequence[Item]], _Chunk], chunks: Sequence[Sequence[Item]], *, processes: int
 ) -> Iterator[_Chunk]:
-    """Every chunk, in their order."""
+    """Yield every decoded chunk, in order."""
     if processes == 1:
         yield from map(work, count(), chunks)
         return
@@ -244,7 +244,7 @@ def _make_chunk(
 
 
 def _write_squares(file: Path, table: pa.Table) -> None:
-    """Write a new file: one of an earlier try may still be mapped into memory."""
+    """Write squares into a new file, since one of an earlier attempt may still be mapped into memory."""
     with writing_to(file):
         file.unlink(missing_ok=True)
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
@@ -252,7 +252,7 @@ def _write_squares(file: Path, table: pa.Table) -> None:
 
 
 def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcome, bytes]:
-    """SHA-256 of an image's file, or why it cannot be read; what becomes of the image; its square if it is good."""
+    """Decode an image: SHA-256 of its file, or why it cannot be read; its outcome; its encoded square if it is good."""
     content = ""
     try:
         file = _read(item, read)
@@ -263,7 +263,7 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
 
 
 def _content(item: Item, read: Read) -> str:
-    """SHA-256 of an image's file, or why it cannot be read."""
+    """Return the SHA-256 of an image's file, or why it cannot be read."""
     try:
         return hashlib.sha256(_read(item, read)).hexdigest()
     except BadImageError as error:
@@ -298,17 +298,17 @@ def _decode_item(item: Item, content: bytes, settings: DataSettings) -> tuple[De
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line now and then in a log; yields a function that takes the number of images just done."""
+    """Show a bar on a terminal, or log a line now and then; yields a function that takes the number of images just decoded."""
     with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
-        done, said = 0, time.monotonic()
+        done, logged_s = 0, time.monotonic()
 
         def advance(images: int) -> None:
-            nonlocal done, said
+            nonlocal done, logged_s
             done += images
             bar.update(images)
-            if bar.disable and (done == total or time.monotonic() - said >= LOG_INTERVAL_S):
+            if bar.disable and (done == total or time.monotonic() - logged_s >= LOG_INTERVAL_S):
                 logger.info("prepare: decoded %d of %d images", done, total)
-                said = time.monotonic()
+                logged_s = time.monotonic()
 
         yield advance
 
@@ -318,7 +318,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _separate(outcomes: Iterable[Outcome], classes: Sequence[str]) -> tuple[list[ImageCandidate], list[Quarantined]]:
-    """What may be kept, and what is quarantined; the good images' rows in the decode cache follow from their order."""
+    """Separate candidates from quarantined images; a good image's place among them is its row in the decode cache."""
     bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
     decoded = [outcome for outcome in outcomes if isinstance(outcome, Decoded)]
     candidates, contradicting = curation.quarantine_contradictions(
@@ -371,7 +371,7 @@ def _write_json(path: Path, records: Sequence[Quarantined | Dropped]) -> None:
 
 
 def _open_squares(cache: DecodeCache, chunks: int) -> Any:
-    """All squares as one memory-mapped table."""
+    """Open all squares as one memory-mapped table."""
     import datasets  # type: ignore[import-untyped]  # here, because decoding processes have no use for it, and it takes a second
 
     return datasets.concatenate_datasets(
@@ -380,7 +380,7 @@ def _open_squares(cache: DecodeCache, chunks: int) -> Any:
 
 
 def _square(squares: Any, row: int) -> bytes:
-    """The encoded square of a row of a table in Arrow's format."""
+    """Return the encoded square of a row of a table in Arrow's format."""
     encoded: bytes = squares[row]["image"][0]["bytes"].as_py()
     return encoded
 
@@ -401,7 +401,7 @@ def _write_splits(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars of `datasets`: writing takes a small part of the time."""
+    """Hide the progress bars of `datasets`, since writing takes a small part of the time."""
     import datasets
 
     shown = datasets.is_progress_bar_enabled()

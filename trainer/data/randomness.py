@@ -1,7 +1,7 @@
-"""Random numbers without state: a number is a function of what it is for.
+"""A counter-based random number generator: a draw is a function of what it is for, without state.
 
 Words (seed, sample key, view number, index of the draw) are mixed with the finaliser of SplitMix64 (Steele, Lea, Flood 2014), vectorised
-over arrays. So a draw does not depend on the number of workers or processes, on the batch size, or on what was drawn before.
+over arrays. So a draw does not depend on the number of workers or processes, on the batch size, or on earlier draws.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def random_bits(*words: Words) -> npt.NDArray[np.uint64]:
-    """64 random bits for each tuple of words; arrays of words are broadcast against one another."""
+    """Draw 64 random bits for each tuple of words; arrays of words are broadcast against one another."""
     state = np.zeros((), dtype=np.uint64)
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what is meant
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         for word in words:
             state = _finalise((state ^ np.asarray(word).astype(np.uint64)) + _GAMMA)
     return np.asarray(state)
@@ -33,6 +33,6 @@ def _finalise(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def uniform(*words: Words) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each tuple of words, with 53 random bits."""
+    """Draw a number in [0, 1) for each tuple of words, with 53 random bits."""
     numbers: npt.NDArray[np.float64] = (random_bits(*words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return numbers

@@ -1,19 +1,19 @@
-"""Which sample comes when, as which view, beside which partner: a function of (seed, epoch), so that a resume needs one integer.
+"""The sampler: the sample, view and partner at each position, a function of (seed, epoch), so that a resume needs one integer.
 
 Training reads one endless stream of positions. Position p belongs to epoch `p // count`; an optimiser step takes the next `batch_size`
-positions. A batch may reach over the end of an epoch, so every batch is full and every sample is used exactly once an epoch,
-whatever the batch size or the number of processes.
+positions. A batch may cross the end of an epoch, so every batch is full and every sample is used exactly once per epoch, whatever the
+batch size or the number of processes.
 
 Epoch e shows view e of each sample, or view e modulo `views` where only so many exist. Where views are mixed, the samples are paired anew
 for each view (with an odd number of samples one is its own partner), and an epoch's order shuffles pairs, so that partners nearly always
-stand in the same batch. The pairs are a function of the view, not of the epoch: what a teacher said of a mixed view holds in every
-epoch that shows it.
+are in the same batch. The pairs are a function of the view, not of the epoch: a teacher's recorded outputs for a mixed view hold in
+every epoch that shows it.
 
-Labelled samples are paired with labelled ones, and others with others: of a mixture that is labelled in part, the label of one part would
-teach that the whole is of its class. So the labelled samples' pairs do not depend on whether others are read too.
+Labelled samples are paired with labelled ones, and unlabelled with unlabelled: with one label in a pair, the mixture would be taught as
+wholly of that class. So the labelled samples' pairs do not depend on whether unlabelled ones are read too.
 
-Where labelled samples are to be a given share of each batch, there are two such streams, one of them and one of the others, each with
-epochs of its own, and they are interleaved: of the first p positions `floor(share x p)` are labelled.
+Where labelled samples are to be a given share of each batch, there are two such streams, one of labelled and one of unlabelled samples,
+each with epochs of its own, and they are interleaved: of the first p positions `floor(share x p)` are labelled.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ Indices = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 _ORDER = 0x6F72646572
-"""Keeps the order's draws apart from all others of the same seed."""
+"""Separates the draws of the order from all others of the same seed."""
 _PAIRS = 0x7061697273
-"""Keeps the pairs' draws apart from all others of the same seed."""
+"""Separates the draws of the pairs from all others of the same seed."""
 
 
 class SampleSlice(NamedTuple):
-    """Some positions of the stream."""
+    """Consecutive positions of the stream."""
 
     indices: Indices
     """Sample of each position."""
     numbers: Indices
-    """Number of the sample's view."""
+    """Number of the view of each sample."""
     partners: Indices | None
-    """Sample that its view is mixed with; None where nothing is mixed."""
+    """Sample that each view is mixed with; None where views are not mixed."""
 
 
 def partners(count: int, seed: int, number: int, labelled: Mask | None = None) -> Indices:
-    """The partner of each sample in view `number`, [count]; `labelled` says which have a label, None that all have."""
+    """Return the partner of each sample in view `number`, [count]; `labelled` marks the samples with a label, None: all."""
     return _beside(_pairs(_kinds(count, labelled), seed, number), count)
 
 
 def _kinds(count: int, labelled: Mask | None) -> list[Indices]:
-    """The samples, those with a label and those without apart."""
+    """Separate the samples with a label from those without."""
     everyone = np.arange(count, dtype=np.int64)
     kinds = [everyone] if labelled is None else [everyone[labelled], everyone[~labelled]]
     return [kind for kind in kinds if len(kind)]
 
 
 def _pairs(kinds: Sequence[Indices], seed: int, number: int) -> Indices:
-    """The samples that are partners in view `number`, [P, 2]: two of a kind; the last of an odd number is beside itself."""
+    """Pair the samples of each kind for view `number`, [P, 2]; the last of an odd number is its own partner."""
     return np.concatenate([_paired(kind, seed, number) for kind in kinds])
 
 
@@ -70,7 +70,7 @@ def _paired(samples: Indices, seed: int, number: int) -> Indices:
 
 
 def _beside(pairs: Indices, count: int) -> Indices:
-    """The partner of each of `count` samples."""
+    """Turn pairs into the partner of each of `count` samples."""
     result = np.empty(count, dtype=np.int64)
     result[pairs[:, 0]], result[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
     return result
@@ -90,16 +90,16 @@ class StatelessSampler:
         labelled: Mask | None = None,
         labelled_share: float = 0.0,
     ) -> None:
-        """`count` samples, shuffled anew each epoch from `seed`.
+        """Shuffle `count` samples anew each epoch.
 
         Args:
             count: number of samples.
-            seed: of the order.
-            view_seed: of the views, and so of the pairs; as `seed` where not given.
-            views: how many views of a sample there are; 0: one for each epoch.
+            seed: seed of the order.
+            view_seed: seed of the views, and so of the pairs; as `seed` where not given.
+            views: number of views of a sample; 0: one for each epoch.
             paired: whether views are mixed.
             labelled: which samples have a label, [count]; None: all.
-            labelled_share: share of the positions that labelled samples take, where there are others too; 0: they come as all do.
+            labelled_share: share of the positions of labelled samples, where there are others too; 0: they are shuffled together.
         """
         self.count = count
         kinds = _kinds(count, labelled)
@@ -112,7 +112,7 @@ class StatelessSampler:
         ]
 
     def take(self, start: int, stop: int) -> SampleSlice:
-        """The positions start..stop-1."""
+        """Return the positions start..stop-1."""
         if not self._share:
             return self._streams[0].take(start, stop)
         share, of = self._share.as_integer_ratio()
@@ -133,7 +133,7 @@ class _SampleStream:
     def __init__(
         self, kinds: Sequence[Indices], everyone: int, seed: int, *, view_seed: int, views: int, paired: bool
     ) -> None:
-        """Of the samples of these kinds, out of `everyone`; pairs are of one kind."""
+        """Stream the samples of these kinds, out of `everyone`; pairs are of one kind."""
         self._kinds, self._everyone = kinds, everyone
         self._samples = np.concatenate(kinds)
         self._seed, self._view_seed, self._views, self._is_paired = seed, view_seed, views, paired
@@ -160,7 +160,7 @@ class _SampleStream:
         return self._epochs[epoch]
 
     def _make_epoch(self, epoch: int) -> tuple[Indices, Indices]:
-        """The samples of an epoch in their order, and the partner of each sample (empty where nothing is mixed)."""
+        """Return the samples of an epoch in their order, and the partner of each sample (empty where views are not mixed)."""
         if not self._is_paired:
             return self._samples[self._shuffled(len(self._samples), epoch)], np.empty(0, dtype=np.int64)
         pairs = _pairs(self._kinds, self._view_seed, epoch % self._views if self._views else epoch)

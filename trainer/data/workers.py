@@ -1,6 +1,6 @@
-"""How many loader processes a training needs, from how fast one of them is and how fast the step is.
+"""The number of loader processes that a training needs, from the times of loading and of a step.
 
-What is loaded is a function of the order alone, so the choice changes how long a training takes and nothing else.
+Batches are a function of the sampler alone, so the number changes how long a training takes and nothing else.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from threadpoolctl import threadpool_limits
 from torch.utils.data import Dataset
 
 NEGLIGIBLE = 0.03
-"""Loading that takes at most this share of a step is not worth a process."""
+"""Loading that takes at most this share of a step does not repay a process."""
 
 MARGIN = 1.25
-"""Loader processes together are at least this much faster than the step: rates vary, and a machine has other work too."""
+"""Loader processes together are at least this many times as fast as the step: rates vary, and a machine has other work too."""
 
 _TIMED = 3
 """Batches that are timed; the median counts."""
@@ -31,21 +31,21 @@ _LIMIT_S = 3.0
 
 
 class LoadingTime(NamedTuple):
-    """What it takes to make a micro-batch on one core."""
+    """Time to make a micro-batch on one core."""
 
     seconds: float
-    """From its beginning to its end."""
+    """From beginning to end."""
     waiting: float
-    """Seconds of them in which the core did not compute, where storage had to be waited for: 0 if all was in memory."""
+    """Part of them in which the core waited for storage; 0 if everything was in memory."""
 
 
 def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: int, processes: int) -> int:
-    """Loader processes for each training process: the fewest that keep up with the step, of the cores that there are.
+    """Choose the fewest loader processes per training process that keep up with the step, as far as there are cores.
 
     Args:
-        seconds_per_batch: what loader processes can take off the training process for a micro-batch (`measure_loading`): all of it where
-            GPUs train; where CPUs do, only the waiting, because a core that computes for the loading is then one that does not train.
-        seconds_per_step: the device's time for a micro-batch that is at hand.
+        seconds_per_batch: time that loader processes can save the training process per micro-batch (`measure_loading`): all of it where
+            GPUs train; where CPUs train, only the waiting, since a core that computes for the loader does not train.
+        seconds_per_step: the device's time for a micro-batch that is loaded already.
         cores: cores of this machine that loader processes may keep busy, and one that the training processes share.
         processes: training processes on this machine.
 
@@ -59,7 +59,7 @@ def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: 
 
 
 def measure_loading(batches: Dataset[Any], indices: Iterable[Any]) -> LoadingTime:
-    """What one core needs for a micro-batch, measured in this process on the batches at `indices`, of which a few are taken.
+    """Measure the time of one core for a micro-batch, in this process, on a few of the batches at `indices`.
 
     Raises:
         DataError: an image cannot be decoded.
@@ -73,12 +73,10 @@ def measure_loading(batches: Dataset[Any], indices: Iterable[Any]) -> LoadingTim
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes on one thread meanwhile, in this process, and afterwards on as many as before.
-
-    `torch.set_num_threads` would leave more behind than a number of threads: it also turns off for good that MKL chooses how many of them
-    a product is worth, and then attention on a CPU, which multiplies many small matrices, takes more than twice as long.
-    """
-    torch.get_num_threads()  # the first time it is asked, torch sets the number that is limited here
+    """Let torch compute on one thread in the block, in this process, and restore the number of threads after it."""
+    # Not `torch.set_num_threads`, which also stops MKL for good from choosing the number of threads for each product: attention on a
+    # CPU, which multiplies many small matrices, then takes more than twice as long.
+    torch.get_num_threads()  # the first call sets the number that is limited here
     with threadpool_limits(limits=1, user_api="openmp"):
         yield
 
@@ -89,11 +87,11 @@ def _timed(batches: Dataset[Any], indices: Iterator[Any]) -> list[LoadingTime]:
         start, computing, reads = time.perf_counter(), time.thread_time(), _reads()
         batches[next(indices)]
         seconds, computed = time.perf_counter() - start, time.thread_time() - computing
-        # A core that other programs keep busy makes a thread wait too, which loader processes would not mend.
+        # A thread also waits for a core that other programs use, which loader processes would not help.
         times.append(LoadingTime(seconds, max(0.0, seconds - computed) if _reads() > reads else 0.0))
     return times
 
 
 def _reads() -> int:
-    """How often this thread has waited for a page of a mapped file."""
+    """Count how often this thread has waited for a page of a mapped file."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt

@@ -1,8 +1,8 @@
 """Uploads and downloads of many files at once, in parts that travel concurrently.
 
-Neither s3transfer nor fsspec's `get` and `put` can do this: after an interruption a download fetches only the missing parts, an upload
-leaves out files that the store has with the same SHA-256, and a store that is away is waited for and logged once for all threads. Both
-begin an interrupted file anew, send each file again, and retry every part for itself, s3transfer without any wait.
+After an interruption a download fetches only the missing parts, and an upload leaves out files that the store has with the same SHA-256; a
+store that is away is waited for and logged once for all threads. s3transfer and fsspec's `get` and `put` do none of this: they begin an
+interrupted file anew, send each file again, and retry every part for itself.
 """
 
 from __future__ import annotations

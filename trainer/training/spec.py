@@ -15,10 +15,10 @@ from trainer.data.loader import (
     RecordedOutputs,
     Samples,
     Views,
-    dealt,
     makes_views_on_device,
     micro_batch_size,
     positions,
+    shard_positions,
 )
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.mixing import mixes
@@ -139,7 +139,7 @@ class TrainingSpec:
     def names(self, step: int, rank: int) -> list[str]:
         """Return the names of the samples that a process sees in a step."""
         order = self.order
-        runs = dealt(self.settings, step=step, rank=rank, world_size=self.processes.world_size)
+        runs = shard_positions(self.settings, step=step, rank=rank, world_size=self.processes.world_size)
         return [name for run in runs for name in self.samples.names(order.take(run.start, run.stop).indices)]
 
 

@@ -69,7 +69,7 @@ def prepared(photos: Path, place: str | Path, caplog: pytest.LogCaptureFixture) 
     caplog.set_level(logging.INFO)
     fingerprint = run(settings(photos), dataset=place).fingerprint
     told = [
-        record.args[0] for record in caplog.records if "decoded by an earlier try" in record.message and record.args
+        record.args[0] for record in caplog.records if "decoded by an earlier attempt" in record.message and record.args
     ]
     assert spooled(place) == {}
     return fingerprint, int(told[0]) if told else 0
@@ -153,7 +153,7 @@ def test_only_what_is_decoded_in_the_same_way_is_taken(
     failed(photos, tmp_path / "b" / "data")
     caplog.set_level(logging.INFO)
     resumed = run(settings(photos, **changed), dataset=tmp_path / "b" / "data")
-    assert f"prepare: {there} of 25 images had been decoded by an earlier try" in caplog.messages or not there
+    assert f"prepare: {there} of 25 images had been decoded by an earlier attempt" in caplog.messages or not there
     assert resumed.fingerprint == run(settings(photos, **changed), dataset=tmp_path / "a" / "data").fingerprint
 
 
@@ -189,7 +189,7 @@ def test_a_spool_on_another_disk_is_copied(
         caplog.set_level(logging.INFO)
         run(settings(photos), dataset=tmp_path / "data")
         assert storage.files(f"{other}/checkpoints") == {}
-    assert "prepare: 25 of 25 images had been decoded by an earlier try" in caplog.messages
+    assert "prepare: 25 of 25 images had been decoded by an earlier attempt" in caplog.messages
 
 
 PREPARE = """
