@@ -1,4 +1,7 @@
-"""Torch's elastic agent, which starts this machine's processes and, in an elastic job, starts them again as nodes come and go."""
+"""Torch's elastic agent, which starts this machine's processes and, in an elastic job, restarts them as nodes come and go.
+
+A module of its own, since torch.distributed takes seconds to import and only the process that starts others needs it.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,23 @@ from trainer.launch import LAUNCHED_VARIABLE
 
 
 class Agent(LocalElasticAgent):
-    """Torch's, but processes are started again where that may help, and only failures are counted.
+    """Torch's agent, but it restarts processes only where that may help, and counts only failures.
 
-    It only does so in an elastic job: elsewhere `max_restarts` is 0, and who started the job starts it again.
+    It restarts in an elastic job only: elsewhere `max_restarts` is 0, and the job's operator starts it again.
     """
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         codes = {failure.exitcode for failure in result.failures.values()}
-        if EXIT_CODE in codes:  # it would come again
+        if EXIT_CODE in codes:  # the same error would come again
             self._remaining_restarts = 0
         elif codes == {PREEMPTED_EXIT_CODE} and worker_group.spec.max_restarts:
-            self._remaining_restarts += (
-                1  # torch is about to take it off: another node was asked to end, and these have left with it
-            )
+            # Not a failure: another node was asked to end, and these processes left with it. Torch is about to subtract a restart.
+            self._remaining_restarts += 1
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        # For the processes, which inherit it: what they count begins anew.
+        # The processes inherit it, and count their start-up from it.
         os.environ[LAUNCHED_VARIABLE] = str(time.time())
         super()._restart_workers(worker_group)
 
@@ -47,17 +49,17 @@ def run(config: api.LaunchConfig, arguments: Sequence[str]) -> None:
     Raises:
         ChildFailedError: a process failed; all of them have ended.
         SignalException: this process was asked to end; all of them have ended.
-        RendezvousError: the other nodes were not met.
+        RendezvousError: the other nodes did not come.
     """
-    with _in_place_of_torchs(), _handlers_put_back():
+    with _in_place_of_torchs_agent(), _signal_handlers_restored():
         api.elastic_launch(config, sys.executable)(*arguments)
 
 
 @contextmanager
-def _handlers_put_back() -> Iterator[None]:
-    """The agent takes these signals and does not give them back; only the main thread can have taken them."""
+def _signal_handlers_restored() -> Iterator[None]:
+    """Restore the handlers of signals that torch's agent replaces; only in the main thread can it have replaced them."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    # None is a handler that is not Python's, which Python cannot put back.
+    # None is a handler that is not Python's, which Python cannot restore.
     before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
     try:
         yield
@@ -68,8 +70,8 @@ def _handlers_put_back() -> Iterator[None]:
 
 
 @contextmanager
-def _in_place_of_torchs() -> Iterator[None]:
-    """`elastic_launch` has no parameter for the agent."""
+def _in_place_of_torchs_agent() -> Iterator[None]:
+    """Let `elastic_launch`, which has no parameter for the agent, use ours."""
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # imported there, not exported
     try:
         yield

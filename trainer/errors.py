@@ -6,9 +6,9 @@
     ├── ArtifactError           a directory handed from one stage to another is missing, damaged or of another kind
     ├── ModelError              a model cannot be built, or does not fit the data set
     ├── TrainingError           a training stopped: loss not finite, processes that do not form one group
-    │   ├── LostProcessError    a process of the group did not come to a meeting, or is gone
-    │   └── SupersededError     a later try of the same training has begun
-    ├── PreemptedError          a training was asked to end; its checkpoint is written, and the same command goes on
+    │   ├── LostProcessError    a process of the group did not come to a rendezvous, or is gone
+    │   └── SupersededError     a later attempt of the same training has begun
+    ├── PreemptedError          a training was asked to end; its checkpoint is written, and the same command continues it
     ├── LaunchError             a launched process or job failed
     │   └── CrashError          a launched process crashed or was killed, and had no message of its own
     ├── BudgetError             the forecast is over the budget, or cannot be held against it
@@ -43,17 +43,17 @@ CRASHED_NODE_EXIT_CODE = 200
 """Of a node of a cluster's job whose process crashed, was killed or missed another node. It is no signal's, and above 127, so that the
 job's operator starts the node again; the second crash of one kind has `EXIT_CODE`."""
 PREEMPTED_EXIT_CODE = 143
-"""Of a process that was asked to end by SIGTERM (128 + 15, as a shell says it): start it again, and it goes on."""
+"""Of a process that was asked to end by SIGTERM (128 + 15, as in a shell): start it again, and it continues."""
 
 
 class TrainerError(Exception):
-    """Base of all errors that a user can meet and mend."""
+    """Base of all errors that a user can meet and correct."""
 
     passing: ClassVar[bool] = False
-    """Whether it is nobody's mistake and need not come again, so that the same is worth another try."""
+    """Whether another attempt may succeed without any change, since the cause was the machine, the network or a server."""
 
     def __str__(self) -> str:
-        """The message, of a length that can be read; names in it that others gave cannot steer a terminal."""
+        """Return the message, cut to a readable length; names from elsewhere in it cannot control a terminal."""
         return limits.cut(limits.printable(super().__str__()), limits.MESSAGE_CHARACTERS)
 
 
@@ -78,17 +78,17 @@ class TrainingError(TrainerError):
 
 
 class LostProcessError(TrainingError):
-    """A process of the group did not come to a meeting, or is gone: nobody's mistake, so it may be tried again."""
+    """A process of the group did not come to a rendezvous, or is gone; another attempt may succeed."""
 
     passing = True
 
 
 class SupersededError(TrainingError):
-    """A later try of the same training has begun: this one is not to write anything more, not even how it ended."""
+    """A later attempt of the same training has begun: this one must write nothing more, not even how it ended."""
 
 
 class PreemptedError(TrainerError):
-    """A training was asked to end; its checkpoint is written, and the same command goes on."""
+    """A training was asked to end; its checkpoint is written, and the same command continues it."""
 
     passing = True
 
@@ -98,7 +98,7 @@ class LaunchError(TrainerError):
 
 
 class CrashError(LaunchError):
-    """A launched process crashed or was killed, and had no message of its own."""
+    """A launched process crashed or was killed, and left no message of its own."""
 
 
 class BudgetError(TrainerError):
@@ -114,7 +114,7 @@ class TrackingError(TrainerError):
 
 
 class TrackingAwayError(TrackingError):
-    """MLflow does not answer, or has trouble of its own: it may be tried again."""
+    """MLflow does not answer, or answers with a server error; another attempt may succeed."""
 
     passing = True
 
@@ -124,7 +124,7 @@ class StorageError(TrainerError):
 
 
 class StorageAwayError(StorageError):
-    """The object store did not answer, or not in time: nobody's mistake, so it may be tried again."""
+    """The object store did not answer, or not in time; another attempt may succeed."""
 
     passing = True
 
@@ -134,15 +134,15 @@ class ObjectNotFoundError(StorageError):
 
 
 class ObjectExistsError(StorageError):
-    """There is an object already where a new one was to be made."""
+    """There is an object already where a new one was to be created."""
 
 
 class ObjectDamagedError(StorageError):
-    """An object is not what its checksum says."""
+    """An object does not match its checksum."""
 
 
 class ObjectTooLargeError(StorageError):
-    """An object, or file, is larger than what is read of its kind."""
+    """An object, or file, exceeds the limit for its kind."""
 
 
 class OutputError(TrainerError):
@@ -156,7 +156,7 @@ _OUTPUT_ADVICE = {
     errno.EACCES: "no permission to write; choose another output or change its permissions",
     errno.EPERM: "no permission to write; choose another output or change its permissions",
     errno.ENOTDIR: "a part of the path is a file, not a directory; choose another output",
-    errno.EEXIST: "a file stands where a directory is needed; choose another output",
+    errno.EEXIST: "there is a file where a directory is needed; choose another output",
     errno.EFBIG: "the file is larger than this file system takes; choose another output",
 }
 
@@ -193,6 +193,6 @@ def writing_to(path: Path | str) -> Iterator[None]:
 
 
 def refused_to_write(error: Exception, path: Path | str) -> str:
-    """What the operating system refused to write, below `path`, and the next move; empty where that is not what happened."""
+    """Say what the operating system refused to write below `path`, and the next move; empty for any other error."""
     advice = _OUTPUT_ADVICE.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"cannot write to {getattr(error, 'filename', None) or path}: {advice}" if advice else ""

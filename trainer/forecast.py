@@ -1,6 +1,6 @@
-"""What a distillation will take: hours and dollars, from a short measurement on the machines where it will run.
+"""Forecasts of a distillation's hours and dollars, from a short measurement on the machines where it will run.
 
-Only what was measured is forecast. Where a number is assumed, as the speed-up of nodes that nobody has tried, the forecast says so.
+Only what was measured is forecast. Where a number is assumed, such as the speed-up of nodes without a measurement, the forecast says so.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Count = Annotated[int, Field(ge=0)]
 
 CONFIDENCE = 0.95
 MOST_BLOCKS = 10
-"""Blocks of consecutive steps whose means are taken as independent; few and long ones, since a slow moment spans several steps."""
+"""Most blocks of consecutive steps whose means are taken as independent; few and long, since a slow moment spans several steps."""
 LEAST_STEPS = 4
-"""Fewer leave no interval."""
+"""Fewer steps give no interval."""
 
 
 class Measurement(StrictModel):
@@ -37,7 +37,7 @@ class Measurement(StrictModel):
 
     place: Machines
     settings: Mapping[str, Any]
-    """Section `distill` that was measured."""
+    """The section `distill` that was measured."""
     batch_size: Annotated[int, Field(ge=1)]
     """Images a step, over all processes."""
     step_s: Seconds
@@ -46,23 +46,23 @@ class Measurement(StrictModel):
     step_high_s: Seconds
     """95 % interval of that mean (`mean_interval`)."""
     steps: Count
-    """Steps that it is the mean of."""
+    """Number of measured steps."""
     startup_s: Seconds
-    """From the start of the job to the end of the first step: fetch, import, compile; with what is compiled later."""
+    """From the start of the job to the end of the first step (fetch, import, compile), and what is compiled later."""
     compile_s: Seconds = 0.0
-    """Of that, in the compiler; a cache of compiled graphs saves it in the distillation itself."""
+    """Part of it in the compiler; a cache of compiled graphs saves it in the distillation itself."""
     validation_s: Seconds
     """One pass over the validation split."""
     checkpoint_s: Seconds
     """Writing one checkpoint."""
     window_s: Seconds = 0.0
-    """What a window of the operators' profiler costs."""
+    """Time of a window of the operators' profiler."""
     recording_s: Seconds | None = None
-    """Recording the teacher's outputs, where the distillation reads them and nobody has recorded them yet."""
+    """Recording the teacher's outputs, where the distillation reads them and they are not recorded yet."""
 
 
 class WorkCount(StrictModel):
-    """How often a distillation does what."""
+    """How often a distillation does each part of its work."""
 
     steps: Count
     validations: Count
@@ -72,25 +72,25 @@ class WorkCount(StrictModel):
 
 
 class Forecast(StrictModel):
-    """Hours and dollars of a distillation, with the interval that the measurement leaves."""
+    """Hours and dollars of a distillation, with the interval from the measurement."""
 
     place: Machines
     hours: float
     hours_low: float
     hours_high: float
     dollars: float | None
-    """None where the price is not known; likewise the interval."""
+    """None where the price is not known, as is the interval then."""
     dollars_low: float | None
     dollars_high: float | None
     stages: tuple[str, ...] = ("distill",)
     """The stages that it covers."""
     compile_hours: float = 0.0
-    """Of `hours`, in the compiler."""
+    """Part of `hours` in the compiler."""
     assumptions: tuple[str, ...] = ()
-    """What was assumed and not measured, and what speaks against the price."""
+    """What was assumed and not measured, and doubts about the price."""
 
     def __str__(self) -> str:
-        """In words: `3.20 h (3.11 h to 3.34 h, 12.0 min of it compiling), $281.06 ($273.16 to $293.35)`."""
+        """Format it: `3.20 h (3.11 h to 3.34 h, 12.0 min of it compiling), $281.06 ($273.16 to $293.35)`."""
         compiling = f", {_hours(self.compile_hours)} of it compiling" if self.compile_hours else ""
         hours = f"{_hours(self.hours)} ({_hours(self.hours_low)} to {_hours(self.hours_high)}{compiling})"
         if self.dollars is None or self.dollars_low is None or self.dollars_high is None:
@@ -107,11 +107,11 @@ def _hours(hours: float) -> str:
 
 
 def mean_interval(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of the times of consecutive steps and its 95 % interval.
+    """Compute the mean of the times of consecutive steps and its 95 % interval.
 
-    Neighbouring steps are alike (a busy neighbour, a slow disk, a warming machine), so the interval is Student's t of the means of up
-    to ten blocks of consecutive steps (batch means; Law & Kelton). It covers how much the mean moves while it is measured; not that
-    the machine may be another one tomorrow.
+    Neighbouring steps are correlated (a busy neighbour, a slow disk, a warming machine), so the interval is Student's t of the means of
+    up to ten blocks of consecutive steps (batch means; Law & Kelton). It covers how much the mean moves while it is measured, not that
+    the job may run on another machine tomorrow.
 
     Args:
         seconds: [n], in their order, with n >= 4.
@@ -129,7 +129,7 @@ def mean_interval(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def work_of(settings: DistillSettings, samples: int) -> WorkCount:
-    """What these settings make of a data set.
+    """Count the work of a distillation with these settings.
 
     Args:
         settings: section `distill`.
@@ -145,11 +145,11 @@ def work_of(settings: DistillSettings, samples: int) -> WorkCount:
 
 
 def forecast(measurement: Measurement, work: WorkCount) -> Forecast:
-    """The measured time of each part, as often as it comes. The interval is that of the step; the rest was measured once.
+    """Add up the measured time of each part. The interval is that of the step; the rest was measured once.
 
     Args:
         measurement: the trial.
-        work: of the whole distillation.
+        work: work of the whole distillation.
     """
     return _forecast(measurement, work, ())
 
@@ -190,7 +190,7 @@ def _forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[s
 def on_nodes(
     measurements: Sequence[Measurement], work: WorkCount, nodes: int, *, assumed_efficiency: float = 0.9
 ) -> Forecast:
-    """The same distillation on another number of nodes of the same pool.
+    """Forecast the same distillation on another number of nodes of the same pool.
 
     The step's time comes from the measurement with the nearest number of nodes. Each doubling from there divides it by twice the
     efficiency: the measured one, where there are measurements with several numbers of nodes, or else the assumed one. Start-up,
@@ -198,8 +198,8 @@ def on_nodes(
 
     Args:
         measurements: of one pool and one batch size, with one or several numbers of nodes.
-        work: of the whole distillation.
-        nodes: how many to forecast for.
+        work: work of the whole distillation.
+        nodes: number of nodes to forecast for.
         assumed_efficiency: speed-up of twice as many nodes, as a share of 2.
     """
     if len({(one.place.pool, one.batch_size) for one in measurements}) != 1:
@@ -208,7 +208,7 @@ def on_nodes(
     nearest = by_nodes[min(by_nodes, key=lambda known: abs(math.log2(known / nodes)))]
     if nearest.place.nodes == nodes:
         return forecast(nearest, work)
-    efficiency, told = _efficiency(by_nodes, nodes, assumed_efficiency)
+    efficiency, source = _efficiency(by_nodes, nodes, assumed_efficiency)
     speedup = (2 * efficiency) ** math.log2(nodes / nearest.place.nodes)
     scaled = nearest.model_copy(
         update={
@@ -217,20 +217,22 @@ def on_nodes(
             "recording_s": None if nearest.recording_s is None else nearest.recording_s / speedup,
         }
     )
-    return _forecast(scaled, work, (told, f"start-up, validation and checkpoints as on {_nodes(nearest.place.nodes)}"))
+    return _forecast(
+        scaled, work, (source, f"start-up, validation and checkpoints as on {_nodes(nearest.place.nodes)}")
+    )
 
 
 def _efficiency(by_nodes: Mapping[int, Measurement], nodes: int, assumed: float) -> tuple[float, str]:
-    """Speed-up of a doubling as a share of 2, and where it comes from: the two measurements next to the wanted number of nodes."""
+    """Return the speed-up of a doubling as a share of 2, and its source: the two measurements nearest to the wanted number of nodes."""
     if len(by_nodes) == 1:
-        told = (
+        source = (
             f"twice as many nodes are assumed to be {2 * assumed:.3g} times as fast; only {_nodes(*by_nodes)} measured"
         )
-        return assumed, told
+        return assumed, source
     low, high = sorted(sorted(by_nodes, key=lambda known: abs(math.log2(known / nodes)))[:2])
     speedup = by_nodes[low].step_s / by_nodes[high].step_s
     measured = speedup ** (1 / math.log2(high / low)) / 2
-    efficiency = min(1.0, measured)  # that more machines do more than their share is luck, not a law
+    efficiency = min(1.0, measured)  # a speed-up above the number of machines is luck, and is not extrapolated
     held = "" if low < nodes < high else f", taken to hold for {_nodes(nodes)}"
     return (
         efficiency,
@@ -247,15 +249,15 @@ def _nodes(count: int) -> str:
 
 
 def check_budget(place: Machines | None, budget_usd: float | None) -> None:
-    """Find out before anything is measured whether a budget in dollars can be kept.
+    """Make sure, before anything is measured, that a budget in dollars can be kept.
 
     Raises:
-        BudgetError: dollars are limited, but nobody knows what the machines cost.
+        BudgetError: dollars are limited, but the price of the machines is not known.
     """
     if budget_usd and (place is None or place.price is None):
         where = place or THIS_MACHINE
         raise BudgetError(
-            f"run.budget_usd={budget_usd:g} cannot be kept, for the price of {where} is not known; give the pool a price in pools.toml "
+            f"run.budget_usd={budget_usd:g} cannot be kept, since the price of {where} is not known; give the pool a price in pools.toml "
             "(this machine: TRAINER_PLACE), or set run.budget_hours in its place"
         )
 
@@ -268,7 +270,7 @@ def epochs_that_fit(
     budget_usd: float | None,
     budget_hours: float | None,
 ) -> int:
-    """The most epochs, up to those of the settings, whose forecast is within the budget; 0 where not even one is.
+    """Find the most epochs, up to those of the settings, whose forecast is within the budget; 0 where not even one is.
 
     Args:
         measurement: the trial.
@@ -326,7 +328,7 @@ def refuse_over_budget(
 
 
 def _is_within(one: Forecast, *, budget_usd: float | None, budget_hours: float | None) -> bool:
-    """Unknown dollars are within no budget of dollars."""
+    """Return whether a forecast is within the budget; unknown dollars are within no budget of dollars."""
     costs_too_much = bool(budget_usd) and (one.dollars is None or one.dollars > (budget_usd or 0.0))
     return not costs_too_much and not (budget_hours and one.hours > budget_hours)
 

@@ -12,7 +12,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def processor_name() -> str:
-    """The model of this machine's processor, as far as the operating system says."""
+    """Return the model of this machine's processor, as far as the operating system knows it."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -20,14 +20,14 @@ def processor_name() -> str:
 
 
 def usable_cores(cgroups: Path = _CGROUPS) -> int:
-    """Cores that this process may use: those it may run on, or fewer where a container's CPU limit is lower."""
+    """Count the cores that this process may use: those it may run on, or fewer where a container's CPU limit is lower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, period = _cpu_limit(cgroups)
     return max(1, min(cores, quota // period)) if quota > 0 else cores
 
 
 def _cpu_limit(cgroups: Path) -> tuple[int, int]:
-    """Microseconds of CPU time that the container has in each period, and the period; a quota of -1 where there is no limit."""
+    """Read the microseconds of CPU time that the container has in each period, and the period; -1 where there is no limit."""
     second, first = cgroups / "cpu.max", cgroups / "cpu"  # versions 2 and 1 of Linux's control groups
     if second.exists():
         quota, period = second.read_text().split()

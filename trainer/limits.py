@@ -1,4 +1,4 @@
-"""What is accepted of files that others have made: how large they may be, and what may be in them.
+"""Limits on files from elsewhere: how large they may be, and what may be in them.
 
 A file that is larger is refused before it is read, and what is parsed here takes at most about thirty times its bytes. What exceeds a
 limit is a `ValueError` here, and a `TrainerError` that names the file where it is read. docs/reliability.md lists the limits.
@@ -28,15 +28,15 @@ FILE_BYTES = 2**40
 """A file of an artifact. It travels in 10,000 parts at most, eight of them at the same time, each in memory."""
 
 NESTING = 32
-"""Lists and groups within one another, in JSON, in TOML and in the name of a setting."""
+"""Depth of nested lists and groups in JSON, in TOML and in the name of a setting."""
 DOTS_IN_A_LINE = 1000
-"""Of a TOML file: Python's reader takes time with the square of the parts of a name."""
+"""Of a TOML file: the time of Python's parser grows with the square of the parts of a name."""
 ARTIFACT_FILES = 200_000
 """Files of an artifact."""
 SOURCE_IMAGES = 20_000_000
 """Images of `data.source`; each takes about 500 bytes."""
 FOLDER_DEPTH = 32
-"""Folders within one another below `data.source`."""
+"""Depth of folders below `data.source`."""
 FOLDERS = 1_000_000
 """Folders below `data.source`; one that several links lead to counts for each."""
 NAME_CHARACTERS = 200
@@ -44,21 +44,21 @@ NAME_CHARACTERS = 200
 MODEL_ARGUMENT = 16_384
 """A number among the arguments of a model, such as its width."""
 MESSAGE_CHARACTERS = 10_000
-"""A message to a user; what a file has made longer is cut."""
+"""A message to a user; one that quotes a long file is cut."""
 
 _UNPRINTABLE = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-"""Control characters, which a terminal obeys, those that turn the direction of text, and halves of characters."""
+"""Control characters, which a terminal obeys, marks that reverse the direction of text, and surrogates."""
 _IN_TEXT = re.compile(f"[{_UNPRINTABLE}]")
 _IN_A_NAME = re.compile(f"[{_UNPRINTABLE}\t\n]")
 
 
 def printable(text: str) -> str:
-    """The text with characters that are no text, such as those that a terminal obeys, written as escapes; lines stay lines."""
+    """Escape characters that are not text, such as those that a terminal obeys; line breaks stay."""
     return _IN_TEXT.sub(_escape, text)
 
 
 def printable_name(text: str) -> str:
-    """As `printable`, in one line."""
+    """Escape like `printable`, and line breaks too."""
     return _IN_A_NAME.sub(_escape, text)
 
 
@@ -67,19 +67,19 @@ def _escape(match: re.Match[str]) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Log lines in which names that others gave cannot steer a terminal."""
+    """Formats log lines in which names from elsewhere cannot control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def cut(text: str, length: int) -> str:
-    """At most so many characters, and how many more there were."""
+    """Cut a text to `length` characters, and say how many more there were."""
     return text if len(text) <= length else f"{text[:length]}... ({len(text) - length:,} more characters)"
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
         ValueError: it is not JSON, or nested too deep, or has a number that is not finite or needs more than 64 bits.
@@ -100,7 +100,7 @@ def _finite(text: str) -> float:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The value of a TOML text.
+    """Parse a TOML text.
 
     Raises:
         ValueError: it is not TOML, or nested too deep, or has a whole number that needs more than 64 bits.
@@ -123,7 +123,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check(value: object) -> None:
-    """Look at all that is in a value, level by level, since there may be millions of members."""
+    """Check all members of a value, level by level rather than by recursion, since there may be millions."""
     level = [value]
     for _ in range(NESTING + 1):
         groups = [one for one in level if isinstance(one, dict)]
@@ -138,7 +138,7 @@ def _check(value: object) -> None:
 
 
 def _check_texts(texts: Sequence[str]) -> None:
-    "\n".join(texts).encode()  # half of a character is a ValueError
+    "\n".join(texts).encode()  # raises a ValueError for a surrogate
 
 
 def _check_numbers(numbers: Sequence[int]) -> None:

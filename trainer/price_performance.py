@@ -1,7 +1,7 @@
-"""What runs reached for what they cost, side by side: `python -m trainer bill RUN RUN ...`.
+"""Accuracy and speed of runs against their cost, side by side: `python -m trainer bill RUN RUN ...`.
 
-Time and dollars are those of the distillation, with the recording of the teacher's outputs where it has one and what was compiled
-beforehand, from the start of the processes: start-up and compilation are in. Rates are of the training alone.
+Time and dollars are those of the distillation from the start of its processes, start-up and compilation included, and of the recording of
+the teacher's outputs and the compilation beforehand where there were any. Rates are of the training alone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trainer.errors import ArtifactError, ObjectNotFoundError
 from trainer.summary import SUMMARY, aligned
 
 STAGES = ("warm_up", "reinforce", "distill")
-"""What a distillation is billed for."""
+"""Stages that count as the distillation."""
 _TEXT = ("run", "where", "price of", "")
-"""Columns of words."""
+"""Columns of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PricedRun:
-    """A run in the table; none for what is not known of it."""
+    """A run in the table; None for what is not known of it."""
 
     name: str
     place: Machines | None
@@ -38,7 +38,7 @@ class PricedRun:
 
     @property
     def dollars(self) -> float | None:
-        """What the time cost; none without a price."""
+        """Cost of the time; None without a price."""
         return self.place.dollars(self.seconds) if self.place else None
 
     @property
@@ -48,11 +48,11 @@ class PricedRun:
 
     @property
     def epoch_s(self) -> float | None:
-        """Seconds an epoch."""
+        """Seconds per epoch."""
         return self.seconds / self.epochs if self.epochs else None
 
     def epoch_speed(self, other: PricedRun) -> float | None:
-        """How many times as fast an epoch is as the other run's."""
+        """Compute how many times as fast an epoch is as the other run's."""
         return other.epoch_s / self.epoch_s if self.epoch_s and other.epoch_s else None
 
 
@@ -61,7 +61,7 @@ class PricedRun:
 
 
 def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
-    """A run by its directory, by the registration that it made, or by its `summary.json`.
+    """Read a run by its directory, by its registration, or by its `summary.json`.
 
     Raises:
         ArtifactError: there is no summary, or it is of a version that had no bill.
@@ -78,7 +78,7 @@ def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
         accuracy, epochs = content["student"]["test"]["top1"], content["settings"]["distill"]["epochs"]
     except (ObjectNotFoundError, NotADirectoryError) as error:
         raise ArtifactError(
-            f"{run}: has no {SUMMARY}; give the directory of a run that came to its end (`python -m trainer run` tells it)"
+            f"{run}: has no {SUMMARY}; give the directory of a finished run (`python -m trainer run` prints it)"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}: is not the summary of a run ({error}); give the directory of a run") from error
@@ -86,7 +86,7 @@ def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
 
 
 def read_experiment(name: str) -> list[PricedRun]:
-    """The runs of an MLflow experiment that came to their end.
+    """Read the finished runs of an MLflow experiment.
 
     Raises:
         TrackingError: nothing is tracked, there is no such experiment, or MLflow does not answer or refuses.
@@ -109,13 +109,13 @@ def read_experiment(name: str) -> list[PricedRun]:
 
 
 def _name(path: str) -> str:
-    """The run's directory, also where its registration or a link to it was given."""
+    """Return the name of the run's directory, also where its registration or a link to it was given."""
     folder = path.rpartition("/")[0] if storage.is_remote(path) else str(storage.local_path(path).resolve().parent)
     return folder.removesuffix("/registration").rpartition("/")[2]
 
 
 def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None) -> PricedRun:
-    """A run by its bill.
+    """Make the entry of a run from its bill.
 
     Raises:
         ArtifactError: the bill has no distillation.
@@ -139,9 +139,9 @@ def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None
 
 
 def rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
-    """Heading and a row for each run; columns of which nothing is known are left out.
+    """Return a heading and a row for each run, without columns of which nothing is known.
 
-    Speeds are against the first run. The last column names the cheapest, the fastest and the most accurate run.
+    Speeds are relative to the first run. The last column names the cheapest, the fastest and the most accurate run.
     """
     first = entries[0]
     columns: Mapping[str, Callable[[PricedRun], str]] = {
@@ -166,7 +166,7 @@ def rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
 
 
 def _winners(entries: Sequence[PricedRun]) -> dict[str, PricedRun]:
-    """The best run of each kind, where they differ."""
+    """Find the cheapest, the fastest and the most accurate run, where runs differ."""
     known = {
         "cheapest": [(one.dollars, one) for one in entries if one.dollars is not None],
         "fastest": [(one.seconds, one) for one in entries],
@@ -184,7 +184,7 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 
 def lines(entries: Sequence[PricedRun]) -> list[str]:
-    """The table as text, with what it is of and what speaks against the prices."""
+    """Format the table as text, with a note on what it covers and doubts about the prices."""
     doubts = dict.fromkeys(one.place.price.doubt() for one in entries if one.place and one.place.price)
     table = rows(entries)
     return [

@@ -1,4 +1,4 @@
-"""Being asked to end, by SIGTERM or Ctrl-C: at once, or when the moment is right."""
+"""Requests to end, by SIGTERM or Ctrl-C: followed at once, or when the moment is right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 AGAIN_S = 1.0
-"""A signal that comes this long after the first one asks a second time; sooner it may be the same request by another way."""
+"""A signal this many seconds after the first one is a second request; sooner, it may be the same request by another way."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -41,7 +41,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 class EndRequest:
     """A request to end that can wait for the right moment. A second one, more than `AGAIN_S` later, never waits.
 
-    with Request() as request:
+    with EndRequest() as request:
         prepare()                # ends at once
         request.defer()
         while not request.came:  # only noted from here on
@@ -49,7 +49,7 @@ class EndRequest:
     """
 
     def __init__(self) -> None:
-        """Nobody has asked; while `with` is open signals ask this object."""
+        """Begin without a request; signals reach this object while `with` is open."""
         self.came = False
         """Whether this process was asked to end."""
         self._deferred = False
@@ -57,7 +57,7 @@ class EndRequest:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # no other one can be asked
+        if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other thread
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._handle)
         return self
@@ -65,10 +65,10 @@ class EndRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """From here on signals do what they did before.
+        """Restore the signals' former handlers.
 
         Raises:
-            KeyboardInterrupt: the block has ended well without looking at a request.
+            KeyboardInterrupt: the block has ended without an error and without following a request.
         """
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -76,7 +76,7 @@ class EndRequest:
             raise Terminated
 
     def defer(self) -> None:
-        """From here on a first request is only noted."""
+        """Only note a first request from here on."""
         self._deferred = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,22 +1,22 @@
-"""MLflow, or nothing.
+"""Tracking in MLflow, where it is set up.
 
-Everything is found through the environment, so that where a run is tracked never becomes a parameter of a pipeline task,
-whose change would break caching:
+All configuration is in environment variables, so that where a run is tracked never becomes a parameter of a pipeline task, whose change
+would break caching:
 
     MLFLOW_TRACKING_URI       where to record; not set or empty: nothing is tracked
     MLFLOW_EXPERIMENT_ID      the experiment, or
     MLFLOW_EXPERIMENT_NAME    its name; created where missing
-    MLFLOW_RUN_ID             the parent run, made by somebody else (Kubeflow's MLflow plugin), who also ends it; or
+    MLFLOW_RUN_ID             the parent run, created and ended by another program (Kubeflow's MLflow plugin); or
     TRAINER_RUN               the name of the pipeline run; its parent run is found or created by the tag `trainer.run`, or
-    TRAINER_RUN_ID            by the tag `trainer.run_id`, where names may be alike: of runs on one machine, whose directories name them
+    TRAINER_RUN_ID            by the tag `trainer.run_id` where runs may share a name, such as runs on one machine in several directories
 
 A pipeline run is one parent run, each stage a run nested in it. MLflow never changes a parameter, so a run that starts again with other
 settings gets a new parent, which names the former one in the tag `trainer.former_run`. A server that is down stops a stage at its start
-(`TrackingError`); one that goes away later costs points on a curve and never the training: metrics are sent by a thread
-of their own, which retries, and gives up at exit after a bounded time.
+(`TrackingError`); one that goes away later costs points on a curve and never the training: a separate thread sends metrics, retries, and
+gives up at exit after a bounded time.
 
-A stage that was interrupted and goes on does so in the same run. What the server has of a curve is not sent again, and what it had not
-got at the last checkpoint stands beside that, so a curve has neither gaps nor doubled steps.
+A stage that was interrupted continues in the same run. Points of a curve that the server has are not sent again, and those that it lacked
+at the last checkpoint are kept beside the checkpoint, so a curve has neither gaps nor doubled steps.
 
 MLflow is imported where it is first needed: it takes more than a second.
 """
@@ -68,23 +68,23 @@ FORMER_TAG = "trainer.former_run"
 """MLflow's id of the parent run that the same run had before its settings changed."""
 STAGE_TAG = "trainer.stage"
 TRAINING_TAG = "trainer.training"
-"""Which training a stage's run is of, so that a later try of it finds the run."""
+"""Identity of the training of a stage's run, by which a later attempt finds the run."""
 ERROR_TAG = "trainer.error"
 NOTE_TAG = "mlflow.note.content"
 """What MLflow shows as a run's description, in Markdown."""
 BILL = "bill.json"
 """Name under which register leaves a run's bill with its parent run."""
 
-# MLflow's defaults, 120 s and 7 retries, would hold a training for minutes; whatever matters is retried here.
+# MLflow's defaults, 120 s and 7 retries, would hold a training for minutes; the requests that matter are retried here.
 _TIMEOUT, _RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 _CHECK_LIMITS = {_TIMEOUT: "4", _RETRIES: "0"}
 _STAGE_LIMITS = {_TIMEOUT: "10", _RETRIES: "0"}
 _UPLOAD_LIMITS = {_TIMEOUT: "60", _RETRIES: "3"}
 
 UNSENT = "unsent-metrics.json"
-"""Name of the file beside a training's checkpoints with the points that the server had not got when the last one was written."""
+"""Name of the file beside a training's checkpoints with the points that the server lacked when the last one was written."""
 _POINTS = TypeAdapter(tuple[tuple[str, float, int, int], ...])
-"""Of that file: name, value, time in ms, step."""
+"""Content of that file: name, value, time in ms, step."""
 
 _SEND_INTERVAL_S = 1.0
 _LONGEST_WAIT_S = 30.0
@@ -97,7 +97,7 @@ _PARAMS_A_BATCH = 100
 _TAGS_A_BATCH = 100
 _PARAM_LENGTH = 6000
 _SHOWN = 5
-"""Changed settings that a line of the log names."""
+"""Most changed settings that a line of the log names."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,14 +105,14 @@ _SHOWN = 5
 
 
 def environment(settings: TrackingSettings, *, directory: Path, run: str, identity: str = "") -> dict[str, str]:
-    """The variables that make every stage of a run record to the same place.
+    """Return the variables that make every stage of a run record to the same place.
 
     Args:
-        settings: `tracking.uri` goes before `MLFLOW_TRACKING_URI`, and that before a SQLite file in `directory`; an
-            experiment that is not the default goes before `MLFLOW_EXPERIMENT_NAME`.
-        directory: where `mlflow.db` and `mlartifacts` lie if no URI is given.
+        settings: `tracking.uri` overrides `MLFLOW_TRACKING_URI`, and that a SQLite file in `directory`; an experiment that is not the
+            default overrides `MLFLOW_EXPERIMENT_NAME`.
+        directory: where `mlflow.db` and `mlartifacts` are if no URI is given.
         run: name of the pipeline run.
-        identity: tells it from other runs of that name; empty where its name does.
+        identity: distinguishes it from other runs of that name; empty where its name is unique.
     """
     tracking_uri = settings.uri or os.environ.get(URI) or f"sqlite:///{local_store(directory)}"
     default_experiment = TrackingSettings.model_fields["experiment"].default
@@ -126,17 +126,17 @@ def environment(settings: TrackingSettings, *, directory: Path, run: str, identi
 
 
 def local_store(directory: Path) -> Path:
-    """The SQLite file of the runs in a directory, where nothing else was chosen."""
+    """Return the SQLite file of the runs in a directory, the default store."""
     return directory.resolve() / "mlflow.db"
 
 
 def uri() -> str | None:
-    """Where this process tracks, or None."""
+    """Return where this process tracks, or None."""
     return os.environ.get(URI) or None
 
 
 def shown(address: str) -> str:
-    """A URI without the password that it may hold, for messages and files."""
+    """Mask the password in a URI, for messages and files."""
     parts = urllib.parse.urlsplit(address)
     credentials, at, host = parts.netloc.rpartition("@")
     user, colon, _ = credentials.partition(":")
@@ -144,7 +144,7 @@ def shown(address: str) -> str:
 
 
 def client() -> MlflowClient:
-    """A client for `uri()`.
+    """Make a client for `uri()`.
 
     Raises:
         TrackingError: nothing is tracked, or MLflow cannot use the URI.
@@ -154,13 +154,13 @@ def client() -> MlflowClient:
         raise TrackingError(f"{URI} is not set, so nothing is tracked; set it to the URI of an MLflow server or store")
     from mlflow.tracking import MlflowClient
 
-    # MLflow and alembic tell of every table that they create in a new SQLite file; warnings and errors still show.
+    # MLflow and alembic log every table that they create in a new SQLite file; their warnings and errors still show.
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    if holds_secret(tracking_uri):  # MLflow prints links to its runs, with the password that it was given
+    if holds_secret(tracking_uri):  # MLflow prints links to its runs, with the password in them
         os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     with explained():
-        if sqlite_file := _sqlite_file(tracking_uri):  # MLflow would retry for 100 s before it tells
+        if sqlite_file := _sqlite_file(tracking_uri):  # MLflow would retry for 100 s before it fails
             sqlite_file.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(sqlite_file)) as connection:
                 connection.execute("PRAGMA schema_version")
@@ -176,11 +176,11 @@ def _sqlite_file(tracking_uri: str) -> Path | None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn whatever MLflow raises for an unusable, unreachable or unwilling store into a `TrackingError`.
+    """Turn whatever MLflow raises for a store that is unusable, unreachable or refuses into a `TrackingError`.
 
     Raises:
-        TrackingAwayError: it does not answer, or cannot at the moment.
-        TrackingError: anything else; both with the URI, the reason and the next move.
+        TrackingAwayError: it does not answer, or answers with a server error.
+        TrackingError: anything else. Both name the URI, the reason and the next move.
     """
     from mlflow.exceptions import MlflowException
     from requests.exceptions import RequestException
@@ -190,7 +190,9 @@ def explained() -> Iterator[None]:
         yield
     except (MlflowException, RequestException, SQLAlchemyError, sqlite3.Error, OSError) as error:
         address = shown(uri() or URI)
-        advice = f"start the server, correct tracking.uri or {URI}, or go on without tracking (tracking.enabled=false)"
+        advice = (
+            f"start the server, correct tracking.uri or {URI}, or continue without tracking (tracking.enabled=false)"
+        )
         reason = refused_to_write(error, address) or f"{_reason(error)}; {advice}"
         kind = TrackingAwayError if _away(error) else TrackingError
         raise kind(f"MLflow at {address}: {reason}") from error
@@ -209,13 +211,13 @@ _SERVER_ERRORS = re.compile(r"too many (5\d\d|429) error responses")
 
 
 def _away(error: Exception) -> str:
-    """How the server fails to answer, in words; empty where it does not."""
+    """Describe how the server fails to answer; empty where it answers."""
     text = str(error)
     for sign, meaning in _UNREACHABLE.items():
         if sign in text:
             return f"does not answer ({meaning})"
     found = _SERVER_ERRORS.search(text)
-    return f"answers {found[1]} again and again; its own log says why" if found else ""
+    return f"keeps answering {found[1]}; its own log says why" if found else ""
 
 
 def _reason(error: Exception) -> str:
@@ -235,19 +237,19 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _http_limits(limits: Mapping[str, str]) -> Iterator[None]:
-    """Bound MLflow's HTTP requests, which it reads from the environment; what the user set there stays."""
+    """Bound MLflow's HTTP requests by its environment variables; values that the user has set there stay."""
     ours = {name: {None, *(group[name] for group in (_CHECK_LIMITS, _STAGE_LIMITS, _UPLOAD_LIMITS))} for name in limits}
     with environment_variables({name: value for name, value in limits.items() if os.environ.get(name) in ours[name]}):
         yield
 
 
 def uploading() -> AbstractContextManager[None]:
-    """While a stage uploads what must arrive: longer limits than for its metrics."""
+    """Allow longer requests than for metrics, while a stage uploads what must arrive."""
     return _http_limits(_UPLOAD_LIMITS)
 
 
 def check() -> None:
-    """Make sure that MLflow answers and lets us in; takes seconds. Does nothing if nothing is tracked.
+    """Make sure that MLflow answers and accepts our credentials; takes seconds. Does nothing if nothing is tracked.
 
     Raises:
         TrackingError: the server is down or refuses, with its URI and the next move.
@@ -263,7 +265,7 @@ def check() -> None:
 
 
 def _experiment(mlflow: MlflowClient) -> str:
-    """The experiment's id; it is created where missing."""
+    """Return the experiment's id; it is created where missing."""
     from mlflow.exceptions import MlflowException
 
     given = os.environ.get(EXPERIMENT_ID)
@@ -286,7 +288,7 @@ def _experiment(mlflow: MlflowClient) -> str:
 
 
 def _artifact_location() -> str | None:
-    """Beside the SQLite file, for MLflow would put it below the working directory; a server knows its own."""
+    """Return a folder beside the SQLite file, since MLflow would use the working directory; a server knows its own location."""
     sqlite_file = _sqlite_file(uri() or "")
     return (sqlite_file.resolve().parent / "mlartifacts").as_uri() if sqlite_file else None
 
@@ -296,12 +298,12 @@ def _artifact_location() -> str | None:
 
 
 def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str], *, name: str = "") -> str | None:
-    """Find or create the parent run and record the run's settings and tags on it; it is a new one where the settings are others.
+    """Find or create the parent run and record the run's settings and tags on it; other settings make a new one.
 
     Args:
-        settings: of the run.
-        tags: to set on it.
-        name: of a new one, for people; empty: as `TRAINER_RUN` names it.
+        settings: settings of the run.
+        tags: tags to set on it.
+        name: display name of a new one; empty: the name in `TRAINER_RUN`.
 
     Returns:
         Its id; None if nothing is tracked, or this process belongs to no named run (`TRAINER_RUN`).
@@ -322,7 +324,7 @@ def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str], *, name: 
 
 
 def parent_run() -> str | None:
-    """The id of the parent run, which is created where missing; None as in `start_parent`.
+    """Return the id of the parent run, which is created where missing; None as in `start_parent`.
 
     Raises:
         TrackingError: MLflow does not answer or refuses.
@@ -331,9 +333,9 @@ def parent_run() -> str | None:
 
 
 def finish_parent(status: str = "FINISHED", error: str = "") -> None:
-    """End the parent run as FINISHED, FAILED or KILLED; one that was injected is left to who made it.
+    """End the parent run as FINISHED, FAILED or KILLED, unless another program has created it.
 
-    One that has ended stays as it is: of an earlier try, where this one failed before it had begun.
+    One that has ended stays as it is: it is of an earlier attempt, and this one failed before it had begun.
 
     Args:
         status: how it ended.
@@ -355,7 +357,7 @@ def finish_parent(status: str = "FINISHED", error: str = "") -> None:
 
 
 def end_parent_left(status: str) -> bool:
-    """End the parent run if it is there and still open; gives whether it was.
+    """End the parent run if it exists and is still open; returns whether it was.
 
     Raises:
         TrackingError: MLflow does not answer or refuses.
@@ -372,7 +374,7 @@ def end_parent_left(status: str) -> bool:
 
 
 def _parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None, name: str = "") -> str | None:
-    """The parent run of these settings, or whichever the run has."""
+    """Return the parent run of these settings, or the run's newest one without settings."""
     injected = os.environ.get(RUN_ID)
     if injected:
         return str(mlflow.get_run(injected).info.run_id)
@@ -384,7 +386,7 @@ def _parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None, nam
     run_id, is_running = str(found.info.run_id), found.info.status == "RUNNING"
     changed = _changed(found.data.params, flatten(settings or {}))
     if not changed:
-        if not is_running:  # a run that was interrupted or failed goes on
+        if not is_running:  # a run that was interrupted or failed continues
             mlflow.update_run(run_id, status="RUNNING")
         return run_id
     if is_running:  # it was killed, and could not say so
@@ -416,7 +418,7 @@ def _new_parent(mlflow: MlflowClient, name: str, *, former: str = "") -> str:
 
 
 def _where_the_parent_may_be(mlflow: MlflowClient) -> list[str]:
-    """The run's experiment; on a cluster only the task that makes the parent run knows it, so there all experiments."""
+    """Return the run's experiment; on a cluster only the task that makes the parent run knows it, so there all experiments."""
     if os.environ.get(EXPERIMENT_ID) or os.environ.get(EXPERIMENT_NAME):
         return [_experiment(mlflow)]
     return [str(experiment.experiment_id) for experiment in mlflow.search_experiments()]
@@ -424,7 +426,7 @@ def _where_the_parent_may_be(mlflow: MlflowClient) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class BilledRun:
-    """A parent run that came to its end."""
+    """A finished parent run."""
 
     name: str
     params: Mapping[str, str]
@@ -434,7 +436,7 @@ class BilledRun:
 
 
 def billed_runs(experiment: str) -> list[BilledRun]:
-    """The runs of an experiment that have a bill, the oldest first.
+    """List the runs of an experiment that have a bill, the oldest first.
 
     Raises:
         TrackingError: nothing is tracked, there is no such experiment, or MLflow does not answer or refuses.
@@ -460,9 +462,9 @@ def billed_runs(experiment: str) -> list[BilledRun]:
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """`{"mae": {"epochs": 4}}` -> `{"mae.epochs": "4"}`, with values no longer than MLflow allows.
+    """Flatten nested settings, `{"mae": {"epochs": 4}}` to `{"mae.epochs": "4"}`, with values no longer than MLflow allows.
 
-    A group whose members have names that MLflow may refuse, such as those of classes, stays one parameter.
+    A group whose members have names that MLflow may refuse, such as names of classes, stays one parameter.
     """
     flat: dict[str, str] = {}
     for name, value in settings.items():
@@ -475,7 +477,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def numbers(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Every number of nested figures under its full name: `student/test/top1`; true is 1."""
+    """Collect every number of nested figures under its full name, such as `student/test/top1`; true is 1."""
     flat: dict[str, float] = {}
     for name, value in figures.items():
         full = f"{prefix}/{name}" if prefix else name
@@ -487,7 +489,7 @@ def numbers(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _changed(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
-    """Names of the parameters that a run has with another value."""
+    """List the parameters that a run has with another value."""
     return sorted(name for name, value in given.items() if known.get(name, value) != value)
 
 
@@ -497,7 +499,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:
-    """Record settings; MLflow keeps a parameter's first value, so one that differs now is only named in the log."""
+    """Record settings as parameters; MLflow keeps a parameter's first value, so one that differs now is only named in the log."""
     from mlflow.entities import Param
 
     known = mlflow.get_run(run_id).data.params
@@ -515,7 +517,7 @@ def _record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any
 
 
 class Tracker(Protocol):
-    """What a stage records while it works."""
+    """Records what a stage measures while it works."""
 
     @property
     def run_id(self) -> str | None:
@@ -531,10 +533,10 @@ class Tracker(Protocol):
         """Record a file or a directory; waits for the upload, and only warns if it fails."""
 
     def go_on(self, place: str) -> None:
-        """Send the points that an earlier try of the same training has kept at `place`, a URI; `keep` keeps there from now on."""
+        """Send the points that an earlier attempt of the same training has kept at the URI `place`; `keep` writes there from now on."""
 
     def keep(self) -> None:
-        """Before a checkpoint: write down the points that the server has not got; waits for the store, and only warns if that fails."""
+        """Write the points that the server lacks beside a checkpoint; waits for the store, and only warns if that fails."""
 
 
 class _NoTracker:
@@ -558,7 +560,7 @@ class _NoTracker:
 
 class _RunTracker:
     def __init__(self, mlflow: MlflowClient, run_id: str, last_steps: Mapping[str, int]) -> None:
-        """`last_steps`: name of each metric that the run has already -> its last step."""
+        """Record to a run; `last_steps` maps each metric that it has already to its last step."""
         self._mlflow = mlflow
         self._sender = _Sender(mlflow, run_id, samples=_samples(last_steps))
         self._last_steps = dict(last_steps)
@@ -566,7 +568,7 @@ class _RunTracker:
         self.run_id = run_id
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        # A training that goes on comes past its last steps once more, with the same numbers.
+        # A resumed training repeats its last steps, with the same values.
         self._sender.add(step, {name: value for name, value in values.items() if step > self._last_steps.get(name, -1)})
 
     def go_on(self, place: str) -> None:
@@ -582,7 +584,7 @@ class _RunTracker:
             try:
                 storage.write_bytes(self._kept_at, json.dumps(points).encode())
             except TrainerError as error:
-                logger.warning("points for MLflow are not kept, so an interruption now may cost some: %s", error)
+                logger.warning("points for MLflow are not kept, so an interruption now may lose some: %s", error)
 
     def tag(self, name: str, text: str) -> None:
         self._sender.add_tag(name, text)
@@ -608,7 +610,7 @@ class _RunTracker:
 
 @contextmanager
 def _warned(consequence: str) -> Iterator[None]:
-    """Training outlives its tracking: any failure of MLflow ends as a line in the log."""
+    """Turn any failure of MLflow into a line of the log, since a training must outlive its tracking."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  MLflow's stores let through the errors of whatever lies below them
@@ -616,7 +618,7 @@ def _warned(consequence: str) -> Iterator[None]:
 
 
 def _samples(last_steps: Mapping[str, int]) -> int:
-    """Samples of the machine that a run has already."""
+    """Count the system samples that a run has already."""
     return 1 + max((step for name, step in last_steps.items() if name.startswith(_SYSTEM)), default=-1)
 
 
@@ -624,19 +626,19 @@ def _read_points(place: str) -> Iterable[tuple[str, float, int, int]]:
     try:
         return _POINTS.validate_json(storage.read_bytes(place)) if storage.exists(place) else ()
     except (TrainerError, ValidationError) as error:
-        logger.warning("points for MLflow of an earlier try are not known: %s cannot be read (%s)", place, error)
+        logger.warning("points for MLflow of an earlier attempt are lost: %s cannot be read (%s)", place, error)
         return ()
 
 
 @contextmanager
 def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True, training: str = "") -> Iterator[Tracker]:
-    """A stage's run, nested in the parent run; it ends FINISHED, or FAILED by an exception, or KILLED by an interruption.
+    """Open a stage's run, nested in the parent run; it ends FINISHED, or FAILED by an exception, or KILLED by an interruption.
 
     Args:
         stage: name of the stage, and of its run.
         settings: its settings, recorded as parameters.
         active: False on every process but the first of a group; these get a tracker that does nothing.
-        training: identity of what the stage does; an unfinished run with the same one is gone on with. Empty: a new run.
+        training: identity of the stage's work; an unfinished run with the same identity is continued. Empty: a new run.
 
     Raises:
         TrackingError: MLflow does not answer or refuses when the stage starts. Later failures are warnings.
@@ -675,9 +677,9 @@ def _start_stage(stage: str, settings: Mapping[str, Any], training: str) -> _Run
             run = mlflow.create_run(experiment, run_name=stage, tags=tags)
         else:
             mlflow.update_run(run.info.run_id, status="RUNNING")
-            if ERROR_TAG in run.data.tags:  # of the try before
+            if ERROR_TAG in run.data.tags:  # of the attempt before
                 mlflow.delete_tag(run.info.run_id, ERROR_TAG)
-            logger.info("%s  goes on in the MLflow run %s", stage, run.info.run_id)
+            logger.info("%s  continues the MLflow run %s", stage, run.info.run_id)
         run_id = str(run.info.run_id)
         _record_params(mlflow, run_id, settings)
         last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
@@ -685,17 +687,17 @@ def _start_stage(stage: str, settings: Mapping[str, Any], training: str) -> _Run
 
 
 def _unfinished(mlflow: MlflowClient, experiment: str, tags: Mapping[str, str]) -> Run | None:
-    """The newest run with these tags, unless it came to its end."""
+    """Find the newest run with these tags, unless it is finished."""
     wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
     found = mlflow.search_runs([experiment], filter_string=wanted, order_by=["start_time DESC"], max_results=1)
     return found[0] if found and found[0].info.status != "FINISHED" else None
 
 
 class _Sender(threading.Thread):
-    """Sends points in batches, and samples of the machine every few seconds; retries while the server is away."""
+    """Sends points in batches, and system samples every few seconds; retries while the server is away."""
 
     def __init__(self, mlflow: MlflowClient, run_id: str, *, samples: int) -> None:
-        """`samples`: of the machine that the run has already."""
+        """Begin with nothing to send; `samples` is the number of system samples that the run has already."""
         super().__init__(name="tracking", daemon=True)  # a hanging request must not keep the process alive
         self._mlflow = mlflow
         self._run_id = run_id
@@ -717,8 +719,11 @@ class _Sender(threading.Thread):
         self._waiting.extend(Metric(name, value, time_ms, step) for name, value in values.items())
 
     def unsent(self) -> list[tuple[str, float, int, int]]:
-        """Name, value, time in ms and step of the points that the server may not have, but for samples of the machine."""
-        points = [*list(self._waiting), *list(self._batch)]  # in this order none that moves meanwhile is missed
+        """List name, value, time in ms and step of the points that the server may lack, without system samples."""
+        points = [
+            *list(self._waiting),
+            *list(self._batch),
+        ]  # in this order a point that is moved meanwhile is not missed
         return [
             (point.key, point.value, point.timestamp, point.step)
             for point in sorted(points, key=lambda point: (point.timestamp, point.step))
@@ -731,14 +736,16 @@ class _Sender(threading.Thread):
         self._tags.append(RunTag(name, text[:_PARAM_LENGTH]))
 
     def close(self) -> None:
-        """Send what is left, but not for longer than `_EXIT_S` and one request."""
+        """Send what is left, for at most `_EXIT_S` and one request."""
         self._give_up = time.monotonic() + _EXIT_S
         self._closing.set()
         self.join(timeout=_EXIT_S + float(os.environ[_TIMEOUT]))
         left = len(self._batch) + len(self._waiting) + len(self._tags)
         if left:
             logger.warning(
-                "MLflow run %s: %d points and tags were not sent, for the server did not take them", self._run_id, left
+                "MLflow run %s: %d points and tags were not sent, since the server did not take them",
+                self._run_id,
+                left,
             )
 
     def run(self) -> None:
@@ -752,7 +759,7 @@ class _Sender(threading.Thread):
                 time.sleep(_SEND_INTERVAL_S)
 
     def _send(self) -> bool:
-        """Send one batch of points and tags; whether there is still something to send."""
+        """Send one batch of points and tags; returns whether there is more to send."""
         while self._waiting and len(self._batch) < _POINTS_A_BATCH:
             self._batch.append(self._waiting.popleft())
         tags = list(self._tags)[:_TAGS_A_BATCH]
@@ -760,7 +767,7 @@ class _Sender(threading.Thread):
             return False
         try:
             self._mlflow.log_batch(self._run_id, metrics=self._batch, tags=tags)
-        except Exception as error:  # noqa: BLE001  a thread has nobody to raise to, and the training must go on
+        except Exception as error:  # noqa: BLE001  nothing catches what a thread raises, and the training must continue
             self._failed(error, tags)
         else:
             if self._failures:
@@ -786,11 +793,11 @@ class _Sender(threading.Thread):
             return
         if self._failures == 0:
             self._away_since = time.monotonic()
-            logger.warning("MLflow run %s: metrics wait, the training goes on: %s", self._run_id, _reason(error))
+            logger.warning("MLflow run %s: metrics wait, the training continues: %s", self._run_id, _reason(error))
         self._failures += 1
 
     def _start_system_metrics(self) -> None:
-        """MLflow's own readings, under the names that its pages know, but not its thread, which would wait for the server."""
+        """Set up MLflow's own readings, under the names that its pages expect, without its thread, which would wait for the server."""
         with _warned("the system metrics are not recorded in MLflow"):
             from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -799,7 +806,7 @@ class _Sender(threading.Thread):
     def _sample_system(self) -> None:
         if self._system is None or time.monotonic() < self._next_sample:
             return
-        system, self._system = self._system, None  # one that fails is not asked again
+        system, self._system = self._system, None  # a reading that fails is not repeated
         with _warned("no further system metrics are recorded in MLflow"):
             system.collect_metrics()
             self.add(self._samples, {f"{_SYSTEM}{name}": value for name, value in system.aggregate_metrics().items()})

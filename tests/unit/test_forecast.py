@@ -236,7 +236,7 @@ def test_dollars_are_not_limited_where_no_price_is_known():
     for place in (None, Machines(pool="cpu")):
         check_budget(place, None)
         check_budget(place, 0)
-        with pytest.raises(BudgetError, match=r"run.budget_usd=50 cannot be kept, for the price of .* TRAINER_PLACE"):
+        with pytest.raises(BudgetError, match=r"run.budget_usd=50 cannot be kept, since the price of .* TRAINER_PLACE"):
             check_budget(place, 50)
     with pytest.raises(BudgetError, match=r"run\.budget_usd=50 cannot be kept"):
         refuse_over_budget(forecast(measured(price=None), STEPS_ALONE), {}, budget_usd=50, budget_hours=None)

@@ -160,7 +160,7 @@ def test_a_run_without_distillation_is_left_out_by_hand(tmp_path):
     ("arguments", "message"),
     [
         ([], "error: bill: name the directories of runs, such as runs/latest, or an MLflow experiment with --experiment"),
-        (["nowhere"], "error: nowhere: has no summary.json; give the directory of a run that came to its end"),
+        (["nowhere"], "error: nowhere: has no summary.json; give the directory of a finished run"),
         (["--experiment", "mine"], "error: MLFLOW_TRACKING_URI is not set, so nothing is tracked"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ _ROUNDING = 1e-9  # 0.90 - 0.85 is 0.05000000000000004 and still a drop of 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class GateFigures:
-    """What the gate looks at."""
+    """The figures that the gate checks."""
 
     teacher_top1: float
     student_top1: float
@@ -27,7 +27,7 @@ class GateVerdict:
 
     passed: bool
     reasons: list[str]
-    """Each condition that failed, with its number and its limit; empty if all held."""
+    """Each failed condition, with its number and its limit; empty if all held."""
 
 
 def judge(settings: GateSettings, figures: GateFigures) -> GateVerdict:

@@ -1,4 +1,4 @@
-"""How fast models answer on this machine's CPU, and how much they compute.
+"""Latency of models on this machine's CPU, and their multiply-accumulate operations.
 
 B: images in a batch.
 """
@@ -23,7 +23,7 @@ _WARM_UP_RUNS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """How long a model takes for a batch."""
+    """The time that a model takes for a batch."""
 
     batch_size: int
     p50_ms: float
@@ -36,7 +36,7 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where latencies were measured; they mean nothing without it."""
+    """The machine on which latencies were measured; they mean nothing without it."""
 
     processor: str
     threads: int
@@ -45,7 +45,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """This machine's processor and torch's threads and version."""
+    """Describe this machine: its processor, torch's threads and version."""
     return Machine(processor=processor_name(), threads=torch.get_num_threads(), torch=torch.__version__)
 
 
@@ -54,12 +54,12 @@ def measure(
 ) -> dict[str, list[Latency]]:
     """Time models on the CPU, from raw images to logits.
 
-    The models take turns in one loop, so that whatever else the machine does falls on all of them alike.
+    The models take turns in one loop, so that other work on the machine slows all of them alike.
 
     Args:
         models: by name, on the CPU, in evaluation mode.
         images: at least one, uint8 [N, 3, H, W]; repeated to fill a batch.
-        batch_sizes: B, each measured for itself.
+        batch_sizes: batch sizes B, each measured separately.
         runs: timed batches for each model and batch size, after a few for warm-up.
 
     Returns:
@@ -97,13 +97,13 @@ def _latency(batch_size: int, seconds: Sequence[float]) -> Latency:
 
 
 def multiply_accumulates(model: nn.Module, image: Tensor) -> int:
-    """Multiply-accumulate operations of matrix products, convolutions and attention for one image.
+    """Count the multiply-accumulate operations of matrix products, convolutions and attention for one image.
 
     Args:
         model: on the CPU.
         image: uint8 [1, 3, H, W].
     """
-    # As matrix products, since the counter of torch 2.9 passes over a CPU's fused attention.
+    # Attention as matrix products, since the counter of torch 2.9 ignores a CPU's fused attention.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(image)
     return int(counter.get_total_flops()) // 2

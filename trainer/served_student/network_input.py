@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 
 class Preprocessing(nn.Module):
-    """Raw images to what a network takes; a module, so that its statistics go wherever a model that holds it goes."""
+    """Turns raw images into a network's input; a module, so that its statistics move to the device with the model that holds it."""
 
     mean: Tensor
     std: Tensor
 
     def __init__(self, size: int, mean: Sequence[float], std: Sequence[float], interpolation: str) -> None:
-        """Args as a model's card has them.
+        """Take the arguments from a model's card.
 
         Args:
-            size: S, in pixels.
-            mean: of each channel, with pixels in [0, 1].
-            std: of each channel, with pixels in [0, 1].
+            size: edge S, in pixels.
+            mean: mean of each channel, with pixels in [0, 1].
+            std: standard deviation of each channel, with pixels in [0, 1].
             interpolation: how images of another size are resized, with antialiasing.
         """
         super().__init__()

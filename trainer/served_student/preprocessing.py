@@ -1,7 +1,7 @@
-"""From an image, a file or an array, to the square that a network's input is made of.
+"""From an image file or an array to the square from which a network's input is resized.
 
-`prepare` stores these squares, the served student makes them of what it is asked about. Imports nothing heavy, because every process
-that decodes loads it.
+`prepare` stores these squares; the served student makes them of each photo. Imports nothing heavy, since every process that decodes
+loads it.
 
 Shapes: H x W pixels, C channels.
 """
@@ -22,10 +22,10 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF")
-"""What is read: Pillow's formats that have a signature and start no other program (as EPS would)."""
+"""Formats that are read: those of Pillow that have a signature and start no other program (as EPS would)."""
 
 JPEG_SCANS = 500
-"""Scans of a JPEG file: an ordinary one has up to ten, and each costs the time of a whole picture."""
+"""Most scans of a JPEG file: an ordinary one has up to ten, and each costs the time of a whole picture."""
 
 LARGEST_SQUARE = 2048
 """Longest edge of a square, in pixels."""
@@ -48,12 +48,12 @@ _TURNS = {
 
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
 _JPEG_SCAN = b"\xff\xda"
-"""What a scan begins with; nothing else in a JPEG file looks like it."""
+"""First bytes of a scan; they occur nowhere else in a JPEG file."""
 _LONGEST_REASON = 200
-"""Characters of what a decoder says."""
+"""Most characters of a decoder's message."""
 _UNKNOWN_RANGE = "floating-point pixels: their range is not known"
 _LIMITS_LOCK = threading.Lock()
-"""Pillow's limit and Python's warnings are of the whole process, and a server answers in several threads."""
+"""Pillow's limit and Python's warnings are global to the process, and a server answers in several threads."""
 
 
 class BadImageError(ValueError):
@@ -74,10 +74,10 @@ class Square:
     """A file with more pixels is not decoded."""
 
     def __post_init__(self) -> None:
-        """Check what a file may have said.
+        """Check the members, since they may come from a file.
 
         Raises:
-            ValueError: a member is not what it should be.
+            ValueError: a member is out of its range.
         """
         if self.fit not in get_args(Fit):
             raise ValueError(f"fit must be one of {', '.join(get_args(Fit))}, got {self.fit!r}")
@@ -137,12 +137,12 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int = 1) -> Image.Image
 
 
 def is_jpeg(encoded: bytes | memoryview) -> bool:
-    """Whether these are the bytes of a JPEG file."""
+    """Return whether these are the bytes of a JPEG file."""
     return bytes(encoded[:3]) == _JPEG_SIGNATURE
 
 
 def reason(error: Exception) -> str:
-    """What a decoder's exception says of a file, in a line."""
+    """Describe a decoder's exception in a line."""
     text = re.sub(r"0x[0-9a-f]+", "0x", str(error), flags=re.IGNORECASE)  # an address differs from run to run
     kind = "truncated" if re.search(r"truncated|unexpected end|broken png", text, re.IGNORECASE) else "damaged"
     cut = f"{text[:_LONGEST_REASON]}..." if len(text) > _LONGEST_REASON else text
@@ -157,7 +157,7 @@ def _known_formats() -> list[str]:
 
 @contextmanager
 def _at_most(max_pixels: int) -> Iterator[None]:
-    """Let Pillow itself refuse larger pictures, in any of the places where it reads a size; its other warnings are not for users."""
+    """Let Pillow itself refuse larger pictures, wherever it reads a size, and hide its other warnings, which are not for users."""
     with _LIMITS_LOCK:
         before = Image.MAX_IMAGE_PIXELS
         Image.MAX_IMAGE_PIXELS = max_pixels
@@ -179,7 +179,8 @@ def _check_size(image: Image.Image, max_pixels: int, min_edge: int) -> None:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Undo the EXIF orientation. (`ImageOps.exif_transpose` also writes the other tags anew, and fails where one of them is damaged.)"""
+    """Undo the EXIF orientation."""
+    # Not by ImageOps.exif_transpose, which also rewrites the other tags, and fails where one of them is damaged.
     turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     return image if turn is None else image.transpose(turn)
 
@@ -207,7 +208,7 @@ def _from_sixteen_bit(image: Image.Image) -> Image.Image:
 
 
 def from_array(pixels: npt.NDArray[np.generic]) -> Image.Image:
-    """Make an RGB picture of an array, as `decode` makes it of a file with the same pixels.
+    """Make the RGB picture of an array that `decode` makes of a file with the same pixels.
 
     Args:
         pixels: [H, W] or [H, W, C], where C is 1 (grey), 2 (grey, alpha), 3 (RGB) or 4 (RGBA). uint8; uint16, of which the upper 8 bits

@@ -1,7 +1,7 @@
 """The registered student as MLflow loads it: photos to a probability for each label.
 
-A photo takes the way of those that the student was measured on: upright 8-bit RGB, a square as `prepare` stores it, the network's input.
-One thing differs: `prepare` stores squares as JPEG files unless `data.encoding` is png, and what that loses is not lost here.
+A photo is processed like those that the student was measured on: upright 8-bit RGB, a square as `prepare` stores it, the network's input.
+One thing differs: `prepare` stores squares as JPEG files unless `data.encoding` is png, and that loss is absent here.
 
 Shapes: B images, H x W pixels of any size, C channels, K labels.
 """
@@ -43,7 +43,7 @@ class ServedStudent:
         self._network.eval()
 
     def get_raw_model(self) -> ServedStudent:
-        """The student without MLflow's checks, as `mlflow.pyfunc.PyFuncModel.get_raw_model` gives it: its `predict` takes lists too."""
+        """Return the student without MLflow's checks, for `mlflow.pyfunc.PyFuncModel.get_raw_model`: its `predict` takes lists too."""
         return self
 
     def predict(self, images: Photo | Sequence[Photo]) -> pd.DataFrame:
@@ -56,7 +56,7 @@ class ServedStudent:
             The probability of each label: B rows, K columns named by the labels.
 
         Raises:
-            BadImageError: one of them is no image, or cannot be used; names it, and nothing is classified.
+            BadImageError: one of them is not an image, or cannot be used; it is named, and none is classified.
         """
         photos = _each(images)
         batches = [torch.empty(0, len(self.labels))]
@@ -69,7 +69,7 @@ class ServedStudent:
         return pd.DataFrame(torch.cat(batches).double().numpy(), columns=self.labels)
 
     def _read(self, index: int, photo: Any) -> npt.NDArray[np.uint8]:
-        """A photo's square, uint8 [S, S, 3]."""
+        """Make a photo's square, uint8 [S, S, 3]."""
         try:
             if isinstance(photo, os.PathLike):
                 photo = Path(photo).read_bytes()
@@ -85,18 +85,18 @@ class ServedStudent:
 
 
 _ADVICE = "give an array, the bytes of an image file, or a pathlib.Path"
-"""Text is not taken for a path: what reaches a server over the network could name any file there."""
+"""Text is not taken for a path, since a request over the network could then name any file of the server."""
 
 
 def _each(images: Any) -> Sequence[Any]:
-    """The photos one by one."""
+    """Separate the photos."""
     if isinstance(images, list | tuple):
         return images
     if not isinstance(images, np.ndarray):
         return [images]
     if images.dtype == object and images.ndim == 1:
         return list(images)
-    if images.dtype == object:  # MLflow's server makes this of numbers in JSON
+    if images.dtype == object:  # from MLflow's server for numbers in JSON
         try:
             images = np.array(images.tolist())
         except ValueError as error:
@@ -114,5 +114,5 @@ def _each(images: Any) -> Sequence[Any]:
 
 
 def _load_pyfunc(path: str) -> ServedStudent:
-    """MLflow's entry point: `path` is the copied model directory."""
+    """Load the student for MLflow, whose entry point this is; `path` is the copied model directory."""
     return ServedStudent(Path(path))
