@@ -1,4 +1,4 @@
-"""When each rule of `trainer.profiling.rules` fires: one group of thresholds a rule, by the rule's name.
+"""When each rule of `trainer.profiling.rules` fires: one group of thresholds per rule, by the rule's name.
 
 Defaults that a managed profiling service had before are kept where they fit.
 """
@@ -15,7 +15,7 @@ Percent = Annotated[float, Field(ge=0, le=100)]
 
 
 class Thresholds(Section):
-    """What every rule has."""
+    """Settings of every rule."""
 
     enabled: bool = True
     """Whether the rule is judged."""
@@ -79,7 +79,7 @@ class GpuMemoryGrowth(Thresholds):
 
 
 class LoadBalance(Thresholds):
-    """Processes that do not have the same to do."""
+    """Processes with unequal work."""
 
     distance: Fraction = 0.5
     """Distance between the histograms of two GPUs' use (half the sum of absolute differences)."""
@@ -102,7 +102,7 @@ class StartUp(Thresholds):
     largest_minutes: NonNegativeFloat = 20.0
     """Minutes until the end of the first step, in a stage of any length."""
     share: Fraction = 0.25
-    """Share of its stage's time that a start-up takes, above which it is worth a note."""
+    """Share of its stage's time above which a start-up is noted."""
     fewest_seconds: NonNegativeFloat = 30.0
     """A shorter start-up is never noted: every process has to load torch."""
 
@@ -113,7 +113,7 @@ class StepOutliers(Thresholds):
     sigmas: NonNegativeFloat = 3.0
     """Standard deviations above the mean."""
     ignored: NonNegative = 10
-    """First steps that are not looked at."""
+    """First steps that are ignored."""
     share: Fraction = 0.03
     """Share of the steps' time that outliers must have cost."""
 
@@ -158,7 +158,7 @@ class Stragglers(Thresholds):
 
 
 class Recompilation(Thresholds):
-    """Graphs that are compiled again and again."""
+    """Graphs that are compiled repeatedly."""
 
     after_steps: NonNegative = 10
     """Steps after which nothing should be compiled."""
@@ -179,14 +179,14 @@ class VanishingGradients(Thresholds):
     mean_abs: NonNegativeFloat = 1e-7
     """Mean absolute gradient of a tensor."""
     share: Fraction = 0.5
-    """Share of the looks at tensors in which that must be so."""
+    """Share of the measurements of tensors in which that must be so."""
 
 
 class ExplodingGradients(Thresholds):
     """Gradients or weights that are not finite, or grow without bound."""
 
     growth: NonNegativeFloat = 100.0
-    """Norm of the whole gradient against the larger of its first one and its median before, in two looks in a row."""
+    """Norm of the whole gradient against the larger of its first one and its median before, in two measurements in a row."""
 
 
 class UpdateRatio(Thresholds):
@@ -270,7 +270,7 @@ class LowRecordedMass(Thresholds):
 
 
 class RuleSettings(Section):
-    """When the rules fire; docs/rules.md tells what each looks for."""
+    """When the rules fire; docs/rules.md describes them."""
 
     batch_size: BatchSize = BatchSize()
     """Batch size."""

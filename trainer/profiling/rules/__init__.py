@@ -1,4 +1,4 @@
-"""The rules: what slows or spoils a training, with its evidence, its cure and what that would save."""
+"""The rules: what slows a training or makes it fail, with the evidence, the cure and what that would save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RULES: Sequence[Rule] = (*SYSTEM_RULES, *TRAINING_RULES)
 
 
 def judge(case: Case) -> list[Judgement]:
-    """The answer of every rule on a training; of those that can be judged while it runs, if it does."""
+    """Judge a training by every rule, or by those that allow it while it runs."""
     return [
         Judgement(rule=rule, training=case.training.name, outcome=_outcome(rule, case))
         for rule in RULES

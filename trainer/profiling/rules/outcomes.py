@@ -1,4 +1,4 @@
-"""What a rule answers."""
+"""Rules and their outcomes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from trainer.profiling.evidence import TrainingEvidence
 from trainer.thresholds import RuleSettings
 
 Severity = Literal["note", "warning", "severe"]
-"""`note`: worth knowing; `warning`: costs time, money or accuracy; `severe`: what goes on is of no use."""
+"""`note`: good to know; `warning`: costs time, money or accuracy; `severe`: the rest of the training is of no use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a rule looks at: one training, whole, or as far as it has come."""
+    """The input of a rule: one training, whole or up to now."""
 
     training: TrainingEvidence
     rules: RuleSettings
     before: TrainingEvidence | None = None
     """The training before it in the same stage."""
     stage_s: float | None = None
-    """From the start of the stage's processes to the end of its last training; none while it runs."""
+    """From the start of the stage's processes to the end of its last training; None while it runs."""
     live: bool = False
     """Whether the training still runs, and only this process's record is at hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What curing a finding would save."""
+    """Time that curing a finding would save."""
 
     seconds: float
     """Of the training's wall time."""
@@ -60,15 +60,15 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Healthy:
-    """The rule looked, and does not fire."""
+    """The rule was judged and does not fire."""
 
     text: str
-    """What it saw, with its numbers."""
+    """What the evidence shows, with its numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotJudged:
-    """The rule cannot say."""
+    """The rule cannot be judged."""
 
     reason: str
     """What is missing."""
@@ -81,18 +81,18 @@ Outcome = Finding | Healthy | NotJudged
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Looks for one cause of slow or spoiled trainings."""
+    """A test for one cause of slow or failed trainings."""
 
     name: str
     """Its key in `RuleSettings`."""
     kind: Literal["system", "training"]
     title: str
     needs: str
-    """What it looks at, for docs/rules.md."""
+    """The evidence that it reads, for docs/rules.md."""
     fires: str
-    """When it fires, in words; thresholds by their names."""
+    """When it fires; thresholds are named by their keys."""
     advises: str
-    """What it advises, in words."""
+    """Its advice."""
     judge: Callable[[Case], Outcome]
     live: bool = True
     """Whether it can be judged while the training runs."""

@@ -1,6 +1,6 @@
-"""Evidence of what is learned that was never recorded: looks at three tensors of weights, and curves.
+"""Evidence of what is learned that was never recorded: measurements of three tensors of weights, and curves.
 
-Shapes: L looks, P tensors.
+Shapes: L measurements, P tensors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ USUAL: Mapping[str, npt.ArrayLike] = {
 SETTINGS = {"base_learning_rate": 1e-3, "batch_size": 256, "clip_norm": 1.0}
 
 
-def looks_at(count: int = 5, *, first_step: int = 0, **columns: npt.ArrayLike) -> TensorLooks:
-    """A look at every tenth step, a second apart; a column is [P], [L, 1] or [L, P], `USUAL` where it is not given."""
+def measured(count: int = 5, *, first_step: int = 0, **columns: npt.ArrayLike) -> TensorLooks:
+    """A measurement at every tenth step, a second apart; a column is [P], [L, 1] or [L, P], `USUAL` where it is not given."""
     shape = (count, len(TENSORS))
     values = {
         name: np.broadcast_to(np.asarray(column, float), shape).ravel() for name, column in (USUAL | columns).items()
@@ -54,7 +54,7 @@ def curve_of(values: Sequence[float] | npt.NDArray[np.float64], *, every: int = 
 
 
 def case_of(
-    looks: TensorLooks | None = None,
+    tensors: TensorLooks | None = None,
     *,
     name: str = "distill",
     steps: Mapping[str, Any] | None = None,
@@ -67,7 +67,7 @@ def case_of(
     """A training of 100 seconds.
 
     Args:
-        looks: at its weights.
+        tensors: measurements of its weights.
         name: of the training.
         steps: its step table.
         metrics: its curves.
@@ -79,6 +79,6 @@ def case_of(
     known = dict(context or {})
     known["settings"] = SETTINGS | known.get("settings", {})
     rank = rank_of(steps or steps_of(), context=ContextRecord(**known), name=name, **({"ended_s": 100.0} | record))
-    rank = replace(rank, tensors=looks or looks_at(0))
+    rank = replace(rank, tensors=tensors or measured(0))
     training = TrainingEvidence(name=name, ranks=[rank], metrics=metrics or {})
     return Case(training=training, rules=RuleSettings(**(rules or {})), live=live)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.profiling.rules.learning import case_of, looks_at
+from tests.unit.profiling.rules.learning import case_of, measured
 from tests.unit.profiling.rules.synthetic import steps_of
 from trainer.config import EvidenceSettings
 from trainer.profiling.rules import RULES, judge
@@ -57,8 +57,8 @@ def short(**given: Any) -> set[str]:
 
 def test_a_longer_training_does_not_help_where_a_signal_is_off() -> None:
     weights = {"exploding_gradients", "vanishing_gradients", "update_ratio", "unchanged_weights"}
-    assert weights <= short(looks=looks_at(1)), "the first step is always looked at"
-    assert not weights & short(looks=looks_at(0)), "looks are turned off"
+    assert weights <= short(tensors=measured(1)), "the first step is always measured"
+    assert not weights & short(tensors=measured(0)), "measurements are turned off"
     off = EvidenceSettings(operators_steps=0)
     few = {"steps": steps_of(21)}
     assert "host_syncs" in short(**few), "the window opens at the 20th step, for three"

@@ -27,7 +27,7 @@ _ON_XLA: Mapping[str, str] = {
     "compile": "keep compiled graphs between runs (NEURON_COMPILE_CACHE_URL), and compile them beforehand (make neuron-warm-up)",
 }
 _KEEP_GRAPHS = (
-    "Keep shapes and Python values that the model looks at the same from step to step (TORCH_LOGS=recompiles names the one that changed), "
+    "Keep shapes and Python values that the model reads the same from step to step (TORCH_LOGS=recompiles names the one that changed), "
     "or set compile=off."
 )
 _PARTS = 6
@@ -58,24 +58,26 @@ def _start_up(case: Case) -> Outcome:
     if not parts:
         return NotJudged(reason="the parts of the start-up were not recorded")
     seconds = sum(parts.values())
-    told = ", ".join(f"{name} {duration_text(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
+    summary = ", ".join(
+        f"{name} {duration_text(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1])
+    )
     is_long = seconds > 60 * limits.largest_minutes
     share = seconds / case.stage_s if case.stage_s else 0.0  # how long a stage takes is known at its end
     whole = f", {share:.0%} of the stage's {duration_text(case.stage_s)}" if case.stage_s else ""
     if not is_long and (share <= limits.share or seconds < limits.fewest_seconds):
-        return Healthy(text=f"The first step ended after {duration_text(seconds)}{whole}: {told}.")
+        return Healthy(text=f"The first step ended after {duration_text(seconds)}{whole}: {summary}.")
     avoidable = {name: parts[name] for name in _AVOIDABLE if parts.get(name)}
     cures = [
         (_ON_XLA if is_traced(rank) else _AVOIDABLE)[name]
         for name in sorted(avoidable, key=lambda name: -avoidable[name])
     ]
-    advice = "; ".join(cures) or "look at what the longest part waits for"
+    advice = "; ".join(cures) or "find out what the longest part waits for"
     if not is_long:
         advice += "; a longer training bears a start-up better"
     return Finding(
         severity="warning" if is_long else "note",
         confidence=0.9,
-        text=f"The first step ended only after {duration_text(seconds)}{whole}: {told}.",
+        text=f"The first step ended only after {duration_text(seconds)}{whole}: {summary}.",
         advice=f"{advice[0].upper()}{advice[1:]}.",
         saving=Saving(seconds=sum(avoidable.values()), reason=f"the parts {' and '.join(avoidable)}")
         if avoidable
@@ -97,12 +99,12 @@ def _step_outliers(case: Case) -> Outcome:
     share = excess_s / max(steps.total_s, 1e-9)
     usual = step_ms(steps.ranks[0])
     assert usual is not None, "there are steps to compare"
-    told = (
+    summary = (
         f"{len(far)} of {len(steps)} steps took longer than {1e3 * limit:.3g} ms, without what other programs took of them (median of all "
         f"steps {usual.p50:.3g} ms), which cost {share:.1%} of the steps' time"
     )
     if share <= limits.share:
-        return Healthy(text=f"{told}.")
+        return Healthy(text=f"{summary}.")
     other = first_cause(case, IO_BOTTLENECK, LOADER_WORKERS, CPU_BOTTLENECK, RECOMPILATION)
     if other is not None:
         return other
@@ -110,7 +112,7 @@ def _step_outliers(case: Case) -> Outcome:
     return Finding(
         severity="warning",
         confidence=0.7,
-        text=f"{told}; most of it in `{phase}`. The longest was step {int(steps.numbers[int(seconds.argmax())])}.",
+        text=f"{summary}; most of it in `{phase}`. The longest was step {int(steps.numbers[int(seconds.argmax())])}.",
         advice=(
             "Look at what else happened at these steps: storage, other programs on the machine, garbage collection, or what "
             f"`{phase}` does now and then."
@@ -141,20 +143,20 @@ def _memory_growth(case: Case) -> Outcome:
     }
     if not signals:
         return NotJudged(reason="no memory was sampled")
-    looks = {owner: _levels(rank, name) for owner, name in signals.items()}
-    if all(levels is None for levels in looks.values()):
+    by_owner = {owner: _levels(rank, name) for owner, name in signals.items()}
+    if all(levels is None for levels in by_owner.values()):
         return NotJudged(
             reason=f"fewer than {_FEWEST_SAMPLES} samples of memory were taken in a part of the steps", too_short=True
         )
-    for owner, levels in looks.items():
+    for owner, levels in by_owner.items():
         if levels is not None and _grows_steadily(levels, limit):
             return _leak(rank, owner, levels)
-    told = " ".join(
+    summary = " ".join(
         f"Memory of {owner} went from {_mib(levels[0])} to {_mib(levels[-1])}."
-        for owner, levels in looks.items()
+        for owner, levels in by_owner.items()
         if levels is not None
     )
-    return Healthy(text=told)
+    return Healthy(text=summary)
 
 
 def _levels(rank: RankEvidence, name: str) -> Series | None:
@@ -237,13 +239,13 @@ def _own_overhead(case: Case) -> Outcome:
     seconds = sum(going_on.values())
     share = seconds / record.ended_s
     parts = sorted(record.overhead.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{name} {duration_text(part)}{' (once)' * (name in _ONCE)}" for name, part in parts)
+    summary = ", ".join(f"{name} {duration_text(part)}{' (once)' * (name in _ONCE)}" for name, part in parts)
     if share <= limits.share:
-        return Healthy(text=f"Recording costs {share:.2%} of the training's time: {told}.")
+        return Healthy(text=f"Recording costs {share:.2%} of the training's time: {summary}.")
     return Finding(
         severity="warning",
         confidence=0.9,
-        text=f"Recording costs {share:.1%} of the training's time: {told}.",
+        text=f"Recording costs {share:.1%} of the training's time: {summary}.",
         advice="Look more rarely: evidence.tensors_every, evidence.tensors_budget and evidence.system_interval_s.",
         saving=Saving(seconds=seconds - limits.share * record.ended_s, reason="what it costs above the limit"),
         numbers={f"{name}_s": part for name, part in record.overhead.items()} | {"overhead_share": share},
@@ -299,6 +301,6 @@ OWN_OVERHEAD = Rule(
     title="Own overhead",
     needs="what the recorder measures of itself, in recordings of at least `fewest_seconds`",
     fires="recording takes more than `share` of the training's time, without the windows of operators, which are opened once",
-    advises="rarer looks",
+    advises="rarer measurements of tensors",
     judge=_own_overhead,
 )

@@ -19,7 +19,7 @@ from trainer.profiling.schema import RankRecord
 from trainer.profiling.series import Series
 
 FEWEST_SAMPLES = 20
-"""Fewer samples of the system than this tell nothing that lasts."""
+"""Fewer samples of the system may be an exception."""
 _WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 _READING_OPERATOR = "aten::_local_scalar_dense"
 
@@ -69,9 +69,9 @@ def _batch_size(case: Case) -> Outcome:
     if samples.cpu is None or samples.memory is None:
         return NotJudged(reason="the use of the cores, or the GPU's memory, is not known")
     used = {"GPU": _p95(samples.gpu), "GPU memory": _p95(samples.memory), "CPU": _p95(samples.cpu)}
-    told = ", ".join(f"{name} {percent:.0f} %" for name, percent in used.items())
+    summary = ", ".join(f"{name} {percent:.0f} %" for name, percent in used.items())
     if max(used.values()) >= limit:
-        return Healthy(text=f"95th percentiles: {told}.")
+        return Healthy(text=f"95th percentiles: {summary}.")
     other = first_cause(case, *_WHAT_KEEPS_WAITING)
     if other is not None:
         return other
@@ -80,7 +80,7 @@ def _batch_size(case: Case) -> Outcome:
     return Finding(
         severity="warning",
         confidence=0.7,
-        text=f"The machine is idle: the 95th percentiles are {told}.",
+        text=f"The machine is idle: the 95th percentiles are {summary}.",
         advice=(
             f"Try a {twice} (the learning rate scales with it), or take a smaller machine; the stage tune measures which batch "
             "is fastest."
@@ -111,7 +111,7 @@ def _gpu_utilization(case: Case) -> Outcome:
         confidence=0.6,
         text=f"The GPU is used {what}, and no cause of waiting was found.",
         advice=(
-            "Look at the operators for many small kernels; set compile=on, a larger batch_size, or precision=bf16, and look "
+            "Check the operators for many small kernels; set compile=on, a larger batch_size, or precision=bf16, and look "
             "for work between steps."
         ),
         saving=_if_used(case, samples, limits.low_percent),
@@ -138,13 +138,13 @@ def _host_to_device(case: Case) -> Outcome:
         return steps.too_few
     seconds = float(np.median(usual(steps.phase("to_device"))))
     share = seconds / steps.step_s
-    told = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
+    summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
     if share <= limit:
-        return Healthy(text=f"{told} goes into copies to the GPU and views made there.")
+        return Healthy(text=f"{summary} goes into copies to the GPU and views made there.")
     return Finding(
         severity="warning",
         confidence=0.7,
-        text=f"{told} the GPU waits for copies to it, or makes views.",
+        text=f"{summary} the GPU waits for copies to it, or makes views.",
         advice=(
             "Compare `to_device` with data.views_on=cpu, which copies finished views and leaves making them to the loader "
             "processes; send smaller stored "
@@ -177,7 +177,7 @@ def _host_syncs(case: Case) -> Outcome:
     on_gpu = rank.record.device.startswith("cuda")
     if not on_gpu and not rank.tensors.tensors:
         return NotJudged(
-            reason="no look at the weights tells how many values the optimiser reads, which does so on a CPU"
+            reason="no measurement of the weights shows how many values the optimiser reads, as it would on a CPU"
         )
     reads = _calls(table, _WAITING_CALLS) if on_gpu else _calls(table, (_READING_OPERATOR,)) - _reads_of_torch(rank)
     reads = max(reads, 0.0)
@@ -232,7 +232,7 @@ HOST_SYNCS = Rule(
     name="host_syncs",
     kind="system",
     title="Host syncs",
-    needs="a window of operators; on a CPU a look at the weights, too; on XLA its own counters",
+    needs="a window of operators; on a CPU a measurement of the weights, too; on XLA its own counters",
     fires=(
         "a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by "
         "one, beside those "
@@ -256,7 +256,7 @@ BATCH_SIZE = Rule(
     kind="system",
     title="Batch size",
     needs="use of the cores, of the GPU and of its memory",
-    fires="the 95th percentiles of all three lie below `largest_percent`, and no finding tells what the GPU waits for",
+    fires="the 95th percentiles of all three lie below `largest_percent`, and no finding says what the GPU waits for",
     advises="a larger batch, or a smaller machine",
     judge=_batch_size,
 )

@@ -20,9 +20,9 @@ from trainer.profiling.rules.system.steps import Steps, at_steps, had_core, usua
 from trainer.profiling.series import Series
 
 Cause = Literal["storage", "processor", "nothing"]
-"""What batches that are waited for wait for."""
+"""What the loading of late batches waits for."""
 _MARGIN = 1.25
-"""Loader processes together should be this much faster than the step, for rates vary."""
+"""Loader processes together should be this many times as fast as the step, since rates vary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class LoadingWait:
         return seconds / self.step_s
 
     def workers_that_keep_up(self) -> int:
-        """Loader processes beside each training process with which it would not wait, by the rate of now."""
+        """Loader processes beside each training process with which it would not wait, at the present rate."""
         making_s = self.workers * self.step_s if self.workers else self.waiting_s
         return max(self.workers + 1, math.ceil(_MARGIN * making_s / max(self.step_s - self.waiting_s, 1e-9)))
 
@@ -66,7 +66,7 @@ class LoadingWait:
 def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
     """How the process that waits as long as most others loads.
 
-    Other programs on the machine slow training and loading alike; what they take is left out, as far as the kernel tells.
+    Other programs on the machine slow training and loading alike; their share is left out, as far as the kernel reports it.
 
     Args:
         steps: of the training.
@@ -156,7 +156,7 @@ def _io_bottleneck(case: Case) -> Outcome:
         steps.ranks[0], steps.ranks[0].system.get("iowait_percent"), limits.iowait_percent, limits.gpu_percent
     )
     if _waits_for_storage(loading, limits.waiting_share):
-        text = f"{_told(loading, share, loading.storage_s)} that storage has to give: nobody computes meanwhile."
+        text = f"{_loading_share(loading, share, loading.storage_s)} that storage has to deliver, and nothing is computed meanwhile."
     elif sampled > limits.share:
         share = sampled
         text = f"In {sampled:.0%} of the samples the GPU was idle while the cores waited for storage."
@@ -197,11 +197,11 @@ def _too_few(loading: LoadingWait, steps: Steps) -> Finding:
     return Finding(
         severity="warning",
         confidence=0.8,
-        text=f"{_told(loading, share, loading.computing_s)} that processors make, and cores are free: {_processes(loading)}.",
+        text=f"{_loading_share(loading, share, loading.computing_s)} that processors make, and cores are free: {_processes(loading)}.",
         advice=f"Let more processes load: data.workers={wanted}.",
         saving=Saving(
             seconds=share * steps.total_s * min(1.0, wanted / loading.workers_that_keep_up()),
-            reason="the waiting that so many loader processes hide, at the rate of now",
+            reason="the waiting that this many loader processes hide, at the present rate",
         ),
         numbers=_numbers(loading, share),
         steps=steps.span,
@@ -211,7 +211,11 @@ def _too_few(loading: LoadingWait, steps: Steps) -> Finding:
 def _too_many(loading: LoadingWait, steps: Steps, *, waits: bool) -> Finding:
     share = loading.share(loading.computing_s)
     wanted = max(0, steps.record.cores // steps.processes_here() - 1)
-    waiting = f"{_told(loading, share, loading.computing_s)}, and" if waits else "There are more processes than cores:"
+    waiting = (
+        f"{_loading_share(loading, share, loading.computing_s)}, and"
+        if waits
+        else "There are more processes than cores:"
+    )
     return Finding(
         severity="warning" if waits else "note",
         confidence=0.7 if waits else 0.5,
@@ -235,7 +239,7 @@ def _cpu_bottleneck(case: Case) -> Outcome:
             return NotJudged(
                 reason=f"the number of loader processes comes first (loader_workers): {_processes(loading)}"
             )
-        text = f"{_told(loading, share, loading.computing_s)} that processors make, and none is free: {_processes(loading)}."
+        text = f"{_loading_share(loading, share, loading.computing_s)} that processors make, and none is free: {_processes(loading)}."
     elif sampled > limits.share and loading.share(loading.waiting_s) <= limits.waiting_share:
         share = sampled
         text = f"In {sampled:.0%} of the samples a core was busy and the GPU idle, though batches were ready."
@@ -273,7 +277,7 @@ def _waits_for_storage(loading: LoadingWait, waiting_share: float) -> bool:
     return loading.cause == "storage" and loading.share(loading.storage_s) > waiting_share
 
 
-def _told(loading: LoadingWait, share: float, seconds: float) -> str:
+def _loading_share(loading: LoadingWait, share: float, seconds: float) -> str:
     verb = "goes into batches" if loading.itself else "waits for batches"
     return f"{share:.0%} of each step ({_ms(seconds)} of {_ms(loading.step_s)} undisturbed) {verb}"
 

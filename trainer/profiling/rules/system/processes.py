@@ -16,7 +16,7 @@ from trainer.profiling.rules.system.tracing import is_traced
 from trainer.profiling.series import Series
 
 _BLOCKS = 5
-"""A straggler is slower in all but one of so many parts of the training."""
+"""Parts of the training, in all but one of which a straggler is slower."""
 _BINS = 10
 _UNCERTAIN = 0.1
 """Of the time in which a process had no core, so much may be counted in a neighbouring phase: the kernel counts it when it ends."""
@@ -57,17 +57,17 @@ def _stragglers(case: Case) -> Outcome:
     share = behind_s / steps.step_s
     blocks = [_behind(block, slowest) > limit / 2 * steps.step_s for block in np.array_split(own, _BLOCKS, axis=1)]
     record = steps.ranks[slowest].record
-    told = (
+    summary = (
         f"process {slowest} on {record.host} takes {1e3 * means[slowest]:.3g} ms a step for its own work, the others "
         f"{1e3 * (means[slowest] - behind_s):.3g} ms: {share:.0%} of the step"
     )
     if share <= limit or sum(blocks) < _BLOCKS - 1:
-        return Healthy(text=f"Slowest: {told}.")
+        return Healthy(text=f"Slowest: {summary}.")
     phase = _slower_phase(steps, slowest)
     return Finding(
         severity="warning",
         confidence=0.9,
-        text=f"The others wait for one: {told}. Most of it is in `{phase}`.",
+        text=f"The others wait for one: {summary}. Most of it is in `{phase}`.",
         advice=(
             f"Look at {record.host} (other programs, a throttled or broken device, slow storage), replace that node, and keep "
             "pools to machines of one kind."
@@ -103,15 +103,15 @@ def _load_balance(case: Case) -> Outcome:
         return NotJudged(reason="one process is slower than the others, which comes first (stragglers)")
     waiting_s, distance = max(0.0, _alternating(steps) - _uncertain_s(steps)), _distance(steps)
     share = waiting_s / steps.step_s
-    told = f"{share:.0%} of each step ({1e3 * waiting_s:.3g} ms) is waiting for whichever process has most to do"
+    summary = f"{share:.0%} of each step ({1e3 * waiting_s:.3g} ms) is waiting for the process with the most work"
     if distance is not None:
-        told += f"; the histograms of the GPUs' use are {distance:.2f} apart"
+        summary += f"; the histograms of the GPUs' use are {distance:.2f} apart"
     if share <= limits.waiting_share and (distance is None or distance <= limits.distance):
-        return Healthy(text=f"{told[0].upper()}{told[1:]}.")
+        return Healthy(text=f"{summary[0].upper()}{summary[1:]}.")
     return Finding(
         severity="warning",
         confidence=0.7,
-        text=f"The processes do not have the same to do: {told}.",
+        text=f"The processes have unequal work: {summary}.",
         advice=(
             "Give every process the same work in each step: images of one size (data.image_size), and no branch in model or "
             "objective that depends on the batch or the process."
@@ -172,7 +172,7 @@ def exchange(case: Case) -> Exchange | NotJudged:
 
 
 def communication_share(case: Case) -> float | None:
-    """Share of an undisturbed step in which gradients travel and nothing else goes on; none where it was not measured."""
+    """Share of an undisturbed step in which gradients travel and nothing is computed; None where it was not measured."""
     seen = exchange(case)
     return None if isinstance(seen, NotJudged) else seen.share
 
@@ -182,13 +182,13 @@ def _communication(case: Case) -> Outcome:
     if isinstance(seen, NotJudged):
         return seen
     steps, share = seen.steps, seen.share
-    told = f"{share:.0%} of each step ({1e3 * seen.seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
+    summary = f"{share:.0%} of each step ({1e3 * seen.seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
     if share <= limit:
-        return Healthy(text=f"{told} waits for gradients that travel.")
+        return Healthy(text=f"{summary} waits for gradients that travel.")
     return Finding(
         severity="warning",
         confidence=0.8,
-        text=f"{told} waits for gradients that travel between {steps.record.world_size} processes, with nothing to compute meanwhile.",
+        text=f"{summary} waits for gradients that travel between {steps.record.world_size} processes, with nothing to compute meanwhile.",
         advice=(
             "Halve the bytes (gradient_compression=bf16), exchange more rarely (a larger batch_size, or more accumulation at "
             "the same memory), or train on "
@@ -214,7 +214,7 @@ def _exchange_on_gpus_s(steps: Steps) -> float | None:
 
 
 def _exchange_on_cpus_s(steps: Steps) -> float:
-    """Seconds of a middle step in which no process could go on with its backward pass.
+    """Compute the seconds of a median step in which no process could continue its backward pass.
 
     The threads that exchange gradients lack a core, too, where the training's thread does; what that may have cost is left out.
     """

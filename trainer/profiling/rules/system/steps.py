@@ -18,7 +18,7 @@ from trainer.profiling.rules.outcomes import Case, NotJudged
 from trainer.profiling.series import Rows, Series
 
 FEWEST_STEPS = 30
-"""Fewer steps than this tell nothing that lasts."""
+"""Fewer steps may be an exception."""
 IGNORED = 10
 """First steps of a process, in which caches fill and the number of loader processes is measured."""
 _USUAL_PERCENTILE = 95
@@ -37,7 +37,7 @@ class Steps:
         """Which steps they are, [S]."""
         self._rows = [rows[np.isin(own, self.numbers)] for rows, own in zip(self._rows, numbers, strict=True)]
         self.seconds = self.column("seconds") - self.phase("recorder")
-        """Duration without the recorder's looks, [R, S]."""
+        """Duration without the recorder's measurements of tensors, [R, S]."""
         self.delayed = np.minimum(self._delayed("host_delayed_seconds"), self.seconds)
         """Of that, while a process was ready and other programs had its core, [R, S]; 0 on a GPU, which works on meanwhile."""
 
@@ -124,7 +124,7 @@ def usual(values: Series) -> Series:
 
 
 def had_core(steps: Steps) -> Series:
-    """Of the time in which a process's training wanted a core, the share in which it had one, [R, S]; 1 where the kernel does not tell.
+    """Compute the share in which a process's training had a core, of the time in which it wanted one, [R, S]; 1 where it is not known.
 
     Other programs on the machine make it small; waiting for something else does not.
     """

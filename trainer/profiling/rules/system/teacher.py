@@ -12,7 +12,7 @@ from trainer.profiling.rules.system.tracing import is_traced
 
 _PHASE = "teacher_forward"
 _VIEWS = ReinforceSettings().views
-"""Passes over the training images that a recording takes by default, for whoever judges without the run's settings."""
+"""Passes over the training images that a recording takes by default, where the run's settings are not known."""
 
 
 def _teacher_share(case: Case) -> Outcome:
@@ -25,16 +25,16 @@ def _teacher_share(case: Case) -> Outcome:
     if steps.too_few:
         return steps.too_few
     share = phase_shares(rank).get(_PHASE, 0.0)
-    told = f"The teacher's forward pass takes {formatting.percent(share)} of a step"
+    summary = f"The teacher's forward pass takes {formatting.percent(share)} of a step"
     if share <= limit:
-        return Healthy(text=f"{told}.")
+        return Healthy(text=f"{summary}.")
     epochs, views = int(settings["epochs"]), case.rules.teacher_share.views or _VIEWS
     seconds = share * (steps.total_s + remaining_s(case))
     return Finding(
         severity="note",
         confidence=0.7,
         text=(
-            f"{told}: from recorded outputs a step would be up to {1 / (1 - share):.2g} times as fast. To record them the teacher "
+            f"{summary}: from recorded outputs a step would be up to {1 / (1 - share):.2g} times as fast. To record them the teacher "
             f"sees each image {views} times (reinforce.views), once for all distillations; in this one it sees each image "
             f"{epochs} times, once an epoch."
         ),

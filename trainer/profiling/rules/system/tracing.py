@@ -17,7 +17,7 @@ from trainer.profiling.schema import CompilationRecord, TransferRecord
 from trainer.profiling.series import Series
 
 _FEWEST_COUNTED = 10
-"""Fewer steps than this, in which transfers were counted, tell nothing that lasts."""
+"""Fewer steps with counted transfers may be an exception."""
 _READ = "aten::_local_scalar_dense"
 """What torch calls the reading of a value: `.item()`, `float()`, an `if` on a tensor."""
 _DEBUG = "PT_XLA_DEBUG_LEVEL=2 in the environment prints the line of the program that {}"
@@ -55,7 +55,7 @@ def cause_of(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tuple[str
         )
     if np.isin(steps + rank.steps["step"][:1], rank.tensors.steps).all():
         return (
-            "All of these steps held a look at the weights.",
+            "All of these steps held a measurement of the weights.",
             "Look more rarely (evidence.tensors_every), or never (0).",
         )
     if len(late) > (rank.record.steps.count - steps[0]) / 2:
@@ -95,15 +95,15 @@ def transfers(case: Case, record: TransferRecord) -> Outcome:
         )
     numbers, values = numbers[counted], rank.steps["transfers"][counted]
     share = float(np.mean(values > 0))
-    told = f"In {share:.0%} of the steps values come from the device"
+    summary = f"In {share:.0%} of the steps values come from the device"
     if share <= limit:
-        return Healthy(text=f"{told}.")
+        return Healthy(text=f"{summary}.")
     at = numbers[values > 0]
     return Finding(
         severity="warning",
         confidence=0.9,
         text=(
-            f"{told} ({values.mean():.3g} times a step, first in step {at[0]:.0f} of those after the warm-up): each time what they "
+            f"{summary} ({values.mean():.3g} times a step, first in step {at[0]:.0f} of those after the warm-up): each time what they "
             f"depend on becomes a graph of its own, for which the host waits.{_on_host(record)}"
         ),
         advice=_advice(record),
@@ -121,12 +121,12 @@ def _lacking(record: TransferRecord) -> list[str]:
 
 
 def _on_host(record: TransferRecord) -> str:
-    told = []
+    parts = []
     if lacking := _lacking(record):
-        told.append(f"{listed([f'{name} ({record.fallbacks[name]} calls)' for name in lacking])} ran on the host")
+        parts.append(f"{listed([f'{name} ({record.fallbacks[name]} calls)' for name in lacking])} ran on the host")
     if reads := record.fallbacks.get(_READ):
-        told.append(f"single values were read {reads} times ({_READ})")
-    return f" {'; '.join(told).capitalize() if not lacking else '; '.join(told)}." if told else ""
+        parts.append(f"single values were read {reads} times ({_READ})")
+    return f" {'; '.join(parts).capitalize() if not lacking else '; '.join(parts)}." if parts else ""
 
 
 def _advice(record: TransferRecord) -> str:

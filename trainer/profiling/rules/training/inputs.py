@@ -36,7 +36,7 @@ def _judge_classes(case: Case) -> Outcome:
             f"Class {largest!r} has {classes[largest]:,} training images and {rarest!r} has {classes[rarest]:,}: {ratio:.3g} times as many "
             f"(limit {limit:g}); {rare} of {len(classes)} classes are so much smaller than the largest."
         ),
-        advice="Add images of the small classes, or take out some of the large ones; look at the accuracy of each class in the evaluation.",
+        advice="Add images of the small classes, or remove some of the large ones; check the accuracy of each class in the evaluation.",
         saving=None,
         numbers={"ratio": ratio, "small_classes": float(rare)},
     )
@@ -178,13 +178,13 @@ def _judge_terms(case: Case) -> Outcome:
     sizes = np.stack([weights[name] * np.abs(values) for name, values in terms.items()])
     shares = sizes / np.maximum(sizes.sum(0), np.finfo(np.float64).tiny)
     largest = np.max([np.median(part, axis=1) for part in np.array_split(shares, _PARTS, axis=1)], axis=0)
-    told = dict(zip(terms, largest.tolist(), strict=True))
-    least = min(told, key=told.__getitem__)
-    if told[least] >= case.rules.vanishing_loss_term.share:
+    shares = dict(zip(terms, largest.tolist(), strict=True))
+    least = min(shares, key=shares.__getitem__)
+    if shares[least] >= case.rules.vanishing_loss_term.share:
         return Healthy(
-            text="shares of the loss: " + ", ".join(f"{name} up to {share:.0%}" for name, share in told.items())
+            text="shares of the loss: " + ", ".join(f"{name} up to {share:.0%}" for name, share in shares.items())
         )
-    return _vanishing_term(case, least, told[least], weights[least])
+    return _vanishing_term(case, least, shares[least], weights[least])
 
 
 def _rounded_away(settings: Mapping[str, Any], terms: Mapping[str, Series]) -> Finding | None:

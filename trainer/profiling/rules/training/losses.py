@@ -20,13 +20,13 @@ from trainer.profiling.rules.training.weights import (
 from trainer.profiling.series import Series
 
 _POINTS = 10
-"""Fewer points of a curve tell no course."""
+"""Fewer points of a curve show no trend."""
 _FIRST = 3
 """Points that are a curve's start."""
 _LOST = 0.5
 """Share of what the loss had fallen by, which it may rise again."""
 _MEASUREMENTS = 3
-"""Fewer measurements on the validation split tell no course."""
+"""Fewer measurements on the validation split show no trend."""
 
 _CAUSES = (
     POOR_INITIALISATION,
@@ -74,7 +74,7 @@ def _too_early(case: Case) -> NotJudged | None:
 
 def _flat(case: Case, curve: Curve, start: float, last: float) -> Finding:
     window = case.rules.loss_not_falling.window
-    told_s = float(curve.seconds[-1] if case.live else np.quantile(curve.seconds, window))
+    since_s = float(curve.seconds[-1] if case.live else np.quantile(curve.seconds, window))
     return Finding(
         severity="severe",
         confidence=0.8,
@@ -83,10 +83,10 @@ def _flat(case: Case, curve: Curve, start: float, last: float) -> Finding:
             f"{case.rules.loss_not_falling.fall:.0%}."
         ),
         advice=(
-            "Look whether images and labels belong together (pictures of the views are in the card of the data set), then try "
+            "Check whether images and labels belong together (pictures of the views are in the card of the data set), then try "
             f"{setting(case, 'base_learning_rate')} three times as large and a third of it."
         ),
-        saving=saving_after(case, told_s, "nothing was learned"),
+        saving=saving_after(case, since_s, "nothing was learned"),
         numbers={"start": start, "last": last},
     )
 

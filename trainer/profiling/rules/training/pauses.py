@@ -15,7 +15,7 @@ _ADVICE = (
 
 
 def hanging(seconds: float, step: int, place: str) -> Finding:
-    """The finding on a training in which no step has ended for some time, told while that lasts.
+    """Return the finding on a training in which no step has ended for some time, reported while that lasts.
 
     Args:
         seconds: how long.
@@ -98,7 +98,7 @@ STALLED_TRAINING = Rule(
     needs="Two steps.",
     fires=(
         "For longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the training "
-        "runs, an alarm tells after that time without waiting for the next step."
+        "runs, an alarm reports it after that time without waiting for the next step."
     ),
     advises="Looking at the storage, the loader processes and the other processes of the job.",
     judge=_judge_stalled,

@@ -1,6 +1,6 @@
-"""The rules on weights and gradients, from the looks at every tensor.
+"""The rules on weights and gradients, from the measurements of every tensor.
 
-Shapes: L looks, P tensors.
+Shapes: L measurements, P tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from trainer.profiling.rules.causes import first_cause, listed, saving_after, setting, start_unseen
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
-from trainer.profiling.rules.training.looks import TensorHistory, looks_of
+from trainer.profiling.rules.training.tensor_history import TensorHistory, tensor_history
 from trainer.profiling.series import Series
 
 Flags = npt.NDArray[np.bool_]
 
-_LOOKS = 3
-"""Fewer looks tell no course."""
+_FEWEST = 3
+"""Fewer measurements show no trend."""
 _ALIKE = 0.999
 """Mean absolute value against root mean square: 1 where all weights have the same size, 0.8 in a normal distribution."""
 _USUAL_UPDATE = 0.01
@@ -30,21 +30,21 @@ _WARM = 0.1
 """Share of the peak learning rate from which on a step is meant to move the weights."""
 
 
-def _few(looks: TensorHistory, needed: int) -> NotJudged | None:
-    if len(looks) >= needed:
+def _few(history: TensorHistory, needed: int) -> NotJudged | None:
+    if len(history) >= needed:
         return None
     return NotJudged(
         reason=(
-            f"{len(looks)} looks at the weights were recorded, and {needed} are needed "
+            f"{len(history)} measurements of the weights were recorded, and {needed} are needed "
             "(evidence.tensors_every, evidence.tensors_budget)"
         ),
-        too_short=len(looks) > 0,  # the first step is always looked at, unless looks are turned off
+        too_short=len(history) > 0,  # the first step is always measured, unless measurements are turned off
     )
 
 
-def _chosen(looks: TensorHistory, flags: Flags) -> list[str]:
+def _chosen(history: TensorHistory, flags: Flags) -> list[str]:
     """Names of the tensors that flags [P] choose."""
-    return [name for name, is_chosen in zip(looks.names, flags, strict=True) if is_chosen]
+    return [name for name, is_chosen in zip(history.names, flags, strict=True) if is_chosen]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -52,37 +52,37 @@ def _chosen(looks: TensorHistory, flags: Flags) -> list[str]:
 
 
 def _judge_initialisation(case: Case) -> Outcome:
-    limits, looks = case.rules.poor_initialisation, looks_of(case)
-    if answer := _few(looks, 1) or start_unseen(case):
+    limits, history = case.rules.poor_initialisation, tensor_history(case)
+    if answer := _few(history, 1) or start_unseen(case):
         return answer
-    scales = np.where(looks.matrices()[0], looks.scales()[0], 0.0)
-    alike = (scales > 0) & (looks.grid("weight_mean_abs")[0] > _ALIKE * scales)
-    gains = scales * looks.grid("elements")[0] ** 0.25
-    least, most = _most_uneven(looks.names, scales)
+    scales = np.where(history.matrices()[0], history.scales()[0], 0.0)
+    alike = (scales > 0) & (history.grid("weight_mean_abs")[0] > _ALIKE * scales)
+    gains = scales * history.grid("elements")[0] ** 0.25
+    least, most = _most_uneven(history.names, scales)
     uneven = scales[most] / scales[least] if scales[least] else 1.0
     if alike.any():
         return _poor(
-            looks, alike, "start with all weights of the same size, so that their units learn the same thing", 0.95
+            history, alike, "start with all weights of the same size, so that their units learn the same thing", 0.95
         )
     if gains.max() > limits.largest_gain:
         text = (
             f"start far too large: they stretch a signal up to {gains.max():.3g} times (limit {limits.largest_gain:g})"
         )
-        return _poor(looks, gains > limits.largest_gain, text, 0.9)
+        return _poor(history, gains > limits.largest_gain, text, 0.9)
     if uneven > limits.largest_ratio:
         text = f"start {uneven:.3g} times apart (limit {limits.largest_ratio:g}): {scales[least]:.2g} and {scales[most]:.2g}"
-        return _poor(looks, np.isin(range(len(scales)), (least, most)), text, 0.8)
+        return _poor(history, np.isin(range(len(scales)), (least, most)), text, 0.8)
     return Healthy(
         text=f"matrices stretch a signal {gains.max():.2g} times at most, and those of a kind differ {uneven:.2g} times at most"
     )
 
 
-def _poor(looks: TensorHistory, flags: Flags, what: str, confidence: float) -> Finding:
-    names = _chosen(looks, flags)
+def _poor(history: TensorHistory, flags: Flags, what: str, confidence: float) -> Finding:
+    names = _chosen(history, flags)
     return Finding(
         severity="severe",
         confidence=confidence,
-        text=f"{len(names)} of {len(looks.names)} tensors of weights ({listed(names)}) {what}.",
+        text=f"{len(names)} of {len(history.names)} tensors of weights ({listed(names)}) {what}.",
         advice=(
             "Draw them as timm does (normal, standard deviation 0.02), or start from weights that were trained "
             "(pretrain.weights, pretrain.mae.epochs)."
@@ -107,7 +107,7 @@ POOR_INITIALISATION = Rule(
     name="poor_initialisation",
     kind="training",
     title="Poor initialisation",
-    needs="The look at the first step, before its update.",
+    needs="The measurement at the first step, before its update.",
     fires=(
         "A matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth root "
         "of its elements); or its root mean square differs more than `largest_ratio` times from that of the same matrix in another block."
@@ -122,31 +122,31 @@ POOR_INITIALISATION = Rule(
 
 
 def _judge_vanishing(case: Case) -> Outcome:
-    limits, looks = case.rules.vanishing_gradients, looks_of(case)
-    if answer := _few(looks, _LOOKS) or first_cause(case, POOR_INITIALISATION):
+    limits, history = case.rules.vanishing_gradients, tensor_history(case)
+    if answer := _few(history, _FEWEST) or first_cause(case, POOR_INITIALISATION):
         return answer
-    sizes = looks.grid("gradient_mean_abs")
+    sizes = history.grid("gradient_mean_abs")
     seen, small = ~np.isnan(sizes), sizes < limits.mean_abs
     if not seen.any():
         return NotJudged(reason="no tensor had a gradient")
     share, typical = small.sum() / seen.sum(), float(np.nanmedian(sizes))
     if share <= limits.share:
         return Healthy(
-            text=f"the middle tensor's mean absolute gradient is {typical:.2g}; {share:.0%} of the looks are below {limits.mean_abs:g}"
+            text=f"the middle tensor's mean absolute gradient is {typical:.2g}; {share:.0%} of measurements are below {limits.mean_abs:g}"
         )
-    names = _chosen(looks, small.mean(0) > limits.share)
+    names = _chosen(history, small.mean(0) > limits.share)
     return Finding(
         severity="severe",
         confidence=0.9,
         text=(
-            f"Gradients are too small to learn from: {share:.0%} of the looks at tensors saw a mean absolute gradient below "
+            f"Gradients are too small to learn from: {share:.0%} of the measurements of tensors have a mean absolute gradient below "
             f"{limits.mean_abs:g} (the middle one {typical:.2g}), such as those of {listed(names)}."
         ),
         advice=(
             "Look for what shrinks the loss or its gradient: weights of the loss terms near 0, a detached tensor, saturated units; AdamW's "
             "epsilon of 1e-8 swallows such gradients."
         ),
-        saving=saving_after(case, float(looks.seconds[0]), "little is learned"),
+        saving=saving_after(case, float(history.seconds[0]), "little is learned"),
         numbers={"looks_share": float(share), "median_mean_abs": typical},
     )
 
@@ -155,53 +155,53 @@ VANISHING_GRADIENTS = Rule(
     name="vanishing_gradients",
     kind="training",
     title="Vanishing gradients",
-    needs=f"{_LOOKS} looks at the gradients.",
-    fires="More than `share` of all looks at tensors see a mean absolute gradient below `mean_abs`.",
+    needs=f"{_FEWEST} measurements of the gradients.",
+    fires="More than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.",
     advises="Finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.",
     judge=_judge_vanishing,
 )
 
 
 def _judge_exploding(case: Case) -> Outcome:
-    looks = looks_of(case)
+    history = tensor_history(case)
     return (
-        _not_finite(case, looks)
-        or _few(looks, _LOOKS)
+        _not_finite(case, history)
+        or _few(history, _FEWEST)
         or first_cause(case, POOR_INITIALISATION)
-        or _growth(case, looks)
+        or _growth(case, history)
     )
 
 
-def _not_finite(case: Case, looks: TensorHistory) -> Finding | None:
+def _not_finite(case: Case, history: TensorHistory) -> Finding | None:
     """Numbers that are none, in a gradient or a tensor of weights."""
     bad = (
-        (looks.grid("gradient_nonfinite") > 0)
-        | (looks.grid("weight_nonfinite") > 0)
-        | np.isinf(looks.grid("gradient_norm"))
+        (history.grid("gradient_nonfinite") > 0)
+        | (history.grid("weight_nonfinite") > 0)
+        | np.isinf(history.grid("gradient_norm"))
     )
     if not bad.any():
         return None
     first = int(bad.any(1).argmax())
-    names, seconds = _chosen(looks, bad[first]), float(looks.seconds[first])
+    names, seconds = _chosen(history, bad[first]), float(history.seconds[first])
     return Finding(
         severity="severe",
         confidence=1.0,
         text=(
-            f"At step {looks.steps[first] + 1:.0f} {len(names)} of {len(looks.names)} tensors ({listed(names)}) have gradients or weights "
-            f"that are not finite{_moved(looks)}."
+            f"At step {history.steps[first] + 1:.0f} {len(names)} of {len(history.names)} tensors ({listed(names)}) have gradients or "
+            f"weights that are not finite{_moved(history)}."
         ),
-        advice=_calm(case, looks),
+        advice=_calm(case, history),
         saving=saving_after(case, seconds, "nothing is learned"),
         numbers={"tensors": float(len(names))},
         window_s=(seconds, case.training.ranks[0].record.ended_s),
-        steps=(int(looks.steps[first]), int(looks.steps[-1])),
+        steps=(int(history.steps[first]), int(history.steps[-1])),
     )
 
 
-def _growth(case: Case, looks: TensorHistory) -> Outcome:
-    """The whole gradient's norm against the larger of its first one and its median before, in two looks in a row."""
+def _growth(case: Case, history: TensorHistory) -> Outcome:
+    """The whole gradient's norm against the larger of its first one and its median before, in two measurements in a row."""
     limit = case.rules.exploding_gradients.growth
-    norms = np.sqrt(np.nansum(looks.grid("gradient_norm") ** 2, axis=1))
+    norms = np.sqrt(np.nansum(history.grid("gradient_norm") ** 2, axis=1))
     usual = np.array([max(norms[0], np.median(norms[:index]), _SMALL_NORM) for index in range(1, len(norms))])
     growth = norms[1:] / usual
     lasting = np.minimum(growth[:-1], growth[1:])
@@ -210,42 +210,42 @@ def _growth(case: Case, looks: TensorHistory) -> Outcome:
         return Healthy(
             text=f"all gradients and weights are finite; the gradient's norm grew {growth.max():.3g} times at most"
         )
-    seconds = float(looks.seconds[worst + 1])
+    seconds = float(history.seconds[worst + 1])
     return Finding(
         severity="severe",
         confidence=0.9,
         text=(
-            f"The gradient's norm grew from {usual[worst]:.3g} to {norms[worst + 1]:.3g} at step {looks.steps[worst + 1] + 1:.0f} and "
-            f"stayed {lasting[worst]:.3g} times as large (limit {limit:g}){_moved(looks)}."
+            f"The gradient's norm grew from {usual[worst]:.3g} to {norms[worst + 1]:.3g} at step {history.steps[worst + 1] + 1:.0f} and "
+            f"stayed {lasting[worst]:.3g} times as large (limit {limit:g}){_moved(history)}."
         ),
-        advice=_calm(case, looks),
+        advice=_calm(case, history),
         saving=saving_after(case, seconds, "the weights are being destroyed"),
         numbers={"growth": float(lasting[worst])},
         window_s=(seconds, case.training.ranks[0].record.ended_s),
-        steps=(int(looks.steps[worst + 1]), int(looks.steps[-1])),
+        steps=(int(history.steps[worst + 1]), int(history.steps[-1])),
     )
 
 
-def _moved(looks: TensorHistory) -> str:
-    ratio = _largest_update(looks)
+def _moved(history: TensorHistory) -> str:
+    ratio = _largest_update(history)
     return f"; steps moved the middle matrix by up to {ratio:.2g} times its own norm" if ratio else ""
 
 
-def _largest_update(looks: TensorHistory) -> float:
+def _largest_update(history: TensorHistory) -> float:
     """Of the middle matrix against its own norm; 0 where it is not known."""
-    ratios = looks.update_ratios()
+    ratios = history.update_ratios()
     return float(ratios[np.isfinite(ratios)].max(initial=0.0))
 
 
-def _calm(case: Case, looks: TensorHistory) -> str:
+def _calm(case: Case, history: TensorHistory) -> str:
     settings = case.training.ranks[0].record.context.settings
     rate, clip = settings.get("base_learning_rate"), settings.get("clip_norm")
-    factor = min(0.1, _USUAL_UPDATE / max(_largest_update(looks), _USUAL_UPDATE))
+    factor = min(0.1, _USUAL_UPDATE / max(_largest_update(history), _USUAL_UPDATE))
     lower = f" from {rate:g} to {rate * factor:.2g}" if isinstance(rate, int | float) else ""
     limited = f", set {setting(case, 'clip_norm')}=1" if clip == 0 else ""
     return (
-        f"Lower {setting(case, 'base_learning_rate')}{lower}{limited}, or try precision=fp32; go on from a checkpoint of before, or start "
-        "again."
+        f"Lower {setting(case, 'base_learning_rate')}{lower}{limited}, or try precision=fp32; continue from an earlier checkpoint, or "
+        "start again."
     )
 
 
@@ -253,12 +253,12 @@ EXPLODING_GRADIENTS = Rule(
     name="exploding_gradients",
     kind="training",
     title="Exploding gradients",
-    needs=f"Looks at the weights and gradients; {_LOOKS} of them for growth.",
+    needs=f"Measurements of the weights and gradients; {_FEWEST} of them for growth.",
     fires=(
-        "A gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two looks in a row "
-        "more than `growth` times both its first one and its median before."
+        "A gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two measurements in "
+        "a row more than `growth` times both its first one and its median before."
     ),
-    advises="A lower learning rate, a smaller clip_norm, or precision=fp32; going on from a checkpoint of before.",
+    advises="A lower learning rate, a smaller clip_norm, or precision=fp32; continuing from an earlier checkpoint.",
     judge=_judge_exploding,
 )
 
@@ -268,44 +268,45 @@ EXPLODING_GRADIENTS = Rule(
 
 
 def _judge_update_ratio(case: Case) -> Outcome:
-    looks = looks_of(case)
-    if answer := _few(looks, 1) or first_cause(case, POOR_INITIALISATION, EXPLODING_GRADIENTS):
+    history = tensor_history(case)
+    if answer := _few(history, 1) or first_cause(case, POOR_INITIALISATION, EXPLODING_GRADIENTS):
         return answer
-    ratios = looks.update_ratios()
+    ratios = history.update_ratios()
     if not np.isfinite(ratios).any():
         return NotJudged(reason="no matrix was large enough for its update to be compared with it")
     worst = int(np.nanargmax(ratios))
     if ratios[worst] > case.rules.update_ratio.largest:
-        return _too_large(case, looks, worst)
-    return _size_of_warm_steps(case, looks)
+        return _too_large(case, history, worst)
+    return _size_of_warm_steps(case, history)
 
 
-def _too_large(case: Case, looks: TensorHistory, worst: int) -> Finding:
-    ratio, limit = float(looks.update_ratios()[worst]), case.rules.update_ratio.largest
+def _too_large(case: Case, history: TensorHistory, worst: int) -> Finding:
+    ratio, limit = float(history.update_ratios()[worst]), case.rules.update_ratio.largest
     return Finding(
         severity="severe",
         confidence=0.9,
         text=(
-            f"Step {looks.steps[worst] + 1:.0f} moved the middle matrix by {ratio:.3g} times its own norm (limit {limit:g}); "
+            f"Step {history.steps[worst] + 1:.0f} moved the middle matrix by {ratio:.3g} times its own norm (limit {limit:g}); "
             "0.001 is usual."
         ),
-        advice=_calm(case, looks),
+        advice=_calm(case, history),
         saving=None,
         numbers={"update_ratio": ratio},
-        steps=(int(looks.steps[worst]), int(looks.steps[worst])),
+        steps=(int(history.steps[worst]), int(history.steps[worst])),
     )
 
 
-def _size_of_warm_steps(case: Case, looks: TensorHistory) -> Outcome:
+def _size_of_warm_steps(case: Case, history: TensorHistory) -> Outcome:
     """Whether the steps near the peak learning rate move the weights."""
-    warm = _is_warm(case, looks.steps) & np.isfinite(looks.update_ratios())
-    if warm.sum() < _LOOKS:
+    warm = _is_warm(case, history.steps) & np.isfinite(history.update_ratios())
+    if warm.sum() < _FEWEST:
         return NotJudged(
-            reason=f"{warm.sum()} looks were at a learning rate near its peak, and {_LOOKS} are needed", too_short=True
+            reason=f"{warm.sum()} measurements were at a learning rate near its peak, and {_FEWEST} are needed",
+            too_short=True,
         )
     if cause := first_cause(case, VANISHING_GRADIENTS):
         return cause
-    ratio, limit = float(looks.update_ratios()[warm].max()), case.rules.update_ratio.smallest
+    ratio, limit = float(history.update_ratios()[warm].max()), case.rules.update_ratio.smallest
     if ratio >= limit:
         return Healthy(text=f"steps move the middle matrix by {ratio:.2g} times its own norm at most")
     if ratio == 0:
@@ -315,7 +316,7 @@ def _size_of_warm_steps(case: Case, looks: TensorHistory) -> Outcome:
         confidence=0.8,
         text=f"No step moved the middle matrix by more than {ratio:.2g} times its own norm (limit {limit:g}); 0.001 is usual.",
         advice=f"Raise {setting(case, 'base_learning_rate')} a thousand times or more: such steps are lost in the rounding of the weights.",
-        saving=saving_after(case, float(looks.seconds[0]), "next to nothing changes"),
+        saving=saving_after(case, float(history.seconds[0]), "next to nothing changes"),
         numbers={"update_ratio": ratio},
     )
 
@@ -334,7 +335,10 @@ UPDATE_RATIO = Rule(
     name="update_ratio",
     kind="training",
     title="Update ratio",
-    needs=f"Looks at weights and their updates, and the learning rate; {_LOOKS} looks near the peak learning rate for the lower limit.",
+    needs=(
+        f"Measurements of weights and their updates, and the learning rate; {_FEWEST} of them near the peak learning rate for the lower "
+        "limit."
+    ),
     fires=(
         "A step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near the "
         "peak learning rate is above `smallest`."
@@ -345,38 +349,41 @@ UPDATE_RATIO = Rule(
 
 
 def _judge_unchanged(case: Case) -> Outcome:
-    needed, looks = case.rules.unchanged_weights.looks, looks_of(case)
-    if answer := _few(looks, needed) or first_cause(case, POOR_INITIALISATION, VANISHING_GRADIENTS):
+    needed, history = case.rules.unchanged_weights.looks, tensor_history(case)
+    if answer := _few(history, needed) or first_cause(case, POOR_INITIALISATION, VANISHING_GRADIENTS):
         return answer
-    still = looks.grid("unchanged") >= 1
-    runs = np.stack([still[start : start + needed].all(0) for start in range(len(looks) - needed + 1)])
+    still = history.grid("unchanged") >= 1
+    runs = np.stack([still[start : start + needed].all(0) for start in range(len(history) - needed + 1)])
     frozen: Flags = np.any(runs, axis=0)
     if not frozen.any():
-        return Healthy(text=f"each of {len(looks.names)} tensors changed at least once in {needed} looks")
-    matrices = looks.matrices()[0]
+        return Healthy(text=f"each of {len(history.names)} tensors changed at least once in {needed} measurements")
+    matrices = history.matrices()[0]
     if frozen[matrices].all():
-        return _all_unchanged(case, looks, float(looks.seconds[int(runs.any(1).argmax())]))
-    return first_cause(case, UPDATE_RATIO) or _some_unchanged(case, looks, _chosen(looks, frozen))
+        return _all_unchanged(case, history, float(history.seconds[int(runs.any(1).argmax())]))
+    return first_cause(case, UPDATE_RATIO) or _some_unchanged(case, history, _chosen(history, frozen))
 
 
-def _all_unchanged(case: Case, looks: TensorHistory, since_s: float) -> Finding:
+def _all_unchanged(case: Case, history: TensorHistory, since_s: float) -> Finding:
     needed, rate = case.rules.unchanged_weights.looks, setting(case, "base_learning_rate")
     return Finding(
         severity="severe",
         confidence=0.95,
-        text=f"No step changed any of {int(looks.matrices()[0].sum())} matrices of weights in {needed} looks in a row: nothing is learned.",
+        text=(
+            f"No step changed any of {int(history.matrices()[0].sum())} matrices of weights in {needed} measurements in a row: nothing is "
+            "learned."
+        ),
         advice=f"Raise {rate}: its steps are 0, or lost in the rounding of the weights.",
         saving=saving_after(case, since_s, "nothing changes"),
     )
 
 
-def _some_unchanged(case: Case, looks: TensorHistory, names: Sequence[str]) -> Finding:
+def _some_unchanged(case: Case, history: TensorHistory, names: Sequence[str]) -> Finding:
     return Finding(
         severity="warning",
         confidence=0.95,
         text=(
-            f"{len(names)} of {len(looks.names)} tensors of weights ({listed(names)}) did not change in "
-            f"{case.rules.unchanged_weights.looks} looks in a row, while others did."
+            f"{len(names)} of {len(history.names)} tensors of weights ({listed(names)}) did not change in "
+            f"{case.rules.unchanged_weights.looks} measurements in a row, while others did."
         ),
         advice="Let them be trained (requires_grad, a learning rate above 0 in their group), or leave them out of the model.",
         saving=None,
@@ -388,8 +395,8 @@ UNCHANGED_WEIGHTS = Rule(
     name="unchanged_weights",
     kind="training",
     title="Unchanged weights",
-    needs="As many looks at the weights as `looks`.",
-    fires="In `looks` looks in a row no step changed an element of a tensor.",
+    needs="`looks` measurements of the weights.",
+    fires="In `looks` measurements in a row no step changed an element of a tensor.",
     advises="Letting the tensors be trained; a larger learning rate where none of them changes.",
     judge=_judge_unchanged,
 )

@@ -129,7 +129,7 @@ def test_the_last_step_which_ends_the_loader_processes_is_no_outlier() -> None:
     assert fires(STEP_OUTLIERS, rank_of(ends, context=ContextRecord(total_steps=STEPS + 1)))
 
 
-def test_looks_of_the_recorder_and_a_core_that_was_taken_are_no_outliers() -> None:
+def test_measurements_of_the_recorder_and_a_core_that_was_taken_are_no_outliers() -> None:
     hangs = np.where(NUMBERS % 50 == 20, 200.0, 0.0)
     assert not fires(STEP_OUTLIERS, rank_of(steps_of(recorder=hangs)))
     assert not fires(STEP_OUTLIERS, rank_of(steps_of(forward=2 + hangs, host_delayed_seconds=hangs)))

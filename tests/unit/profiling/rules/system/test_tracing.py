@@ -145,7 +145,7 @@ def test_a_look_at_the_weights_is_named() -> None:
         looks = replace(rank.tensors, steps=np.array([50.0, 100.0]))
         return finding(RECOMPILATION, replace(rank, tensors=looks))
 
-    assert "a look at the weights" in told(50, 100).text
+    assert "a measurement of the weights" in told(50, 100).text
     assert "evidence.tensors_every" in told(50).advice
     assert "look" not in told(50, 51).text
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.learning import case_of, curve_of, looks_at
+from tests.unit.profiling.rules.learning import case_of, curve_of, measured
 from tests.unit.profiling.rules.synthetic import steps_of
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.rules.training.losses import LOSS_NOT_FALLING, OVERFITTING
@@ -59,11 +59,11 @@ def test_the_end_of_a_training_that_went_on_from_a_checkpoint_is_not_judged() ->
 
 
 def test_what_says_more_goes_before() -> None:
-    looks = looks_at(gradient_mean_abs=1e-9)
-    outcome = fall([2.0] * 40, looks=looks)
+    tensors = measured(gradient_mean_abs=1e-9)
+    outcome = fall([2.0] * 40, tensors=tensors)
     assert isinstance(outcome, NotJudged)
     assert outcome.reason.endswith("vanishing_gradients")
-    assert isinstance(fall([2.0] * 40, looks=looks, rules={"vanishing_gradients": {"enabled": False}}), Finding)
+    assert isinstance(fall([2.0] * 40, tensors=tensors, rules={"vanishing_gradients": {"enabled": False}}), Finding)
 
 
 @pytest.mark.parametrize(("total", "judged"), [(300, True), (400, False), (None, False)])

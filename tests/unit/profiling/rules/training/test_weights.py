@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.learning import TENSORS, case_of, curve_of, looks_at
+from tests.unit.profiling.rules.learning import TENSORS, case_of, curve_of, measured
 from tests.unit.profiling.rules.synthetic import steps_of
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.rules.training.weights import (
@@ -27,21 +27,21 @@ def found(case: Any) -> dict[str, Finding]:
 
 
 def test_healthy_weights_are_healthy_for_every_rule() -> None:
-    assert {type(rule.judge(case_of(looks_at()))) for rule in RULES} == {Healthy}
+    assert {type(rule.judge(case_of(measured()))) for rule in RULES} == {Healthy}
 
 
-def test_without_looks_nothing_is_judged() -> None:
+def test_without_measurements_nothing_is_judged() -> None:
     for rule in RULES:
         outcome = rule.judge(case_of())
         assert isinstance(outcome, NotJudged)
-        assert "0 looks at the weights were recorded" in outcome.reason
+        assert "0 measurements of the weights were recorded" in outcome.reason
 
 
 # -- initialisation
 
 
 def test_weights_of_one_size() -> None:
-    case = case_of(looks_at(weight_mean_abs=[0.016, 0.02, 1]))
+    case = case_of(measured(weight_mean_abs=[0.016, 0.02, 1]))
     assert set(found(case)) == {"poor_initialisation"}
     assert TENSORS[1] in found(case)["poor_initialisation"].text
 
@@ -49,23 +49,23 @@ def test_weights_of_one_size() -> None:
 @pytest.mark.parametrize(("scale", "fires"), [(1.2, False), (1.3, True)])
 def test_weights_that_stretch_a_signal(scale: float, fires: bool) -> None:
     """The fourth root of 4096 elements is 8, and the limit 10."""
-    case = case_of(looks_at(weight_norm=[64 * scale, 64 * scale, 8], weight_mean_abs=[0.8 * scale, 0.8 * scale, 1]))
+    case = case_of(measured(weight_norm=[64 * scale, 64 * scale, 8], weight_mean_abs=[0.8 * scale, 0.8 * scale, 1]))
     assert ("poor_initialisation" in found(case)) is fires
 
 
 @pytest.mark.parametrize(("scale", "fires"), [(0.39, False), (0.41, True)])
 def test_a_block_at_another_scale(scale: float, fires: bool) -> None:
-    case = case_of(looks_at(weight_norm=[0.02 * 64, 64 * scale, 8], weight_mean_abs=[0.016, 0.8 * scale, 1]))
+    case = case_of(measured(weight_norm=[0.02 * 64, 64 * scale, 8], weight_mean_abs=[0.016, 0.8 * scale, 1]))
     assert ("poor_initialisation" in found(case)) is fires
 
 
 def test_layers_that_start_at_zero_are_meant_so() -> None:
-    assert found(case_of(looks_at(weight_norm=[0, 0.02 * 64, 8], weight_mean_abs=[0, 0.016, 1]))) == {}
+    assert found(case_of(measured(weight_norm=[0, 0.02 * 64, 8], weight_mean_abs=[0, 0.016, 1]))) == {}
 
 
 def test_a_start_that_was_another_process_s_is_not_judged() -> None:
     steps = steps_of()
-    outcome = POOR_INITIALISATION.judge(case_of(looks_at(first_step=500), steps=steps | {"step": steps["step"] + 500}))
+    outcome = POOR_INITIALISATION.judge(case_of(measured(first_step=500), steps=steps | {"step": steps["step"] + 500}))
     assert isinstance(outcome, NotJudged)
     assert "at step 501" in outcome.reason
 
@@ -73,7 +73,7 @@ def test_a_start_that_was_another_process_s_is_not_judged() -> None:
 def test_tokens_and_positions_stretch_no_signal() -> None:
     assert (
         found(
-            case_of(looks_at(weight_norm=[64 * 5, 0.02 * 64, 8], weight_mean_abs=[5, 0.016, 1], dimensions=[3, 2, 1]))
+            case_of(measured(weight_norm=[64 * 5, 0.02 * 64, 8], weight_mean_abs=[5, 0.016, 1], dimensions=[3, 2, 1]))
         )
         == {}
     )
@@ -85,7 +85,7 @@ def test_tokens_and_positions_stretch_no_signal() -> None:
 def test_one_number_that_is_not_finite_is_an_explosion() -> None:
     nonfinite = np.zeros((5, 3))
     nonfinite[3, 1] = 1e-3
-    case = case_of(looks_at(gradient_nonfinite=nonfinite))
+    case = case_of(measured(gradient_nonfinite=nonfinite))
     finding = found(case)["exploding_gradients"]
     assert finding.text.startswith(
         f"At step 31 1 of 3 tensors ({TENSORS[1]}) have gradients or weights that are not finite"
@@ -108,24 +108,24 @@ def test_one_number_that_is_not_finite_is_an_explosion() -> None:
     ],
 )
 def test_growth_of_the_gradient(norms: list[float], fires: bool) -> None:
-    case = case_of(looks_at(gradient_norm=np.array(norms)[:, None] * [1, 1, 0]))
+    case = case_of(measured(gradient_norm=np.array(norms)[:, None] * [1, 1, 0]))
     assert set(found(case)) == ({"exploding_gradients"} if fires else set())
 
 
 def test_an_explosion_explains_steps_that_are_too_large() -> None:
     norms = np.array([1, 1, 1, 1e6, 1e6])[:, None]
-    case = case_of(looks_at(gradient_norm=norms, update_ratio=50))
+    case = case_of(measured(gradient_norm=norms, update_ratio=50))
     assert set(found(case)) == {"exploding_gradients"}
     assert "moved the middle matrix by up to 50 times its own norm" in found(case)["exploding_gradients"].text
-    without = case_of(looks_at(gradient_norm=norms, update_ratio=50), rules={"exploding_gradients": {"enabled": False}})
+    without = case_of(measured(gradient_norm=norms, update_ratio=50), rules={"exploding_gradients": {"enabled": False}})
     assert "update_ratio" in {rule.name for rule in RULES if isinstance(rule.judge(without), Finding)}
 
 
 @pytest.mark.parametrize(("small", "fires"), [(7, False), (8, True)])
-def test_more_than_half_of_the_looks_see_no_gradient_to_speak_of(small: int, fires: bool) -> None:
+def test_more_than_half_of_the_measurements_have_next_to_no_gradient(small: int, fires: bool) -> None:
     sizes = np.full(15, 1e-3)
     sizes[:small] = 0.9e-7
-    assert set(found(case_of(looks_at(gradient_mean_abs=sizes.reshape(5, 3))))) == (
+    assert set(found(case_of(measured(gradient_mean_abs=sizes.reshape(5, 3))))) == (
         {"vanishing_gradients"} if fires else set()
     )
 
@@ -134,7 +134,7 @@ def test_tensors_without_a_gradient_do_not_count_as_vanished() -> None:
     gradients = {
         name: np.array([np.nan, np.nan, value]) for name, value in (("gradient_norm", 0.1), ("gradient_mean_abs", 1e-3))
     }
-    case = case_of(looks_at(**gradients, gradient_nonfinite=[np.nan, np.nan, 0], unchanged=[1, 0, 0]))
+    case = case_of(measured(**gradients, gradient_nonfinite=[np.nan, np.nan, 0], unchanged=[1, 0, 0]))
     assert set(found(case)) == {"unchanged_weights"}
 
 
@@ -143,60 +143,60 @@ def test_tensors_without_a_gradient_do_not_count_as_vanished() -> None:
 
 @pytest.mark.parametrize(("ratio", "fires"), [(0.99, False), (1.01, True), (2e-7, False), (0.9e-7, True)])
 def test_update_ratio(ratio: float, fires: bool) -> None:
-    assert set(found(case_of(looks_at(update_ratio=ratio)))) == ({"update_ratio"} if fires else set())
+    assert set(found(case_of(measured(update_ratio=ratio)))) == ({"update_ratio"} if fires else set())
 
 
 def test_one_step_that_is_too_large_is_enough() -> None:
     ratios = np.full((5, 1), 0.01)
     ratios[1] = 3.0
-    finding = found(case_of(looks_at(update_ratio=ratios)))["update_ratio"]
+    finding = found(case_of(measured(update_ratio=ratios)))["update_ratio"]
     assert finding.text.startswith("Step 11 moved the middle matrix by 3 times its own norm (limit 1)")
     assert finding.advice.startswith("Lower distill.base_learning_rate from 0.001 to 3.3e-06, ")
 
 
 def test_the_setting_is_named_as_the_recipe_names_it() -> None:
-    case = case_of(looks_at(update_ratio=3), name="finetune")
+    case = case_of(measured(update_ratio=3), name="finetune")
     assert "Lower pretrain.finetune.base_learning_rate" in found(case)["update_ratio"].advice
 
 
 def test_tokens_that_start_near_zero_do_not_tell_the_size_of_a_step() -> None:
-    looks = looks_at(
+    tensors = measured(
         weight_norm=[1e-6 * 64, 0.02 * 64, 8], weight_mean_abs=[0.8e-6, 0.016, 1], update_ratio=[1e3, 0.01, 0.01]
     )
-    assert "update_ratio" not in found(case_of(looks, rules={"poor_initialisation": {"enabled": False}}))
+    assert "update_ratio" not in found(case_of(tensors, rules={"poor_initialisation": {"enabled": False}}))
 
 
 def test_small_steps_of_a_warm_up_are_healthy() -> None:
     ratios = np.array([1e-9, 1e-9, 1e-3, 1e-3, 1e-3])[:, None]
-    assert found(case_of(looks_at(update_ratio=ratios))) == {}
-    early = case_of(looks_at(3, update_ratio=1e-9), metrics={"learning_rate": curve_of([1e-6, 2e-6, 3e-6])})
+    assert found(case_of(measured(update_ratio=ratios))) == {}
+    early = case_of(measured(3, update_ratio=1e-9), metrics={"learning_rate": curve_of([1e-6, 2e-6, 3e-6])})
     outcome = UPDATE_RATIO.judge(early)
     assert isinstance(outcome, NotJudged)
-    assert "0 looks were at a learning rate near its peak" in outcome.reason
+    assert "0 measurements were at a learning rate near its peak" in outcome.reason
 
 
 def test_a_frozen_tensor_and_a_frozen_model() -> None:
-    some = found(case_of(looks_at(unchanged=[1, 0, 0])))["unchanged_weights"]
+    some = found(case_of(measured(unchanged=[1, 0, 0])))["unchanged_weights"]
     assert some.severity == "warning"
     assert "requires_grad" in some.advice
     assert some.saving is None
-    every = found(case_of(looks_at(unchanged=[1, 1, 0], update_ratio=0)))
+    every = found(case_of(measured(unchanged=[1, 1, 0], update_ratio=0)))
     assert set(every) == {"unchanged_weights"}
     assert every["unchanged_weights"].severity == "severe"
     assert every["unchanged_weights"].advice.startswith("Raise distill.base_learning_rate")
     assert every["unchanged_weights"].saving is not None
 
 
-def test_two_looks_without_a_change_are_no_frozen_tensor() -> None:
+def test_two_measurements_without_a_change_are_no_frozen_tensor() -> None:
     unchanged = np.zeros((5, 3))
     unchanged[1:3, 0] = 1
-    assert found(case_of(looks_at(unchanged=unchanged))) == {}
+    assert found(case_of(measured(unchanged=unchanged))) == {}
     unchanged[3, 0] = 1
-    assert set(found(case_of(looks_at(unchanged=unchanged)))) == {"unchanged_weights"}
+    assert set(found(case_of(measured(unchanged=unchanged)))) == {"unchanged_weights"}
 
 
 def test_a_running_training_saves_the_steps_that_are_left() -> None:
-    case = case_of(looks_at(gradient_nonfinite=[0, 0.1, 0]), live=True, context={"total_steps": 330}, ended_s=10.0)
+    case = case_of(measured(gradient_nonfinite=[0, 0.1, 0]), live=True, context={"total_steps": 330}, ended_s=10.0)
     saving = found(case)["exploding_gradients"].saving
     assert saving is not None
     assert saving.seconds == pytest.approx(10 + 220 * 0.01)

@@ -1,6 +1,6 @@
-"""The looks at the tensors of weights as arrays.
+"""The measurements of the tensors of weights as arrays.
 
-Shapes: L looks, P tensors.
+Shapes: L measurements, P tensors.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from trainer.profiling.rules.outcomes import Case
 from trainer.profiling.series import Series
 
 Grid = npt.NDArray[np.float64]
-"""A value for each look at each tensor, [L, P]; NaN where there was nothing to see."""
+"""A value of each measurement of each tensor, [L, P]; NaN where there is none."""
 
 _SMALLEST_SCALE = 1e-3
-"""Weights of a smaller root mean square (tokens that start near zero) say nothing of the step's size."""
+"""The update of weights with a smaller root mean square (tokens that start near zero) does not show the step's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHistory:
-    """What each look saw of each tensor."""
+    """Every measurement of each tensor."""
 
     names: Sequence[str]
     steps: Series
@@ -32,40 +32,40 @@ class TensorHistory:
     seconds: Series
     """Since the recording began, [L]."""
     rows: npt.NDArray[np.int64]
-    """Which look each row of the table belongs to."""
+    """The measurement of each row of the table."""
     columns: npt.NDArray[np.int64]
-    """Which tensor."""
+    """The tensor of each row of the table."""
     table: TensorLooks
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def grid(self, column: str) -> Grid:
-        """A column of the table, [L, P]."""
+        """Arrange a column of the table as [L, P]."""
         values = np.full((len(self.steps), len(self.names)), np.nan)
         values[self.rows, self.columns] = self.table.values[column]
         return values
 
     def scales(self) -> Grid:
-        """Root mean square of the weights, [L, P]."""
+        """Compute the root mean square of the weights, [L, P]."""
         return self.grid("weight_norm") / np.sqrt(self.grid("elements"))
 
     def update_ratios(self) -> Series:
-        """The middle matrix's update against its weights, [L]; NaN where no matrix tells."""
+        """Compute the median matrix's update relative to its weights, [L]; NaN where no matrix is large enough."""
         ratios = np.where((self.scales() >= _SMALLEST_SCALE) & self.matrices(), self.grid("update_ratio"), np.nan)
-        told = np.isfinite(ratios).any(1)
+        known = np.isfinite(ratios).any(1)
         medians = np.full(len(self), np.nan)
-        medians[told] = np.nanmedian(ratios[told], axis=1)
+        medians[known] = np.nanmedian(ratios[known], axis=1)
         return medians
 
     def matrices(self) -> npt.NDArray[np.bool_]:
-        """Whether a tensor multiplies a signal, [L, P]: biases and norms have one dimension, tokens and positions three."""
+        """Mark the tensors that multiply a signal, [L, P]: biases and norms have one dimension, tokens and positions three."""
         dimensions = self.grid("dimensions")
         return np.asarray((dimensions >= 2) & (dimensions != 3))
 
 
-def looks_of(case: Case) -> TensorHistory:
-    """The first process's looks; all processes hold the same weights."""
+def tensor_history(case: Case) -> TensorHistory:
+    """Read the first process's measurements; all processes hold the same weights."""
     table = case.training.ranks[0].tensors
     index = {name: number for number, name in enumerate(dict.fromkeys(table.tensors))}
     steps, first, rows = np.unique(table.steps, return_index=True, return_inverse=True)
