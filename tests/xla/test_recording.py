@@ -11,8 +11,8 @@ from tests.unit.profiling.rules.synthetic import case_of
 from trainer.config import EvidenceSettings
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules.outcomes import Finding, Healthy
-from trainer.profiling.rules.system.course import RECOMPILATION
 from trainer.profiling.rules.system.gpu import HOST_SYNCS
+from trainer.profiling.rules.system.lifecycle import RECOMPILATION
 
 torch_xla = pytest.importorskip("torch_xla")
 xla = pytest.importorskip("trainer.profiling.xla")

@@ -17,7 +17,7 @@ from trainer.profiling.pace import images_per_second, measured_rows
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.report import build
 from trainer.profiling.rules.outcomes import Finding
-from trainer.profiling.rules.system.course import STEP_OUTLIERS
+from trainer.profiling.rules.system.lifecycle import STEP_OUTLIERS
 from trainer.profiling.rules.system.processes import COMMUNICATION
 from trainer.profiling.schema import CommunicationRecord
 from trainer.profiling.summary import summarize

@@ -11,9 +11,9 @@ from trainer.profiling.operators import OperatorTable
 from trainer.profiling.pace import is_core
 from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
+from trainer.profiling.rules.system.compared_steps import Steps, usual, within_steps
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
 from trainer.profiling.rules.system.processes import COMMUNICATION, LOAD_BALANCE, STRAGGLERS
-from trainer.profiling.rules.system.steps import Steps, usual, within_steps
 from trainer.profiling.rules.system.tracing import is_traced, transfers
 from trainer.profiling.schema import RankRecord
 from trainer.profiling.series import Series

@@ -16,7 +16,7 @@ import numpy as np
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.pace import is_core
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
-from trainer.profiling.rules.system.steps import Steps, at_steps, had_core, usual
+from trainer.profiling.rules.system.compared_steps import Steps, at_steps, had_core, usual
 from trainer.profiling.series import Series
 
 Cause = Literal["storage", "processor", "nothing"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
-from trainer.profiling.rules.system.steps import Steps, usual
+from trainer.profiling.rules.system.compared_steps import Steps, usual
 from trainer.profiling.rules.system.tracing import is_traced
 from trainer.profiling.series import Series
 

@@ -12,7 +12,7 @@ import numpy as np
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.rules.causes import listed
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving
-from trainer.profiling.rules.system.steps import IGNORED
+from trainer.profiling.rules.system.compared_steps import IGNORED
 from trainer.profiling.schema import CompilationRecord, TransferRecord
 from trainer.profiling.series import Series
 

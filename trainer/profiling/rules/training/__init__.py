@@ -11,7 +11,7 @@ from trainer.profiling.rules.training.inputs import (
     VANISHING_LOSS_TERM,
     WEAK_TEACHER,
 )
-from trainer.profiling.rules.training.losses import LOSS_NOT_FALLING, OVERFITTING
+from trainer.profiling.rules.training.loss_curves import LOSS_NOT_FALLING, OVERFITTING
 from trainer.profiling.rules.training.pauses import STALLED_TRAINING
 from trainer.profiling.rules.training.weights import (
     EXPLODING_GRADIENTS,

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.profiling.rules.learning import case_of, curve_of, measured
 from tests.unit.profiling.rules.synthetic import steps_of
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
-from trainer.profiling.rules.training.losses import LOSS_NOT_FALLING, OVERFITTING
+from trainer.profiling.rules.training.loss_curves import LOSS_NOT_FALLING, OVERFITTING
 
 FALLING = np.linspace(2.0, 1.0, 40)
 

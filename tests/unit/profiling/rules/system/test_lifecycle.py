@@ -12,7 +12,7 @@ from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, s
 from trainer.profiling.evidence import Evidence, RankEvidence, TrainingEvidence
 from trainer.profiling.findings import judged
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
-from trainer.profiling.rules.system.course import (
+from trainer.profiling.rules.system.lifecycle import (
     MEMORY_GROWTH,
     OWN_OVERHEAD,
     RECOMPILATION,

@@ -1,4 +1,4 @@
-"""The rules on the course of a training: how it starts, what interrupts its steps, what grows, and what watching it costs."""
+"""The rules on a training's start-up, recompilation, slow single steps, growing memory, and the cost of recording it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.pace import phase_of, step_ms
 from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
+from trainer.profiling.rules.system.compared_steps import Steps, within_steps
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
-from trainer.profiling.rules.system.steps import Steps, within_steps
 from trainer.profiling.rules.system.tracing import cause_of, is_traced
 from trainer.profiling.series import Rows, Series
 
