@@ -20,6 +20,7 @@ from mlflow import MlflowClient
 from trainer import tracking
 from trainer.config import TrackingSettings
 from trainer.errors import PreemptedError, TrackingAwayError, TrackingError
+from trainer.tracking import stage_runs
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -93,7 +94,7 @@ def test_nothing_tracked_imports_no_mlflow():
     )
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=300, env=environment, cwd=Path(tracking.__file__).parents[1]
+        [sys.executable, "-c", code], check=True, timeout=300, env=environment, cwd=Path(tracking.__file__).parents[2]
     )
 
 
@@ -310,8 +311,8 @@ def test_points_that_were_not_sent_when_the_checkpoint_was_written_are_sent_by_t
 
 
 def test_what_the_server_has_not_got_is_kept_beside_the_checkpoint(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking._Sender, "start", lambda self: None)  # a server that takes nothing
-    monkeypatch.setattr(tracking._Sender, "join", lambda self, timeout: None)
+    monkeypatch.setattr(stage_runs._Sender, "start", lambda self: None)  # a server that takes nothing
+    monkeypatch.setattr(stage_runs._Sender, "join", lambda self, timeout: None)
     with tracking.stage_run("distill", {}, training="kept") as tracker:
         tracker.keep()
         assert not (tmp_path / tracking.UNSENT).exists()

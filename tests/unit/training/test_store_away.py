@@ -16,6 +16,7 @@ import pytest
 
 from trainer import tracking
 from trainer.storage import retries
+from trainer.tracking import stage_runs
 from trainer.training import attempts
 from trainer.training.checkpoints import collection
 from trainer.training.loop import Trainer
@@ -66,9 +67,11 @@ def mlflow(monkeypatch):
     with Mlflow() as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setattr(tracking, "_start_stage", lambda *_: tracking._RunTracker(tracking.client(), "1" * 32, {}))
-        monkeypatch.setattr(tracking, "_SEND_INTERVAL_S", 0.01)
-        monkeypatch.setattr(tracking._Sender, "_start_system_metrics", lambda self: None)
+        monkeypatch.setattr(
+            stage_runs, "_start_stage", lambda *_: stage_runs._RunTracker(tracking.client(), "1" * 32, {})
+        )
+        monkeypatch.setattr(stage_runs, "_SEND_INTERVAL_S", 0.01)
+        monkeypatch.setattr(stage_runs._Sender, "_start_system_metrics", lambda self: None)
         yield server
         server.shutdown()
 
