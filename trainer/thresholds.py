@@ -84,7 +84,7 @@ class LoadBalance(Thresholds):
     distance: Fraction = 0.5
     """Distance between the histograms of two GPUs' use (half the sum of absolute differences)."""
     waiting_share: Fraction = 0.2
-    """Share of the steps' time that waits for whichever process has most to do."""
+    """Share of the steps' time that waits for the process with the most work."""
 
 
 class GpuUtilization(Thresholds):

@@ -256,7 +256,7 @@ def test_its_manifest_goes_first_and_comes_last(object_store, remote):
     assert [one.path for one in object_store.requests if one.method == "PUT"][-1] == "/artifacts/a/manifest.json"
 
 
-def test_one_that_is_gone_is_told_with_the_way_past_the_cache_that_takes_it_for_done(object_store, remote):
+def test_the_message_for_one_that_is_gone_names_the_way_past_the_cache_that_takes_it_for_done(object_store, remote):
     object_store.delete("a/sub/weights.bin")
     with pytest.raises(ArtifactError, match=r"sub/weights.bin is missing; .*make deploy-pipeline FRESH=1$"):
         artifacts.read(remote, "model")
@@ -353,7 +353,7 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_of_many_processes_one_fetches_and_a_killed_one_holds_up_nobody(object_store, remote, start):
+def test_of_many_processes_one_fetches_and_a_killed_one_blocks_no_other(object_store, remote, start):
     object_store.delay(60, times=1, path="weights")
     fetcher = start(READER, remote)
     wait_for(lambda: object_store.held)

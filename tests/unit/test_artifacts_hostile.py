@@ -16,8 +16,10 @@ NUMBER = {"size": 0, "sha256": "0" * 64}
 def write(folder, **changes):
     """A manifest with these members, and the fingerprint that fits."""
     content = {"kind": "model", "schema_version": 1, "settings": {}, "parents": {}, "files": {}} | changes
-    told = {"created": "2026-11-21T00:00:00+00:00", "seconds": 1.0, "figures": {}}
-    manifest = told | content | {"fingerprint": artifacts.digest({key: content[key] for key in artifacts._COVERED})}
+    unchecked = {"created": "2026-11-21T00:00:00+00:00", "seconds": 1.0, "figures": {}}
+    manifest = (
+        unchecked | content | {"fingerprint": artifacts.digest({key: content[key] for key in artifacts._COVERED})}
+    )
     (folder / artifacts.MANIFEST).write_text(json.dumps(manifest))
     return folder
 
@@ -97,8 +99,8 @@ ANYTHING = st.recursive(
 )
 def test_any_member_is_taken_or_refused_with_a_message(tmp_path, member, value):
     content = {"kind": "model", "schema_version": 1, "settings": {}, "parents": {}, "files": {}}
-    told = {"created": "2026-11-21T00:00:00+00:00", "seconds": 1.0, "figures": {}}
-    changed = content | told | {member: value}
+    unchecked = {"created": "2026-11-21T00:00:00+00:00", "seconds": 1.0, "figures": {}}
+    changed = content | unchecked | {member: value}
     fingerprint = artifacts.digest({key: changed[key] for key in artifacts._COVERED})
     (tmp_path / artifacts.MANIFEST).write_text(json.dumps(changed | {"fingerprint": fingerprint}))
     with suppress(ArtifactError):

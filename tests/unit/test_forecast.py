@@ -125,7 +125,7 @@ def test_windows_of_the_profiler_are_counted_where_they_open():
     assert slower.hours == pytest.approx(forecast(measured(), work).hours + 0.01)
 
 
-def test_compiling_is_told_apart():
+def test_compiling_is_reported_separately():
     work = work_of(SETTINGS, SAMPLES)
     expected = forecast(measured(startup_s=336.0, compile_s=300.0), work)
     assert expected.hours == pytest.approx(forecast(measured(), work).hours + 300 / 3600)

@@ -11,7 +11,7 @@ def end_by(number):
         signal.raise_signal(number)
 
 
-def test_sigterm_ends_a_block_as_ctrl_c_does_and_can_be_told_from_it():
+def test_sigterm_ends_a_block_as_ctrl_c_does_and_can_be_distinguished_from_it():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Terminated):
         end_by(signal.SIGTERM)
@@ -74,6 +74,6 @@ def overlook():
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_request_that_nobody_looked_at_is_not_lost():
+def test_a_request_that_was_not_followed_is_not_lost():
     with pytest.raises(Terminated):
         overlook()

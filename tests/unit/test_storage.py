@@ -396,7 +396,7 @@ def test_a_content_is_fetched_once(object_store):
     assert (place / "file").read_bytes() == b"x" * 1000
 
 
-def test_what_somebody_has_tampered_with_is_fetched_again(object_store, caplog):
+def test_a_folder_that_was_tampered_with_is_fetched_again(object_store, caplog):
     (keep("a") / "file").unlink()
     assert (keep("a") / "file").is_file()
     assert "is not whole any more" in caplog.text

@@ -112,7 +112,7 @@ def test_passwords_are_not_shown_in_errors(monkeypatch):
     assert "secret" not in str(caught.value)
 
 
-def test_a_full_disk_is_told_as_such(monkeypatch):
+def test_a_full_disk_is_named_as_such(monkeypatch):
     monkeypatch.setenv(tracking.URI, "sqlite:////data/mlflow.db")
     message = r"MLflow at sqlite:////data/mlflow.db: cannot write to .*: the disk is full; free some space"
     with (
@@ -129,7 +129,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_nobody_listening_is_told_within_seconds(monkeypatch):
+def test_a_closed_port_is_reported_within_seconds(monkeypatch):
     uri = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv(tracking.URI, uri)
     start = time.monotonic()
@@ -140,7 +140,7 @@ def test_nobody_listening_is_told_within_seconds(monkeypatch):
     assert time.monotonic() - start < 8
 
 
-def test_a_server_that_accepts_and_never_answers_is_told_within_seconds(monkeypatch):
+def test_a_server_that_accepts_and_never_answers_is_reported_within_seconds(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{silent.getsockname()[1]}")
         start = time.monotonic()
@@ -160,7 +160,7 @@ def test_a_server_that_accepts_and_never_answers_is_told_within_seconds(monkeypa
         (503, "keeps answering 503; its own log says why"),
     ],
 )
-def test_a_server_that_refuses_is_told(monkeypatch, status, message):
+def test_a_server_that_refuses_is_reported(monkeypatch, status, message):
     class Refusing(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(status)
@@ -180,7 +180,7 @@ def test_a_server_that_refuses_is_told(monkeypatch, status, message):
 
 
 @pytest.mark.parametrize("uri", ["sqlite:////proc/nowhere/mlflow.db", "nonsense://host", "sqlite:///{file}"])
-def test_a_store_that_can_not_be_used_is_told_at_once(monkeypatch, tmp_path, uri):
+def test_a_store_that_cannot_be_used_is_reported_at_once(monkeypatch, tmp_path, uri):
     (tmp_path / "file").write_text("this is no data base, but long enough to be taken for one" * 20)
     monkeypatch.setenv(tracking.URI, uri.format(file=tmp_path / "file"))
     start = time.monotonic()
@@ -249,7 +249,7 @@ def test_injected_parent_is_used_and_left_running(store, monkeypatch):
     assert store.get_run(injected).data.params == {"a": "1"}
 
 
-def test_an_injected_parent_that_does_not_exist_is_told(store, monkeypatch):
+def test_an_injected_parent_that_does_not_exist_is_reported(store, monkeypatch):
     monkeypatch.setenv(tracking.RUN_ID, "0" * 32)
     with pytest.raises(TrackingError, match="0" * 32):
         tracking.check()
@@ -456,7 +456,7 @@ def test_other_settings_open_a_new_parent_that_names_the_former_one(store, caplo
     assert store.get_run(new).info.status == "FINISHED"
 
 
-def test_a_parent_that_somebody_else_made_keeps_its_first_values(store, monkeypatch, caplog):
+def test_a_parent_that_another_program_made_keeps_its_first_values(store, monkeypatch, caplog):
     injected = store.create_run(store.create_experiment("of somebody else")).info.run_id
     monkeypatch.setenv(tracking.RUN_ID, injected)
     assert tracking.start_parent({"seed": 1}, {}) == tracking.start_parent({"seed": 2}, {}) == injected
@@ -551,7 +551,7 @@ def test_a_server_that_dies_costs_points_but_not_the_training(server, store, cap
         end = time.monotonic()
     assert time.monotonic() - end < 3 + 10 + 10, "the end waits for a server that is gone"
     assert len(store.get_metric_history(tracker.run_id, "loss")) == 50
-    waits = [record for record in caplog.records if "the training goes on" in record.getMessage()]
+    waits = [record for record in caplog.records if "the training continues" in record.getMessage()]
     assert len(waits) == 1, "one warning for one failure"
     assert any("points and tags were not sent" in record.getMessage() for record in caplog.records)
     with pytest.raises(TrackingError, match="connection refused"), tracking.stage_run("evaluate", {}):

@@ -1,4 +1,4 @@
-"""A preparation that was ended anywhere goes on with what it has decoded, and comes to the same data set."""
+"""A preparation that was ended anywhere continues with what it has decoded, and gives the same data set."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def prepared(photos: Path, place: str | Path, caplog: pytest.LogCaptureFixture) 
     caplog.clear()
     caplog.set_level(logging.INFO)
     fingerprint = run(settings(photos), dataset=place).fingerprint
-    told = [
+    decoded = [
         record.args[0] for record in caplog.records if "decoded by an earlier attempt" in record.message and record.args
     ]
     assert spooled(place) == {}
-    return fingerprint, int(told[0]) if told else 0
+    return fingerprint, int(decoded[0]) if decoded else 0
 
 
 def failed(photos: Path, place: str | Path) -> None:

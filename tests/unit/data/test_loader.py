@@ -158,7 +158,7 @@ class Stopping(torch.utils.data.Dataset):
 
     def __getitem__(self, position):
         if position:
-            time.sleep(0.5)  # until a thread has told of the first one
+            time.sleep(0.5)  # until a thread has reported the first one
             os.kill(os.getpid(), signal.SIGSTOP)
         return torch.zeros(1000)
 
@@ -175,7 +175,7 @@ class Pids:
 
 
 def load_from_a_stopping_process(observer):
-    """The first batch is told of, but its memory is to be had from a process that answers no more."""
+    """The first batch is announced, but its memory is in a process that answers no more."""
     began = time.monotonic()
     with pytest.raises(LostProcessError, match=r"none of 1 loader processes had a batch within 1 s"):
         list(make_loader(Stopping(), iter(range(9)), workers=1, pin_memory=False, timeout_s=1, observer=observer))
@@ -188,18 +188,18 @@ def test_a_process_that_stops_while_it_hands_a_batch_over_is_not_waited_for_with
 
 def test_torch_may_tell_of_the_killed_process_while_that_is_being_reported(monkeypatch):
     """Its handler of SIGCHLD raises wherever Python is, on a busy machine later than the connection ends."""
-    kill, told = _Limit.kill, []
+    kill, killed = _Limit.kill, []
 
     def kill_and_tell(limit):
         kill(limit)
         if threading.current_thread() is threading.main_thread():
-            told.append(limit)
+            killed.append(limit)
             limit.join()  # here its own signal may come, and raise the same
             raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
 
     monkeypatch.setattr(_Limit, "kill", kill_and_tell)
     load_from_a_stopping_process(Pids())
-    assert told
+    assert killed
 
 
 def test_the_device_makes_the_same_views_of_what_it_is_given():
@@ -267,7 +267,7 @@ def test_partners_within_a_batch_are_not_loaded_twice():
 
 
 def test_partners_outside_of_a_batch_are_added_once_each():
-    # Sample 4 stands in the batch twice, in another epoch with another view, where it has another partner.
+    # Sample 4 is in the batch twice, in another epoch with another view, where it has another partner.
     indices, numbers, rows = _with_partners(numbered(4, 5, 4, 4), numbered(0, 0, 1, 0), numbered(9, 5, 5, 9))
     assert indices.tolist() == [4, 5, 4, 4, 9, 5]
     assert numbers.tolist() == [0, 0, 1, 0, 0, 1]
@@ -487,7 +487,7 @@ class Allowed(torch.utils.data.Dataset):
 
 
 class Heard:
-    """What a loader tells."""
+    """What a loader reports."""
 
     def __init__(self, then=lambda: None):
         self.pids, self.ready, self.then = [], [], then

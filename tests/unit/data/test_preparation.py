@@ -209,7 +209,7 @@ def test_nothing_in_the_files_depends_on_where_the_source_is(tmp_path: Path) -> 
     assert files(tmp_path / "one") == files(tmp_path / "two")
 
 
-def test_several_shards_hold_what_one_holds_whoever_writes_them(
+def test_several_shards_hold_what_one_holds_for_any_number_of_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder(tmp_path / "photos")

@@ -451,7 +451,7 @@ def test_the_version_of_a_data_set_of_the_hub_is_its_commit(model_hub) -> None:
     assert source_version("hub:some/photos:config") == "b" * 40
 
 
-def test_a_version_that_nobody_knows_is_empty_and_the_log_says_why(
+def test_a_version_that_is_not_known_is_empty_and_the_log_says_why(
     object_store, model_hub, monkeypatch, caplog, tmp_path
 ) -> None:
     fsspec.filesystem("memory").pipe("/versions-test/cat/1.jpg", b"1")

@@ -17,7 +17,7 @@ from trainer.data.workers import choose_workers, measure_loading
         (0.100, 0.100, 64, 1, 2),  # as fast as the step is not fast enough: a margin is kept
         (0.400, 0.100, 64, 1, 5),
         (0.400, 0.100, 64, 8, 5),
-        (0.400, 0.100, 16, 8, 1),  # as many as there are cores for
+        (0.400, 0.100, 16, 8, 1),  # no more than there are cores
         (0.400, 0.100, 8, 8, 0),
         (0.400, 0.100, 2, 1, 1),
         (0.400, 0.100, 1, 1, 0),  # one core is for the training

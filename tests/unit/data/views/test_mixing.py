@@ -35,7 +35,7 @@ def test_seed_key_and_number_each_give_other_mixtures(change):
 
 
 def test_mixtures_are_what_they_were_when_teachers_outputs_were_recorded():
-    """As for views: whoever changes these numbers raises the schema version of `teacher_outputs`."""
+    """As for views: a change of these numbers raises the schema version of `teacher_outputs`."""
     mixing = drawn(4, BOTH)
     assert mixing.share.tolist() == pytest.approx([0.8205, 0.9632, 0.1776, 0.2488], abs=1e-4)
     assert mixing.blend.tolist() == pytest.approx([0.8205, 1.0, 0.1776, 1.0], abs=1e-4)

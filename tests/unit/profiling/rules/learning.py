@@ -71,7 +71,7 @@ def case_of(
         name: of the training.
         steps: its step table.
         metrics: its curves.
-        context: fields of its `ContextRecord`; `settings` stand beside `SETTINGS`.
+        context: fields of its `ContextRecord`; `settings` are added to `SETTINGS`.
         rules: thresholds, by rule.
         live: whether it still runs.
         record: fields of its `RankRecord`.

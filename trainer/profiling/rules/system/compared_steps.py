@@ -83,7 +83,7 @@ class Steps:
         return int(self.numbers[0]), int(self.numbers[-1])
 
     def column(self, name: str) -> Series:
-        """A column of the step table, [R, S]; NaN where a process did not record it."""
+        """Return a column of the step table, [R, S]; NaN where a process did not record it."""
         missing = np.full(len(self), np.nan)
         return np.stack(
             [
@@ -93,7 +93,7 @@ class Steps:
         )
 
     def phase(self, *names: str) -> Series:
-        """Seconds in phases or outermost ranges, with what users named within them, [R, S]."""
+        """Sum the seconds in phases or outermost ranges, with the ranges that users named within them, [R, S]."""
         total = np.zeros((len(self.ranks), len(self)))
         for number, (rank, rows) in enumerate(zip(self.ranks, self._rows, strict=True)):
             for path in rank.ranges:
@@ -102,7 +102,7 @@ class Steps:
         return total
 
     def delayed_in(self, phase: Literal["data", "backward"]) -> Series:
-        """As `delayed`, within a phase, [R, S]."""
+        """Compute `delayed` within a phase, [R, S]."""
         return np.minimum(self._delayed(f"host_{phase}_delayed_seconds"), self.phase(phase))
 
     def _delayed(self, column: str) -> Series:
@@ -133,7 +133,7 @@ def had_core(steps: Steps) -> Series:
 
 
 def within_steps(rank: RankEvidence) -> NDArray[np.bool_]:
-    """Which samples of the system were taken after the first step and beside no validation, checkpoint or window of operators."""
+    """Mark the samples of the system that were taken after the first step and beside no validation, checkpoint or window of operators."""
     ends, interval = rank.system["end_s"], rank.record.system_interval_s
     within = ends > (rank.record.first_step_s or 0.0) + interval
     for start, seconds in zip(rank.spans.start_s, rank.spans.seconds, strict=True):
@@ -143,7 +143,7 @@ def within_steps(rank: RankEvidence) -> NDArray[np.bool_]:
 
 
 def at_steps(rank: RankEvidence, signal: str) -> Series:
-    """The samples of a signal that were taken at steps, as far as it was known."""
+    """Return the known samples of a signal that were taken during steps."""
     values = rank.system.get(signal)
     if values is None:
         return np.array([])

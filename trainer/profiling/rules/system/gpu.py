@@ -120,7 +120,7 @@ def _gpu_utilization(case: Case) -> Outcome:
 
 
 def _if_used(case: Case, samples: _GpuSamples, percent: float) -> Saving:
-    """What the steps would take less if the GPU were used as much as the limit on average."""
+    """Estimate by how much shorter the steps would be if the GPU were used up to the limit on average."""
     mean = float(samples.gpu.mean())
     seconds = case.training.ranks[0].record.steps.seconds * max(0.0, 1 - mean / percent)
     return Saving(
@@ -157,7 +157,7 @@ def _host_to_device(case: Case) -> Outcome:
 
 
 def _ended_before_a_window(record: RankRecord) -> bool:
-    """Whether a window of torch.profiler was to open, and the training had ended before it could close."""
+    """Return whether the training ended before a planned window of torch.profiler could close."""
     settings = record.settings
     if not settings.operators_at or not settings.operators_steps:
         return False
@@ -208,12 +208,12 @@ def _without_waits(rank: RankEvidence, gpu_percent: Series) -> Saving:
 
 
 def _calls(table: OperatorTable, names: Sequence[str]) -> float:
-    """Calls a step."""
+    """Count calls per step."""
     return sum(operator.calls for operator in table.operators if operator.name in names) / table.steps
 
 
 def _reads_of_torch(rank: RankEvidence) -> int:
-    """Values that torch reads in a step on a CPU: AdamW the count of steps of each tensor, DistributedDataParallel whether it was used."""
+    """Count the values that torch reads per step on a CPU: AdamW each tensor's step count, DistributedDataParallel whether it was used."""
     gradients = rank.tensors.values["gradient_norm"]
     trained = {name for name, norm in zip(rank.tensors.tensors, gradients, strict=True) if np.isfinite(norm)}
     return len(trained) * (2 if rank.record.world_size > 1 else 1)

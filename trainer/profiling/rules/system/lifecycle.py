@@ -124,7 +124,7 @@ def _step_outliers(case: Case) -> Outcome:
 
 
 def _longer_phase(steps: Steps, far: Rows) -> str:
-    """The phase that is longest in these steps against its median."""
+    """Find the phase that is longest in these steps relative to its median."""
     phases = dict.fromkeys(phase_of(path) for path in steps.ranks[0].ranges if path != "recorder")
 
     def excess(phase: str) -> float:

@@ -54,7 +54,7 @@ class LoadingWait:
         return "storage" if self.storage_s > self.computing_s else "processor"
 
     def share(self, seconds: float) -> float:
-        """As a share of the step."""
+        """Return seconds as a share of the step."""
         return seconds / self.step_s
 
     def workers_that_keep_up(self) -> int:
@@ -64,7 +64,7 @@ class LoadingWait:
 
 
 def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
-    """How the process that waits as long as most others loads.
+    """Diagnose how the process with the median waiting time loads.
 
     Other programs on the machine slow training and loading alike; their share is left out, as far as the kernel reports it.
 
@@ -89,7 +89,7 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
 
 
 def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
-    """Of a usual step of a process without loader processes: seconds for training, waiting for storage, and computing, for its batch."""
+    """Split a usual step of a process that loads itself: seconds of training, of waiting for storage, and of computing for its batch."""
     step_s, host_s = (
         float(usual(values[number])) for values in (steps.seconds - steps.delayed, steps.column("host_data_seconds"))
     )
@@ -103,7 +103,7 @@ def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
 
 
 def _beside(steps: Steps, number: int, *, workers: int, busy_percent: float) -> tuple[float, float, float]:
-    """Of a usual step: seconds for training, waiting for loader processes that wait for storage, and for ones that compute.
+    """Split a usual step: seconds of training, of waiting for loader processes that wait for storage, and for ones that compute.
 
     A step in which a batch was ready has not waited. Computing they are as far as their own time for a batch is longer than the step.
     """
@@ -120,7 +120,7 @@ def _beside(steps: Steps, number: int, *, workers: int, busy_percent: float) -> 
 
 
 def _blocked(steps: Steps) -> Series:
-    """Seconds in `data` in which the training's thread wanted no core, [R, S]; 0 where its CPU time is not known.
+    """Compute the seconds in `data` in which the training's thread wanted no core, [R, S]; 0 where its CPU time is not known.
 
     Single ones may be negative: the kernel counts waiting for a core when it ends.
     """
@@ -129,7 +129,7 @@ def _blocked(steps: Steps) -> Series:
 
 
 def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gpu_below: float) -> float:
-    """Share of the samples in which a signal was above a limit and the GPU below another; 0 where either was not sampled."""
+    """Compute the share of the samples in which a signal was above a limit and the GPU below another; 0 where either was not sampled."""
     gpu = rank.system.get("gpu_percent")
     if signal is None or gpu is None or not len(gpu):
         return 0.0
@@ -137,7 +137,7 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
 
 
 def _busiest_core(rank: RankEvidence) -> Series | None:
-    """Percent of the busiest core in each sample; none where the machine's cores were not sampled."""
+    """Return the percent of the busiest core in each sample; None where the machine's cores were not sampled."""
     cores = [values for name, values in rank.system.items() if is_core(name)]
     return np.max(cores, axis=0) if cores else None
 

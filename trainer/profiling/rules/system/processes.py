@@ -32,7 +32,7 @@ def _judgeable(case: Case, steps: Steps) -> NotJudged | None:
 
 
 def own_work(steps: Steps) -> Series:
-    """Seconds of each process's own work in each step, [R, S], as if no other program had taken its core.
+    """Compute the seconds of each process's own work in each step, [R, S], as if no other program had taken its core.
 
     On XLA the host waits for the device, and so for the others, where it hands over the step's graph.
     """
@@ -41,7 +41,7 @@ def own_work(steps: Steps) -> Series:
 
 
 def _is_sharded(steps: Steps) -> bool:
-    """Whether processes exchange weights in the optimiser, too."""
+    """Return whether processes exchange weights in the optimiser, too."""
     return bool(steps.record.context.settings.get("zero", False))
 
 
@@ -79,13 +79,13 @@ def _stragglers(case: Case) -> Outcome:
 
 
 def _behind(own: Series, number: int) -> float:
-    """Seconds by which a process is slower than the others' median, in a usual step."""
+    """Compute by how many seconds a process is slower than the others' median, in a usual step."""
     means = usual(own)
     return float(means[number] - np.median(np.delete(means, number)))
 
 
 def _uncertain_s(steps: Steps) -> float:
-    """Seconds of a usual step by which own work may be miscounted on a machine with other work."""
+    """Estimate by how many seconds of a usual step own work may be miscounted on a machine with other work."""
     return _UNCERTAIN * float(usual(steps.delayed).max())
 
 
@@ -123,7 +123,7 @@ def _load_balance(case: Case) -> Outcome:
 
 
 def _alternating(steps: Steps) -> float:
-    """Seconds of a usual step in which the processes wait for one that is not always the same."""
+    """Compute the seconds of a usual step in which the processes wait for one that is not always the same."""
     own = own_work(steps)
     own = np.minimum(own, np.percentile(own, 95, axis=1, keepdims=True))
     return float(own.max(axis=0).mean() - own.mean(axis=1).max())
@@ -157,7 +157,7 @@ class Exchange:
 
 
 def exchange(case: Case) -> Exchange | NotJudged:
-    """How long gradients travel with nothing to compute meanwhile, the waiting for slower processes taken off."""
+    """Measure how long gradients travel with nothing to compute meanwhile, without the waiting for slower processes."""
     steps = Steps(case)
     unjudgeable = _judgeable(case, steps)
     if unjudgeable:
@@ -172,7 +172,7 @@ def exchange(case: Case) -> Exchange | NotJudged:
 
 
 def communication_share(case: Case) -> float | None:
-    """Share of an undisturbed step in which gradients travel and nothing is computed; None where it was not measured."""
+    """Compute the share of an undisturbed step in which gradients travel and nothing is computed; None where it was not measured."""
     seen = exchange(case)
     return None if isinstance(seen, NotJudged) else seen.share
 
@@ -201,7 +201,7 @@ def _communication(case: Case) -> Outcome:
 
 
 def _exchange_on_gpus_s(steps: Steps) -> float | None:
-    """Seconds of the exchange that no computation hides, as DistributedDataParallel measures them; none where it did not.
+    """Return the seconds of the exchange that no computation hides, as DistributedDataParallel measures them; None where it did not.
 
     Who waits for a slower process does so in the exchange; the process that all wait for waits for nothing but the network.
     """
@@ -241,7 +241,7 @@ LOAD_BALANCE = Rule(
     title="Load balance",
     needs="all processes' steps and, on GPUs, their use, after the training",
     fires=(
-        "waiting for whichever process has most to do takes more than `waiting_share` of the step, or the histograms of two "
+        "waiting for the process with the most work takes more than `waiting_share` of the step, or the histograms of two "
         "GPUs' use are more than "
         "`distance` apart; a process that is always the slowest is a straggler instead"
     ),

@@ -56,7 +56,7 @@ def _when_it_pays(epochs: int, views: int) -> str:
 
 
 def _saving(seconds: float, epochs: int, views: int) -> Saving | None:
-    """What one distillation saves, the recording taken off; none where that takes as long as the teacher in its steps."""
+    """Estimate what one distillation saves, less the recording; None where that takes as long as the teacher in its steps."""
     if epochs <= views:
         return None
     return Saving(

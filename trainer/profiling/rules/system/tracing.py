@@ -29,7 +29,7 @@ _CHANGED = (
 
 
 def is_traced(rank: RankEvidence) -> bool:
-    """Whether a process trained on a device of XLA."""
+    """Return whether a process trained on a device of XLA."""
     return rank.record.device.startswith("xla")
 
 
@@ -38,7 +38,7 @@ def is_traced(rank: RankEvidence) -> bool:
 
 
 def cause_of(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tuple[str, str]:
-    """What most likely changed in the steps that compiled again, and what to do about it; each a sentence.
+    """Say what most likely changed in the steps that compiled again, and what to do about it, in a sentence each.
 
     Args:
         rank: the process.
@@ -67,7 +67,7 @@ def cause_of(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tuple[str
 
 
 def _other_sizes(rank: RankEvidence, steps: Series) -> tuple[float, Series]:
-    """Images of a usual step, and of those of `steps` (counted from the recording's start) that the table holds and that had others."""
+    """Find the images of a usual step, and of those of `steps` (counted from the recording's start) in the table that had others."""
     within = np.isin(rank.steps["step"], steps + rank.steps["step"][:1])
     images, usual = rank.steps["images"][within], float(np.median(rank.steps["images"]))
     return usual, images[images != usual]
@@ -78,7 +78,7 @@ def _other_sizes(rank: RankEvidence, steps: Series) -> tuple[float, Series]:
 
 
 def transfers(case: Case, record: TransferRecord) -> Outcome:
-    """Whether steps wait for values from the device.
+    """Judge whether steps wait for values from the device.
 
     Args:
         case: a training on a device of XLA.
@@ -115,7 +115,7 @@ def transfers(case: Case, record: TransferRecord) -> Outcome:
 
 
 def _lacking(record: TransferRecord) -> list[str]:
-    """Operators that XLA has not, the most called first."""
+    """List the operators that XLA lacks, the most called first."""
     calls = {name: count for name, count in record.fallbacks.items() if name != _READ}
     return sorted(calls, key=lambda name: -calls[name])
 
@@ -144,7 +144,7 @@ def _advice(record: TransferRecord) -> str:
 
 
 def _without(record: TransferRecord, in_steps: float) -> Saving | None:
-    """The host's waiting in steps, as the share of all transfers that were made there."""
+    """Estimate the host's waiting in steps, by the share of all transfers that were made there."""
     if not record.from_device:
         return None
     seconds = record.from_device_s * min(1.0, in_steps / record.from_device)

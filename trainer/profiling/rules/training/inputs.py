@@ -188,7 +188,7 @@ def _judge_terms(case: Case) -> Outcome:
 
 
 def _rounded_away(settings: Mapping[str, Any], terms: Mapping[str, Series]) -> Finding | None:
-    """A softened term, which is multiplied by the temperature's square and so is its rounding."""
+    """Judge a softened term, which is multiplied by the temperature's square, as is its rounding error."""
     temperature = float(settings.get("temperature", 1))
     if settings.get("logit_loss") not in _SOFTENED or "logit" not in terms:
         return None

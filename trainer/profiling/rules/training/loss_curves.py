@@ -120,7 +120,7 @@ LOSS_NOT_FALLING = Rule(
         f"The middle loss in the last `window` of the training is not below its first {_FIRST} points by `fall`; or the loss has risen "
         f"again by more than {_LOST:.0%} of what it had fallen."
     ),
-    advises="Looking whether images and labels belong together; another learning rate.",
+    advises="Checking whether images and labels belong together; another learning rate.",
     judge=_judge_fall,
 )
 
@@ -171,7 +171,7 @@ def _judge_overfitting(case: Case) -> Outcome:
 
 
 def _near(curve: Curve, measured: Curve) -> list[float]:
-    """The middle of the last points of a curve at each measurement."""
+    """Return the median of the last points of a curve at each measurement."""
     ends = np.searchsorted(curve.steps, measured.steps, side="right")
     return [float(np.median(curve.values[max(0, end - _FIRST) : max(1, end)])) for end in ends]
 

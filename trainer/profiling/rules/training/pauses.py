@@ -61,7 +61,7 @@ def _judge_stalled(case: Case) -> Outcome:
 
 
 def _pauses(rank: RankEvidence) -> Series:
-    """From the end of each step in the table to that of the next one.
+    """Compute the time from the end of each step in the table to the end of the next.
 
     Less ranges outside of steps, time in the compiler, and steps that the table left out.
     """
@@ -71,7 +71,7 @@ def _pauses(rank: RankEvidence) -> Series:
 
 
 def _spent_between(spans: Spans, ends: Series) -> Series:
-    """Seconds of the ranges outside of steps, in each of the times between two ends."""
+    """Sum the seconds of the ranges outside of steps, in each of the times between two ends."""
     spent = np.zeros(len(ends) - 1)
     middles = spans.start_s + spans.seconds / 2  # a start may be rounded to before the end of the step
     places = np.searchsorted(ends, middles) - 1
@@ -81,7 +81,7 @@ def _spent_between(spans: Spans, ends: Series) -> Series:
 
 
 def _spent_compiling(rank: RankEvidence) -> Series:
-    """Seconds in the compiler, in each of the times between two ends."""
+    """Sum the seconds in the compiler, in each of the times between two ends."""
     numbers = rank.steps["step"]
     spent = np.zeros(len(numbers) - 1)
     for compilation in rank.record.compilations:

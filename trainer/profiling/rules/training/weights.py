@@ -43,7 +43,7 @@ def _few(history: TensorHistory, needed: int) -> NotJudged | None:
 
 
 def _chosen(history: TensorHistory, flags: Flags) -> list[str]:
-    """Names of the tensors that flags [P] choose."""
+    """List the tensors that flags [P] choose."""
     return [name for name, is_chosen in zip(history.names, flags, strict=True) if is_chosen]
 
 
@@ -94,7 +94,7 @@ def _poor(history: TensorHistory, flags: Flags, what: str, confidence: float) ->
 
 
 def _most_uneven(names: Sequence[str], scales: Series) -> tuple[int, int]:
-    """Of tensors whose names differ in numbers only: the two whose scales are furthest apart, the smaller one first."""
+    """Find the two tensors, among those whose names differ in numbers only, whose scales are furthest apart, the smaller one first."""
     kinds: dict[str, list[int]] = {}
     for number, name in enumerate(names):
         if scales[number] > 0:
@@ -173,7 +173,7 @@ def _judge_exploding(case: Case) -> Outcome:
 
 
 def _not_finite(case: Case, history: TensorHistory) -> Finding | None:
-    """Numbers that are none, in a gradient or a tensor of weights."""
+    """Judge whether a gradient or a tensor of weights holds numbers that are not finite."""
     bad = (
         (history.grid("gradient_nonfinite") > 0)
         | (history.grid("weight_nonfinite") > 0)
@@ -199,7 +199,7 @@ def _not_finite(case: Case, history: TensorHistory) -> Finding | None:
 
 
 def _growth(case: Case, history: TensorHistory) -> Outcome:
-    """The whole gradient's norm against the larger of its first one and its median before, in two measurements in a row."""
+    """Compare the whole gradient's norm with the larger of its first one and its median before, in two measurements in a row."""
     limit = case.rules.exploding_gradients.growth
     norms = np.sqrt(np.nansum(history.grid("gradient_norm") ** 2, axis=1))
     usual = np.array([max(norms[0], np.median(norms[:index]), _SMALL_NORM) for index in range(1, len(norms))])
@@ -232,7 +232,7 @@ def _moved(history: TensorHistory) -> str:
 
 
 def _largest_update(history: TensorHistory) -> float:
-    """Of the middle matrix against its own norm; 0 where it is not known."""
+    """Return the largest update of the median matrix relative to its norm; 0 where it is not known."""
     ratios = history.update_ratios()
     return float(ratios[np.isfinite(ratios)].max(initial=0.0))
 
@@ -297,7 +297,7 @@ def _too_large(case: Case, history: TensorHistory, worst: int) -> Finding:
 
 
 def _size_of_warm_steps(case: Case, history: TensorHistory) -> Outcome:
-    """Whether the steps near the peak learning rate move the weights."""
+    """Judge whether the steps near the peak learning rate move the weights."""
     warm = _is_warm(case, history.steps) & np.isfinite(history.update_ratios())
     if warm.sum() < _FEWEST:
         return NotJudged(
@@ -322,7 +322,7 @@ def _size_of_warm_steps(case: Case, history: TensorHistory) -> Outcome:
 
 
 def _is_warm(case: Case, steps: Series) -> Flags:
-    """Whether the learning rate of these steps is near its peak; all are where it was not recorded."""
+    """Mark the steps whose learning rate is near its peak; all where it was not recorded."""
     curve = case.training.metrics.get("learning_rate")
     if curve is None or not len(curve.steps):
         return np.ones(len(steps), bool)

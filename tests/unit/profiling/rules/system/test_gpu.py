@@ -144,6 +144,6 @@ def test_values_read_on_a_cpu() -> None:
 
 
 def test_without_a_window_or_a_look_reads_are_not_judged() -> None:
-    untold = HOST_SYNCS.judge(case_of(rank_of(missing={"operators": "turned off"})))
-    assert untold == NotJudged(reason="no operators were recorded: turned off")
+    without = HOST_SYNCS.judge(case_of(rank_of(missing={"operators": "turned off"})))
+    assert without == NotJudged(reason="no operators were recorded: turned off")
     assert isinstance(HOST_SYNCS.judge(case_of(rank_of(operators=table()))), NotJudged)

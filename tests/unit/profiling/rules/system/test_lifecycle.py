@@ -173,7 +173,7 @@ def test_mapped_files_are_no_leak() -> None:
     assert not fires(MEMORY_GROWTH, rank_of(system=system))
 
 
-def test_it_is_told_when_memory_will_be_full() -> None:
+def test_the_finding_says_when_memory_will_be_full() -> None:
     half = 4 * 2**30
     found = outcome_of(MEMORY_GROWTH, rank_of(system={"process_private_bytes": half * np.linspace(0.5, 1, 100)}))
     assert isinstance(found, Finding)

@@ -121,7 +121,7 @@ def test_too_many_workers_are_a_note_until_the_training_waits() -> None:
     assert warning.severity == "warning"
 
 
-def test_what_waiting_costs_is_told() -> None:
+def test_what_waiting_costs_is_reported() -> None:
     slow = finding(IO_BOTTLENECK, rank_of(steps_of(data=11, host_cpu_seconds=9, host_data_cpu_seconds=0)))
     assert slow.text.startswith("55% of each step (11 ms of 20 ms undisturbed)")
     assert slow.saving is not None

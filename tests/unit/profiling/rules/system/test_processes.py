@@ -118,8 +118,8 @@ def test_what_can_not_be_compared_is_not_judged() -> None:
         assert rule.judge(case_of()) == NotJudged(reason="one process trains alone")
         few = together(steps_of(20), steps_of(20), communication=travelling(50))
         assert "only 10 steps" in str(rule.judge(case_of(*few)))
-    untold = COMMUNICATION.judge(case_of(*together(steps_of(), steps_of(), device=GPU)))
-    assert "was not measured" in str(untold)
+    without = COMMUNICATION.judge(case_of(*together(steps_of(), steps_of(), device=GPU)))
+    assert "was not measured" in str(without)
     for rule in RULES:
         assert not rule.live
         assert isinstance(rule.judge(case_of(rank_of(world_size=2), live=True)), NotJudged)

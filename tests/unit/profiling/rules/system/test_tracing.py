@@ -82,7 +82,7 @@ def test_the_first_steps_may_read_values() -> None:
     assert fired(on_xla(transfers=np.where(NUMBERS < 10, 5.0, 0.0))) == []
 
 
-def test_values_that_are_read_are_told_with_steps_and_saving() -> None:
+def test_values_that_are_read_are_reported_with_steps_and_saving() -> None:
     found = finding(HOST_SYNCS, on_xla(transfers=np.where(NUMBERS >= 50, 2.0, 0.0)))
     assert found.text.startswith("In 60% of the steps values come from the device (1.2 times a step, first in step 50")
     assert ".cpu()" in found.advice
@@ -140,17 +140,17 @@ def test_steps_are_found_in_a_training_that_went_on() -> None:
 
 
 def test_a_look_at_the_weights_is_named() -> None:
-    def told(*steps: int) -> Finding:
+    def finding_at(*steps: int) -> Finding:
         rank = on_xla(compiled=dict.fromkeys(steps, 30.0), tensors=2)
         looks = replace(rank.tensors, steps=np.array([50.0, 100.0]))
         return finding(RECOMPILATION, replace(rank, tensors=looks))
 
-    assert "a measurement of the weights" in told(50, 100).text
-    assert "evidence.tensors_every" in told(50).advice
-    assert "look" not in told(50, 51).text
+    assert "a measurement of the weights" in finding_at(50, 100).text
+    assert "evidence.tensors_every" in finding_at(50).advice
+    assert "measurement" not in finding_at(50, 51).text
 
 
-def test_a_number_in_the_graph_is_told_from_a_value_that_changed_once() -> None:
+def test_a_number_in_the_graph_is_distinguished_from_a_value_that_changed_once() -> None:
     always = finding(RECOMPILATION, on_xla(compiled=dict.fromkeys(range(12, STEPS), 0.1)))
     assert "a number that changes in each step" in always.text
     once = finding(RECOMPILATION, on_xla(compiled={12: 0.1, 60: 0.1}))

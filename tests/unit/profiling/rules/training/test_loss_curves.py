@@ -29,7 +29,7 @@ def test_a_loss_that_does_not_fall(last: float, fires: bool) -> None:
     if isinstance(outcome, Finding):
         assert outcome.text.startswith("The loss is 1.96 in the last 30% of the training and was 2 at its start")
         assert outcome.saving is not None
-        assert 85 < outcome.saving.seconds < 90  # it could be told after a third of 40 seconds
+        assert 85 < outcome.saving.seconds < 90  # it was known after a third of 40 seconds
 
 
 @pytest.mark.parametrize(("last", "fires"), [(1.45, False), (1.55, True)])
