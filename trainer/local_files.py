@@ -1,4 +1,4 @@
-"""Files of this machine that others have made: read at most to a limit, and never waited for."""
+"""Local files from elsewhere, read up to a limit and without waiting for a pipe or a device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainer import limits
 from trainer.errors import ObjectNotFoundError, ObjectTooLargeError, StorageError
 
 _LONGEST_PATH, _LONGEST_PART = 4095, 255
-"""Bytes that Linux takes."""
+"""Limits of Linux, in bytes."""
 
 
 def checked_path(path: str | Path) -> Path:
-    """A path that the system can have.
+    """Return a path after a check that the system can have it.
 
     Raises:
         StorageError: it has a NUL character, or is too long.
@@ -35,7 +35,7 @@ def checked_path(path: str | Path) -> Path:
 
 
 def read_limited(path: str | Path, limit: int) -> bytes:
-    """The whole content of a file; no more than `limit` bytes of it are read.
+    """Read a whole file; at most `limit` bytes of it are read.
 
     Raises:
         ObjectNotFoundError: there is none.
@@ -60,7 +60,7 @@ def reading(name: str | Path) -> Iterator[None]:
 
 
 def read_file(path: Path, start: int | None = None, end: int | None = None, *, limit: int | None = None) -> bytes:
-    """The bytes from `start` up to `end` of a file; what is no regular file, such as a pipe or a device, is not waited for.
+    """Read the bytes from `start` up to `end` of a file; a pipe or a device is refused, since reading it might block.
 
     Raises:
         OSError: it cannot be read.
@@ -72,7 +72,7 @@ def read_file(path: Path, start: int | None = None, end: int | None = None, *, l
             check_size(size, limit, path)
             end = limit
         file.seek(start or 0)
-        # Python makes room for all that is asked for, whether it is there or not.
+        # Python allocates all that is asked for, even past the end of the file.
         return file.read(-1 if end is None else max(0, min(end, size + 1) - (start or 0)))
 
 
@@ -85,7 +85,7 @@ def _open_regular(path: Path) -> BinaryIO:
 
 
 def check_size(size: int, limit: int, name: str | Path) -> None:
-    """Refuse a file, or an object of a store, that is larger than what is read of its kind.
+    """Refuse a file, or an object of a store, that exceeds the limit for its kind.
 
     Raises:
         ObjectTooLargeError: with its name and the limit.

@@ -1,8 +1,8 @@
 """Micro-batches for one training process, in the sampler's order.
 
-Step s takes the positions s x G .. (s + 1) x G - 1 of the sampler (G: `batch_size`). They are cut into shards: micro-batch a of process r
-is shard a x W + r of the step (W processes), so the union over processes does not depend on their number. Any number of processes can
-share a step: where G cannot be divided evenly, the lengths of shards differ by one sample.
+Step s takes the positions s x G .. (s + 1) x G - 1 of the sampler (G: `batch_size`). They are sharded over micro-batches: micro-batch a of
+process r is shard a x W + r of the step (W processes), so the union over processes does not depend on their number. Any number of
+processes can share a step: where G cannot be divided evenly, the lengths of shards differ by one sample.
 """
 
 from __future__ import annotations
