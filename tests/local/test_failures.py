@@ -118,5 +118,5 @@ def test_a_loss_that_is_not_finite_stops_the_training_and_names_step_and_samples
 
 @pytest.mark.slow
 def test_a_setting_that_only_the_processes_can_judge_ends_in_its_message(distillation):
-    with pytest.raises(LaunchError, match=r"batch_size = 3 cannot be dealt to 2 processes x 2 micro-batches"):
+    with pytest.raises(LaunchError, match=r"batch_size = 3 cannot be divided among 2 processes x 2 micro-batches"):
         distillation("too-small", batch_size=3, accumulation=2).run(processes=2)

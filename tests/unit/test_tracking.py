@@ -533,7 +533,7 @@ def stop(process: subprocess.Popen) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_dies_costs_points_but_not_the_training(server, store, caplog, monkeypatch):
-    monkeypatch.setattr(tracking, "_EXIT_S", 3.0)
+    monkeypatch.setattr(stage_runs, "_EXIT_S", 3.0)
     caplog.set_level(logging.WARNING)
     tracking.check()
     with tracking.stage_run("distill", {"epochs": 2}) as tracker:

@@ -29,11 +29,11 @@ from trainer.data.loader import (
     _Limit,
     _shrink,
     _with_partners,
-    dealt,
     make_loader,
     makes_views_on_device,
     micro_batch_size,
     positions,
+    shard_positions,
 )
 from trainer.data.sampler import SampleSlice, StatelessSampler
 from trainer.data.views.mixing import mixes
@@ -373,7 +373,7 @@ def test_a_batch_with_fewer_images_than_micro_batches_is_refused_with_the_next_m
 
 def test_where_a_batch_can_not_be_dealt_evenly_micro_batches_differ_by_one():
     settings = TrainingSettings(batch_size=100, accumulation=2)
-    runs = [run for rank in range(3) for run in dealt(settings, step=7, rank=rank, world_size=3)]
+    runs = [run for rank in range(3) for run in shard_positions(settings, step=7, rank=rank, world_size=3)]
     assert sorted(position for run in runs for position in run) == list(range(700, 800))
     assert {len(run) for run in runs} == {16, 17}
     assert micro_batch_size(settings, 3) == 17

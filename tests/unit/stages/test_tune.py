@@ -207,7 +207,7 @@ def test_a_batch_larger_than_the_data_is_clamped_for_all_trials_and_the_forecast
 
 
 def test_a_batch_that_can_not_be_dealt_is_refused(tuned):
-    with pytest.raises(SettingsError, match=r"batch_size = 3 cannot be dealt to 1 processes x 4 micro-batches"):
+    with pytest.raises(SettingsError, match=r"batch_size = 3 cannot be divided among 1 processes x 4 micro-batches"):
         tuned({"batch_size": 3, "accumulation": 4})
 
 
