@@ -24,7 +24,7 @@ from trainer.charts.svg import (
     row_label,
     text,
 )
-from trainer.formatting import isolated, percent
+from trainer.formatting import columns, isolated, percent
 
 _LEVELS = 10
 _WITH_GAPS = 8
@@ -117,7 +117,11 @@ def confusion(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> 
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     counted, named = len(classes) <= _CLASSES_WITH_COUNTS, len(classes) <= _CLASSES_WITH_NAMES
     cell = 30.0 if counted else 13.0 if named else max(1.0, 800 / len(classes))
-    edge, margin = cell * len(classes), LEFT + 24 if named else 32
+    edge = cell * len(classes)
+    widest = (
+        max(columns(fitted(name, small=not counted)) for name in classes) * (7.0 if counted else 6.0) if named else 0.0
+    )
+    margin = 40 + widest
     content = [rectangle(0, 0, edge, edge, "panel")]
     if counted:
         content += _counted_cells(counts, shares, classes, cell)
@@ -128,11 +132,14 @@ def confusion(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> 
         for index, name in enumerate(classes):
             middle = (index + 0.5) * cell + 4
             content.append(row_label(-8, middle, name, style, keep_end=False))
-            content.append(_upright(middle, edge + 8, name, style))
+            if widest < cell:
+                content.append(text(middle - 4, edge + 16, name, style.replace("end", "mid")))
+            else:
+                content.append(_upright(middle, edge + 8, name, style))
     if named and not counted:
         content += [_row_hint(counts[row], classes, row, edge, cell) for row in range(len(classes))]
     content.append(_upright(14 - margin, edge / 2, "class", "soft mid"))
-    below, middle = edge + margin - 14, max(edge / 2, 120.0)
+    below, middle = edge + 26 + (12 if widest < cell else widest), max(edge / 2, 120.0)
     content += [
         text(edge / 2, below, "taken for", "soft mid"),
         *_scale(middle, below + 14, "0 %", "100 % of the class"),

@@ -160,7 +160,9 @@ def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:
     """
     sharp = Image.Resampling.NEAREST if images.shape[-1] < edge else Image.Resampling.LANCZOS
     gap = 4
-    picture = Image.new("RGB", (len(images) * (edge + gap) - gap, edge), "white")
+    picture = Image.new(
+        "RGBA", (len(images) * (edge + gap) - gap, edge), (255, 255, 255, 0)
+    )  # a gap shows the page's own colour
     for position, pixels in enumerate(images):
         tile = Image.fromarray(pixels.transpose(1, 2, 0)).resize((edge, edge), sharp)
         picture.paste(tile, (position * (edge + gap), 0))
