@@ -29,7 +29,7 @@ _MARGIN = 12
 
 
 def browser() -> str | None:
-    """The command of a Chromium on this machine; none without one."""
+    """Find the command of a Chromium on this machine, if there is one."""
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
@@ -96,7 +96,7 @@ def picture(blocks: Sequence[Block | None], file: Path, *, width: int = 1000) ->
 
 
 def parts(before: Side, after: Side) -> Mapping[str, list[Block | None]]:
-    """Name of each picture -> the parts of reports that it shows."""
+    """Choose what each picture shows: its name -> the blocks of reports in it."""
     compared = compare.compare(before, after)
     pair = next((pair for pair in compared.pairs if pair.name == TRAINING), None)
     if pair is None or not {TRAINING} <= before.evidence.keys() & after.evidence.keys():
@@ -116,7 +116,7 @@ def parts(before: Side, after: Side) -> Mapping[str, list[Block | None]]:
 
 
 def main() -> int:
-    """Make the pictures; gives the exit code."""
+    """Make the pictures and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", help="directory of a run")
     parser.add_argument("after", help="directory of a run")

@@ -42,7 +42,7 @@ def build(
     registered: Registered,
     reports: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The content of `summary.json`.
+    """Build the content of `summary.json`.
 
     Args:
         recipe: its name or path.
@@ -73,14 +73,14 @@ def build(
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """A summary as text: the stages, what they cost, teacher against student, the verdict, and where to look."""
+    """Format a summary as text: the stages, what they cost, teacher against student, the verdict, and where to look."""
     bill = Bill.model_validate(summary["bill"])
     parts = [_stages(summary), bill_table(bill), _comparison(summary), _verdict(summary["verdict"]), _places(summary)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
 def bill_table(bill: Bill) -> list[str]:
-    """Lines: what each stage took and cost, forecast against actual, and what the total leaves out."""
+    """Format a bill as lines: what each stage took and cost, forecast against actual, and what the total leaves out."""
     said = [billing.forecast_text(bill), *bill.notes]
     return [*aligned(billing.rows(bill), right={2, 3}), *(f"  - {text}" for text in said if text)]
 
@@ -142,7 +142,7 @@ def _comparison(summary: Mapping[str, Any]) -> list[str]:
 
 
 def ratio(teacher: float, student: float, less: str, more: str) -> str:
-    """`10.0x smaller`: the student's figure beside the teacher's, with a word for less and one for more."""
+    """Compare the student's figure with the teacher's: `10.0x smaller`, with a word for less and one for more."""
     return f"{teacher / student:.1f}x {less}" if teacher >= student else f"{student / teacher:.1f}x {more}"
 
 
@@ -161,7 +161,7 @@ def _places(summary: Mapping[str, Any]) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Lines with columns as wide as their widest cell, two spaces apart; those in `right` stand right."""
+    """Format lines with columns as wide as their widest cell, two spaces apart; those in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     aligned = [
         [

@@ -70,7 +70,7 @@ def data_card(content: CardContent) -> str:
 
 
 def _short(source: str) -> str:
-    """A source without the folders above it, which differ between machines."""
+    """Name a source without the folders above it, which differ between machines."""
     kind, _, name = source.partition(":")
     return f"{kind} {PurePosixPath(name).name}" if name and kind != "hub" else source
 
@@ -91,7 +91,7 @@ def _overview(content: CardContent) -> PageSection:
 
 
 def _class_counts(content: CardContent) -> dict[SplitName, list[int]]:
-    """Split -> images of each class."""
+    """Count the images of each class: split -> [classes]."""
     counts = {split: Counter(member.label for member in content.splits[split]) for split in _LABELED}
     return {split: [count[label] for label in range(len(content.classes))] for split, count in counts.items()}
 
@@ -188,12 +188,12 @@ def _samples(content: CardContent) -> PageSection:
 
 
 def _drawn(members: Sequence[ImageCandidate]) -> list[ImageCandidate]:
-    """A few of a class that do not stand side by side in the source: those with the smallest content keys."""
+    """Choose a few images of a class that are not neighbours in the source: those with the smallest content keys."""
     return sorted(members, key=lambda member: member.key)[:TILES]
 
 
 def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> bytes:
-    """Pictures side by side, as a JPEG file."""
+    """Put pictures side by side, as a JPEG file."""
     strip = Image.new("RGB", (TILE * len(members), TILE))
     for position, member in enumerate(members):
         with Image.open(io.BytesIO(read(member.row))) as picture:

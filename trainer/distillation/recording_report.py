@@ -20,7 +20,7 @@ _BARS = 60
 
 
 def figures(description: RecordingDescription, held: Coverage, work: RecordedWork) -> dict[str, Any]:
-    """Give the main numbers, as `summary.json` shows them; the speed only where this job recorded anything."""
+    """Collect the main numbers, as `summary.json` shows them; the speed only if this job recorded anything."""
     size = description.record.itemsize
     speed = {"views_per_second": work.views / work.seconds} if work.views else {}
     return {
@@ -98,7 +98,7 @@ def _ladder(description: RecordingDescription, held: Coverage) -> Table:
 
 
 def _record_bytes(description: RecordingDescription, entries: int) -> int:
-    """Of a record with this number of entries."""
+    """Compute the size of a record with this number of entries, in bytes."""
     entry = description.record["indices"].base.itemsize + description.record["logits"].base.itemsize
     return description.record.itemsize + (entries - description.top_k) * entry
 

@@ -39,7 +39,7 @@ class BulletList:
 
 @dataclass(frozen=True)
 class Table:
-    """Plain values; numbers stand right. A title names the table where the page or a terminal shows several."""
+    """Plain values; numbers are right-aligned. The title is for a page or a terminal that shows several tables."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[object]]

@@ -8,7 +8,7 @@ from trainer.profiling.series import Series
 
 
 def mean_in_bins(ends: Series, values: Series, edges: Series) -> Series:
-    """The mean of a signal within each bin.
+    """Average a signal within each bin.
 
     Args:
         ends: end of the time that each value stands for, which began at the end of the one before it, [samples].
@@ -26,13 +26,13 @@ def mean_in_bins(ends: Series, values: Series, edges: Series) -> Series:
 
 
 def _integral(ends: Series, amounts: Series, edges: Series) -> Series:
-    """What falls into each bin of amounts that are spread evenly over their time."""
+    """Sum what falls into each bin of amounts that are spread evenly over their time."""
     x, y = np.concatenate(([0.0], ends)), np.concatenate(([0.0], np.cumsum(amounts)))
     return np.diff(np.interp(edges, x, y))
 
 
 def thin_curve(seconds: Series, values: Series, points: int) -> tuple[Series, Series]:
-    """A curve as it is where it has few points, and as means of neighbouring ones otherwise."""
+    """Average neighbouring points of a curve that has more than `points`; leave another as it is."""
     if len(values) <= points:
         return seconds, values
     starts = np.linspace(0, len(values), points + 1)[:-1].astype(int)
@@ -41,7 +41,7 @@ def thin_curve(seconds: Series, values: Series, points: int) -> tuple[Series, Se
 
 
 def spread_over(starts: Series, ends: Series, amounts: Series, edges: Series) -> Series:
-    """What falls into each bin of amounts spread evenly from their starts to their ends."""
+    """Sum what falls into each bin of amounts that are spread evenly from their starts to their ends."""
     x = np.stack([starts, ends], axis=1).ravel()
     after = np.cumsum(amounts)
     y = np.stack([after - amounts, after], axis=1).ravel()

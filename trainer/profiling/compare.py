@@ -43,11 +43,11 @@ class Pair:
 
     @property
     def unit(self) -> str:
-        """Of what `scaled` gives."""
+        """The unit of `scaled`."""
         return "µs an image" if self.per_image else "ms a step"
 
     def scaled(self, one: TrainingSummary, ms: float) -> float:
-        """A time of a step in `unit`."""
+        """Convert a time of a step to `unit`."""
         return 1000 * ms / one.images_a_step if self.per_image and one.images_a_step else ms
 
 
@@ -97,7 +97,7 @@ def compare(before: Side, after: Side) -> Comparison:
 
 
 def text(comparison: Comparison) -> str:
-    """The comparison for a terminal."""
+    """Format the comparison for a terminal."""
     parts = [*comparison.differences, comparison.verdict]
     for table in comparison.general:
         parts.append("\n".join([table.title, *_lines(table)]))
@@ -116,7 +116,7 @@ def _lines(table: Table) -> list[str]:
 
 
 def change(before: float | None, after: float | None) -> str:
-    """`-46 %`, `+12 %`, `as before`; empty where one of them is not known."""
+    """Format a change: `-46 %`, `+12 %`, `as before`; empty if one of the two is not known."""
     if before is None or after is None:
         return ""
     if before == after or (before and abs(after / before - 1) < _ALIKE):
@@ -131,7 +131,7 @@ def change(before: float | None, after: float | None) -> str:
 
 
 def _is_of_same_data(before: Side, after: Side) -> bool | None:
-    """Whether both trained and tested on the same images; none where neither a fingerprint nor a count says."""
+    """Decide whether both trained and tested on the same images; None if neither fingerprints nor counts are recorded."""
     if before.dataset and after.dataset:
         return before.dataset == after.dataset
     counts = [side.run.get("dataset") if side.run else None for side in (before, after)]
@@ -151,7 +151,7 @@ def _differences(same_data: bool | None, pairs: Sequence[Pair]) -> list[str]:
 
 
 def _hardware(pair: Pair) -> str:
-    """The machines in words, where they are not alike; what one side did not record is not compared."""
+    """Describe the machines if they differ; what one side did not record is not compared."""
     sides = (pair.before, pair.after)
     facts = [
         (_device(one), f"{one.cores} cores", one.processor, one.place.instance if one.place else "") for one in sides
@@ -161,7 +161,7 @@ def _hardware(pair: Pair) -> str:
 
 
 def _device(one: TrainingSummary) -> str:
-    """`cuda (NVIDIA A100-SXM4-40GB)`, of whatever index."""
+    """Name a device without its index: `cuda (NVIDIA A100-SXM4-40GB)`."""
     kind, _, model = one.device.partition(" ")
     return f"{kind.partition(':')[0]} {model}".rstrip()
 
@@ -176,7 +176,7 @@ def _processes(pair: Pair) -> str:
 
 
 def _verdict(pair: Pair, accuracy: str) -> str:
-    """How much faster the last training in common has become, what made it so, and what that did to the student."""
+    """Say how much faster the last training in common has become, why, and what that did to the student."""
     name = labels.training(pair.name)
     if pair.before == pair.after:
         return f"{name}: both sides are the same recording."
@@ -215,7 +215,7 @@ def _mover(pair: Pair, *, faster: bool) -> str:
 
 
 def _phase_ms(pair: Pair, one: TrainingSummary) -> dict[str, float]:
-    """Mean time of each phase."""
+    """Collect the mean time of each phase."""
     return {name: pair.scaled(one, phase.ms.mean) for name, phase in one.phases.items()}
 
 
@@ -275,7 +275,7 @@ def _times(
     spoken: Callable[[str], str] = str,
     changed: Callable[[float, float], str] = change,
 ) -> Table:
-    """Times that exclude one another and together are all there was: what is not among them took none."""
+    """Compare times that exclude one another and together are the whole, so that a missing one is zero."""
     rows: list[Row] = []
     for name in {**before, **after}:
         a, b = before.get(name, 0.0), after.get(name, 0.0)
@@ -290,7 +290,7 @@ def _kind_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dict[st
 
 
 def _movers(pair: Pair, a: OperatorSummary, b: OperatorSummary) -> Table:
-    """The operators whose time changed most."""
+    """List the operators whose time changed most."""
     before, after = _operator_ms(pair, pair.before, a), _operator_ms(pair, pair.after, b)
     moves = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
     most = sorted(moves, key=lambda name: -abs(moves[name]))[:_MOVERS]
@@ -311,7 +311,7 @@ def _operator_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dic
 
 
 def _use(pair: Pair) -> Table:
-    """How much of the machine was used: means, and the largest memory."""
+    """Compare how much of the machine was used: means, and the largest memory."""
     rows: list[Row] = []
     before, after = _signals(pair.before), _signals(pair.after)
     for name in {**before, **after}:
@@ -334,7 +334,7 @@ def _signals(one: TrainingSummary) -> dict[str, float]:
 
 
 def _outcome(before: Side, after: Side, same_data: bool | None) -> Table:
-    """Accuracy, time and dollars of whole runs; accuracy has no change where the images are others."""
+    """Compare accuracy, time and dollars of whole runs; accuracy has no change if the test images differ."""
     rows: list[Row] = []
     if before.run is None or after.run is None:
         return Table(("", *_SIDES), rows, title="The runs")
@@ -369,7 +369,7 @@ def _at(content: Mapping[str, Any], keys: Sequence[str]) -> float | None:
 
 
 def _settings(before: Side, after: Side) -> Table:
-    """Settings that are not the same."""
+    """List the settings that differ."""
     whole = before.run is not None and after.run is not None
     a, b = (dict(_flat(_recorded_settings(side, whole=whole))) for side in (before, after))
     rows: list[Row] = []
@@ -396,7 +396,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _findings(before: Side, after: Side) -> Table:
-    """What the rules found on one side or both."""
+    """List what the rules found on one side or both."""
     a, b = _found(before.answers), _found(after.answers)
     judged = [
         {(one.rule, one.training) for one in side.answers if not isinstance(one.outcome, NotJudged)}

@@ -59,7 +59,7 @@ def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
 
 
 def _seconds_with_startup(training: TrainingEvidence) -> float:
-    """The recording, and what came before it: the parts of the start-up end with the first step, within the recording."""
+    """Add what came before the recording to its length: the parts of the start-up end with the first step, within the recording."""
     record = training.ranks[0].record
     return record.ended_s + max(0.0, sum(record.startup.values()) - (record.first_step_s or 0.0))
 
@@ -187,7 +187,7 @@ def count_rules(given: Sequence[Answer], summary: TrainingSummary) -> RuleCount:
 
 
 def _of_short(counts: Sequence[RuleCount]) -> str:
-    """`Too short to judge: 11 of 28 rules on Distillation (40 steps), ...`."""
+    """Say which trainings were too short: `Too short to judge: 11 of 28 rules on Distillation (40 steps), ...`."""
     each = [
         f"{one.too_short} of {_counted(one.rules, 'rule')} on {labels.training(one.training)} ({_counted(one.steps, 'step')})"
         for one in counts
@@ -197,7 +197,7 @@ def _of_short(counts: Sequence[RuleCount]) -> str:
 
 
 def saving_text(one: RankedFinding, summaries: Mapping[str, TrainingSummary]) -> str:
-    """`41 s (12 % of the training, $0.40)`."""
+    """Format a saving: `41 s (12 % of the training, $0.40)`."""
     assert one.finding.saving is not None
     seconds, whole = one.finding.saving.seconds, summaries[one.answer.training].recorded_s
     share = f"{formatting.percent(seconds / whole)} of the training" if whole else ""
@@ -210,7 +210,7 @@ def saving_text(one: RankedFinding, summaries: Mapping[str, TrainingSummary]) ->
 
 
 def to_json(given: Sequence[Answer]) -> str:
-    """The content of `findings.json`: a row an answer, `outcome` names its kind, whose fields follow."""
+    """Write `findings.json`: a row for each answer, whose `outcome` names its kind and `told` holds its fields."""
     rows = []
     for one in given:
         fields = {"rule": one.rule, "title": one.title, "kind": one.kind, "training": one.training}
@@ -227,7 +227,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(text: str, source: str) -> list[Answer]:
-    """What `to_json` wrote.
+    """Read what `to_json` wrote.
 
     Raises:
         ArtifactError: it is something else; names `source`.

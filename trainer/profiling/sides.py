@@ -1,4 +1,4 @@
-"""What a comparison stands between: a run's directory, evidence, or a report, read as the same numbers."""
+"""Read one side of a comparison: a run's directory, a report, or evidence, as the same numbers."""
 
 from __future__ import annotations
 
@@ -111,13 +111,13 @@ def _read_run(uri: str) -> Side:
 
 
 def _dataset_of(places: Sequence[str]) -> str | None:
-    """Fingerprint of the data set that evidence is of."""
+    """Read the fingerprint of the data set that the evidence is of."""
     known = [artifacts.manifest(place, "evidence").parents.get("dataset") for place in places]
     return next(filter(None, known), None)
 
 
 def _report_of(uri: str, content: Mapping[str, Any]) -> str:
-    """The run's report: in its directory, or where the run says that it was."""
+    """Find the run's report: in its directory, or where the run says that it was."""
     page = str(content["reports"].get("profile", ""))
     places = [storage.join(uri, _REPORT), *([storage.parent(page)] if page else [])]
     for place in places:
@@ -127,7 +127,7 @@ def _report_of(uri: str, content: Mapping[str, Any]) -> str:
 
 
 def _evidence_of(uri: str, report: str) -> list[str]:
-    """The evidence that the report is on, as far as it is at hand."""
+    """Find the evidence that the report is on, as far as it is at hand."""
     tasks = storage.parent(storage.parent(report))
     places = [storage.join(above, name) for above, names in ((uri, _EVIDENCE), (tasks, _TASKS)) for name in names]
     wanted = set(artifacts.manifest(report, "report").parents.values())

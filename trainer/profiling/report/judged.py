@@ -45,7 +45,7 @@ def _folded(did: str, heading: str, rows: Iterable[tuple[Answer, str]]) -> Detai
 
 
 def card(number: int, one: RankedFinding, summaries: Mapping[str, TrainingSummary]) -> FindingCard:
-    """Describe a finding with its numbers, its cure and what that saves; by `number` it is found again in the chart over time."""
+    """Describe a finding with its numbers, its cure and what that saves; `number` identifies it in the chart over time."""
     answer, finding = one.answer, one.finding
     place = [labels.training(answer.training), f"confidence {formatting.percent(finding.confidence)}", *_where(one)]
     return FindingCard(

@@ -27,7 +27,7 @@ _MEASURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """Looks at tensors, brought together by layer."""
+    """Tensor statistics, brought together by layer."""
 
     names: Sequence[str]
     steps: Series
@@ -39,7 +39,7 @@ class Layers:
 
 
 def section(evidence: TrainingEvidence) -> Subsection | None:
-    """Show heat maps of layers over time, of those that were looked at."""
+    """Show heat maps of layers over time, of those whose tensors were sampled."""
     looks = evidence.ranks[0].tensors
     blocks: list[Block | None] = [_attention(evidence.metrics)]
     if len(looks.steps):
@@ -83,7 +83,7 @@ def by_layer(looks: TensorLooks) -> Layers:
 
 
 def _layers_of(tensors: Sequence[str]) -> dict[str, str]:
-    """Tensor -> its layer, in as much detail as there is room for; past that, neighbours stand together."""
+    """Map each tensor to its layer, in the finest detail that fits; if none fits, neighbours are grouped."""
     for shortened in (_innermost, _outermost):
         layers = {tensor: shortened(tensor) for tensor in tensors}
         if len(set(layers.values())) <= _MOST_LAYERS:
@@ -98,12 +98,12 @@ def _layers_of(tensors: Sequence[str]) -> dict[str, str]:
 
 
 def _innermost(tensor: str) -> str:
-    """`blocks.3.attn.qkv.weight` -> blocks.3, to the last number in the path; `head.weight` -> head."""
+    """Cut a path after its last number: `blocks.3.attn.qkv.weight` -> blocks.3; `head.weight` -> head."""
     return _numbered(tensor, r"(.*\.\d+)\.")
 
 
 def _outermost(tensor: str) -> str:
-    """The same to the first number."""
+    """Cut a path after its first number."""
     return _numbered(tensor, r"(.*?\.\d+)\.")
 
 
@@ -153,7 +153,7 @@ def _map(
 
 
 def _mean(values: Series) -> Series:
-    """Mean of each row's known values, NaN where none is; [rows, columns] -> [rows]."""
+    """Average each row's known values, NaN if none is; [rows, columns] -> [rows]."""
     known = np.isfinite(values)
     count = known.sum(axis=1)
     return np.where(count, np.where(known, values, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)

@@ -82,7 +82,7 @@ def section(
 
 
 def _windows(rank: RankEvidence, findings: Sequence[tuple[int, RankedFinding]]) -> list[MarkedTime]:
-    """Of the findings that were not seen all the time."""
+    """Mark when each finding was seen, but for those that were seen all the time."""
     return [
         MarkedTime(label=f"{number}. {one.answer.title}", style=one.finding.severity, start_s=span[0], end_s=span[1])
         for number, one in findings
@@ -91,7 +91,7 @@ def _windows(rank: RankEvidence, findings: Sequence[tuple[int, RankedFinding]]) 
 
 
 def _seconds(rank: RankEvidence, one: RankedFinding) -> tuple[float, float] | None:
-    """From when to when a finding was seen; none where it is the whole recording."""
+    """Compute from when to when a finding was seen; None if that is the whole recording."""
     finding, steps = one.finding, rank.steps["step"]
     if finding.window_s or not finding.steps or not len(steps):
         return finding.window_s
@@ -112,7 +112,7 @@ def _metric_lanes(evidence: TrainingEvidence, duration: float) -> list[Lane]:
 
 
 def _step_lanes(rank: RankEvidence, edges: Series, duration: float) -> list[Lane]:
-    """The mean and the longest step of each bin, and how many batches the loaders had ready."""
+    """Draw the mean and the longest step of each bin, and how many batches the loaders had ready."""
     if not len(rank.steps["start_s"]):
         return []
     centres, ms = _by_bin(rank, rank.steps["seconds"] * 1000, edges)
@@ -131,7 +131,7 @@ def _step_lanes(rank: RankEvidence, edges: Series, duration: float) -> list[Lane
 
 
 def _by_bin(rank: RankEvidence, values: Series, edges: Series) -> tuple[Series, list[Series]]:
-    """Centre of each bin in which steps began, and the values of those steps."""
+    """Group values by the bin in which their step began; returns the centres of the bins, and the values in each."""
     place = np.clip(np.searchsorted(edges, rank.steps["start_s"], side="right") - 1, 0, len(edges) - 2)
     bins, starts = np.unique(place, return_index=True)  # steps stand in the order of time
     return (edges[bins] + edges[bins + 1]) / 2, np.split(values, starts[1:])
@@ -170,7 +170,7 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
 
 
 def phase_shares(rank: RankEvidence, edges: Series) -> Mapping[str, Series]:
-    """Share of each bin's time that every phase, and every range outside of steps, took.
+    """Compute the share of each bin's time that every phase, and every range outside of steps, took.
 
     Where the table of steps was thinned, what lies between kept steps is unknown, and the shares are those of the known time.
 

@@ -106,7 +106,7 @@ def _slowest(summary: TrainingSummary, step_ms: Spread) -> Block:
 
 
 def _longer(step: SlowStep, summary: TrainingSummary) -> str:
-    """The phases that made the step long, and by how much."""
+    """Name the phases that made the step long, and by how much."""
     extra = {
         name: ms - (summary.phases[name].ms.p50 if name in summary.phases else 0.0)
         for name, ms in step.phase_ms.items()
@@ -117,7 +117,7 @@ def _longer(step: SlowStep, summary: TrainingSummary) -> str:
 
 
 def _machine(step: SlowStep, summary: TrainingSummary) -> str:
-    """What can have slowed the step: what the training lacked, and what it follows; not what a slow step leads to, such as an idle GPU."""
+    """Name what may have slowed the step: what the training lacked, and what it follows; not its effects, such as an idle GPU."""
     causes = [_AFTER[step.follows]] if step.follows else []
     if step.graphs:
         causes.append("1 graph was compiled" if step.graphs == 1 else f"{step.graphs} graphs were compiled")
@@ -133,7 +133,7 @@ def _machine(step: SlowStep, summary: TrainingSummary) -> str:
 
 
 def _lacking(now: Mapping[str, float], usual: Mapping[str, float], cores: int) -> Iterator[str]:
-    """Signals that say what the machine did not give to the training, where they are above what is usual."""
+    """Name what the machine did not give to the training, if it is more than usual."""
     waiting = [values.get("iowait_percent", 0.0) for values in (now, usual)]
     if _is_more(*waiting):
         yield _against("waiting for storage", *waiting)
@@ -154,7 +154,7 @@ def _against(what: str, now: float, usual: float) -> str:
 
 
 def _other_programs_percent(signals: Mapping[str, float], cores: int) -> float:
-    """Use of all cores by anything but this process and its loader processes."""
+    """Compute the use of all cores by anything but this process and its loaders."""
     if "cores_percent" not in signals or "process_cpu_percent" not in signals:
         return 0.0
     own = signals["process_cpu_percent"] + signals.get("loaders_cpu_percent", 0.0)
