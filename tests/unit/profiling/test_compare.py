@@ -140,8 +140,8 @@ def test_other_counts_of_images_are_other_data_where_no_fingerprint_is_known(tra
 
     assert compare(counted(summary, 100), counted(slower, 200)).differences[0].startswith("Other data")
     for one, other in ((100, 100), (100, None)):
-        told = compare(counted(summary, one), counted(slower, other)).differences[0]
-        assert told == "Whether both sides are of the same data was not recorded."
+        sentence = compare(counted(summary, one), counted(slower, other)).differences[0]
+        assert sentence == "Whether both sides are of the same data was not recorded."
 
 
 def test_other_hardware_and_processes_are_said_before_the_times(training: TrainingEvidence) -> None:
@@ -155,8 +155,8 @@ def test_other_hardware_and_processes_are_said_before_the_times(training: Traini
     assert differences(world_size=8) == ["Other processes: 2 before, 8 after."]
     assert differences(processor="another CPU")[0].endswith("another CPU, p4d.24xlarge after.")
     assert differences(processor="", place=None) == [], "what was not recorded is not other"
-    (told,) = differences(cores=64, device="cpu")
-    assert told.startswith(
+    (sentence,) = differences(cores=64, device="cpu")
+    assert sentence.startswith(
         f"Other hardware: cuda (a GPU), {summary.cores} cores, a CPU, p4d.24xlarge before, cpu, 64 cores, "
     )
 
@@ -249,23 +249,23 @@ def test_the_text_and_the_page_hold_every_table(large: TrainingEvidence, trainin
         for name, one in ((hostile, training), ("after", large))
     ]
     comparison = compare(*sides)
-    told, page = text(comparison), build(comparison)
+    shown, page = text(comparison), build(comparison)
     for wanted in (
         "in short",
         "phases",
         "operators by kind of work",
         "use of the machine",
     ):
-        assert f"Distillation: {wanted}" in told
+        assert f"Distillation: {wanted}" in shown
         assert wanted[1:] in page
-    assert "still there" in told
-    assert told.splitlines()[2].startswith("Other hardware: cpu, "), "a sentence on the data stands before it"
-    assert "on the cpu before and on the device after" in told
-    assert "operators that moved most" not in told, "of other clocks"
+    assert "still there" in shown
+    assert shown.splitlines()[2].startswith("Other hardware: cpu, "), "a sentence on the data stands before it"
+    assert "on the cpu before and on the device after" in shown
+    assert "operators that moved most" not in shown, "of other clocks"
     assert "<script" not in page
     assert "The training and the machine over time" in page
     assert len(page.encode()) < 2_000_000
-    assert max(len(line) for line in told.splitlines()) < 200
+    assert max(len(line) for line in shown.splitlines()) < 200
 
 
 def test_nothing_in_common_is_refused(training: TrainingEvidence) -> None:
@@ -300,9 +300,9 @@ def test_the_command_prints_the_comparison_and_writes_its_page(
 ) -> None:
     page = tmp_path / "new" / "comparison.html"
     assert cli.main(["compare", str(evidence), str(evidence), "--output", str(page)]) == 0
-    told = capsys.readouterr().out
-    assert "Distillation: both sides are the same recording." in told
-    assert f"As a page: {page}" in told
+    shown = capsys.readouterr().out
+    assert "Distillation: both sides are the same recording." in shown
+    assert f"As a page: {page}" in shown
     assert page.read_text().startswith("<!doctype html>")
 
 

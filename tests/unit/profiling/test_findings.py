@@ -109,17 +109,17 @@ def test_what_is_found_in_a_short_training_comes_first(summary: TrainingSummary)
 def test_each_of_two_trainings_is_long_enough_or_not_by_itself(summary: TrainingSummary) -> None:
     other = replace(summary, name="finetune", steps=6)
     given = [*healthy_and_short(20, 0), *(replace(one, training="finetune") for one in healthy_and_short(5, 15))]
-    told = verdict(given, [other, summary])
-    assert told.outcome == "too_short"
-    assert "15 of 28 rules on Fine-tuning (6 steps); train longer (pretrain.finetune.epochs)" in told.text
-    assert "Distillation" not in told.text
+    result = verdict(given, [other, summary])
+    assert result.outcome == "too_short"
+    assert "15 of 28 rules on Fine-tuning (6 steps); train longer (pretrain.finetune.epochs)" in result.text
+    assert "Distillation" not in result.text
 
 
 def test_a_note_is_advice_and_no_finding(summary: TrainingSummary) -> None:
     note = answer("recorded_outputs", replace(SLOW, severity="note", saving=Saving(seconds=1000.0, reason="")))
-    told = verdict([*healthy_and_short(20, 0), note], [summary])
-    assert told.outcome == "healthy"
-    assert told.text.endswith("20 rules looked and found nothing, 8 rules could not judge; 1 note below.")
+    result = verdict([*healthy_and_short(20, 0), note], [summary])
+    assert result.outcome == "healthy"
+    assert result.text.endswith("20 rules looked and found nothing, 8 rules could not judge; 1 note below.")
     assert [one.answer.rule for one in ranked_findings([note, answer("small", SLOW)])] == ["small", "recorded_outputs"]
 
 
@@ -127,9 +127,9 @@ def test_a_few_recorded_steps_are_too_short_to_judge(evidence: Path) -> None:
     """A real recording of three steps: no rule finds anything, and most had too little to look at."""
     recorded = read_evidence(evidence)
     first = replace(recorded, trainings=recorded.trainings[:1])
-    told = verdict(judged(first, RuleSettings()), [summarize(one) for one in first.trainings])
-    assert told.outcome == "too_short", told
-    assert "rules on Masked autoencoder (3 steps); train longer (pretrain.mae.epochs)" in told.text
+    result = verdict(judged(first, RuleSettings()), [summarize(one) for one in first.trainings])
+    assert result.outcome == "too_short", result
+    assert "rules on Masked autoencoder (3 steps); train longer (pretrain.mae.epochs)" in result.text
 
 
 def test_dollars_are_those_of_the_place_where_the_training_ran(summary: TrainingSummary) -> None:

@@ -17,8 +17,8 @@ def test_each_side_is_drawn_with_its_findings_and_the_two_together(
     plain: list[TrainingEvidence], large: TrainingEvidence, answers: list[Answer]
 ) -> None:
     sides = [
-        Side(name="run", trainings={"distill": summarize(one)}, answers=told, evidence={"distill": one})
-        for one, told in ((plain[1], answers), (large, []))
+        Side(name="run", trainings={"distill": summarize(one)}, answers=given, evidence={"distill": one})
+        for one, given in ((plain[1], answers), (large, []))
     ]
     drawn = {name: pages.render("", "", blocks) for name, blocks in parts(*sides).items()}
     assert set(drawn) == {

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 MEASURE = """
-const problems = [], told = new Set(), page = frame.contentDocument, root = page.documentElement;
+const problems = [], page = frame.contentDocument, root = page.documentElement;
 if (root.scrollWidth > root.clientWidth + 1) problems.push(`the page is ${root.scrollWidth} wide`);
 page.querySelectorAll("details").forEach(one => one.open = true);
 for (const drawing of page.querySelectorAll("svg")) {
@@ -84,8 +84,8 @@ def pages(
         Side(name="after", trainings={"distill": summarize(large)}, answers=[], evidence={"distill": large}),
     ]
 
-    def report(trainings: Sequence[TrainingEvidence], told: Sequence[Answer]) -> str:
-        return build([(one, summarize(one)) for one in trainings], told, make_bill(stages), top_operators=20)
+    def report(trainings: Sequence[TrainingEvidence], judged: Sequence[Answer]) -> str:
+        return build([(one, summarize(one)) for one in trainings], judged, make_bill(stages), top_operators=20)
 
     splits: dict[SplitName, list[ImageCandidate]] = {
         "train": [candidate(row, row % len(NAMES), "train") for row in range(3 * len(NAMES))],

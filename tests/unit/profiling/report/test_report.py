@@ -155,8 +155,8 @@ def test_names_are_escaped(record: Callable[..., Recorder], answers: list[Answer
     training = replace(
         training, name="<b>distill", ranks=[replace(first, record=record, tensors=looks)] * 2, metrics=metrics
     )
-    told = NotJudged(reason=hostile)
-    answer = Answer(rule="batch_size", title=hostile, kind="system", training="<b>distill", outcome=told)
+    outcome = NotJudged(reason=hostile)
+    answer = Answer(rule="batch_size", title=hostile, kind="system", training="<b>distill", outcome=outcome)
     finding = replace(answers[0], training="<b>distill", title=hostile)
     page = page_of([training], [answer, finding])
     assert "<script" not in page
@@ -180,7 +180,7 @@ def test_a_page_on_three_large_trainings_with_many_named_ranges_stays_small(
     assert "named ranges" in page
 
 
-def test_an_error_that_ended_the_training_is_told(plain: list[TrainingEvidence]) -> None:
+def test_an_error_that_ended_the_training_is_shown(plain: list[TrainingEvidence]) -> None:
     first = plain[1].ranks[0]
     record = first.record.model_copy(update={"failed": "the loss is <not> finite"})
     page = page_of([replace(plain[1], ranks=[replace(first, record=record)])])

@@ -34,7 +34,7 @@ def then(usual: float, now: float) -> Sequence[float]:
     return list(np.where((ends > 0.6) & (ends <= 0.71), now, usual))
 
 
-def told(rank: RankEvidence) -> str:
+def cause(rank: RankEvidence) -> str:
     """Read what the table says may have slowed the slowest step."""
     training = TrainingEvidence(name="distill", ranks=[rank], metrics={})
     shown = step_times.lengths(training, summarize(training))
@@ -56,7 +56,7 @@ def told(rank: RankEvidence) -> str:
     ],
 )
 def test_what_the_machine_did_not_give_to_a_slow_step_is_named(system: Mapping[str, Any], expected: str) -> None:
-    assert told(recorded(system)).startswith(expected)
+    assert cause(recorded(system)).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -79,21 +79,21 @@ def test_what_the_machine_did_not_give_to_a_slow_step_is_named(system: Mapping[s
     ],
 )
 def test_what_can_not_slow_a_step_is_not_named(system: Mapping[str, Any]) -> None:
-    assert told(recorded(system)) == "nothing that slows a step"
+    assert cause(recorded(system)) == "nothing that slows a step"
 
 
 def test_without_samples_of_the_machine_that_is_said() -> None:
-    assert told(recorded()) == "not sampled"
+    assert cause(recorded()) == "not sampled"
 
 
 def test_a_queue_that_was_empty_a_graph_and_a_core_that_was_lacking() -> None:
     queued = np.where(NUMBERS == SLOW, 0.0, 2.0)
-    assert told(recorded(columns={"queued": queued})) == "no batch was ready"
-    assert told(recorded(columns={"queued": np.zeros(STEPS)})) == "not sampled", "it is always empty"
+    assert cause(recorded(columns={"queued": queued})) == "no batch was ready"
+    assert cause(recorded(columns={"queued": np.zeros(STEPS)})) == "not sampled", "it is always empty"
     compilations = (CompilationRecord(step=SLOW, graphs=2, seconds=0.05),)
-    assert told(recorded(compilations=compilations)) == "2 graphs were compiled"
+    assert cause(recorded(compilations=compilations)) == "2 graphs were compiled"
     delayed = np.where(NUMBERS == SLOW, 50.0, 0.0)
-    assert told(recorded(columns={"host_delayed_seconds": delayed})) == "no core for the training for 50 ms"
+    assert cause(recorded(columns={"host_delayed_seconds": delayed})) == "no core for the training for 50 ms"
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_a_queue_that_was_empty_a_graph_and_a_core_that_was_lacking() -> None:
 def test_a_step_just_after_a_checkpoint_or_an_evaluation(name: str, ends_s: float, expected: str) -> None:
     """The slow step starts after 0.6 s."""
     spans = Spans(names=[name], start_s=np.array([ends_s - 0.05]), seconds=np.array([0.05]))
-    assert told(replace(recorded(), spans=spans)) == expected
+    assert cause(replace(recorded(), spans=spans)) == expected
