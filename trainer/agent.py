@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.launcher import api
 
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE
-from trainer.launch import LAUNCHED_VARIABLE
+from trainer.host import LAUNCHED_VARIABLE
 
 
 class Agent(LocalElasticAgent):

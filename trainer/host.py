@@ -1,13 +1,20 @@
-"""This host: its processor, the cores that this process may use, and environment variables set for the length of a block."""
+"""This host and this process: its processor, the cores that may be used, when it was started, its environment variables."""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
+LAUNCHED_VARIABLE = "TRAINER_LAUNCHED"
+"""Environment variable with the time (Unix) at which a launcher, or the pod of a node, began with the job of this process, or last started
+it again."""
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -35,6 +42,26 @@ def _cpu_limit(cgroups: Path) -> tuple[int, int]:
     if (first / "cpu.cfs_quota_us").exists():
         return int((first / "cpu.cfs_quota_us").read_text()), int((first / "cpu.cfs_period_us").read_text())
     return -1, 1
+
+
+def started_unix() -> float:
+    """When this process was started, to a hundredth of a second.
+
+    On Linux `psutil` counts from the time of the boot as /proc/stat has it, without its fraction of a second.
+    """
+    if sys.platform != "linux":
+        return psutil.Process().create_time()
+    ticks = int(
+        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    )  # field 22, after the name in brackets
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def seconds_since_launch() -> float:
+    """How long ago this process's job began on this machine, or was last started again; or the process itself, where it was by hand."""
+    launched = os.environ.get(LAUNCHED_VARIABLE)
+    began_unix = started_unix() if launched is None else float(launched)
+    return max(0.0, time.time() - began_unix)
 
 
 @contextmanager

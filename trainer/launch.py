@@ -24,11 +24,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import psutil
-
 from trainer.costs import local_place
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
-from trainer.host import environment_variables, usable_cores
+from trainer.host import LAUNCHED_VARIABLE, environment_variables, started_unix, usable_cores
 from trainer.signals import Terminated
 
 if TYPE_CHECKING:
@@ -39,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 FAILURES_VARIABLE = "TRAINER_FAILURES"
 """Environment variable that names the folder in which a failing process leaves its message."""
-LAUNCHED_VARIABLE = "TRAINER_LAUNCHED"
-"""Environment variable with the time (Unix) at which a launcher, or the pod of a node, began with the job of this process, or last started
-it again."""
 TERMINATION_LOG_VARIABLE = "TRAINER_TERMINATION_LOG"
 """Environment variable that names the file for a failing node's message; without it Kubernetes' own, where there is one."""
 TERMINATION_LOG = "/dev/termination-log"
@@ -302,26 +297,6 @@ def _run_agent(config: LaunchConfig, spec: JobSpec, *, launched_unix: float, nod
             raise (Terminated if error.sigval == signal.SIGTERM else KeyboardInterrupt) from error
         except ChildFailedError as error:
             raise _explain(spec, Path(failures), _first_exit_codes(error), node=node) from error
-
-
-def started_unix() -> float:
-    """When this process was started, to a hundredth of a second.
-
-    On Linux `psutil` counts from the time of the boot as /proc/stat has it, without its fraction of a second.
-    """
-    if sys.platform != "linux":
-        return psutil.Process().create_time()
-    ticks = int(
-        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    )  # field 22, after the name in brackets
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def seconds_since_launch() -> float:
-    """How long ago this process's job began on this machine, or was last started again; or the process itself, where it was by hand."""
-    launched = os.environ.get(LAUNCHED_VARIABLE)
-    began_unix = started_unix() if launched is None else float(launched)
-    return max(0.0, time.time() - began_unix)
 
 
 def _threads(processes: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api
 
-from trainer import agent, launch
+from trainer import agent, host, launch
 from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE
 
 ENDS = """
@@ -24,7 +24,7 @@ sys.exit(int(codes[min(len(starts), len(codes) - 1)]))
 @pytest.fixture
 def starts(tmp_path, monkeypatch):
     """When processes were launched whose ends have these exit codes, and with which code the job failed."""
-    monkeypatch.setenv(launch.LAUNCHED_VARIABLE, "1.0")
+    monkeypatch.setenv(host.LAUNCHED_VARIABLE, "1.0")
 
     def run(*codes, max_restarts):
         config = api.LaunchConfig(

@@ -1,8 +1,13 @@
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from trainer import host
 from trainer.host import environment_variables, usable_cores
 
 
@@ -43,3 +48,21 @@ def test_variables_are_put_back_whatever_ends_the_block(monkeypatch):
         break_off()
     assert os.environ["KEPT"] == "before"
     assert "NEW" not in os.environ
+
+
+def test_the_start_of_a_process_is_known_to_a_fraction_of_a_second() -> None:
+    code = "import time; now = time.time(); from trainer.host import started_unix; print(now, started_unix())"
+    before = time.time()
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    now, started = map(float, printed.split())
+    assert before - 0.03 < started < now + 0.03, "the operating system counts in hundredths of a second"
+
+
+def test_a_job_counts_from_its_launch_and_a_process_without_one_from_its_own_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(host.LAUNCHED_VARIABLE, str(time.time() - 1e6))
+    assert host.seconds_since_launch() == pytest.approx(1e6, abs=10)
+    monkeypatch.delenv(host.LAUNCHED_VARIABLE)
+    by_hand = time.time() - psutil.Process().create_time()
+    assert host.seconds_since_launch() == pytest.approx(by_hand, abs=10)

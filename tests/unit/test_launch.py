@@ -76,22 +76,6 @@ def test_a_wrong_place_is_refused_before_anything_starts(monkeypatch):
         launch.LocalLauncher().run(spec())
 
 
-def test_the_start_of_a_process_is_known_to_a_fraction_of_a_second():
-    code = "import time; now = time.time(); from trainer.launch import started_unix; print(now, started_unix())"
-    before = time.time()
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    now, started = map(float, printed.split())
-    assert before - 0.03 < started < now + 0.03, "the operating system counts in hundredths of a second"
-
-
-def test_a_job_counts_from_its_launch_and_a_process_without_one_from_its_own_start(monkeypatch):
-    monkeypatch.setenv(launch.LAUNCHED_VARIABLE, str(time.time() - 1e6))
-    assert launch.seconds_since_launch() == pytest.approx(1e6, abs=10)
-    monkeypatch.delenv(launch.LAUNCHED_VARIABLE)
-    by_hand = time.time() - psutil.Process().create_time()
-    assert launch.seconds_since_launch() == pytest.approx(by_hand, abs=10)
-
-
 def leave(folder, rank, message, when, start=0):
     content = {"message": message, "trace": f"trace of {rank}\n", "start": start}
     (folder / f"{rank}.json").write_text(json.dumps(content))

@@ -20,8 +20,7 @@ from torch import nn
 
 from trainer.config import EvidenceSettings
 from trainer.costs import place_here
-from trainer.host import processor_name, usable_cores
-from trainer.launch import started_unix
+from trainer.host import processor_name, started_unix, usable_cores
 from trainer.profiling.compilation import Compilations
 from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorLooks, TrainingEvidence, write_rank
 from trainer.profiling.gpu_clock import CudaClock

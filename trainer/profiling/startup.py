@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainer.launch import seconds_since_launch, started_unix
+from trainer.host import seconds_since_launch, started_unix
 
 IMPORTED_UNIX = time.time()
 """When torch and most of the trainer were loaded, by whom this module is loaded last."""

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts, launch, storage
+from trainer import artifacts, host, storage
 from trainer.artifacts import Draft
 from trainer.errors import OutputError
 from trainer.graph import Kind
@@ -40,7 +40,7 @@ def shared_artifact(
         own: Draft | None = None
         if processes.is_first:
             own = stack.enter_context(artifacts.create(uri, kind, settings=settings, parents=parents))
-            own.startup_seconds = round(launch.seconds_since_launch(), 3)
+            own.startup_seconds = round(host.seconds_since_launch(), 3)
             own.device = processes.device.kind
         elif processes.rank == leader:
             own = Draft(path=stack.enter_context(artifacts.folder_for(uri)))
