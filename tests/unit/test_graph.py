@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 
 from trainer import config, runner
+from trainer.base_models import Section
 from trainer.graph import DATASET, SCHEMA_VERSIONS, STAGES, TEACHER, Kind, needed_stages
 
 
@@ -63,7 +64,7 @@ def test_every_kind_has_a_version():
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stages_section_and_condition_are_settings(name):
     settings = config.Settings()
-    assert isinstance(getattr(settings, STAGES[name].section), config.Section)
+    assert isinstance(getattr(settings, STAGES[name].section), Section)
     assert STAGES[name].is_needed(settings) is (not STAGES[name].needed_if)
 
 

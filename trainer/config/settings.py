@@ -1,0 +1,503 @@
+"""Every setting: its default, its meaning, its limits.
+
+`Settings.for_stage` gives a stage its own section only, so that a changed distillation setting leaves a cached teacher valid.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from trainer.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section
+from trainer.config.checks import validate
+from trainer.config.training_settings import (
+    LOADING,
+    Compile,
+    DecodeOn,
+    LoadingSettings,
+    ModelSettings,
+    Precision,
+    RuleNames,
+    TrainingSettings,
+    ViewSettings,
+    ViewsOn,
+    WatchSettings,
+    Workers,
+)
+from trainer.graph import STAGES
+from trainer.thresholds import RuleSettings
+
+CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
+"""Environment variable that names the folder of all checkpoints; without it they stand beside the output."""
+
+WAIT_VARIABLE = "TRAINER_WAIT_S"
+"""Environment variable with the seconds for which a training process waits for the others, or for a loader process; 600 without it."""
+
+DEVICE_VARIABLE = "TRAINER_DEVICE"
+"""Environment variable that says where to train: auto, cpu, cuda or xla."""
+
+Outside = Literal["refuse", "read"]
+
+
+class DataSettings(Section):
+    """Which images, and how `prepare` stores them."""
+
+    source: str = "digits"
+    """`digits`, `imagefolder:PATH_OR_URI`, `manifest:FILE.csv` or `hub:NAME[:CONFIG]`."""
+    outside: Outside = "refuse"
+    """Links, and lines of a manifest, that lead outside the source's folder; `read` them only if you trust whoever made them."""
+    image_size: Annotated[int, Field(ge=8, le=2048)] = 256
+    """Edge of the stored square images, in pixels."""
+    fit: Literal["crop", "stretch"] = "crop"
+    """How an image becomes square: `crop` its centre, or `stretch` it."""
+    encoding: Literal["jpeg", "png"] = "jpeg"
+    """How stored images are encoded; png is exact, jpeg is small."""
+    jpeg_quality: Annotated[int, Field(ge=50, le=100)] = 95
+    """Quality of stored JPEG images."""
+    val_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
+    """Share of each class moved from train to validation if the source has no validation split."""
+    test_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
+    """Share of each class moved from train to test if the source has no test split."""
+    test_from: Literal["train", "val"] = "train"
+    """Test split of a source without one: a share of train, or the source's val (a new validation split is then taken from train)."""
+    split_seed: NonNegative = 0
+    """Seed of the splits, which are keyed by content; independent of `run.seed`, so that runs with other seeds share their splits."""
+    min_images_per_class: Annotated[int, Field(ge=3)] = 3
+    """Fewest valid labelled images of a class; `prepare` fails if one has fewer."""
+    max_bad_fraction: Fraction = 0.01
+    """Largest share of quarantined images; `prepare` fails above it."""
+    max_pixels: Positive = 100_000_000
+    """Images with more pixels (width x height) are quarantined before they are decoded."""
+    min_edge: Positive = 8
+    """Images with a shorter edge are quarantined, in pixels."""
+    workers: Workers = "auto"
+    """Loader processes for each training process; 0 loads in the training process itself, auto measures at the start."""
+    views_on: ViewsOn = "auto"
+    """Where views are made from stored images: in the loader (`cpu`) or on the training device; auto takes the device if it is a GPU."""
+    decode_on: DecodeOn = "cpu"
+    """Where stored JPEG images are decoded: in the loader, or on the GPU (nvJPEG)."""
+
+
+class MaeSettings(TrainingSettings):
+    """Masked-autoencoder pretraining (He et al. 2022)."""
+
+    epochs: NonNegative = 400
+    """Passes over all training images, labelled or not; 0 skips pretraining."""
+    base_learning_rate: Annotated[float, Field(gt=0)] = 1.5e-4
+    """Peak learning rate at 256 images per step; scaled linearly with `batch_size`."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's decay rate of the second moment."""
+    warmup_epochs: NonNegativeFloat = 40.0
+    """Epochs of linear warm-up before the cosine decay."""
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    """Share of the patches that are masked."""
+    decoder_dim: Annotated[int, Field(ge=8)] = 512
+    """Width of the decoder."""
+    decoder_depth: Positive = 8
+    """Blocks of the decoder."""
+    decoder_heads: Positive = 16
+    """Attention heads of the decoder."""
+    normalize_targets: bool = True
+    """Normalise the pixels of each target patch by its own mean and standard deviation."""
+    views: ViewSettings = ViewSettings(min_scale=0.2)
+    """Augmentation: crop and flip only, as in the paper."""
+
+
+class FinetuneSettings(TrainingSettings):
+    """Supervised fine-tuning of the teacher on the labelled training images."""
+
+    epochs: NonNegative = 100
+    """Passes over the labelled training images; 0 skips fine-tuning."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """Layer-wise learning-rate decay: factor from one block to the one below it (BEiT, MAE)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Label smoothing: share of the target spread over all classes."""
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Stochastic depth rate of the last block; it grows linearly from 0 at the first."""
+    views: ViewSettings = ViewSettings(mixup=0.8, cutmix=1.0)
+    """Augmentation."""
+
+
+TIMM = "timm:"
+"""What the name of timm's pretrained weights begins with in `pretrain.weights`."""
+
+
+class TimmWeights(NamedTuple):
+    """Pretrained weights of timm."""
+
+    name: str
+    """Of the model, with a tag or with timm's default one."""
+    revision: str
+    """A commit of their repository on the hub; empty for the newest one."""
+
+    def __str__(self) -> str:
+        return f"{TIMM}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+ClassReference = Annotated[int, Field(ge=0, strict=True)] | str
+
+
+class PretrainSettings(LoadingSettings):
+    """The teacher: masked-autoencoder pretraining, then fine-tuning; or given weights."""
+
+    watch: WatchSettings | None = None
+    """Rules checked while the trainings run; set from `profile` if that has a `stop_on`."""
+
+    teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
+    """The teacher's model."""
+    weights: str = ""
+    """Start from a model directory (path or URI), or from timm's pretrained weights: `timm:NAME[@REVISION]`, with the same architecture as
+    `teacher`. REVISION is a commit of their repository, by default the newest one. Empty starts from scratch."""
+    label_map: Mapping[str, ClassReference] = {}
+    """Class of the data set -> the same class of `weights`, by name or index, where the names differ. The head's rows of these classes
+    are kept."""
+    mae: MaeSettings = MaeSettings()
+    """Masked-autoencoder pretraining."""
+    finetune: FinetuneSettings = FinetuneSettings()
+    """Supervised fine-tuning."""
+
+    @property
+    def timm_weights(self) -> TimmWeights | None:
+        """Which of timm's pretrained weights to start from; none for a model directory, or from scratch."""
+        if not self.weights.startswith(TIMM):
+            return None
+        name, _, revision = self.weights.removeprefix(TIMM).partition("@")
+        return TimmWeights(name, revision)
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> Self:
+        given, architecture = self.timm_weights, self.teacher.architecture
+        if given and architecture not in (given.name, given.name.partition(".")[0]):
+            raise ValueError(
+                f"weights is {self.weights!r}, but teacher.architecture is {architecture!r}; set "
+                f"pretrain.teacher.architecture={given.name}, "
+                "and pretrain.teacher.args to what differs from it, such as {img_size=256}, or to {}"
+            )
+        if not self.weights and not self.finetune.epochs:
+            raise ValueError(
+                "finetune.epochs is 0 and weights is empty, so the teacher would never see a label; give weights or let it be fine-tuned"
+            )
+        if self.label_map and not self.weights:
+            raise ValueError(
+                "label_map says what classes of weights mean, but weights is empty; give weights, or leave it out"
+            )
+        return self
+
+
+TOP_K = 10
+"""Logits that are recorded of a view where nothing else is said or needed."""
+
+
+class ReinforceSettings(LoadingSettings):
+    """The recording of the teacher's outputs on augmented views of every training image, made once for all distillations."""
+
+    views: Positive = 30
+    """Views per image; epoch e of a distillation sees view e modulo `views`."""
+    top_k: Positive | Literal["all"] | None = None
+    """Largest logits to keep per view, with the sum of the rest; default: `all` if a loss of distill needs them, else 10."""
+    features: bool = False
+    """Keep the teacher's pooled features too, for a feature loss."""
+    augmentation: ViewSettings | None = None
+    """Augmentation; default: `distill.views`."""
+    unlabeled: bool | None = None
+    """Record images without labels too; default: `distill.unlabeled`."""
+    view_size: NonNegative = 0
+    """Edge of the views, in pixels; 0 is the teacher's input size."""
+    batch_size: Positive = 256
+    """Images per forward pass of the teacher; a CPU in fp32 splits them into parts of eight."""
+    precision: Precision = "auto"
+    """`bf16` or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32."""
+    compile: Compile = "auto"
+    """torch.compile; auto compiles on GPUs only."""
+
+    @property
+    def records_unlabeled(self) -> bool:
+        """Whether images without labels are recorded too."""
+        return self.unlabeled is not False
+
+    def logits(self, classes: int) -> int:
+        """Logits that are kept of each view where there are so many classes."""
+        return classes if self.top_k == "all" else min(self.top_k or TOP_K, classes)
+
+
+class DistillSettings(LoadingSettings, TrainingSettings):
+    """The student: loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels."""
+
+    watch: WatchSettings | None = None
+    """Rules checked while the training runs; set from `profile` if that has a `stop_on`."""
+
+    student: ModelSettings = ModelSettings(architecture="vit_tiny_patch16_224")
+    """The student's model."""
+    teacher: Literal["online", "recorded"] = "online"
+    """`online` runs the teacher in every step; `recorded` reads the outputs that the stage `reinforce` recorded."""
+    unlabeled: bool = True
+    """Learn from images without labels too, if the data set has any: from the teacher alone (for `dkd`, its top class is the label). An
+    epoch is then a pass over all images. Not read if no loss needs the teacher."""
+    labeled_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of labelled images in each step, if there are unlabelled ones too. Each kind then has its own epochs, and an epoch of the
+    training counts as many images as there are in all. 0 shuffles all together, each once per epoch."""
+    teacher_batch: NonNegative = 0
+    """Images per forward pass of the online teacher; 0 chooses by device."""
+    logit_loss: Literal["kl", "hard", "dkd", "dist"] = "kl"
+    """Between logits: `kl` (Hinton et al. 2015), `hard` (DeiT's, Touvron et al. 2021), `dkd` (Zhao et al. 2022), `dist` (Huang et al.
+    2022); recorded outputs serve `dkd` and `dist` only if they hold all logits (`reinforce.top_k`)."""
+    logit_weight: NonNegativeFloat = 0.9
+    """Weight of the logit loss; 0 turns it off."""
+    temperature: Annotated[float, Field(gt=0)] = 2.0
+    """Temperature T that softens both distributions (`hard` has none); from recorded outputs `kl` is exact for T = 1 and 2, close between
+    and above, and rough below 1."""
+    standardize_logits: bool = False
+    """Standardise the logits of both before they are compared, so that T counts in standard deviations (Sun et al. 2024); recorded outputs
+    serve it as they serve `dkd`."""
+    dkd_alpha: NonNegativeFloat = 1.0
+    """DKD's weight of the target-class term (TCKD)."""
+    dkd_beta: NonNegativeFloat = 8.0
+    """DKD's weight of the non-target-class term (NCKD)."""
+    dist_beta: NonNegativeFloat = 1.0
+    """DIST's weight of the inter-class relation (between the classes of an image)."""
+    dist_gamma: NonNegativeFloat = 1.0
+    """DIST's weight of the intra-class relation (between the images of a micro-batch, for each class)."""
+    feature_loss: Literal["cosine", "mse"] = "cosine"
+    """Between the pooled features, the student's after a linear projection that is trained with it and not kept; recorded outputs serve it
+    with `reinforce.features`."""
+    feature_weight: NonNegativeFloat = 0.0
+    """Weight of the feature loss; 0 turns it off."""
+    label_weight: NonNegativeFloat = 0.1
+    """Weight of the cross-entropy with the labels."""
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Stochastic depth rate of the student's last block."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Label smoothing: share of the target spread over all classes."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether any loss compares with the teacher."""
+        return self.logit_weight > 0 or self.feature_weight > 0
+
+    @property
+    def reads_unlabeled(self) -> bool:
+        """Whether images without labels are read: there is a teacher to say something of them."""
+        return self.unlabeled and self.needs_teacher
+
+    @property
+    def reads_recording(self) -> bool:
+        """Whether the student learns from recorded teacher outputs."""
+        return self.teacher == "recorded" and self.needs_teacher
+
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether the logit loss compares the logits of all classes, so that the largest ones alone are not enough."""
+        return self.logit_weight > 0 and (self.logit_loss in ("dkd", "dist") or self.standardize_logits)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        mixes = self.views.mixup > 0 or self.views.cutmix > 0
+        is_dkd, is_dist, is_hard = (
+            self.logit_loss == name and self.logit_weight > 0 for name in ("dkd", "dist", "hard")
+        )
+        mistakes = [
+            (
+                self.logit_weight == self.label_weight == 0,
+                "logit_weight and label_weight are both 0, so nothing teaches the student's head; give one of them a weight",
+            ),
+            (
+                is_dkd and mixes,
+                (
+                    "logit_loss is dkd, which needs one true class an image, but views.mixup or views.cutmix mixes them; "
+                    "set both to 0 or choose another logit_loss"
+                ),
+            ),
+            (
+                is_dkd and self.dkd_alpha == self.dkd_beta == 0,
+                "logit_loss is dkd, but dkd_alpha and dkd_beta are both 0; give one of them a weight",
+            ),
+            (
+                is_dist and self.dist_beta == self.dist_gamma == 0,
+                "logit_loss is dist, but dist_beta and dist_gamma are both 0; give one of them a weight",
+            ),
+            (
+                is_hard and self.standardize_logits,
+                (
+                    "logit_loss is hard, which takes only the top class from the teacher, so there are no logits to standardise; "
+                    "set standardize_logits=false or choose another logit_loss"
+                ),
+            ),
+        ]
+        for is_made, message in mistakes:
+            if is_made:
+                raise ValueError(message)
+        return self
+
+
+class TuneSettings(Section):
+    """Short trials of the distillation on the machines where it will run: faster settings, and a forecast of hours and dollars."""
+
+    enabled: bool = False
+    """Whether to run trials; a budget (`run.budget_usd`, `run.budget_hours`) turns it on."""
+    search: bool = True
+    """Whether to search for faster settings, or only measure the given ones."""
+    apply: bool = False
+    """Whether distill uses the settings found."""
+    distill: DistillSettings | None = None
+    """The distillation to tune; default: `distill`."""
+    reinforce: ReinforceSettings | None = None
+    """How the teacher's outputs would be recorded for it; default: `reinforce`."""
+    minutes: Annotated[float, Field(gt=0)] = 10.0
+    """Time limit of the search; it ends earlier when what is left to gain would not pay for more trials."""
+    largest_batch_growth: Annotated[float, Field(ge=1)] = 4.0
+    """Largest factor on `distill.batch_size`: a larger batch takes fewer steps, and the learning rate grows with it."""
+    fewest_steps: Positive = 5_000
+    """Minimum optimiser steps that a larger batch must leave: too few cost accuracy, which tune does not measure."""
+    assumed_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Scaling efficiency assumed for doubling the nodes where it was not measured; forecasts that use it say so."""
+    elsewhere: tuple[str, ...] = ()
+    """URIs of tunings of the same distillation on other pools or numbers of nodes: alternatives if the budget is exceeded."""
+    budget_usd: NonNegativeFloat | None = None
+    """Most dollars that the distillation may cost; default: `run.budget_usd`."""
+    budget_hours: NonNegativeFloat | None = None
+    """Most hours that the distillation may take; default: `run.budget_hours`."""
+
+
+class WarmUpSettings(Section):
+    """Compile ahead of time: run the first steps of each training and throw them away, so that the compile cache is filled."""
+
+    enabled: bool = False
+    """Whether to do so; useful where compiling takes long and the cache outlives the machine, as on Neuron pools."""
+    pretrain: PretrainSettings | None = None
+    """The trainings of the teacher; default: `pretrain`."""
+    reinforce: ReinforceSettings | None = None
+    """How the outputs are recorded that the student learns from; default: `reinforce`."""
+    distill: DistillSettings | None = None
+    """The training of the student; default: `distill`."""
+
+
+class ProfileSettings(Section):
+    """The report on the trainings, and the thresholds of its rules."""
+
+    top_operators: Positive = 20
+    """Rows of the operator table."""
+    stop_on: RuleNames = ()
+    """Rules whose finding ends a training while it runs, such as `exploding_gradients`; see docs/rules.md."""
+    rules: RuleSettings = RuleSettings()
+    """Thresholds of each rule."""
+
+
+class GateSettings(Section):
+    """Conditions for promoting a student."""
+
+    max_accuracy_drop: Fraction = 0.05
+    """Largest drop of test top-1 from teacher to student, as a fraction."""
+    min_accuracy: Fraction = 0.0
+    """Smallest test top-1 of the student, as a fraction; 0 sets no limit."""
+    min_compression: NonNegativeFloat = 2.0
+    """Smallest ratio of the teacher's parameters to the student's."""
+    max_latency_ms: NonNegativeFloat = 0.0
+    """Largest p95 latency of the student at batch 1 on the evaluating machine's CPU; 0 sets no limit."""
+
+
+class EvaluateSettings(Section):
+    """How teacher and student are measured."""
+
+    batch_size: Positive = 128
+    """Images per forward pass."""
+    latency_batch_sizes: tuple[Positive, ...] = (1, 16)
+    """Batch sizes at which latency and throughput are measured; the first one's latency is the gate's."""
+    latency_runs: Annotated[int, Field(ge=10)] = 50
+    """Timed forward passes for each batch size."""
+    calibration_bins: Positive = 15
+    """Bins of the expected calibration error."""
+    worst_confusions: NonNegative = 8
+    """Confused pairs of classes that the report shows with pictures."""
+    gate: GateSettings = GateSettings()
+    """Conditions for promotion."""
+
+
+class RegisterSettings(Section):
+    """The MLflow model."""
+
+    model_name: str = "vit-student"
+    """Name of the registered model."""
+    alias: str = "champion"
+    """Alias moved to the new version if the gate passed."""
+
+
+class TrackingSettings(Section):
+    """Where metrics and models are recorded."""
+
+    enabled: bool = True
+    """Whether training stages send their metrics to MLflow."""
+    uri: str = ""
+    """MLflow tracking URI; where empty, `MLFLOW_TRACKING_URI`, or else a SQLite file beside the runs."""
+    experiment: str = "vit-distillation"
+    """MLflow experiment."""
+
+
+class RunSettings(Section):
+    """Settings of the whole run."""
+
+    seed: NonNegative = 0
+    """Seed of every stage without its own."""
+    device: Literal["auto", "cpu", "cuda", "xla"] = "auto"
+    """Where models are trained and evaluated; auto takes a GPU if there is one."""
+    deterministic: bool = False
+    """Use only deterministic operations on a GPU, so that a resumed training ends with the same bits. Slower; by how much was not measured.
+    A CPU is always deterministic."""
+    budget_usd: NonNegativeFloat = 0.0
+    """Most dollars that the distillation may cost; a forecast above it ends the run before the money is spent. 0 sets no limit."""
+    budget_hours: NonNegativeFloat = 0.0
+    """Most hours that the distillation may take; 0 sets no limit."""
+
+
+# A model never registers virtual subclasses, so its field may be named like ABCMeta.register.
+warnings.filterwarnings("ignore", message='Field name "register" in "Settings" shadows', category=UserWarning)
+
+
+class Settings(Section):
+    """All settings of a run."""
+
+    run: RunSettings = RunSettings()
+    """Settings of the whole run."""
+    tracking: TrackingSettings = TrackingSettings()
+    """Where metrics and models are recorded."""
+    data: DataSettings = DataSettings()
+    """Which images, and how `prepare` stores them."""
+    warm_up: WarmUpSettings = WarmUpSettings()
+    """Compilation ahead of time."""
+    pretrain: PretrainSettings = PretrainSettings()
+    """The teacher."""
+    reinforce: ReinforceSettings = ReinforceSettings()
+    """The teacher's recorded outputs."""
+    tune: TuneSettings = TuneSettings()
+    """Trials before the distillation."""
+    distill: DistillSettings = DistillSettings()
+    """The student."""
+    profile: ProfileSettings = ProfileSettings()
+    """The report on the training."""
+    evaluate: EvaluateSettings = EvaluateSettings()
+    """How teacher and student are measured."""
+    register: RegisterSettings = RegisterSettings()
+    """The MLflow model."""
+
+    def for_stage(self, stage: str) -> dict[str, Any]:
+        """The JSON object that a stage gets: its own section, and nothing that it does not read.
+
+        Raises:
+            KeyError: there is no such stage.
+        """
+        name = STAGES[stage].section
+        unread = LOADING if name == "data" else set()
+        dumped: dict[str, Any] = getattr(self, name).model_dump(mode="json", exclude=unread)
+        return dumped
+
+
+def validate_section(name: str, values: Mapping[str, Any]) -> Section:
+    """Check the values of a section of `Settings`.
+
+    Raises:
+        SettingsError: as `validate`.
+    """
+    section: type[Section] = type(Settings.model_fields[name].get_default())
+    return validate(section, values, prefix=name)
