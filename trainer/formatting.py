@@ -60,6 +60,8 @@ def _columns(character: str) -> float:
         return 0.0
     if unicodedata.east_asian_width(character) in "WF":
         return 2.0
+    if character in "fijlr'.,:; ":
+        return 0.7
     return 1.7 if character in "MWmw@%…" else 1.2 if character.isupper() else 1.0
 
 

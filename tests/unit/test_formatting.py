@@ -34,7 +34,8 @@ def test_numbers_are_written_with_their_units(shown: str, expected: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "columns"), [("cat", 3), ("猫の", 4), ("é", 1), ("e\u0301", 1), ("Wo", 2.7), ("Cat", 3.2), ("", 0)]
+    ("text", "columns"),
+    [("cat", 3), ("猫の", 4), ("é", 1), ("e\u0301", 1), ("Wo", 2.7), ("Cat", 3.2), ("fill", 2.8), ("", 0)],
 )
 def test_wide_characters_count_two_columns_and_combining_marks_none(text: str, columns: float) -> None:
     assert formatting.columns(text) == pytest.approx(columns)

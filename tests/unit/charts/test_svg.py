@@ -5,6 +5,7 @@ from markupsafe import Markup
 
 from trainer import formatting
 from trainer.charts import svg
+from trainer.profiling.labels import LABELS
 
 
 def test_texts_and_attributes_are_escaped_and_elements_are_not() -> None:
@@ -43,6 +44,11 @@ def test_a_label_that_is_too_long_is_cut_to_what_fits(label: str, keep_end: bool
     assert 18 <= formatting.columns(shown) <= 22
     assert label.endswith(shown[1:]) if keep_end else label.startswith(shown[:-1])
     assert svg.fitted("a cat") == "a cat"
+
+
+@pytest.mark.parametrize("name", LABELS.values())
+def test_the_labels_of_phases_are_whole(name: str) -> None:
+    assert svg.fitted(name) == name
 
 
 def test_a_label_that_was_cut_is_whole_in_its_hint() -> None:
