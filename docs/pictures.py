@@ -1,4 +1,8 @@
-"""Make the pictures of docs/profiling.md from two runs, with Chromium: `python docs/pictures.py BEFORE AFTER`."""
+"""Make pictures of reports with Chromium.
+
+python docs/pictures.py RUN             that of README.md
+python docs/pictures.py BEFORE AFTER    those of docs/profiling.md
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from trainer import pages
 from trainer.errors import ArtifactError, TrainerError, make_directory
 from trainer.pages import Block, PageSection
 from trainer.profiling import compare, labels
-from trainer.profiling.findings import ranked_findings
+from trainer.profiling.findings import ranked_findings, verdict
 from trainer.profiling.report import comparison, judged, over_time, step_times
 from trainer.profiling.sides import Side, read_side
 
@@ -82,11 +86,11 @@ def chromium(
     return ended.stdout, re.findall(r":CONSOLE.*?\] (.*)", ended.stderr)
 
 
-def picture(blocks: Sequence[Block | None], file: Path, *, width: int = 1000) -> None:
+def picture(blocks: Sequence[Block | None], file: Path, *, title: str = "", lead: str = "", width: int = 1000) -> None:
     """Draw parts of a report into a PNG file, without the empty space around them."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        page.write_text(pages.render("", "", blocks), encoding="utf-8")
+        page.write_text(pages.render(title, lead, blocks), encoding="utf-8")
         chromium(page, f"--screenshot={file}", width=width)
     with Image.open(file) as opened:
         image = opened.convert("RGB")
@@ -115,16 +119,32 @@ def parts(before: Side, after: Side) -> Mapping[str, list[Block | None]]:
     return shown
 
 
+def report_parts(side: Side) -> list[Block | None]:
+    """The parts of a run's report that its picture shows: what was found in the distillation, and where its steps' time goes."""
+    if TRAINING not in side.trainings:
+        raise ArtifactError(f"{side.name}: it has no distillation; give the directory of a run")
+    summary = side.trainings[TRAINING]
+    answers = [answer for answer in side.answers if answer.training == TRAINING]
+    return [judged.section(answers, [summary]), step_times.phases(summary)]
+
+
 def main() -> int:
     """Make the pictures and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("before", help="directory of a run")
-    parser.add_argument("after", help="directory of a run")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", metavar="RUN", help="directory of a run")
+    parser.add_argument("after", nargs="?", metavar="AFTER", help="directory of another run, with other settings")
     parser.add_argument("--output", type=Path, default=PICTURES, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args()
     try:
         make_directory(options.output)
-        for name, blocks in parts(read_side(options.before), read_side(options.after)).items():
+        before = read_side(options.before)
+        if options.after is None:
+            lead = verdict(before.answers, list(before.trainings.values())).text
+            file = options.output / "report.png"
+            picture(report_parts(before), file, title="What slows or spoils the training", lead=lead)
+            print(file)
+            return 0
+        for name, blocks in parts(before, read_side(options.after)).items():
             file = options.output / f"{name}.png"
             picture(blocks, file)
             print(file)
