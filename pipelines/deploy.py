@@ -19,8 +19,9 @@ from pathlib import Path
 
 from components import sections
 from components.image import IMAGE
-from pipelines import commands, connection, runs, schedules, versions
 from pipelines import compile as compilation
+from pipelines import connection, pipeline_options, runs, schedules, versions
+from trainer import commands
 from trainer.errors import DeployError, SettingsError
 from trainer.graph import OPTIONAL_STAGES, needed_stages
 
@@ -52,10 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         "--cron", default="", metavar="TEXT", help='a run at these times, "minute hour day month weekday" in UTC'
     )
     start.add_argument("--service-account", default=SERVICE_ACCOUNT, metavar="NAME", help="default: %(default)s")
-    parameters = parser.add_argument_group("the pipeline's parameters")
-    commands.add_recipe(parameters, recipe="a name")
-    commands.add_models(parameters)
-    commands.add_place(parameters, pool=DEFAULT_POOL)
+    group = parser.add_argument_group("the pipeline's parameters")
+    pipeline_options.add(group, files=False, pool=DEFAULT_POOL, processes="the pool's own")
     connection.add_arguments(parser)
     return parser
 
@@ -66,8 +65,8 @@ def deploy(options: argparse.Namespace) -> None:
     Raises:
         TrainerError: a setting is wrong, before anything is sent; the API is not there or refuses; the run did not succeed.
     """
-    parameters = _parameters(options)
-    settings = sections.resolve(**commands.texts(options))
+    given = _parameters(options)
+    settings = sections.resolve(**pipeline_options.values(options))
     cron = schedules.cron_of(options.cron) if options.cron else ""
     starts = bool(options.run or cron)
     image, optional = options.image or IMAGE, needed_stages(settings) if starts else OPTIONAL_STAGES
@@ -82,7 +81,7 @@ def deploy(options: argparse.Namespace) -> None:
         job = runs.RunRequest(
             version=version,
             experiment_id=runs.experiment(api, settings.tracking.experiment),
-            parameters=parameters,
+            parameters=given,
             service_account=options.service_account,
             experiment=settings.tracking.experiment,
         )
@@ -129,9 +128,9 @@ def _parameters(options: argparse.Namespace) -> dict[str, str | int]:
             f"recipe {options.recipe} is a file of this machine, which a cluster's tasks cannot read; "
             "put it into trainer/recipes and build an image with it, or give its settings with SET"
         )
-    place = commands.placement(options, DEFAULT_POOL)
+    place = pipeline_options.place(options, default_pool=DEFAULT_POOL)
     place.check()
-    return {**commands.texts(options), **dataclasses.asdict(place)}
+    return {**pipeline_options.values(options), **dataclasses.asdict(place)}
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ import trainer
 from components import launching, references, sections, task
 from components.image import tagged
 from components.launching import Placement
-from pipelines import commands
 from pipelines import compile as compilation
-from trainer import config, launch, runner, storage, tracking
+from pipelines import pipeline_options
+from trainer import commands, config, launch, runner, storage, tracking
 from trainer import summary as summaries
 from trainer.errors import LaunchError, TrackingError, writing_to
 from trainer.graph import needed_stages
@@ -72,20 +72,19 @@ def _request(arguments: Sequence[str] | None) -> LocalRun:
     parser = argparse.ArgumentParser(
         prog="python -m pipelines.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands.add_recipe(parser)
-    commands.add_models(parser)
-    commands.add_place(
+    pipeline_options.add(
         parser,
+        files=True,
         pool="on this machine",
         processes="one for each GPU or other device of it; on this machine without a GPU 2",
     )
     parser.add_argument("--output", default=None, metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
     parser.add_argument("--fresh", action="store_true", help="take nothing from earlier runs")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands.add_debug(parser)
     options = parser.parse_args(arguments)
     return LocalRun(
-        parameters=commands.texts(options),
-        place=commands.placement(options),
+        parameters=pipeline_options.values(options),
+        place=pipeline_options.place(options),
         output=options.output or None,
         fresh=options.fresh,
         debug=options.debug,

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from components import launching, sections
 from components.launching import TrainingTask
-from pipelines import commands
-from trainer import config, limits, runner, stages, storage
+from pipelines import pipeline_options
+from trainer import commands, config, limits, runner, stages, storage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,8 +39,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipelines.precompile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands.add_recipe(parser, dataset="URI of a prepared data set (default: the recipe's images, prepared here)")
-    commands.add_place(parser, pool="")
+    commands.add_place(parser)
+    commands.add_recipe(parser)
+    commands.add_overrides(parser)
+    parser.add_argument(
+        "--dataset", default="", metavar="URI", help="a prepared data set (default: the recipe's images, prepared here)"
+    )
     return parser
 
 
@@ -50,8 +54,8 @@ def warm_up(options: argparse.Namespace) -> None:
     Raises:
         TrainerError: a setting is wrong, or what is compiled would be lost, before anything starts; or the job failed.
     """
-    settings = sections.resolve(options.recipe, f"{options.overrides} warm_up.enabled=true")
-    place = commands.placement(options)
+    settings = sections.resolve(options.recipe, commands.as_text([*options.overrides, "warm_up.enabled=true"]))
+    place = pipeline_options.place(options)
     place.check(warms_up=True)
     storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(options.recipe).stem}-warm-up"

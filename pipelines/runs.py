@@ -18,10 +18,11 @@ from typing import Any
 
 import kfp_server_api
 
-from pipelines import commands, connection, last_words
+from pipelines import connection, last_words
 from pipelines.compile import COMPILED, task_names
 from pipelines.connection import Api, every, named
 from pipelines.refusals import BAD_REQUEST, NOT_FOUND, RefusedError, UnansweredError
+from trainer import commands
 from trainer.errors import DeployError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")

@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from components.image import IMAGE
-from pipelines import commands, connection, schedules, versions
+from pipelines import connection, schedules, versions
 from pipelines.connection import Api
 from pipelines.deploy import specification
 from pipelines.distillation import NAME
+from trainer import commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,10 +8,11 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer import __version__, config, launch, limits, stages, tracking
+from trainer import __version__, commands, config, launch, limits, stages, tracking
+from trainer.commands import Subparsers
 from trainer.errors import (
     CRASH_EXIT_CODE,
     CRASHED_NODE_EXIT_CODE,
@@ -30,6 +31,9 @@ from trainer.signals import Terminated, ended_by_sigterm
 SCRIPT = "vit-distill"
 """What the script is called that an installation brings."""
 
+_DIRECTORIES = ("DIR", "A", "B", "RUN", "TUNING")
+"""What arguments that are directories are called in usage."""
+
 _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.
 
   %(prog)s run digits                          the whole run on the bundled digits
@@ -38,7 +42,8 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
   %(prog)s config digits                       every setting with its meaning
   %(prog)s stage evaluate --help               one stage on given inputs
   %(prog)s forecast runs/latest --nodes 1 4    time and dollars where `tune` has measured
-  %(prog)s bill runs/latest                    what a run took and cost; of several, side by side"""
+  %(prog)s bill runs/latest                    what a run took and cost; of several, side by side
+  %(prog)s completion bash                     a script by which a shell completes these words"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.command(options)
     except TrainerError as error:
         return _fail(error, options, worker=worker, node=node)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        commands.discard_output()
     except KeyboardInterrupt as request:
         if worker:
             return PREEMPTED_EXIT_CODE
@@ -104,76 +109,45 @@ def _set_up_logging(*, quiet: bool) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str = "") -> argparse.ArgumentParser:
     script = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
-        prog=SCRIPT if script == SCRIPT else "python -m trainer",
+        prog=program or (SCRIPT if script == SCRIPT else "python -m trainer"),
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_run(commands)
-    _add_stage(commands)
-    _add_compare(commands)
-    _add_forecast(commands)
-    _add_bill(commands)
-    _add_config(commands)
-    listing = commands.add_parser("recipes", help="list the recipes", description="List the recipes.")
+    commands.add_debug(parser)
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_run(subparsers)
+    _add_stage(subparsers)
+    _add_compare(subparsers)
+    _add_forecast(subparsers)
+    _add_bill(subparsers)
+    _add_config(subparsers)
+    listing = subparsers.add_parser("recipes", help="list the recipes", description="List the recipes.")
     listing.set_defaults(command=_recipes)
+    _add_completion(subparsers)
     return parser
 
 
-Commands = argparse._SubParsersAction  # argparse has no public name for it
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change settings, such as distill.temperature=2 (`python -m trainer config RECIPE` lists them)",
-    )
-    _add_debug(parser)
-
-
-def _add_processes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--processes",
-        type=positive,
-        metavar="N",
-        help="how many processes train (default: one for each GPU, or else one)",
-    )
-
-
-def positive(text: str) -> int:
-    """A number for argparse, which has to be 1 or more."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
-    return value
-
-
-def _add_run(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def _add_run(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
         "run",
         help="run all stages of a recipe",
         description="Run all stages of a recipe on this machine and print what came out. A run that was interrupted goes on where it "
         "stood when it is started again with the same --output.",
     )
-    parser.add_argument("recipe", help="a name (`python -m trainer recipes`) or the path of a TOML file")
-    _add_settings(parser)
+    commands.add_recipe(parser, "recipe")
+    commands.add_overrides(parser)
+    _add_debug(parser)
     parser.add_argument("--output", metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
-    _add_processes(parser)
+    commands.add_processes(parser, number=commands.positive)
     parser.set_defaults(command=_run)
 
 
-def _add_stage(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
         "stage", help="run one stage on given inputs", description="Run one stage on given inputs."
     )
     names = parser.add_subparsers(title="stages", required=True, metavar="NAME")
@@ -181,19 +155,18 @@ def _add_stage(commands: Commands[argparse.ArgumentParser]) -> None:
         _add_one_stage(names, stage)
 
 
-def _add_one_stage(names: Commands[argparse.ArgumentParser], stage: stages.Stage) -> None:
+def _add_one_stage(names: Subparsers[argparse.ArgumentParser], stage: stages.Stage) -> None:
     text = f"{stage.summary[0].upper()}{stage.summary[1:]}."
     parser = names.add_parser(stage.name, help=stage.summary, description=text)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--recipe", default="", help="take the stage's settings from this recipe (default: the defaults)"
-    )
+    commands.add_recipe(source, default="")
     source.add_argument(
         "--settings",
         metavar="JSON",
         help="the stage's settings as a JSON object, as another stage's manifest shows them",
     )
-    _add_settings(parser)
+    commands.add_overrides(parser)
+    _add_debug(parser)
     for name, kind in stage.inputs.items():
         parser.add_argument(f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"input: a {kind} directory")
     for name, kind in stage.optional_inputs.items():
@@ -203,15 +176,15 @@ def _add_one_stage(names: Commands[argparse.ArgumentParser], stage: stages.Stage
             f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"output: the {kind} directory to write"
         )
     if stage.launched:
-        _add_processes(parser)
+        commands.add_processes(parser, number=commands.positive)
         # How a launcher calls this: one training process; one node of a cluster's job, which starts such processes.
         parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
         parser.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(command=_stage, stage=stage)
 
 
-def _add_compare(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
         "compare",
         help="put two runs or trainings side by side",
         description="Put two runs or trainings side by side, before and after: settings, accuracy, cost, phases, operators, use of the "
@@ -224,20 +197,25 @@ def _add_compare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_compare)
 
 
-def _add_forecast(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def _add_forecast(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
         "forecast",
         help="show what a distillation will take where it was tried",
         description="Show time and dollars of a distillation on every pool where the stage tune tried it, and on other numbers of nodes.",
     )
     parser.add_argument("tunings", nargs="+", metavar="TUNING", help="what tune wrote, or the directory of its run")
     parser.add_argument(
-        "--nodes", type=positive, nargs="+", default=[], metavar="N", help="numbers of nodes (default: those tried)"
+        "--nodes",
+        type=commands.positive,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="numbers of nodes (default: those tried)",
     )
     default = config.TuneSettings.model_fields["assumed_efficiency"].default
     parser.add_argument(
         "--efficiency",
-        type=fraction,
+        type=commands.fraction,
         default=default,
         metavar="E",
         help="speed-up of twice as many nodes, as a share of 2, where only one number was tried (default: %(default)s)",
@@ -247,22 +225,12 @@ def _add_forecast(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:
-    """Also behind the command; what was said before it stays."""
-    parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-    )
+    """Also behind the command."""
+    commands.add_debug(parser, default=argparse.SUPPRESS)
 
 
-def fraction(text: str) -> float:
-    """A number for argparse, above 0 and up to 1."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and up to 1, got {text}")
-    return value
-
-
-def _add_bill(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
         "bill",
         help="show what runs took and cost",
         description="Show what a run took and cost, stage by stage, or what several reached for their money: rates, accuracy, time, "
@@ -278,22 +246,34 @@ def _add_bill(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_bill)
 
 
-def _add_config(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
         "config",
         help="show the resolved settings, each with its meaning",
         description="Show every setting that a recipe resolves to, with its type, limits and meaning.",
     )
-    parser.add_argument("recipe", nargs="?", default="", help="a recipe (default: the defaults alone)")
-    _add_settings(parser)
+    commands.add_recipe(parser, "recipe", default="", nargs="?")
+    commands.add_overrides(parser)
+    _add_debug(parser)
     parser.add_argument("--json", action="store_true", help="print the values alone, as JSON")
     parser.set_defaults(command=_config)
+
+
+def _add_completion(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "completion",
+        help=f"print what completes {SCRIPT} in a shell",
+        description=f"Print a script by which a shell completes the words of {SCRIPT}. For bash, in ~/.bashrc: "
+        f'eval "$({SCRIPT} completion bash)".',
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"))
+    parser.set_defaults(command=_completion)
 
 
 def _run(options: argparse.Namespace) -> None:
     from trainer import runner, summary
 
-    result = runner.run(options.recipe, options.overrides, output=options.output, processes=options.processes or 0)
+    result = runner.run(options.recipe, options.overrides, output=options.output, processes=options.processes)
     print(limits.printable(summary.table(result)))
 
 
@@ -397,3 +377,31 @@ def _recipes(_options: argparse.Namespace) -> None:
     print(
         f"\nThey stand in {Path(config.RECIPES)}; a recipe is also any TOML file that states what differs from the defaults."
     )
+
+
+def _completion(options: argparse.Namespace) -> None:
+    import shtab
+
+    recipes, function = " ".join(config.recipes()), f"_{SCRIPT.replace('-', '_')}_recipes"
+    preamble = {
+        "bash": f"""{function}() {{ compgen -W "{recipes}" -- "$1"; compgen -f -X '!*.toml' -- "$1"; compgen -d -- "$1"; }}""",
+        "zsh": f"""{function}() {{ _alternative 'recipes:recipe:({recipes})' 'files:file:_files -g "*.toml"'; }}""",
+    }
+    parser = _parser(SCRIPT)
+    for action in _actions(parser):
+        if action.dest == "recipe":
+            action.complete = dict.fromkeys(preamble, function)  # type: ignore[attr-defined]  # where shtab looks for it
+        elif action.metavar in _DIRECTORIES:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.metavar == "FILE":
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, options.shell, preamble=preamble[options.shell]))
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """All options and arguments, those of commands too."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, Subparsers):
+            for below in action.choices.values():
+                yield from _actions(below)

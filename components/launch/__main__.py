@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,10 +13,10 @@ import yaml
 from components import extra
 from components.launch import identity, pools
 from components.launch.backends import BACKENDS
-from trainer import config, stages
-from trainer.cli import Commands, positive
+from trainer import commands, config, stages
+from trainer.commands import Subparsers
 from trainer.costs import Price
-from trainer.errors import EXIT_CODE, LaunchError, TrainerError
+from trainer.errors import LaunchError, TrainerError
 from trainer.launch import JobSpec, flag
 
 if TYPE_CHECKING:
@@ -37,14 +36,7 @@ DIRECTORIES = sorted({name for stage in LAUNCHED.values() for name in (*stage.al
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. A user's error ends in one message."""
     options = _parser().parse_args(arguments)
-    try:
-        options.command(options)
-    except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CODE
-    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return commands.exit_code(lambda: options.command(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,37 +45,27 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_render(commands)
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_render(subparsers)
     text = "List the node pools: what a node is, how many processes train on it, and its price."
-    listing = commands.add_parser("pools", help="list the node pools", description=text)
+    listing = subparsers.add_parser("pools", help="list the node pools", description=text)
     listing.set_defaults(command=_pools)
-    _add_reap(commands)
+    _add_reap(subparsers)
     return parser
 
 
-def _add_render(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def _add_render(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
         "render",
         help="print the job that would be sent",
         description="Print the manifest of a training as it would be sent from here, with the image and the environment of this shell. "
         "Nothing is sent.",
     )
-    parser.add_argument("--pool", required=True, help="a node pool (`python -m components.launch pools`)")
-    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="how many nodes (default: %(default)s)")
-    parser.add_argument(
-        "--processes",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="training processes a node (default: the pool's own)",
-    )
+    commands.add_place(parser, number=commands.positive)
     parser.add_argument("--backend", choices=list(BACKENDS), help="kind of job (default: the pool's own)")
     parser.add_argument("--stage", choices=list(LAUNCHED), default="distill", help="default: %(default)s")
-    parser.add_argument("--recipe", default="digits", help="a name or the path of a TOML file (default: %(default)s)")
-    parser.add_argument(
-        "--set", dest="overrides", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="change settings"
-    )
+    commands.add_recipe(parser)
+    commands.add_overrides(parser)
     parser.add_argument("--run", default="example", metavar="NAME", help="name of the run (default: %(default)s)")
     parser.add_argument("--namespace", default=identity.DEFAULT_NAMESPACE, help="default: %(default)s")
     for name in DIRECTORIES:
@@ -91,8 +73,8 @@ def _add_render(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_render)
 
 
-def _add_reap(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def _add_reap(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
         "reap",
         help="delete jobs that were left over",
         description="Delete jobs of this project that are no longer followed, ended ones too, with their pods. Jobs of others are never "

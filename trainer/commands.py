@@ -1,0 +1,162 @@
+"""What the command lines share: options that more than one of them has, each declared once, and how a command ends.
+
+They are argparse's. cyclopts and typer would let `python -m trainer --help` take a third and four fifths longer, and the options of the
+stages come from a table, not from signatures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
+from trainer.signals import ended_by_sigterm
+
+Subparsers = argparse._SubParsersAction  # argparse has no public name for it
+Options = argparse._ActionsContainer  # nor for what a parser and a group of options have in common
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def positive(text: str) -> int:
+    """A number for argparse, 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
+    return value
+
+
+def fraction(text: str) -> float:
+    """A number for argparse, above 0 and up to 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and up to 1, got {text}")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options
+
+
+def add_recipe(
+    options: Options, name: str = "--recipe", *, default: str = "digits", files: bool = True, **further: Any
+) -> None:
+    """Add the recipe.
+
+    Args:
+        options: of a command.
+        name: `--recipe`, or `recipe` where it is an argument.
+        default: without it; empty for the defaults of all settings.
+        files: whether it may be a file of this machine.
+        further: as for `add_argument`.
+    """
+    text = "a name (`python -m trainer recipes`)" + (" or the path of a TOML file" if files else "")
+    shown = f" (default: {default or 'the defaults alone'})" if name.startswith("-") or further else ""
+    options.add_argument(name, default=default, help=text + shown, **further)
+
+
+def add_overrides(options: Options) -> None:
+    """Add the settings that differ from the recipe's: `options.overrides`, a list of texts."""
+    options.add_argument(
+        "--set",
+        dest="overrides",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change settings, such as distill.temperature=2 (`python -m trainer config RECIPE` lists them)",
+    )
+
+
+def add_processes(
+    options: Options, *, where: str = "", default: str = "one for each GPU, or else one", number: Callable[[str], int]
+) -> None:
+    """Add how many processes train; 0 where it is not given.
+
+    Args:
+        options: of a command.
+        where: they train, as in ` on each machine`.
+        default: what 0 means.
+        number: reads it.
+    """
+    text = f"how many processes train{where} (default: {default})"
+    options.add_argument("--processes", type=number, default=0, metavar="N", help=text)
+
+
+def add_place(
+    options: Options,
+    *,
+    pool: str | None = None,
+    processes: str = "the pool's own",
+    number: Callable[[str], int] = int,
+) -> None:
+    """Add where the trainings run: a node pool, its nodes, and the processes on each.
+
+    Args:
+        options: of a command.
+        pool: what it means to name none; None where one has to be named.
+        processes: what it means to give no number of them.
+        number: reads numbers; `int` where whoever uses them checks them.
+    """
+    shown = f" (default: {pool})" if pool else ""
+    options.add_argument(
+        "--pool",
+        required=pool is None,
+        default="",
+        metavar="NAME",
+        help=f"node pool of the trainings, from the file TRAINER_POOLS or ours (`python -m components.launch pools` lists them){shown}",
+    )
+    options.add_argument(
+        "--nodes", type=number, default=1, metavar="N", help="machines of the pool (default: %(default)s)"
+    )
+    add_processes(options, where=" on each machine", default=processes, number=number)
+
+
+def add_debug(options: Options, *, default: Any = False) -> None:
+    """Add the option that shows tracebacks; below another command that has it `default` is `argparse.SUPPRESS`, to keep what was given."""
+    options.add_argument("--debug", action="store_true", default=default, help="show the traceback of an error")
+
+
+def as_text(overrides: Iterable[str]) -> str:
+    """Overrides as one text, as the pipeline's parameter has them; each may hold several."""
+    return " ".join(overrides)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ends
+
+
+def exit_code(command: Callable[[], object], *, debug: bool = False, interrupted: str = "interrupted") -> int:
+    """Run a command; an error that the user can mend ends in one message.
+
+    Args:
+        command: what is to be done.
+        debug: whether to show the traceback of such an error.
+        interrupted: what to say after Ctrl-C or SIGTERM.
+    """
+    try:
+        with ended_by_sigterm():
+            command()
+    except TrainerError as error:
+        sys.stdout.flush()
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CODE
+    except BrokenPipeError:
+        discard_output()
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def discard_output() -> None:
+    """Send further output nowhere: its reader, such as `head`, is gone, and flushing it would fail when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
