@@ -21,9 +21,9 @@ from trainer import pages
 from trainer.errors import ArtifactError, TrainerError, make_directory
 from trainer.pages import Block, PageSection
 from trainer.profiling import compare, labels
+from trainer.profiling.compared_run import ComparedRun, read_compared_run
 from trainer.profiling.findings import ranked_findings, verdict
 from trainer.profiling.report import comparison, judged, over_time, step_times
-from trainer.profiling.sides import Side, read_side
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -99,7 +99,7 @@ def picture(blocks: Sequence[Block | None], file: Path, *, title: str = "", lead
     image.crop((0, max(0, box[1] - _MARGIN), width, min(image.height, box[3] + _MARGIN))).save(file, optimize=True)
 
 
-def parts(before: Side, after: Side) -> Mapping[str, list[Block | None]]:
+def parts(before: ComparedRun, after: ComparedRun) -> Mapping[str, list[Block | None]]:
     """Choose what each picture shows: its name -> the blocks of reports in it."""
     compared = compare.compare(before, after)
     pair = next((pair for pair in compared.pairs if pair.name == TRAINING), None)
@@ -119,7 +119,7 @@ def parts(before: Side, after: Side) -> Mapping[str, list[Block | None]]:
     return shown
 
 
-def report_parts(side: Side) -> list[Block | None]:
+def report_parts(side: ComparedRun) -> list[Block | None]:
     """The parts of a run's report that its picture shows: what was found in the distillation, and where its steps' time goes."""
     if TRAINING not in side.trainings:
         raise ArtifactError(f"{side.name}: it has no distillation; give the directory of a run")
@@ -137,14 +137,14 @@ def main() -> int:
     options = parser.parse_args()
     try:
         make_directory(options.output)
-        before = read_side(options.before)
+        before = read_compared_run(options.before)
         if options.after is None:
             lead = verdict(before.answers, list(before.trainings.values())).text
             file = options.output / "report.png"
             picture(report_parts(before), file, title="What slows or spoils the training", lead=lead)
             print(file)
             return 0
-        for name, blocks in parts(before, read_side(options.after)).items():
+        for name, blocks in parts(before, read_compared_run(options.after)).items():
             file = options.output / f"{name}.png"
             picture(blocks, file)
             print(file)

@@ -20,7 +20,7 @@ from trainer.forecast import Forecast
 if TYPE_CHECKING:
     from trainer.artifacts import Manifest
     from trainer.profiling.evidence import Evidence
-    from trainer.profiling.schema import AttemptRecord, RankRecord
+    from trainer.profiling.evidence_schema import AttemptRecord, RankRecord
 
 PARTS: Mapping[str, str] = {
     "startup": "start-up",

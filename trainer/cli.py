@@ -318,10 +318,11 @@ def _checked_json(options: argparse.Namespace) -> str:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    from trainer.profiling import compare, sides
+    from trainer.profiling import compare
+    from trainer.profiling.compared_run import read_compared_run
     from trainer.profiling.report import comparison
 
-    compared = compare.compare(sides.read_side(options.before), sides.read_side(options.after))
+    compared = compare.compare(read_compared_run(options.before), read_compared_run(options.after))
     print(limits.printable(compare.text(compared)))
     if options.output:
         page = Path(options.output)

@@ -14,11 +14,11 @@ import numpy as np
 from pydantic import Field
 from scipy import special
 
+from trainer import step_schedule
 from trainer.base_models import StrictModel
 from trainer.config import DistillSettings
 from trainer.costs import THIS_MACHINE, Machines, dollars_text, duration_text
 from trainer.errors import BudgetError
-from trainer.training import step_schedule
 
 logger = logging.getLogger(__name__)
 

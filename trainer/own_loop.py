@@ -112,7 +112,7 @@ class LoopRecording:
         """
         timeline = self._recorder.timeline
         if self._model is not None and name == "optimizer" and timeline.inside_step:
-            with self._recorder.looks.around_update(self._step, lambda: None), timeline.span(name):
+            with self._recorder.tensor_sampler.around_update(self._step, lambda: None), timeline.span(name):
                 yield
         else:
             with timeline.span(name):

@@ -44,7 +44,7 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
     """
     settings = pinned(settings)
     if trains_here:
-        from trainer.training.devices import check_device
+        from trainer.devices import check_device
 
         check_device(settings.run.device)
     listing = _listing(settings.data)

@@ -159,7 +159,7 @@ def _is_complete(stage: Stage, section: Mapping[str, Any], directories: Mapping[
         ArtifactError: an input is damaged.
         SettingsError: the device that is named is not there.
     """
-    from trainer.training import devices  # here, because it brings in torch
+    from trainer import devices  # here, because it brings in torch
 
     if not all(artifacts.exists(directories[keyword]) for keyword in stage.outputs):
         return False

@@ -55,6 +55,7 @@ from trainer.data import dataset as dataset_module
 from trainer.data.batch import Batch
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import MicroBatches, Samples, Views, make_loader, positions
+from trainer.devices import choose_device
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.recording import Recording, open_recording
 from trainer.distillation.reinforcement import UnitBatches, parts_of, record_batches
@@ -64,7 +65,6 @@ from trainer.errors import TrainerError
 from trainer.stages import prepare, reinforce
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import cross_entropy
-from trainer.training.devices import choose_device
 from trainer.training.kernels import use_fast_kernels
 from trainer.training.loop import Trainer
 from trainer.training.optimizers import make_optimizer, parameter_groups

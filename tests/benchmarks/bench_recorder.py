@@ -108,7 +108,7 @@ def with_it(step: Step, count: int) -> tuple[Turn, dict[str, float]]:
     with recorder:
         for number in range(count):
             with recorder.timeline.step(number, images=128):
-                step(span, lambda show, number=number: recorder.looks.around_update(number, show))
+                step(span, lambda show, number=number: recorder.tensor_sampler.around_update(number, show))
     turn = Turn((time.perf_counter() - wall) / count, (time.process_time() - processor) / count)
     record = recorder.snapshot().ranks[0].record
     return turn, {part: seconds / record.steps.seconds for part, seconds in record.overhead.items()}

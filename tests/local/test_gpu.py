@@ -10,12 +10,12 @@ from trainer import config, models
 from trainer.config import DEVICE_VARIABLE, EvidenceSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
+from trainer.devices import choose_device
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.teacher import GRAPH_BATCH, FrozenTeacher
 from trainer.profiling.evidence import read_evidence
 from trainer.tracking import stage_run
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.devices import choose_device
 from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes
 from trainer.training.spec import TrainingSpec

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from trainer.profiling.timeline import HostClock, Timeline, recording_to
+from trainer.profiling.clocks import HostClock
+from trainer.profiling.timeline import Timeline, recording_to
 
 torch.set_num_threads(1)  # other processes of the tests want a core too
 

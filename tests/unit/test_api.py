@@ -19,8 +19,8 @@ from tests.distillations import QUICK, TINY
 from trainer import api, artifacts, config, models
 from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, ModelError, OutputError, SettingsError
+from trainer.profiling.compared_run import read_compared_run
 from trainer.profiling.evidence import read_evidence
-from trainer.profiling.sides import read_side
 from trainer.served_student.preprocessing import BadImageError, to_square
 
 ROOT = Path(__file__).parents[2]
@@ -240,7 +240,7 @@ def test_a_loop_is_recorded(loop, tmp_path):
     assert training.metrics["top1"].steps.tolist() == [11, 23]
     assert set(rank.tensors.tensors) == {name for name, _ in loop["model"].named_parameters()}
     assert (rank.tensors.values["gradient_norm"] > 0).all()
-    side = read_side(str(tmp_path / "profile" / "report"))  # so two of them can be compared
+    side = read_compared_run(str(tmp_path / "profile" / "report"))  # so two of them can be compared
     assert side.trainings["mine"].steps == 24
     assert recording.report == tmp_path / "profile" / "report" / "report.html"
     assert "mine" in recording.report.read_text()

@@ -9,8 +9,8 @@ from trainer.billing import Bill, bill_here, make_bill, stage_bill
 from trainer.config import EvidenceSettings
 from trainer.costs import PLACE_VARIABLE, Machines, Price
 from trainer.forecast import Forecast
-from trainer.profiling.evidence import Evidence, RankEvidence, Spans, TensorLooks, TrainingEvidence
-from trainer.profiling.schema import (
+from trainer.profiling.evidence import Evidence, RankEvidence, Spans, TensorSamples, TrainingEvidence
+from trainer.profiling.evidence_schema import (
     AttemptRecord,
     CompilationRecord,
     OutsideRecord,
@@ -56,7 +56,7 @@ def record(**changes):
 
 
 def evidence(tmp_path, *records):
-    nothing = TensorLooks(steps=[], seconds=[], tensors=[], values={})
+    nothing = TensorSamples(steps=[], seconds=[], tensors=[], values={})
     spans = Spans(names=[], start_s=[], seconds=[])
     ranks = [RankEvidence(record=one, steps={}, spans=spans, tensors=nothing, system={}) for one in records]
     trainings = [TrainingEvidence(name=rank.record.name, ranks=[rank], metrics={}) for rank in ranks]

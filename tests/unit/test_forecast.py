@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 
+from trainer import step_schedule
 from trainer.config import DistillSettings, EvidenceSettings
 from trainer.costs import Machines, Price
 from trainer.errors import BudgetError
@@ -20,7 +21,6 @@ from trainer.forecast import (
     refuse_over_budget,
     work_of,
 )
-from trainer.training import step_schedule
 
 PRICE = Price(dollars_an_hour=10.0, date="2026-11", region="us-east-1", source="list")
 SAMPLES = 1000

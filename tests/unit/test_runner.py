@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer import artifacts, config, runner, stages
-from trainer.training import devices
+from trainer import artifacts, config, devices, runner, stages
 
 
 def test_an_output_is_one_run_also_when_it_is_moved_and_no_other_of_its_name(tmp_path):

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
+from trainer.devices import choose_device
 from trainer.errors import DataError, SettingsError
-from trainer.training.devices import choose_device
 
 
 @pytest.fixture

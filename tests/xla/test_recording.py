@@ -15,7 +15,7 @@ from trainer.profiling.rules.system.gpu import HOST_SYNCS
 from trainer.profiling.rules.system.lifecycle import RECOMPILATION
 
 torch_xla = pytest.importorskip("torch_xla")
-xla = pytest.importorskip("trainer.profiling.xla")
+xla = pytest.importorskip("trainer.profiling.xla_counters")
 
 STEPS = 40
 

@@ -5,8 +5,8 @@ import copy
 import torch
 
 from trainer.config import TrainingSettings
+from trainer.devices import HOST, choose_device
 from trainer.training.checkpoints.training_state import capture, restore
-from trainer.training.devices import HOST, choose_device
 from trainer.training.optimizers import make_optimizer, parameter_groups
 from trainer.training.process_group import Processes
 from trainer.training.zero_redundancy import RowShardedOptimizer, local_optimizer

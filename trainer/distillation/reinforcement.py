@@ -35,6 +35,7 @@ from trainer.data.batch import Batch, Recorded
 from trainer.data.loader import Views, make_loader
 from trainer.data.sampler import Indices, SampleSlice, partners
 from trainer.data.views.mixing import mixes
+from trainer.devices.readback import ReadBack
 from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
 from trainer.distillation.outputs import TeacherOutputs
@@ -47,7 +48,6 @@ from trainer.training.loader_workers import measured_workers
 from trainer.training.prefetch import make_prefetcher
 from trainer.training.process_group import Processes
 from trainer.training.progress_bar import ProgressBar
-from trainer.training.readback import ReadBack
 
 logger = logging.getLogger(__name__)
 

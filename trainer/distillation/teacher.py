@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import Compile, Precision
+from trainer.devices import Device
 from trainer.distillation.outputs import TeacherOutputs
 from trainer.errors import ModelError
 from trainer.models import Classifier, linear_head
-from trainer.training.devices import Device
 from trainer.training.kernels import use_fast_kernels
 
 CPU_PIXELS = 8 * 224**2

@@ -11,11 +11,11 @@ from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.pages import Table
 from trainer.profiling import labels
+from trainer.profiling.compared_run import ComparedRun
 from trainer.profiling.findings import Answer
-from trainer.profiling.pace import is_core
 from trainer.profiling.rules.outcomes import Finding, NotJudged
-from trainer.profiling.sides import Side
-from trainer.profiling.summary import OperatorSummary, TrainingSummary, operator_ms
+from trainer.profiling.throughput import is_core
+from trainer.profiling.training_summary import OperatorSummary, TrainingSummary, operator_ms
 
 _MOVERS = 10
 _ALIKE = 0.005
@@ -55,8 +55,8 @@ class Pair:
 class Comparison:
     """Everything that differs."""
 
-    before: Side
-    after: Side
+    before: ComparedRun
+    after: ComparedRun
     pairs: Sequence[Pair]
     differences: Sequence[str]
     """Why not everything can be compared, a sentence each: other data, hardware, or numbers of processes."""
@@ -67,7 +67,7 @@ class Comparison:
     """Name of a training -> its tables."""
 
 
-def compare(before: Side, after: Side) -> Comparison:
+def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
     """Compare two sides.
 
     Raises:
@@ -130,7 +130,7 @@ def change(before: float | None, after: float | None) -> str:
 # What keeps the two apart
 
 
-def _is_of_same_data(before: Side, after: Side) -> bool | None:
+def _is_of_same_data(before: ComparedRun, after: ComparedRun) -> bool | None:
     """Decide whether both trained and tested on the same images; None if neither fingerprints nor counts are recorded."""
     if before.dataset and after.dataset:
         return before.dataset == after.dataset
@@ -191,7 +191,7 @@ def _verdict(pair: Pair, accuracy: str) -> str:
     return f"{name}: {speed}, {formatting.short(first)} before and {formatting.short(second)} {pair.unit} after{moved}{accuracy}."
 
 
-def _accuracy(before: Side, after: Side) -> str:
+def _accuracy(before: ComparedRun, after: ComparedRun) -> str:
     if before.run is None or after.run is None:
         return ""
     first, second = (_at(run, ("student", "test", "top1")) for run in (before.run, after.run))
@@ -333,7 +333,7 @@ def _signals(one: TrainingSummary) -> dict[str, float]:
 # Of the runs
 
 
-def _outcome(before: Side, after: Side, same_data: bool | None) -> Table:
+def _outcome(before: ComparedRun, after: ComparedRun, same_data: bool | None) -> Table:
     """Compare accuracy, time and dollars of whole runs; accuracy has no change if the test images differ."""
     rows: list[Row] = []
     if before.run is None or after.run is None:
@@ -368,7 +368,7 @@ def _at(content: Mapping[str, Any], keys: Sequence[str]) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _settings(before: Side, after: Side) -> Table:
+def _settings(before: ComparedRun, after: ComparedRun) -> Table:
     """List the settings that differ."""
     whole = before.run is not None and after.run is not None
     a, b = (dict(_flat(_recorded_settings(side, whole=whole))) for side in (before, after))
@@ -380,7 +380,7 @@ def _settings(before: Side, after: Side) -> Table:
     return Table(("setting", "before", "after"), rows, title="Settings that differ")
 
 
-def _recorded_settings(side: Side, *, whole: bool) -> Mapping[str, Any]:
+def _recorded_settings(side: ComparedRun, *, whole: bool) -> Mapping[str, Any]:
     if whole and side.run is not None:
         settings: Mapping[str, Any] = side.run["settings"]
         return settings
@@ -395,7 +395,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _findings(before: Side, after: Side) -> Table:
+def _findings(before: ComparedRun, after: ComparedRun) -> Table:
     """List what the rules found on one side or both."""
     a, b = _found(before.answers), _found(after.answers)
     judged = [

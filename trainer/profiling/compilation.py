@@ -6,7 +6,7 @@ import time
 
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
-from trainer.profiling.schema import CompilationRecord
+from trainer.profiling.evidence_schema import CompilationRecord
 from trainer.profiling.timeline import Timeline
 
 

@@ -1,4 +1,4 @@
-"""Evidence, as it is kept and read; what it holds stands in `trainer.profiling.schema`, and `trainer.profiling.recorder` makes it."""
+"""Write and read evidence; `evidence_schema` describes what it holds, and `recorder` makes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from trainer import artifacts, limits, storage
 from trainer.errors import ArtifactError, writing_to
-from trainer.profiling.schema import (
+from trainer.profiling.evidence_schema import (
     METRIC_COLUMNS,
     SCHEMA_VERSION,
     SPAN_COLUMNS,
@@ -47,7 +47,7 @@ class Spans:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorLooks:
+class TensorSamples:
     """Looks at tensors of weights, in their order; all of one step stand together."""
 
     steps: Series
@@ -61,13 +61,13 @@ class TensorLooks:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """What one process recorded; the columns are described in `trainer.profiling.schema`."""
+    """What one process recorded; the columns are described in `trainer.profiling.evidence_schema`."""
 
     record: RankRecord
     steps: Mapping[str, Series]
     """Column -> a value a step."""
     spans: Spans
-    tensors: TensorLooks
+    tensors: TensorSamples
     system: Mapping[str, Series]
     """Column -> a value a sample."""
 
@@ -136,7 +136,7 @@ def _span_table(spans: Spans) -> pa.Table:
     )
 
 
-def _tensor_table(looks: TensorLooks) -> pa.Table:
+def _tensor_table(looks: TensorSamples) -> pa.Table:
     return pa.table(
         {
             "step": pa.array(looks.steps.astype(np.int64)),
@@ -241,7 +241,7 @@ def _read_rank(directory: Path, record: RankRecord) -> RankEvidence:
             start_s=_values(spans, "start_s"),
             seconds=_values(spans, "seconds"),
         ),
-        tensors=TensorLooks(
+        tensors=TensorSamples(
             steps=_values(tensors, "step"),
             seconds=_values(tensors, "seconds"),
             tensors=tensors.column("tensor").to_pylist(),

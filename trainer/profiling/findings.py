@@ -18,7 +18,7 @@ from trainer.profiling.evidence import Evidence, TrainingEvidence
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.causes import setting_of
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, Judgement, NotJudged, Outcome
-from trainer.profiling.summary import TrainingSummary, summarize
+from trainer.profiling.training_summary import TrainingSummary, summarize
 from trainer.thresholds import RuleSettings
 
 _OUTCOMES: Mapping[str, type[Outcome]] = {kind.__name__: kind for kind in (Finding, Healthy, NotJudged)}

@@ -183,7 +183,7 @@ def _need_gpu(device: torch.device) -> None:
 
 
 def _xla_memory(device: torch.device) -> Signal:
-    from trainer.profiling.xla import XlaMemorySignal
+    from trainer.profiling.xla_counters import XlaMemorySignal
 
     return XlaMemorySignal(device)
 

@@ -21,13 +21,10 @@ from torch import nn
 from trainer.config import EvidenceSettings
 from trainer.costs import place_here
 from trainer.host import processor_name, started_unix, usable_cores
+from trainer.profiling.clocks import Clock, CudaClock, HostClock
 from trainer.profiling.compilation import Compilations
-from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorLooks, TrainingEvidence, write_rank
-from trainer.profiling.gpu_clock import CudaClock
-from trainer.profiling.looks import Looks
-from trainer.profiling.monitor import Monitor, signals
-from trainer.profiling.pace import images_per_second
-from trainer.profiling.schema import (
+from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorSamples, TrainingEvidence, write_rank
+from trainer.profiling.evidence_schema import (
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
     AttemptRecord,
@@ -38,13 +35,16 @@ from trainer.profiling.schema import (
     RankRecord,
     StepRecord,
 )
+from trainer.profiling.monitor import Monitor, signals
+from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.startup import IMPORTED_UNIX, Startup
-from trainer.profiling.timeline import PROFILER, Clock, HostClock, Timeline, recording_to, seconds_of_a_mark
-from trainer.profiling.windows import OperatorWindows
+from trainer.profiling.tensor_sampler import TensorSampler
+from trainer.profiling.throughput import images_per_second
+from trainer.profiling.timeline import PROFILER, Timeline, recording_to, seconds_of_a_mark
 
 if TYPE_CHECKING:
-    from trainer.profiling.xla import XlaCounters
+    from trainer.profiling.xla_counters import XlaCounters
 
 METRIC_POINTS_KEPT = 4096
 """Points of each metric; a longer curve is thinned evenly."""
@@ -142,7 +142,7 @@ class Recorder:
         self.timeline = Timeline(
             clock, window=self._windows, counter=self._counters, queued=lambda: sources.loader.ready
         )
-        self.looks = Looks(
+        self.tensor_sampler = TensorSampler(
             settings,
             self.timeline,
             self.metrics,
@@ -192,7 +192,7 @@ class Recorder:
         self._monitor.stop()
         if error is None:
             self.timeline.finish()
-            self.looks.finish()
+            self.tensor_sampler.finish()
         else:  # the device may never come to what it was given
             self._failed = str(error) or type(error).__name__
         self._windows.finish(self.timeline.totals.steps)
@@ -242,7 +242,7 @@ class Recorder:
         """What this process has recorded so far; for the training's thread, while it records or afterwards."""
         if self._monitor is None:
             raise RuntimeError("nothing was recorded; use `with recorder:` first")
-        self.looks.take_in()
+        self.tensor_sampler.take_in()
         steps, samples = self.timeline.steps, self._monitor.samples()
         rank = RankEvidence(
             record=self._record(self._monitor),
@@ -269,11 +269,11 @@ class Recorder:
             seconds=spans.column("seconds"),
         )
 
-    def _tensor_looks(self) -> TensorLooks:
-        moments, values = self.looks.table()
-        names = self.looks.tensors
+    def _tensor_looks(self) -> TensorSamples:
+        moments, values = self.tensor_sampler.table()
+        names = self.tensor_sampler.tensors
         steps, seconds = np.repeat(moments, len(names), axis=0).T
-        return TensorLooks(
+        return TensorSamples(
             steps=steps,
             seconds=seconds,
             tensors=[*names] * len(moments),
@@ -331,7 +331,7 @@ class Recorder:
             system_interval_s=monitor.interval_s,
             operators=self._windows.table,
             missing=monitor.missing
-            | self.looks.missing
+            | self.tensor_sampler.missing
             | ({"operators": self._windows.missing} if self._windows.missing else {}),
         )
 
@@ -355,7 +355,7 @@ class Recorder:
             self._costs
             | marks
             | {
-                "tensors": self.looks.spent_s,
+                "tensors": self.tensor_sampler.spent_s,
                 "monitor": monitor.spent_s,
                 "operators": self._seconds_of_windows(),
             }
@@ -375,13 +375,13 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "xla":
-        from trainer.profiling.xla import device_name
+        from trainer.profiling.xla_counters import device_name
 
         return device_name(device)
     return str(device)
 
 
 def _xla_counters() -> XlaCounters:
-    from trainer.profiling.xla import XlaCounters
+    from trainer.profiling.xla_counters import XlaCounters
 
     return XlaCounters()

@@ -21,18 +21,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import add
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from trainer.profiling.schema import SPAN_COLUMNS, STEP_COLUMNS
+from trainer.profiling.clocks import Clock, ThreadTime
+from trainer.profiling.evidence_schema import SPAN_COLUMNS, STEP_COLUMNS
 from trainer.profiling.series import ThinnedTable
-from trainer.profiling.thread_time import ThreadTime
 
 PHASES = ("data", "to_device", "teacher_forward", "forward", "backward", "optimizer")
 """The phases that every training loop has, in their order."""
@@ -61,53 +60,6 @@ _DATA_COLUMN = 1 + PHASES.index("data")
 _BACKWARD_COLUMN = 1 + PHASES.index("backward")
 _MAY_WAIT = frozenset({_DATA_COLUMN, _BACKWARD_COLUMN})
 """Phases in which the host waits for loader processes, or for other training processes."""
-
-Mark = TypeVar("Mark")
-
-
-class Clock(Protocol[Mark]):
-    """Marks points in the training's course and tells, later, how far they lie apart."""
-
-    def mark(self) -> Mark:
-        """Mark this point."""
-        ...
-
-    def passed(self, mark: Mark) -> bool:
-        """Whether the device has come to the mark; never waits."""
-        ...
-
-    def wait(self, mark: Mark) -> None:
-        """Wait until the device has come to the mark."""
-        ...
-
-    def intervals(self, marks: Sequence[Mark]) -> list[float]:
-        """Seconds between neighbours of marks that were passed."""
-        ...
-
-    def release(self, marks: Sequence[Mark]) -> None:
-        """These marks are no longer needed."""
-        ...
-
-
-class HostClock:
-    """Marks are nanoseconds of the host's clock."""
-
-    def __init__(self, nanoseconds: Callable[[], int] = time.perf_counter_ns) -> None:
-        self.mark = nanoseconds
-
-    def passed(self, mark: int) -> bool:  # noqa: ARG002  # other clocks look at it
-        """Always: the host computes in the order of the program."""
-        return True
-
-    def wait(self, mark: int) -> None:
-        """Nothing to wait for."""
-
-    def intervals(self, marks: Sequence[int]) -> list[float]:
-        """Seconds between neighbours."""
-        return [(end - start) * 1e-9 for start, end in pairwise(marks)]
-
-    def release(self, marks: Sequence[int]) -> None:
-        """Nothing to give back."""
 
 
 class StepCounter(Protocol):

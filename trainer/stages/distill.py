@@ -12,15 +12,15 @@ from trainer.artifacts import Manifest
 from trainer.config import DistillSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
+from trainer.devices import Device
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.distillation.student import ProjectedStudent
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import SettingsError
 from trainer.models import Classifier
-from trainer.profiling.schema import ContextRecord
+from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.startup import Startup
-from trainer.training.devices import Device
 from trainer.training.session import open_session
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from trainer import artifacts, models, tracking
 from trainer.artifacts import Artifact
 from trainer.config import EvaluateSettings
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
+from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
 from trainer.evaluation import gates, latency, metrics, report
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
-from trainer.training.devices import choose_device
 
 METRICS = "metrics.json"
 CONFUSION = "confusion.json"

@@ -16,7 +16,7 @@ from trainer.config import ProfileSettings
 from trainer.profiling import findings
 from trainer.profiling import report as page
 from trainer.profiling.evidence import Evidence, read_evidence
-from trainer.profiling.summary import TrainingSummary, summarize
+from trainer.profiling.training_summary import TrainingSummary, summarize
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from trainer import artifacts, models, tracking
 from trainer.config import ReinforceSettings, ViewSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples, Views, makes_views_on_device
+from trainer.devices import Device
 from trainer.distillation import recording, recording_report, shards
 from trainer.distillation.coverage import Coverage
 from trainer.distillation.recording import RecordingDescription
@@ -18,7 +19,6 @@ from trainer.distillation.shards import Shelf
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.models import Classifier
 from trainer.training.checkpoints import checkpoint_root
-from trainer.training.devices import Device
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.shared_artifact import shared_artifact
 

@@ -34,7 +34,7 @@ from trainer.config import (
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.errors import SettingsError
 from trainer.models import Classifier
-from trainer.profiling.schema import RankRecord
+from trainer.profiling.evidence_schema import RankRecord
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, pretrain, reinforce
 from trainer.training.checkpoints import checkpoint_root

@@ -25,7 +25,7 @@ from trainer.errors import (
     TrainerError,
     TrainingError,
 )
-from trainer.profiling.schema import AttemptRecord
+from trainer.profiling.evidence_schema import AttemptRecord
 from trainer.training.checkpoints.collection import LAST_WAIT_S
 from trainer.training.checkpoints.writer import Writer
 from trainer.training.collective_watchdog import wait_limit_s

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.training.devices import HOST, Device
+from trainer.devices import HOST, Device
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:

@@ -14,7 +14,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from trainer.config import Precision
-from trainer.training.devices import Device
+from trainer.devices import Device
 
 LEAST_ROWS, LEAST_WIDTH = 256, 96
 """Of M, and of K and N: a smaller matrix product is no faster as a convolution."""

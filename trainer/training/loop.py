@@ -18,12 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches
 from trainer.data.randomness import random_bits
+from trainer.devices import RowShardedOptimizer
 from trainer.errors import PreemptedError, TrainingError
+from trainer.profiling.evidence_schema import ContextRecord
+from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources
-from trainer.profiling.schema import ContextRecord
 from trainer.profiling.startup import Startup
 from trainer.profiling.timeline import span
-from trainer.profiling.watch import Watch
+from trainer.step_schedule import checkpoint_steps, validation_steps
 from trainer.tracking import Tracker
 from trainer.training.attempts import Attempts
 from trainer.training.averages import AveragedModel, running_statistics
@@ -38,8 +40,6 @@ from trainer.training.preemption import Preemption
 from trainer.training.prefetch import Prefetcher, make_prefetcher
 from trainer.training.progress_bar import ProgressBar
 from trainer.training.spec import Losses, ShouldStop, TrainingSpec, check_batch
-from trainer.training.step_schedule import checkpoint_steps, validation_steps
-from trainer.training.zero_redundancy import RowShardedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Trainer:
         tracker.go_on(checkpoints.uri)
         progress = ProgressBar.of(training, first_step)
         metrics = MetricLogger(training, recorder, tracker, progress)
-        rules = Watch(recorder, training.watch, tracker=tracker, say=progress.say, active=processes.is_first)
+        rules = LiveRules(recorder, training.watch, tracker=tracker, say=progress.say, active=processes.is_first)
         attempt = self._attempts.resumed_at(first_step)
         with attempt, recorder, progress, rules, checkpoints, Preemption(processes) as preemption:
             if VALIDATION in pending:  # the attempt before was asked to stop in the middle of it
@@ -231,7 +231,7 @@ class Trainer:
             if micro < settings.accumulation - 1:
                 processes.device.dispatch()
             batches.preload()
-        with self.recorder.looks.around_update(step, partial(self._show, batch)), span("optimizer"):
+        with self.recorder.tensor_sampler.around_update(step, partial(self._show, batch)), span("optimizer"):
             self._update(step)
         with span("dispatch") if processes.device.traces else nullcontext():
             processes.device.dispatch()

@@ -11,12 +11,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from trainer.devices.readback import ReadBack
 from trainer.errors import TrainingError
 from trainer.profiling.recorder import Recorder
 from trainer.tracking import Tracker
 from trainer.training.process_group import Processes
 from trainer.training.progress_bar import ProgressBar
-from trainer.training.readback import ReadBack
 from trainer.training.spec import TrainingSpec
 
 _NAMED = 8

@@ -9,8 +9,8 @@ from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 from trainer.config import TrainingSettings
+from trainer.devices import Device
 from trainer.models import Classifier
-from trainer.training.devices import Device
 from trainer.training.process_group import Processes
 from trainer.training.zero_redundancy import local_optimizer
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainingSettings
-from trainer.profiling.schema import CommunicationRecord
+from trainer.profiling.evidence_schema import CommunicationRecord
 from trainer.training.kernels import use_fast_kernels
 from trainer.training.process_group import Processes
 

@@ -17,8 +17,8 @@ from trainer.data.gpu_decoding import decode_jpegs
 from trainer.data.loader import Views
 from trainer.data.views.mixing import mix
 from trainer.data.views.rendering import make_views
+from trainer.devices import Device
 from trainer.profiling.timeline import span
-from trainer.training.devices import Device
 
 
 def make_prefetcher(batches: Iterator[Batch], views: Views, device: Device) -> Prefetcher:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public, torch documents them
 
+from trainer.devices import Device, choose_device
 from trainer.errors import LostProcessError, TrainingError
 from trainer.training.collective_watchdog import CollectiveWatchdog, wait_limit_s
-from trainer.training.devices import Device, choose_device
 
 T = TypeVar("T")
 

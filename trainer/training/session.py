@@ -27,8 +27,8 @@ from trainer.data.loader import RecordedOutputs, Samples, micro_batch_size
 from trainer.errors import PreemptedError, SupersededError, TrainerError
 from trainer.graph import STAGES
 from trainer.models import Classifier
+from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.schema import ContextRecord
 from trainer.profiling.startup import Startup
 from trainer.served_student.preprocessing import Square
 from trainer.tracking import Tracker

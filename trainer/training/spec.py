@@ -23,9 +23,9 @@ from trainer.data.loader import (
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.mixing import mixes
 from trainer.errors import SettingsError
+from trainer.step_schedule import learning_rate_at, step_count
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.process_group import Processes
-from trainer.training.step_schedule import learning_rate_at, step_count
 
 logger = logging.getLogger(__name__)
 

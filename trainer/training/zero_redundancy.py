@@ -14,17 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from trainer.devices import RowShardedOptimizer
 from trainer.training.process_group import Processes
-
-
-class RowShardedOptimizer(torch.optim.Optimizer):
-    """An optimiser of rows, which also exchanges gradients and clips them: for torch_xla's."""
-
-    base_optimizer: torch.optim.Optimizer
-    """The optimiser of this process's rows; its groups and weights are in the order of the whole ones."""
-    local_rank: int
-    local_world_size: int
-    """Which rows these are."""
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

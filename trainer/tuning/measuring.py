@@ -9,9 +9,9 @@ from collections.abc import Callable
 from trainer.config import DistillSettings
 from trainer.costs import THIS_MACHINE, Machines, place_here
 from trainer.forecast import Measurement
+from trainer.step_schedule import step_count
 from trainer.tracking import Tracker
 from trainer.training.process_group import Processes
-from trainer.training.step_schedule import step_count
 from trainer.tuning.laps import Laps
 from trainer.tuning.schema import Trial
 from trainer.tuning.trials import MakeTraining, endless, measure_steps, warm_steps

@@ -17,6 +17,7 @@ from trainer.config import DistillSettings
 from trainer.data.loader import MicroBatches, micro_batch_size
 from trainer.data.workers import LoadingTime, measure_loading
 from trainer.profiling.recorder import Recorder
+from trainer.step_schedule import step_count
 from trainer.tracking import Tracker
 from trainer.training import loader_workers
 from trainer.training.loop import Trainer
@@ -24,7 +25,6 @@ from trainer.training.metric_logger import MetricLogger
 from trainer.training.process_group import Processes
 from trainer.training.progress_bar import ProgressBar
 from trainer.training.spec import TrainingSpec
-from trainer.training.step_schedule import step_count
 from trainer.tuning.laps import Laps
 from trainer.tuning.memory import Memory, gauge_of
 from trainer.tuning.schema import Candidate, Trial

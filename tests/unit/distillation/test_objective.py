@@ -7,13 +7,13 @@ from trainer import models
 from trainer.config import DistillSettings, ModelSettings, ViewSettings
 from trainer.data.batch import Batch, Recorded
 from trainer.data.views.mixing import draw_mixing, mix
+from trainer.devices import choose_device
 from trainer.distillation.losses import decoupled_kl, distillation_kl, recorded_kl
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.student import ProjectedStudent
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.training.averages import AveragedModel
 from trainer.training.classification import cross_entropy
-from trainer.training.devices import choose_device
 
 LABELS = ("a", "b", "c")
 IMAGES = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -7,14 +7,13 @@ import torch
 from timm.models.volo import VOLO
 from torch import nn
 
-from trainer import models
+from trainer import devices, models
 from trainer.config import ModelSettings
+from trainer.devices import choose_device
 from trainer.distillation import teacher as module
 from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import ModelError
 from trainer.models import Classifier
-from trainer.training import devices
-from trainer.training.devices import choose_device
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 3, "num_heads": 3}
 

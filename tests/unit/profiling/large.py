@@ -8,11 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from trainer.costs import Machines, Price
-from trainer.profiling.evidence import Curve, RankEvidence, TensorLooks, TrainingEvidence
-from trainer.profiling.findings import Answer
-from trainer.profiling.operators import Operator, OperatorTable
-from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Saving
-from trainer.profiling.schema import (
+from trainer.profiling.evidence import Curve, RankEvidence, TensorSamples, TrainingEvidence
+from trainer.profiling.evidence_schema import (
     TENSOR_COLUMNS,
     AttemptRecord,
     CommunicationRecord,
@@ -20,6 +17,9 @@ from trainer.profiling.schema import (
     ContextRecord,
     RankRecord,
 )
+from trainer.profiling.findings import Answer
+from trainer.profiling.operators import Operator, OperatorTable
+from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Saving
 from trainer.profiling.series import Series
 
 RANKS, CORES, STEPS, SAMPLES, BLOCKS, LOOKS = 64, 192, 16384, 8192, 24, 200
@@ -128,7 +128,7 @@ def _system(first: RankEvidence, ended: float, random: np.random.Generator) -> M
     }
 
 
-def _tensors(ended: float, random: np.random.Generator) -> TensorLooks:
+def _tensors(ended: float, random: np.random.Generator) -> TensorSamples:
     kinds = ("attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight", "attn.proj.bias", "norm1.weight", "norm1.bias")
     kinds += ("mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight", "mlp.fc2.bias", "norm2.weight", "norm2.bias")
     names = ["cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"]
@@ -139,7 +139,7 @@ def _tensors(ended: float, random: np.random.Generator) -> TensorLooks:
     broken = np.zeros((LOOKS, len(names)))
     broken[150:, names.index("blocks.7.mlp.fc1.weight")] = 0.25
     values |= {"weight_nonfinite": np.zeros(rows), "gradient_nonfinite": broken.ravel()}
-    return TensorLooks(
+    return TensorSamples(
         steps=np.repeat(np.arange(LOOKS) * 80.0, len(names)),
         seconds=np.repeat(np.linspace(0, ended, LOOKS), len(names)),
         tensors=names * LOOKS,

@@ -10,12 +10,12 @@ from tests.unit.profiling.large import PLACE, made_up_answers
 from trainer import cli
 from trainer.errors import EXIT_CODE, ArtifactError
 from trainer.profiling.compare import Comparison, change, compare, text
+from trainer.profiling.compared_run import ComparedRun
 from trainer.profiling.evidence import TrainingEvidence
-from trainer.profiling.pace import Spread
 from trainer.profiling.report.comparison import build
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
-from trainer.profiling.sides import Side
-from trainer.profiling.summary import PhaseSummary, TrainingSummary, summarize
+from trainer.profiling.throughput import Spread
+from trainer.profiling.training_summary import PhaseSummary, TrainingSummary, summarize
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def with_steps(summary: TrainingSummary, *, images: float, **phases: float) -> T
     )
 
 
-def side(name: str, summary: TrainingSummary, **further: Any) -> Side:
-    return Side(name=name, trainings={summary.name: summary}, **{"answers": [], **further})
+def side(name: str, summary: TrainingSummary, **further: Any) -> ComparedRun:
+    return ComparedRun(name=name, trainings={summary.name: summary}, **{"answers": [], **further})
 
 
 def table(comparison: Comparison, title: str) -> dict[str, tuple[str, ...]]:
@@ -134,7 +134,7 @@ def test_other_counts_of_images_are_other_data_where_no_fingerprint_is_known(tra
     summary = summarize(training)
     slower = with_steps(summary, images=8, data=9)
 
-    def counted(one: TrainingSummary, train: int | None) -> Side:
+    def counted(one: TrainingSummary, train: int | None) -> ComparedRun:
         counts = {} if train is None else {"dataset": {"train": train, "val": 10}}
         return side("", one, run=run(0.9, 10.0, None) | counts)
 
@@ -245,7 +245,9 @@ def test_the_operators_that_moved_most_stand_first(training: TrainingEvidence) -
 def test_the_text_and_the_page_hold_every_table(large: TrainingEvidence, training: TrainingEvidence) -> None:
     hostile = "<script>alert(1)</script>"
     sides = [
-        Side(name=name, trainings={one.name: summarize(one)}, answers=made_up_answers(), evidence={one.name: one})
+        ComparedRun(
+            name=name, trainings={one.name: summarize(one)}, answers=made_up_answers(), evidence={one.name: one}
+        )
         for name, one in ((hostile, training), ("after", large))
     ]
     comparison = compare(*sides)
@@ -273,7 +275,7 @@ def test_nothing_in_common_is_refused(training: TrainingEvidence) -> None:
     other = replace(summary, name="mae")
     with pytest.raises(ArtifactError, match="a holds distill and b holds mae, so there is nothing to compare"):
         compare(side("a", summary), side("b", other))
-    empty = Side(name="empty", trainings={}, answers=[])
+    empty = ComparedRun(name="empty", trainings={}, answers=[])
     with pytest.raises(ArtifactError, match="empty holds no training"):
         compare(empty, side("b", other))
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch._dynamo.callback import callback_handler
 
+from trainer.profiling.clocks import HostClock
 from trainer.profiling.compilation import Compilations
-from trainer.profiling.timeline import HostClock, Timeline
+from trainer.profiling.timeline import Timeline
 
 
 @pytest.fixture

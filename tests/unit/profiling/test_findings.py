@@ -11,7 +11,7 @@ from trainer.errors import ArtifactError
 from trainer.profiling.evidence import read_evidence
 from trainer.profiling.findings import Answer, answers, from_json, judged, ranked_findings, to_json, verdict
 from trainer.profiling.rules.outcomes import Finding, Healthy, Judgement, NotJudged, Rule, Saving
-from trainer.profiling.summary import TrainingSummary, summarize
+from trainer.profiling.training_summary import TrainingSummary, summarize
 from trainer.thresholds import RuleSettings
 
 PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="here", source="the list")

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from trainer.profiling.clocks import HostClock
 from trainer.profiling.timeline import (
     BETWEEN,
     INTERRUPTED,
@@ -15,7 +16,6 @@ from trainer.profiling.timeline import (
     OTHER,
     PHASES,
     PROFILER,
-    HostClock,
     Timeline,
     recording_to,
     span,

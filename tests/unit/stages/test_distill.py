@@ -9,12 +9,11 @@ import torch
 
 from tests.distillations import QUICK, TINY, half_labelled
 from tests.unit.stages.conftest import SQUARE
-from trainer import artifacts, config, models
+from trainer import artifacts, config, devices, models
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.errors import ArtifactError, SettingsError, TrainingError
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import distill, reinforce
-from trainer.training import devices
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.loop import Trainer
 

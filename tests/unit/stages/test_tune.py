@@ -19,11 +19,11 @@ from trainer import artifacts, config, storage
 from trainer.config import ReinforceSettings, TuneSettings
 from trainer.costs import PLACE_VARIABLE
 from trainer.data.dataset import open_dataset
+from trainer.devices import choose_device
 from trainer.errors import BudgetError, SettingsError
 from trainer.profiling.startup import Startup
 from trainer.stages import reinforce, tune
 from trainer.training import parallelize
-from trainer.training.devices import choose_device
 from trainer.training.parallelize import CompileCounter
 from trainer.training.process_group import Processes
 from trainer.tuning import laps

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import models
+from trainer import devices, models
 from trainer.config import ModelSettings
-from trainer.training import devices, kernels
+from trainer.devices import choose_device
+from trainer.training import kernels
 from trainer.training.averages import AveragedModel
-from trainer.training.devices import choose_device
 from trainer.training.kernels import ConvolvedLinear, use_fast_kernels
 
 WIDE = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 2, "num_heads": 3}

@@ -9,9 +9,9 @@ import torch
 
 from trainer.config import EvidenceSettings
 from trainer.data.workers import LoadingTime
+from trainer.devices import Device, choose_device
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources
 from trainer.training import loader_workers as module
-from trainer.training.devices import Device, choose_device
 from trainer.training.loader_workers import TIMED_STEPS, WARM_STEPS, MicroBatchLoader
 from trainer.training.process_group import Processes
 

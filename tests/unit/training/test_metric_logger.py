@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trainer.config import TrainingSettings
+from trainer.devices import choose_device
 from trainer.errors import TrainingError
-from trainer.training.devices import choose_device
 from trainer.training.metric_logger import MetricLogger
 from trainer.training.process_group import Processes
 

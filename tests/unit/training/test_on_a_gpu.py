@@ -14,6 +14,7 @@ from tests.stand_ins.gpu import DEVICE, Gpu
 from trainer import config, models
 from trainer.config import DistillSettings, MaeSettings, ModelSettings, PretrainSettings, ReinforceSettings
 from trainer.data.batch import Batch
+from trainer.devices import HOST
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.student import ProjectedStudent
 from trainer.distillation.teacher import FrozenTeacher
@@ -21,7 +22,6 @@ from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.stages import distill, pretrain, reinforce
 from trainer.training import prefetch, process_group
-from trainer.training.devices import HOST
 from trainer.training.loop import Trainer
 
 VIEWS = {
@@ -43,7 +43,7 @@ IN_THE_MAIN_PROCESS = {"seed": 0, "workers": 0}
 NOT_IN_A_STEP = {
     "loop.py:__init__",  # the model
     "teacher.py:__init__",
-    "tensors.py:__init__",  # what looks at the weights
+    "tensor_stats.py:__init__",  # what looks at the weights
     "pretrain.py:pretrain",  # the picture at the end
     "reconstructions.py:draw_reconstructions",
 }

@@ -3,7 +3,7 @@ import torch
 
 from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
-from trainer.training.devices import HOST, choose_device
+from trainer.devices import HOST, choose_device
 from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
 from trainer.training.process_group import Processes
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from trainer import models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
+from trainer.devices import choose_device
 from trainer.pretraining.masked_autoencoder import MaskedAutoencoder
 from trainer.training import parallelize
-from trainer.training.devices import choose_device
 from trainer.training.parallelize import WARM_STEPS, CompileCounter, compile_blocks, parallelize_model, repeated_blocks
 from trainer.training.process_group import Processes
 

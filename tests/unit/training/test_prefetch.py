@@ -7,7 +7,7 @@ from trainer.data.batch import Batch, Mixing, Recorded
 from trainer.data.views.mixing import draw_mixing, mix
 from trainer.data.views.parameters import draw_views
 from trainer.data.views.rendering import make_views
-from trainer.training.devices import choose_device
+from trainer.devices import choose_device
 from trainer.training.prefetch import Prefetcher, _moved, _parted, render
 
 SETTINGS = ViewSettings(min_scale=0.5, color_jitter=0.3, mixup=1.0)

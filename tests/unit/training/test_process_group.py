@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.stand_ins.gpu import DEVICE
+from trainer import devices
+from trainer.devices import choose_device
 from trainer.errors import SettingsError, TrainingError
-from trainer.training import devices
-from trainer.training.devices import choose_device
 from trainer.training.process_group import Processes, join_processes, prove_one_group
 
 ROOT = Path(__file__).parents[3]

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from trainer.config import TrainingSettings
-from trainer.training.devices import choose_device
+from trainer.devices import choose_device
 from trainer.training.process_group import Processes
 from trainer.training.spec import check_batch, fit_batch
 

@@ -22,7 +22,7 @@ from trainer.models import Classifier, ModelCard
 from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.tracking import stage_run
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.devices import Device
+from trainer.devices import Device
 from trainer.training.loop import Trainer
 from trainer.training.process_group import join_processes
 from trainer.training.spec import TrainingSpec

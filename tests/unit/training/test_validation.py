@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
-from trainer.training.devices import choose_device
+from trainer.devices import choose_device
 from trainer.training.process_group import Processes
 from trainer.training.validation import batch_size_of, validate
 

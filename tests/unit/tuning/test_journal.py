@@ -6,7 +6,7 @@ import pytest
 
 from trainer import storage
 from trainer.config import DistillSettings
-from trainer.training.devices import choose_device
+from trainer.devices import choose_device
 from trainer.training.process_group import Processes
 from trainer.tuning.journal import FILE, Journal, RecordingTime
 from trainer.tuning.schema import Candidate, Trial

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from trainer.training.devices import Device
+from trainer.devices import Device
 from trainer.training.process_group import Processes
 from trainer.tuning.memory import Memory, container_room, gauge_of
 

@@ -11,9 +11,9 @@ from trainer.pages import Block, PageSection, Paragraph, Table, Tiles
 from trainer.profiling import labels
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, verdict
-from trainer.profiling.pace import is_core
 from trainer.profiling.report import expenses, judged, layers, machine, over_time, step_times
-from trainer.profiling.summary import TrainingSummary
+from trainer.profiling.throughput import is_core
+from trainer.profiling.training_summary import TrainingSummary
 
 Numbered = Sequence[tuple[int, RankedFinding]]
 

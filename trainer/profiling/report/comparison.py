@@ -11,7 +11,7 @@ from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Subsect
 from trainer.profiling import labels
 from trainer.profiling.compare import Comparison, Pair
 from trainer.profiling.report import over_time
-from trainer.profiling.summary import TrainingSummary
+from trainer.profiling.training_summary import TrainingSummary
 
 _KIND_COLOURS = {
     "matrix product": "forward",

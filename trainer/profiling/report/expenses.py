@@ -10,7 +10,7 @@ from trainer.charts.bars import Bar, BarPart, StackedRow, bars, stacked_rows
 from trainer.charts.svg import colour_class
 from trainer.costs import dollars_text
 from trainer.pages import Figure, Legend, PageSection, Paragraph, Subsection, Table
-from trainer.profiling.summary import TrainingSummary
+from trainer.profiling.training_summary import TrainingSummary
 
 _STARTUP = {
     "launch": ("launch", "until the process had started"),

@@ -9,7 +9,7 @@ from trainer.pages import Block, Details, FindingCard, PageSection, Paragraph, T
 from trainer.profiling import labels
 from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, saving_text
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
-from trainer.profiling.summary import TrainingSummary
+from trainer.profiling.training_summary import TrainingSummary
 
 
 def section(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> PageSection:

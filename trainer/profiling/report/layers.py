@@ -12,7 +12,7 @@ from trainer import formatting
 from trainer.charts.matrices import HeatMap, heat_map
 from trainer.charts.svg import Flags
 from trainer.pages import Block, Details, Figure, Subsection, Table
-from trainer.profiling.evidence import Curve, TensorLooks, TrainingEvidence
+from trainer.profiling.evidence import Curve, TensorSamples, TrainingEvidence
 from trainer.profiling.series import Series
 
 _MOST_LAYERS = 40
@@ -48,7 +48,7 @@ def section(evidence: TrainingEvidence) -> Subsection | None:
     return Subsection("Weights, gradients and attention", blocks) if any(blocks) else None
 
 
-def by_layer(looks: TensorLooks) -> Layers:
+def by_layer(looks: TensorSamples) -> Layers:
     """Bring the samples of tensors together as matrices, a row a layer."""
     steps, columns = np.unique(looks.steps, return_inverse=True)
     tensors = list(dict.fromkeys(looks.tensors))

@@ -10,8 +10,8 @@ from trainer.charts.svg import colour_class
 from trainer.pages import Block, Details, Figure, Legend, Paragraph, Subsection, Table
 from trainer.profiling import labels
 from trainer.profiling.operators import Operator
-from trainer.profiling.pace import is_core
-from trainer.profiling.summary import OperatorSummary, TrainingSummary, operator_ms
+from trainer.profiling.throughput import is_core
+from trainer.profiling.training_summary import OperatorSummary, TrainingSummary, operator_ms
 
 _MOST_RANKS_DRAWN = 64
 

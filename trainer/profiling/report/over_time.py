@@ -14,10 +14,10 @@ from trainer.pages import Figure, Legend, Subsection
 from trainer.profiling import binning, labels
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
 from trainer.profiling.findings import RankedFinding
-from trainer.profiling.pace import is_core, phase_seconds
 from trainer.profiling.series import Series
-from trainer.profiling.summary import TrainingSummary
+from trainer.profiling.throughput import is_core, phase_seconds
 from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
+from trainer.profiling.training_summary import TrainingSummary
 
 _METRICS = (
     ("loss", "Loss", "training", 1.0),

@@ -10,8 +10,8 @@ from trainer.charts.svg import colour_class
 from trainer.pages import Block, Figure, Legend, Paragraph, Subsection, Table
 from trainer.profiling import labels
 from trainer.profiling.evidence import TrainingEvidence
-from trainer.profiling.pace import Spread, is_core, measured_steps
-from trainer.profiling.summary import PhaseSummary, SlowStep, TrainingSummary
+from trainer.profiling.throughput import Spread, is_core, measured_steps
+from trainer.profiling.training_summary import PhaseSummary, SlowStep, TrainingSummary
 
 _FEWEST_DRAWN = 20
 _UNUSUAL = 1.5

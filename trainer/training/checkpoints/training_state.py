@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from trainer.devices import Device, RowShardedOptimizer
 from trainer.errors import ArtifactError
 from trainer.training import zero_redundancy
-from trainer.training.devices import Device
 from trainer.training.process_group import Processes
-from trainer.training.zero_redundancy import RowShardedOptimizer
 
 OPTIONS = ("lr_scale", "weight_decay", "betas", "eps")
 """What a group of weights has of its own, beside the schedule's learning rate: it decides how a weight is changed."""

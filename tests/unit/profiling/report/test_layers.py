@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from trainer.pages import Figure
-from trainer.profiling.evidence import TensorLooks, TrainingEvidence
+from trainer.profiling.evidence import TensorSamples, TrainingEvidence
+from trainer.profiling.evidence_schema import TENSOR_COLUMNS
 from trainer.profiling.report.layers import by_layer, section
-from trainer.profiling.schema import TENSOR_COLUMNS
 
 
-def looks(names: list[str], steps: int = 2, **columns: list[float]) -> TensorLooks:
+def looks(names: list[str], steps: int = 2, **columns: list[float]) -> TensorSamples:
     rows = len(names) * steps
     values = {name: np.asarray(columns.get(name, np.ones(rows)), dtype=float) for name in TENSOR_COLUMNS}
     values |= {name: np.zeros(rows) for name in ("weight_nonfinite", "gradient_nonfinite") if name not in columns}
     order = np.repeat(np.arange(steps) * 50.0, len(names))
-    return TensorLooks(steps=order, seconds=order / 10, tensors=names * steps, values=values)
+    return TensorSamples(steps=order, seconds=order / 10, tensors=names * steps, values=values)
 
 
 def test_a_layers_norm_is_that_of_all_its_tensors() -> None:

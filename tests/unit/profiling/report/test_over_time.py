@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from trainer.profiling.evidence import RankEvidence, Spans, TrainingEvidence
+from trainer.profiling.evidence_schema import STEP_COLUMNS
 from trainer.profiling.report.over_time import phase_shares
-from trainer.profiling.schema import STEP_COLUMNS
 
 EDGES = np.linspace(0, 10, 11)
 

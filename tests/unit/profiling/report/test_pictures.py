@@ -7,17 +7,17 @@ import pytest
 from docs.pictures import parts
 from trainer import pages
 from trainer.errors import ArtifactError
+from trainer.profiling.compared_run import ComparedRun
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
-from trainer.profiling.sides import Side
-from trainer.profiling.summary import summarize
+from trainer.profiling.training_summary import summarize
 
 
 def test_each_side_is_drawn_with_its_findings_and_the_two_together(
     plain: list[TrainingEvidence], large: TrainingEvidence, answers: list[Answer]
 ) -> None:
     sides = [
-        Side(name="run", trainings={"distill": summarize(one)}, answers=given, evidence={"distill": one})
+        ComparedRun(name="run", trainings={"distill": summarize(one)}, answers=given, evidence={"distill": one})
         for one, given in ((plain[1], answers), (large, []))
     ]
     drawn = {name: pages.render("", "", blocks) for name, blocks in parts(*sides).items()}

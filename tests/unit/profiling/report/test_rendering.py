@@ -19,11 +19,11 @@ from trainer.data.curation import ImageCandidate
 from trainer.data.dataset_schema import SplitName
 from trainer.pages import Paragraph
 from trainer.profiling.compare import compare
+from trainer.profiling.compared_run import ComparedRun
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.report import build, comparison
-from trainer.profiling.sides import Side
-from trainer.profiling.summary import summarize
+from trainer.profiling.training_summary import summarize
 
 pytestmark = pytest.mark.skipif(
     browser() is None, reason="how the reports look is not tested: there is no Chromium on this machine"
@@ -78,10 +78,10 @@ def pages(
         StageBill(stage="distill", seconds=9000, parts={"startup": 100, "training": 8000, "lost": 900}, dollars=439.2),
     ]
     sides = [
-        Side(
+        ComparedRun(
             name="before", trainings={"distill": summarize(plain[1])}, answers=answers, evidence={"distill": plain[1]}
         ),
-        Side(name="after", trainings={"distill": summarize(large)}, answers=[], evidence={"distill": large}),
+        ComparedRun(name="after", trainings={"distill": summarize(large)}, answers=[], evidence={"distill": large}),
     ]
 
     def report(trainings: Sequence[TrainingEvidence], judged: Sequence[Answer]) -> str:

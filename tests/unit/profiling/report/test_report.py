@@ -15,7 +15,7 @@ from trainer.profiling.findings import Answer
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.report import build, facts
 from trainer.profiling.rules.outcomes import NotJudged
-from trainer.profiling.summary import summarize
+from trainer.profiling.training_summary import summarize
 
 LIMIT = 2_000_000
 

@@ -12,9 +12,9 @@ import pytest
 from tests.unit.profiling.rules.synthetic import STEPS, rank_of, steps_of
 from trainer.pages import Table
 from trainer.profiling.evidence import RankEvidence, Spans, TrainingEvidence
+from trainer.profiling.evidence_schema import CompilationRecord
 from trainer.profiling.report import step_times
-from trainer.profiling.schema import CompilationRecord
-from trainer.profiling.summary import summarize
+from trainer.profiling.training_summary import summarize
 
 SLOW = 60
 """The step that takes 100 ms in place of 10."""

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.unit.profiling.rules.synthetic import rank_of, steps_of
-from trainer.profiling.evidence import Curve, TensorLooks, TrainingEvidence
+from trainer.profiling.evidence import Curve, TensorSamples, TrainingEvidence
+from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.rules.outcomes import Case
-from trainer.profiling.schema import ContextRecord
 from trainer.thresholds import RuleSettings
 
 TENSORS = ("blocks.0.mlp.weight", "blocks.1.mlp.weight", "norm.weight")
@@ -36,14 +36,14 @@ USUAL: Mapping[str, npt.ArrayLike] = {
 SETTINGS = {"base_learning_rate": 1e-3, "batch_size": 256, "clip_norm": 1.0}
 
 
-def measured(count: int = 5, *, first_step: int = 0, **columns: npt.ArrayLike) -> TensorLooks:
+def measured(count: int = 5, *, first_step: int = 0, **columns: npt.ArrayLike) -> TensorSamples:
     """A measurement at every tenth step, a second apart; a column is [P], [L, 1] or [L, P], `USUAL` where it is not given."""
     shape = (count, len(TENSORS))
     values = {
         name: np.broadcast_to(np.asarray(column, float), shape).ravel() for name, column in (USUAL | columns).items()
     }
     number = np.repeat(np.arange(count, dtype=float), len(TENSORS))
-    return TensorLooks(steps=first_step + 10 * number, seconds=number, tensors=[*TENSORS] * count, values=values)
+    return TensorSamples(steps=first_step + 10 * number, seconds=number, tensors=[*TENSORS] * count, values=values)
 
 
 def curve_of(values: Sequence[float] | npt.NDArray[np.float64], *, every: int = 10) -> Curve:
@@ -54,7 +54,7 @@ def curve_of(values: Sequence[float] | npt.NDArray[np.float64], *, every: int = 
 
 
 def case_of(
-    tensors: TensorLooks | None = None,
+    tensors: TensorSamples | None = None,
     *,
     name: str = "distill",
     steps: Mapping[str, Any] | None = None,

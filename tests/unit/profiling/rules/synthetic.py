@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from trainer.config import EvidenceSettings
-from trainer.profiling.evidence import RankEvidence, Spans, TensorLooks, TrainingEvidence
+from trainer.profiling.evidence import RankEvidence, Spans, TensorSamples, TrainingEvidence
+from trainer.profiling.evidence_schema import SCHEMA_VERSION, TENSOR_COLUMNS, ProcessRecord, RankRecord, StepRecord
 from trainer.profiling.rules.outcomes import Case
-from trainer.profiling.schema import SCHEMA_VERSION, TENSOR_COLUMNS, ProcessRecord, RankRecord, StepRecord
 from trainer.profiling.timeline import PHASES
 from trainer.thresholds import RuleSettings
 
@@ -103,7 +103,7 @@ def rank_of(
         record=RankRecord(**(usual | record)),
         steps=steps,
         spans=Spans(names=[], start_s=np.array([]), seconds=np.array([])),
-        tensors=TensorLooks(
+        tensors=TensorSamples(
             steps=np.zeros(tensors),
             seconds=np.zeros(tensors),
             tensors=[f"weight{n}" for n in range(tensors)],

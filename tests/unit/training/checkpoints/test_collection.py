@@ -12,12 +12,12 @@ import torch
 
 from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
 from trainer import artifacts, storage
+from trainer.devices import choose_device
 from trainer.errors import OutputError, SettingsError, StorageAwayError, StorageError, SupersededError
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, collection, newest, root_is_shared
 from trainer.training.checkpoints.collection import CheckpointEntry
 from trainer.training.checkpoints.snapshots import Snapshot
 from trainer.training.checkpoints.training_state import restore
-from trainer.training.devices import choose_device
 from trainer.training.process_group import Processes
 
 ALONE = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())

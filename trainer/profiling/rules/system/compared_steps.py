@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.profiling.evidence import RankEvidence
-from trainer.profiling.pace import phase_of
 from trainer.profiling.rules.outcomes import Case, NotJudged
 from trainer.profiling.series import Rows, Series
+from trainer.profiling.throughput import phase_of
 
 FEWEST_STEPS = 30
 """Fewer steps may be an exception."""

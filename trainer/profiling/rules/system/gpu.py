@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.evidence_schema import RankRecord
 from trainer.profiling.operators import OperatorTable
-from trainer.profiling.pace import is_core
 from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.compared_steps import Steps, usual, within_steps
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
 from trainer.profiling.rules.system.processes import COMMUNICATION, LOAD_BALANCE, STRAGGLERS
 from trainer.profiling.rules.system.tracing import is_traced, transfers
-from trainer.profiling.schema import RankRecord
 from trainer.profiling.series import Series
+from trainer.profiling.throughput import is_core
 
 FEWEST_SAMPLES = 20
 """Fewer samples of the system may be an exception."""

@@ -9,13 +9,13 @@ import numpy as np
 
 from trainer.costs import duration_text
 from trainer.profiling.evidence import RankEvidence
-from trainer.profiling.pace import phase_of, step_ms
 from trainer.profiling.rules.causes import first_cause
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.compared_steps import Steps, within_steps
 from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
 from trainer.profiling.rules.system.tracing import cause_of, is_traced
 from trainer.profiling.series import Rows, Series
+from trainer.profiling.throughput import phase_of, step_ms
 
 _AVOIDABLE: Mapping[str, str] = {
     "compile": "keep compiled graphs between runs (TORCHINDUCTOR_CACHE_DIR on a volume that stays), or set compile=off",

@@ -14,10 +14,10 @@ from typing import Literal
 import numpy as np
 
 from trainer.profiling.evidence import RankEvidence
-from trainer.profiling.pace import is_core
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.compared_steps import Steps, at_steps, had_core, usual
 from trainer.profiling.series import Series
+from trainer.profiling.throughput import is_core
 
 Cause = Literal["storage", "processor", "nothing"]
 """What the loading of late batches waits for."""

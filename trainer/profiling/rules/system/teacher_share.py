@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from trainer import formatting
 from trainer.config import ReinforceSettings
-from trainer.profiling.pace import phase_shares
 from trainer.profiling.rules.causes import remaining_s
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
 from trainer.profiling.rules.system.compared_steps import Steps
 from trainer.profiling.rules.system.tracing import is_traced
+from trainer.profiling.throughput import phase_shares
 
 _PHASE = "teacher_forward"
 _VIEWS = ReinforceSettings().views

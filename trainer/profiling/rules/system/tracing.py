@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.evidence_schema import CompilationRecord, TransferRecord
 from trainer.profiling.rules.causes import listed
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving
 from trainer.profiling.rules.system.compared_steps import IGNORED
-from trainer.profiling.schema import CompilationRecord, TransferRecord
 from trainer.profiling.series import Series
 
 _FEWEST_COUNTED = 10

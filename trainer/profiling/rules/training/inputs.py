@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.rules.causes import accuracy_noise, first_cause, start_unseen
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule
-from trainer.profiling.schema import ContextRecord
 from trainer.profiling.series import Series
 
 

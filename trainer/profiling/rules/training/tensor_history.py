@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.profiling.evidence import TensorLooks
+from trainer.profiling.evidence import TensorSamples
 from trainer.profiling.rules.outcomes import Case
 from trainer.profiling.series import Series
 
@@ -35,7 +35,7 @@ class TensorHistory:
     """The measurement of each row of the table."""
     columns: npt.NDArray[np.int64]
     """The tensor of each row of the table."""
-    table: TensorLooks
+    table: TensorSamples
 
     def __len__(self) -> int:
         return len(self.steps)

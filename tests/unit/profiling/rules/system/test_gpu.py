@@ -7,10 +7,10 @@ import pytest
 
 from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of
 from trainer.profiling.evidence import RankEvidence, Spans
+from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.operators import Operator, OperatorTable
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
 from trainer.profiling.rules.system.gpu import BATCH_SIZE, GPU_UTILIZATION, HOST_SYNCS, HOST_TO_DEVICE
-from trainer.profiling.schema import ContextRecord
 
 RULES = (BATCH_SIZE, GPU_UTILIZATION, HOST_TO_DEVICE, HOST_SYNCS)
 USED = {

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of, together
 from trainer.profiling.evidence import Evidence, RankEvidence, TrainingEvidence
+from trainer.profiling.evidence_schema import CompilationRecord, ContextRecord
 from trainer.profiling.findings import judged
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
 from trainer.profiling.rules.system.lifecycle import (
@@ -19,7 +20,6 @@ from trainer.profiling.rules.system.lifecycle import (
     START_UP,
     STEP_OUTLIERS,
 )
-from trainer.profiling.schema import CompilationRecord, ContextRecord
 from trainer.thresholds import OwnOverhead, RuleSettings
 
 NUMBERS = np.arange(STEPS)

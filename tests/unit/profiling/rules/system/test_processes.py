@@ -7,9 +7,9 @@ import pytest
 
 from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of, together
 from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.evidence_schema import CommunicationRecord, ContextRecord
 from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
 from trainer.profiling.rules.system.processes import COMMUNICATION, LOAD_BALANCE, STRAGGLERS
-from trainer.profiling.schema import CommunicationRecord, ContextRecord
 
 RULES = (STRAGGLERS, LOAD_BALANCE, COMMUNICATION)
 TURNS = np.arange(STEPS) % 2

@@ -8,10 +8,10 @@ import pytest
 
 from tests.unit.profiling.rules.synthetic import STEPS, case_of, rank_of, steps_of
 from trainer import config
+from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.rules.system.teacher_share import TEACHER_SHARE
-from trainer.profiling.schema import ContextRecord
-from trainer.profiling.summary import summarize
+from trainer.profiling.training_summary import summarize
 from trainer.thresholds import RuleSettings, TeacherShare
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from tests.unit.profiling.rules.synthetic import STEPS, case_of, rank_of, steps_of, together
 from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.evidence_schema import CompilationRecord, TransferRecord
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
 from trainer.profiling.rules.system.gpu import GPU_UTILIZATION, HOST_SYNCS, HOST_TO_DEVICE
 from trainer.profiling.rules.system.lifecycle import MEMORY_GROWTH, RECOMPILATION, START_UP
 from trainer.profiling.rules.system.processes import COMMUNICATION, STRAGGLERS
-from trainer.profiling.schema import CompilationRecord, TransferRecord
 from trainer.thresholds import Recompilation, RuleSettings
 
 DEVICE = "xla:0 (NEURON)"

@@ -11,9 +11,9 @@ import pytest
 from tests.unit.profiling.rules.learning import case_of
 from tests.unit.profiling.rules.synthetic import steps_of
 from trainer.profiling.evidence import Spans
+from trainer.profiling.evidence_schema import CompilationRecord
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged
 from trainer.profiling.rules.training.pauses import STALLED_TRAINING
-from trainer.profiling.schema import CompilationRecord
 
 STEPS = 100
 

@@ -41,7 +41,7 @@ def _way_of(tensors: Sequence[Tensor]) -> _Way:
     if "cuda" in kinds:
         return _Copies(tensors)
     if "xla" in kinds:
-        from trainer.training.devices.xla import InFlight
+        from trainer.devices.xla import InFlight
 
         return InFlight(tensors)
     return _There(tensors)

@@ -18,7 +18,7 @@ SAMPLED = 1024
 """Most elements of a tensor in its sample."""
 
 
-class TensorStatistics:
+class TensorStats:
     """Measures the weights of a model around one step of the optimiser, on their device, without waiting for it."""
 
     def __init__(self, model: nn.Module, *, left_out: Collection[str] = ()) -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trainer.config import TrainingSettings
-from trainer.training.step_schedule import learning_rate, learning_rate_at, step_count
+from trainer.step_schedule import learning_rate, learning_rate_at, step_count
 
 
 def test_warm_up_and_cosine_are_those_of_torch():

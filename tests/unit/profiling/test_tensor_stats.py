@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.profiling.schema import TENSOR_COLUMNS
-from trainer.profiling.tensors import SAMPLED, TensorStatistics
+from trainer.profiling.evidence_schema import TENSOR_COLUMNS
+from trainer.profiling.tensor_stats import SAMPLED, TensorStats
 
 
 def looked_at(model: nn.Module, rate: float = 0.1, **options: object) -> dict[str, dict[str, float]]:
     """One step of gradient descent, looked at: name of each tensor -> its columns."""
-    statistics = TensorStatistics(model, **options)
+    statistics = TensorStats(model, **options)
     statistics.before_update()
     with torch.no_grad():
         for weights in model.parameters():
@@ -98,7 +98,7 @@ def test_weights_can_be_left_out() -> None:
 def test_a_sample_meets_every_column(width: int) -> None:
     model = nn.Linear(width, 3000, bias=False)
     columns = torch.arange(width).float().expand(3000, width)
-    (stride,) = TensorStatistics(model)._strides
+    (stride,) = TensorStats(model)._strides
     met = columns.reshape(-1)[::stride]
     assert len(met) <= SAMPLED
     assert len(met.unique()) == width
@@ -106,7 +106,7 @@ def test_a_sample_meets_every_column(width: int) -> None:
 
 def test_measuring_leaves_no_trace() -> None:
     model = layer()
-    statistics = TensorStatistics(model)
+    statistics = TensorStats(model)
     before = [tensor.clone() for tensor in (model.weight, model.weight.grad)]
     state = torch.get_rng_state()
     statistics.before_update()

@@ -13,14 +13,14 @@ from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, s
 from trainer import formatting
 from trainer.billing import make_bill
 from trainer.profiling.evidence import TrainingEvidence
-from trainer.profiling.pace import images_per_second, measured_rows
+from trainer.profiling.evidence_schema import CommunicationRecord
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.report import build
 from trainer.profiling.rules.outcomes import Finding
 from trainer.profiling.rules.system.lifecycle import STEP_OUTLIERS
 from trainer.profiling.rules.system.processes import COMMUNICATION
-from trainer.profiling.schema import CommunicationRecord
-from trainer.profiling.summary import summarize
+from trainer.profiling.throughput import images_per_second, measured_rows
+from trainer.profiling.training_summary import summarize
 from trainer.training.progress_bar import ProgressBar
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from trainer.profiling.windows import OperatorWindows
+from trainer.profiling.operator_windows import OperatorWindows
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """The numbers of the profile report, computed from the evidence; `summary.json` of the report holds exactly these.
 
-Times of steps are those of the measured steps (`trainer.profiling.pace`). Shares of the whole recording are taken from sums over
+Times of steps are those of the measured steps (`trainer.profiling.throughput`). Shares of the whole recording are taken from sums over
 everything.
 """
 
@@ -15,8 +15,12 @@ import numpy as np
 from trainer.costs import Machines
 from trainer.profiling.binning import mean_in_bins
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
+from trainer.profiling.evidence_schema import AttemptRecord, CommunicationRecord
 from trainer.profiling.operators import Operator
-from trainer.profiling.pace import (
+from trainer.profiling.rules.outcomes import Case
+from trainer.profiling.rules.system.processes import communication_share
+from trainer.profiling.series import Rows, Series
+from trainer.profiling.throughput import (
     Spread,
     images_per_second,
     is_core,
@@ -27,10 +31,6 @@ from trainer.profiling.pace import (
     spread,
     step_ms,
 )
-from trainer.profiling.rules.outcomes import Case
-from trainer.profiling.rules.system.processes import communication_share
-from trainer.profiling.schema import AttemptRecord, CommunicationRecord
-from trainer.profiling.series import Rows, Series
 from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
 from trainer.thresholds import RuleSettings
 

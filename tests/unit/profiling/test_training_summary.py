@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from trainer.profiling.evidence import TrainingEvidence, read_evidence
-from trainer.profiling.pace import measured_steps
-from trainer.profiling.summary import summarize
+from trainer.profiling.throughput import measured_steps
+from trainer.profiling.training_summary import summarize
 
 
 @pytest.fixture

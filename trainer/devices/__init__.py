@@ -163,6 +163,16 @@ def has_bf16_instructions() -> bool:
     return processor.get("architecture") != "x86_64" or any(processor.get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
+class RowShardedOptimizer(torch.optim.Optimizer):
+    """An optimiser of rows, which also exchanges gradients and clips them: for torch_xla's."""
+
+    base_optimizer: torch.optim.Optimizer
+    """The optimiser of this process's rows; its groups and weights are in the order of the whole ones."""
+    local_rank: int
+    local_world_size: int
+    """Which rows these are."""
+
+
 HOST = Host(kind="cpu", torch_device=torch.device("cpu"), backend="gloo", has_bf16=False, compiles=False)
 
 
@@ -180,7 +190,7 @@ def choose_device(local_rank: int = 0) -> Device:
         return _xla()
     if wanted == "cpu" or not torch.cuda.is_available():
         return HOST
-    from trainer.training.devices.cuda import choose_gpu
+    from trainer.devices.cuda import choose_gpu
 
     return choose_gpu(local_rank)
 
@@ -206,7 +216,7 @@ def _no_xla(reason: object) -> str:
 
 def _xla() -> Device:
     try:
-        from trainer.training.devices.xla import XlaDevice
+        from trainer.devices.xla import XlaDevice
     except ImportError as error:
         raise SettingsError(_no_xla(error)) from error
     return XlaDevice.choose()

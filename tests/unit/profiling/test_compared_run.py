@@ -9,7 +9,7 @@ import pytest
 from trainer import artifacts
 from trainer.config import ProfileSettings
 from trainer.errors import ArtifactError
-from trainer.profiling.sides import read_side
+from trainer.profiling.compared_run import read_compared_run
 from trainer.stages import profile
 
 
@@ -35,7 +35,7 @@ def run(evidence: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_its_report_and_its_evidence_tell_the_same_numbers(run: Path) -> None:
-    whole, report, recorded = (read_side(str(run / place)) for place in ("", "report", "distill-evidence"))
+    whole, report, recorded = (read_compared_run(str(run / place)) for place in ("", "report", "distill-evidence"))
     assert whole.trainings == report.trainings == recorded.trainings
     assert list(whole.trainings) == ["mae", "distill"]
     assert whole.answers == report.answers == recorded.answers
@@ -48,7 +48,7 @@ def test_a_run_its_report_and_its_evidence_tell_the_same_numbers(run: Path) -> N
 
 def test_the_report_of_a_run_may_lie_where_the_run_says(run: Path, tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_bytes((run / "summary.json").read_bytes())
-    assert read_side(str(tmp_path)).trainings == read_side(str(run)).trainings
+    assert read_compared_run(str(tmp_path)).trainings == read_compared_run(str(run)).trainings
 
 
 def test_the_evidence_of_a_pipelines_run_is_found_beside_its_report(run: Path, tmp_path: Path) -> None:
@@ -57,20 +57,20 @@ def test_the_evidence_of_a_pipelines_run_is_found_beside_its_report(run: Path, t
         shutil.copytree(run / source, tasks / target)
     shutil.copy(run / "summary.json", tmp_path)
     change(tmp_path / "summary.json", reports={"profile": str(tasks / "profile" / "report" / "report.html")})
-    assert set(read_side(str(tmp_path)).evidence) == {"mae", "distill"}
+    assert set(read_compared_run(str(tmp_path)).evidence) == {"mae", "distill"}
 
 
 def test_evidence_of_another_training_is_not_taken_for_the_reports(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)
     with artifacts.create(tmp_path / "distill-evidence", "evidence", settings={"another": True}):
         pass
-    assert read_side(str(tmp_path)).evidence == {}
+    assert read_compared_run(str(tmp_path)).evidence == {}
 
 
 def test_a_registration_is_read_as_its_run(run: Path, tmp_path: Path) -> None:
     with artifacts.create(tmp_path, "registration", settings={}) as draft:
         (draft.path / "summary.json").write_bytes((run / "summary.json").read_bytes())
-    assert read_side(str(tmp_path)).trainings == read_side(str(run)).trainings
+    assert read_compared_run(str(tmp_path)).trainings == read_compared_run(str(run)).trainings
 
 
 def change(path: Path, **values: object) -> None:
@@ -119,4 +119,4 @@ def test_what_is_nothing_to_compare_is_refused_in_one_message(run: Path, tmp_pat
     }
     for uri, message in cases.items():
         with pytest.raises(ArtifactError, match=message):
-            read_side(uri)
+            read_compared_run(uri)

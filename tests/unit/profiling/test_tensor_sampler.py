@@ -8,9 +8,10 @@ from torch import nn
 
 from trainer import models
 from trainer.config import EvidenceSettings, ModelSettings
-from trainer.profiling.looks import LOOKS_KEPT, Looks
-from trainer.profiling.schema import TENSOR_COLUMNS
-from trainer.profiling.timeline import RECORDER, HostClock, Timeline
+from trainer.profiling.clocks import HostClock
+from trainer.profiling.evidence_schema import TENSOR_COLUMNS
+from trainer.profiling.tensor_sampler import TENSOR_SAMPLES_KEPT, TensorSampler
+from trainer.profiling.timeline import RECORDER, Timeline
 
 SECOND = 1_000_000_000
 
@@ -35,7 +36,7 @@ class Watched:
         torch.manual_seed(0)
         args = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
         self.model = models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"])
-        self.looks = Looks(
+        self.tensor_sampler = TensorSampler(
             settings,
             self.timeline,
             lambda *point: self.curves.append(point),
@@ -54,22 +55,22 @@ class Watched:
             with self.timeline.step(step):
                 self.model(image).sum().backward()
                 marks = len(self.timeline._segment.owners)
-                with self.looks.around_update(step, show or (lambda: self.model(image))):
+                with self.tensor_sampler.around_update(step, show or (lambda: self.model(image))):
                     self.now += self._step_ns
                 self.model.zero_grad()
                 if len(self.timeline._segment.owners) > marks:
                     looked.append(step)
-        self.looks.finish()
+        self.tensor_sampler.finish()
         return looked
 
 
 def test_the_first_step_and_then_every_so_manyth_is_looked_at() -> None:
     watched = Watched(every=10)
     assert watched.train(range(35)) == [0, 10, 20, 30]
-    moments, values = watched.looks.table()
+    moments, values = watched.tensor_sampler.table()
     assert moments[:, 0].tolist() == [0, 10, 20, 30]
     np.testing.assert_allclose(np.diff(moments[:, 1]), 10)
-    assert values.shape == (4, len(watched.looks.tensors), len(TENSOR_COLUMNS))
+    assert values.shape == (4, len(watched.tensor_sampler.tensors), len(TENSOR_COLUMNS))
     assert np.isfinite(values[..., TENSOR_COLUMNS.index("weight_norm")]).all()
     assert RECORDER in watched.timeline.ranges
 
@@ -97,7 +98,7 @@ def test_looks_become_rarer_where_they_would_cost_too_much() -> None:
     watched = Watched(every=1, budget=0.01, step_s=0.05)
     spent = []
     for step in range(400):
-        before, now = watched.looks.spent_s, watched.timeline.now_s()
+        before, now = watched.tensor_sampler.spent_s, watched.timeline.now_s()
         if watched.train(range(step, step + 1)):
             spent.append((before, now))
     assert 1 < len(spent) < 300
@@ -107,8 +108,8 @@ def test_looks_become_rarer_where_they_would_cost_too_much() -> None:
 def test_looks_can_be_turned_off() -> None:
     watched = Watched(every=0)
     assert watched.train(range(5)) == []
-    assert watched.looks.missing == {"tensors": "turned off (tensors_every is 0)"}
-    assert watched.looks.table()[1].shape == (0, 0, len(TENSOR_COLUMNS))
+    assert watched.tensor_sampler.missing == {"tensors": "turned off (tensors_every is 0)"}
+    assert watched.tensor_sampler.table()[1].shape == (0, 0, len(TENSOR_COLUMNS))
 
 
 def test_attention_becomes_curves() -> None:
@@ -120,16 +121,16 @@ def test_attention_becomes_curves() -> None:
 
 def test_attention_that_is_not_looked_at_has_its_reason() -> None:
     watched = Watched(attention=False)
-    assert watched.looks.missing == {"attention": "looked at by rank 0 only"}
+    assert watched.tensor_sampler.missing == {"attention": "looked at by rank 0 only"}
     other = Watched(model=nn.Linear(2, 2))
-    assert other.looks.missing == {"attention": "the model has no attention of timm's kind"}
+    assert other.tensor_sampler.missing == {"attention": "the model has no attention of timm's kind"}
 
 
 def test_the_first_look_is_kept_however_many_there_are() -> None:
     watched = Watched(every=1, attention=False)
-    watched.train(range(3 * LOOKS_KEPT))
-    steps = watched.looks.table()[0][:, 0]
+    watched.train(range(3 * TENSOR_SAMPLES_KEPT))
+    steps = watched.tensor_sampler.table()[0][:, 0]
     assert steps[0] == 0
-    assert LOOKS_KEPT / 2 <= len(steps) - 1 <= LOOKS_KEPT
+    assert TENSOR_SAMPLES_KEPT / 2 <= len(steps) - 1 <= TENSOR_SAMPLES_KEPT
     assert (np.diff(steps) > 0).all()
-    assert steps[-1] > 2.9 * LOOKS_KEPT
+    assert steps[-1] > 2.9 * TENSOR_SAMPLES_KEPT

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.devices import Device
 from trainer.errors import SettingsError
-from trainer.training.devices import Device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from trainer.errors import ArtifactError
 from trainer.profiling import findings
 from trainer.profiling.evidence import TrainingEvidence, read_evidence
 from trainer.profiling.findings import Answer
-from trainer.profiling.summary import TrainingSummary, summarize
+from trainer.profiling.training_summary import TrainingSummary, summarize
 from trainer.thresholds import RuleSettings
 
 SUMMARY = "summary.json"
@@ -28,7 +28,7 @@ _CHOICE = "give the directory of a run, or of its report, or of evidence"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class ComparedRun:
     """One of two runs or trainings that are compared."""
 
     name: str
@@ -42,7 +42,7 @@ class Side:
     """Fingerprint of the data set; none where it was not recorded."""
 
 
-def read_side(uri: str) -> Side:
+def read_compared_run(uri: str) -> ComparedRun:
     """Read a run's directory, a report or evidence.
 
     Raises:
@@ -58,7 +58,7 @@ def read_side(uri: str) -> Side:
     raise ArtifactError(f"{uri}: holds neither {SUMMARY}, as a completed run does, nor {artifacts.MANIFEST}; {_CHOICE}")
 
 
-def _read_artifact(uri: str) -> Side:
+def _read_artifact(uri: str) -> ComparedRun:
     kind = _json(storage.join(uri, artifacts.MANIFEST)).get("kind")
     if kind == "report":
         return _read_report(uri)
@@ -69,7 +69,7 @@ def _read_artifact(uri: str) -> Side:
     raise ArtifactError(f"{uri}: is a {kind}; {_CHOICE}")
 
 
-def _read_report(uri: str) -> Side:
+def _read_report(uri: str) -> ComparedRun:
     report = artifacts.read(uri, "report")
     path = report.path
     try:
@@ -81,12 +81,12 @@ def _read_report(uri: str) -> Side:
             f"report {uri}: its {SUMMARY} is of another version ({where}: {first['msg']}); run the stage profile again"
         ) from error
     answers = findings.from_json((path / FINDINGS).read_text(), f"report {uri}: {FINDINGS}")
-    return Side(name=uri, trainings=trainings, answers=answers, dataset=report.figures.get("dataset"))
+    return ComparedRun(name=uri, trainings=trainings, answers=answers, dataset=report.figures.get("dataset"))
 
 
-def _read_evidence(uri: str) -> Side:
+def _read_evidence(uri: str) -> ComparedRun:
     evidence = read_evidence(uri)
-    return Side(
+    return ComparedRun(
         name=uri,
         trainings={training.name: summarize(training) for training in evidence.trainings},
         answers=findings.judged(evidence, RuleSettings()),
@@ -95,7 +95,7 @@ def _read_evidence(uri: str) -> Side:
     )
 
 
-def _read_run(uri: str) -> Side:
+def _read_run(uri: str) -> ComparedRun:
     content = _json(storage.join(uri, SUMMARY))
     if not {"settings", "stages", "student", "teacher", "reports"} <= content.keys():
         raise ArtifactError(f"{storage.join(uri, SUMMARY)}: is not the summary of a run; {_CHOICE}")
@@ -105,7 +105,7 @@ def _read_run(uri: str) -> Side:
     recorded = [read_evidence(place).trainings for place in places]
     evidence = {training.name: training for trainings in recorded for training in trainings}
     dataset = read.dataset or _dataset_of(places)
-    return Side(
+    return ComparedRun(
         name=uri, trainings=read.trainings, answers=read.answers, evidence=evidence, run=content, dataset=dataset
     )
 

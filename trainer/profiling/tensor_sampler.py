@@ -16,14 +16,14 @@ import numpy as np
 from torch import nn
 
 from trainer.config import EvidenceSettings
+from trainer.devices.readback import ReadBack
 from trainer.profiling.attention import AttentionEntropy
-from trainer.profiling.schema import TENSOR_COLUMNS
+from trainer.profiling.evidence_schema import TENSOR_COLUMNS
 from trainer.profiling.series import Series, ThinnedTable
-from trainer.profiling.tensors import TensorStatistics
+from trainer.profiling.tensor_stats import TensorStats
 from trainer.profiling.timeline import RECORDER, Timeline
-from trainer.training.readback import ReadBack
 
-LOOKS_KEPT = 256
+TENSOR_SAMPLES_KEPT = 256
 """Looks that are kept after the first one; more of them are thinned evenly."""
 
 
@@ -39,7 +39,7 @@ class _Sent(NamedTuple):
     measured: ReadBack
 
 
-class Looks:
+class TensorSampler:
     """Looks at a model in the first step of a process and then in multiples of `tensors_every` steps, as far as the budget allows.
 
     They are multiples, so that processes, each of which decides on its own, mostly look at the same steps. Where a device traces, a look
@@ -71,7 +71,7 @@ class Looks:
             apart: stands around what looking itself does.
         """
         self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
-        self._tensors: TensorStatistics | None = None
+        self._tensors: TensorStats | None = None
         self._attention: AttentionEntropy | None = None
         self._first: list[Series] = []
         self._later = ThinnedTable(["step", "seconds"], 2)
@@ -86,9 +86,9 @@ class Looks:
         if not settings.tensors_every:
             self.missing["tensors"] = "turned off (tensors_every is 0)"
             return
-        self._tensors = TensorStatistics(model, left_out=left_out)
+        self._tensors = TensorStats(model, left_out=left_out)
         values = len(self.tensors) * len(TENSOR_COLUMNS)
-        self._later = ThinnedTable(["step", "seconds", *map(str, range(values))], LOOKS_KEPT)
+        self._later = ThinnedTable(["step", "seconds", *map(str, range(values))], TENSOR_SAMPLES_KEPT)
         if not attention:
             self.missing["attention"] = "looked at by rank 0 only"
         elif (entropy := AttentionEntropy(model)).metrics:

@@ -16,7 +16,7 @@ _SIGNAL = signal.SIGUSR1
 _OWN = "trainer."
 
 
-class Alarm:
+class HangWatchdog:
     """Rings once when it was not put off for too long; a thread of its own waits for that.
 
     It can end what hangs where Python waits, for a loader process, a file or a lock: a signal interrupts the main thread. Where torch

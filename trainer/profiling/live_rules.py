@@ -12,7 +12,7 @@ from typing import Self
 
 from trainer.config import WatchSettings
 from trainer.errors import TrainingError
-from trainer.profiling.alarm import Alarm
+from trainer.profiling.hang_watchdog import HangWatchdog
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
@@ -23,7 +23,7 @@ from trainer.tracking import Tracker
 logger = logging.getLogger(__name__)
 
 
-class Watch:
+class LiveRules:
     """Judges what the first process has recorded so far, every now and then; tells each rule's finding once.
 
     What is judged, and when, changes nothing that is trained.
@@ -50,7 +50,7 @@ class Watch:
         self._began = self._due = self._spent = 0.0
         self._step = 0
         self._told: set[str] = set()
-        self._alarm: Alarm | None = None
+        self._alarm: HangWatchdog | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -59,7 +59,7 @@ class Watch:
         self._due = self._began + self._settings.interval_s
         if self._active and stalled.enabled:
             ends = STALLED_TRAINING.name in self._settings.stop_on
-            alarm = Alarm(stalled.seconds, excused=self._is_excused, ring=self._hangs, ends=ends)
+            alarm = HangWatchdog(stalled.seconds, excused=self._is_excused, ring=self._hangs, ends=ends)
             self._alarm = self._open.enter_context(alarm)
         return self
 

@@ -11,11 +11,11 @@ import torch
 
 from trainer.config import EvidenceSettings, WatchSettings
 from trainer.errors import TrainingError
-from trainer.profiling import watch
+from trainer.profiling import live_rules
+from trainer.profiling.evidence_schema import ContextRecord
+from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules.outcomes import Case
-from trainer.profiling.schema import ContextRecord
-from trainer.profiling.watch import Watch
 
 UNEVEN = ContextRecord(classes={"apple": 100, "quince": 1})
 """What the rule class_imbalance fires on."""
@@ -55,7 +55,7 @@ def train(
         world_size=1,
         context=context,
     )
-    judged = Watch(recorder, WatchSettings(**settings), tracker=sink, say=sink.said.append, active=active)
+    judged = LiveRules(recorder, WatchSettings(**settings), tracker=sink, say=sink.said.append, active=active)
     with recorder, judged:
         for step in range(steps):
             with recorder.timeline.step(step):
@@ -114,7 +114,7 @@ def test_a_rule_that_fails_costs_no_training(monkeypatch: pytest.MonkeyPatch, ca
     def failing(case: Case) -> None:
         raise ZeroDivisionError("a mistake")
 
-    monkeypatch.setattr(watch, "judge", failing)
+    monkeypatch.setattr(live_rules, "judge", failing)
     sink, _ = train(**ALWAYS)
     assert sink.said == []
     (record,) = caplog.records

@@ -21,9 +21,8 @@ from torch_xla.distributed import parallel_loader
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 from trainer.config import Compile, Precision
+from trainer.devices import Device, RowShardedOptimizer
 from trainer.errors import SettingsError
-from trainer.training.devices import Device
-from trainer.training.zero_redundancy import RowShardedOptimizer
 
 Item = TypeVar("Item")
 
