@@ -46,7 +46,7 @@ days, which need not be asked for again and again."""
 
 
 def finish(pool: str, state: str, error: str) -> None:
-    """Delete the run's jobs and end its parent run in MLflow; what cannot be done is said and hides no other thing.
+    """Delete the run's jobs and end its parent run in MLflow; what fails is logged, and the rest is still done.
 
     Args:
         pool: the node pool that jobs ran on; empty: none.
@@ -69,7 +69,7 @@ def finish(pool: str, state: str, error: str) -> None:
 
 
 def _was_stopped() -> bool:
-    """Whether somebody stopped the run: KFP then leaves its Workflow no time."""
+    """Check whether the run was stopped: KFP then leaves its Workflow no time."""
     name = os.environ.get(WORKFLOW)
     if not name:
         return False
@@ -109,7 +109,7 @@ def end_left_runs(cluster: Cluster) -> list[str]:
 
 
 def _is_left(workflow: Mapping[str, Any]) -> bool:
-    """Whether a Workflow has ended a while ago without its `finish`; of others than ours MLflow knows nothing."""
+    """Check whether a Workflow has ended a while ago without its `finish`; MLflow knows nothing of other pipelines' Workflows."""
     status = workflow.get("status") or {}
     if not status.get("finishedAt"):
         return False
@@ -118,7 +118,7 @@ def _is_left(workflow: Mapping[str, Any]) -> bool:
 
 
 def _is_finish(node: Mapping[str, Any]) -> bool:
-    """Whether a node of a Workflow is the pod of `finish` that did its work: `....onExit(0).finish(0).executor(0)`."""
+    """Check whether a node of a Workflow is the pod of `finish` that did its work: `....onExit(0).finish(0).executor(0)`."""
     steps = {step.partition("(")[0] for step in node["name"].split(".")}
     return node["type"] == "Pod" and node["phase"] == "Succeeded" and "finish" in steps
 

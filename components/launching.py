@@ -62,7 +62,7 @@ class Placement:
             raise SettingsError(f"nodes = {self.nodes}, but this machine is one; name a node pool with pool")
 
     def processes(self, wanted: str) -> int:
-        """Training processes on all machines, where `run.device` is as wanted.
+        """Return the number of training processes on all machines, where `run.device` is as wanted.
 
         Raises:
             SettingsError: there is no such pool, or its nodes have not devices enough.
@@ -74,7 +74,7 @@ class Placement:
         return self.processes_per_node or processes_here(wanted)
 
     def device(self, wanted: str) -> str:
-        """Kind of the devices that trainings here run on, where `run.device` is as wanted: the pool's own goes before.
+        """Return the kind of the devices that trainings run on, where `run.device` is as wanted; a pool's own takes precedence.
 
         Raises:
             SettingsError: there is no such pool.
@@ -158,7 +158,7 @@ def _launch_on_a_pool(training: TrainingTask) -> None:
 
 
 def _shared(uri: str, kind: Kind) -> str:
-    """Where a job reads an input; one that lies on this machine is copied there first, once for each content."""
+    """Return where a job reads an input; one on this machine is copied to the store first, once for each content."""
     if storage.is_remote(uri):
         return uri
     copy = storage.join(exchange_folder(), "inputs", artifacts.manifest(uri, kind).fingerprint)
@@ -173,7 +173,7 @@ def _output_uri(uri: str, run: str, stage: str, name: str) -> str:
 
 
 def exchange_folder() -> str:
-    """The folder of `TRAINER_ARTIFACTS`.
+    """Return the folder of `TRAINER_ARTIFACTS`.
 
     Raises:
         LaunchError: it is not set, or no object store's.

@@ -20,7 +20,7 @@ _PATTERN = re.compile(r"(?P<uri>.+)#(?P<kind>[a-z_]+)=(?P<fingerprint>[0-9a-f]{6
 
 
 def to(uri: str, kind: Kind) -> str:
-    """The reference to an artifact that was made.
+    """Make the reference to an artifact that was made.
 
     Raises:
         ArtifactError: it is not there.
@@ -29,17 +29,17 @@ def to(uri: str, kind: Kind) -> str:
 
 
 def is_reference(text: object) -> bool:
-    """Whether a task's output is one."""
+    """Check whether a task's output is a reference."""
     return isinstance(text, str) and _PATTERN.fullmatch(text) is not None
 
 
 def uri_of(reference: str) -> str:
-    """Where the artifact is."""
+    """Return where the artifact is."""
     return _parts(reference)["uri"]
 
 
 def uris(references: Mapping[str, str]) -> dict[str, str]:
-    """Keyword of each input that is given -> where it is, after a look whether it still is what it was.
+    """Return where each given input is, by keyword, after checking that it still is what it was.
 
     Raises:
         ArtifactError: one is gone, or another one stands in its place.
@@ -64,7 +64,7 @@ def _found(reference: str) -> str:
 
 
 def is_whole(reference: str) -> bool:
-    """Whether the artifact is still what it was: every file, by its checksum.
+    """Check whether the artifact is still what it was: every file, by its checksum.
 
     Raises:
         ArtifactError: it is gone or damaged.

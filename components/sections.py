@@ -24,7 +24,7 @@ KUBEFLOW_UI = "KF_PIPELINES_UI_ENDPOINT"
 def resolve(
     recipe: str, overrides: str = "", dataset: str = "", teacher: str = "", experiment: str = ""
 ) -> config.Settings:
-    """The settings of a run from the pipeline's parameters, of which the named ones go before `overrides`.
+    """Resolve the settings of a run from the pipeline's parameters, of which the named ones go before `overrides`.
 
     Raises:
         SettingsError: an unknown recipe or setting, a value that is not allowed, or sections that do not fit together.
@@ -34,7 +34,7 @@ def resolve(
 
 
 def _as_overrides(named: Mapping[str, str]) -> list[str]:
-    """Quoted twice: as TOML text, so that a name like `1` stays text, and for the shell's rules."""
+    """Quote each value twice: as TOML text, so that a name like `1` stays text, and for the shell's rules."""
     return [shlex.quote(f"{key}={json.dumps(value)}") for key, value in named.items() if value]
 
 
@@ -94,7 +94,7 @@ def _on_cluster() -> bool:
 
 
 def _link(run_name: str) -> dict[str, str]:
-    """The tag that shows a run of Kubeflow Pipelines in MLflow, with the way to it."""
+    """Return the tag that links from MLflow to a run of Kubeflow Pipelines."""
     if not _on_cluster():
         return {}
     address = os.environ.get(KUBEFLOW_UI, "").rstrip("/")
@@ -102,19 +102,19 @@ def _link(run_name: str) -> dict[str, str]:
 
 
 def _source_version(settings: config.DataSettings) -> str:
-    """What the images are now; where that cannot be known, a text that no other run has, so that no cache has a result for it."""
+    """Return what identifies the images now; where that cannot be known, a text of this run alone, so that no cache has a result for it."""
     known = sources.source_version(settings.source, outside=settings.outside)
     return known or f"not known ({uuid.uuid4().hex})"
 
 
 def weights_version(weights: str) -> str:
-    """What a given model directory holds now, by its manifest; empty for timm's weights, of which the section names the revision."""
+    """Return what a given model directory holds now, by its manifest; empty for timm's weights, whose revision is in the section."""
     given = bool(weights) and not weights.startswith(config.TIMM) and artifacts.exists(weights)
     return artifacts.manifest(weights, "model").fingerprint if given else ""
 
 
 def _experiment(settings: config.TrackingSettings) -> dict[str, str]:
-    """The variable that names the run's experiment, where whoever started the run did not set it: on a cluster.
+    """Return the variable that names the run's experiment, unless it was set when the run was started, as on this machine.
 
     Raises:
         TrackingError: the settings ask for other tracking than the cluster's, which all tasks read from their environment.

@@ -36,7 +36,7 @@ RECORDED, ONLINE = "recorded", "online"
 _BESIDE_ITS_PAGE = {"evaluation": "measurements"}
 """Output -> its folder, where a page for Kubeflow's UI has its name."""
 ERROR_FILE = "TRAINER_ERROR_FILE"
-"""Environment variable that names the file for the message, where somebody waits to show it; else it is printed."""
+"""Environment variable that names the file for the message, for whoever shows it; else it is printed."""
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def reporting(name: str) -> Iterator[None]:
     """Show the task's own log as plain lines, and end it with one message where the user can mend what is wrong.
 
     Raises:
-        SystemExit: in the place of a `TrainerError`, whose message was told, and of an interruption.
+        SystemExit: in place of a `TrainerError`, whose message was reported, and of an interruption.
     """
     _show_log()
     try:
@@ -93,7 +93,7 @@ def run_stage(stage: str, settings: str, inputs: Mapping[str, str], **further: o
         References to its outputs, in the order of the stage's.
 
     Raises:
-        SystemExit: the stage failed with a message, which was told.
+        SystemExit: the stage failed with a message, which was reported.
     """
     with reporting(stage):
         places = _places(stage)
@@ -121,7 +121,7 @@ def train(
         References to its outputs, in the order of the stage's.
 
     Raises:
-        SystemExit: the stage failed with a message, which was told.
+        SystemExit: the stage failed with a message, which was reported.
     """
     with reporting(stage):
         places = _places(stage)
@@ -160,7 +160,7 @@ def warm_up(settings: str, inputs: Mapping[str, str], place: Placement) -> tuple
     """Run the stage warm_up if its section says so; gives the reference to its report, empty where nothing was run.
 
     Raises:
-        SystemExit: the stage failed with a message, which was told.
+        SystemExit: the stage failed with a message, which was reported.
     """
     if not WarmUpSettings.model_validate_json(settings).enabled:
         return ("",)
@@ -168,7 +168,7 @@ def warm_up(settings: str, inputs: Mapping[str, str], place: Placement) -> tuple
 
 
 class Tuned(NamedTuple):
-    """What the task tune tells those after it."""
+    """What the task tune hands to those after it."""
 
     distill: str
     """The section of the distillation, as JSON."""
@@ -182,7 +182,7 @@ def tune(settings: str, inputs: Mapping[str, str], place: Placement) -> Tuned:
     """Run the stage tune if its section says so, and give the settings that distill then uses.
 
     Raises:
-        SystemExit: the stage failed with a message, which was told.
+        SystemExit: the stage failed with a message, which was reported.
     """
     section = TuneSettings.model_validate_json(settings)
     if not section.enabled:
@@ -203,7 +203,7 @@ def reinforce(
     """Run the stage reinforce if the distillation reads what it records; gives the reference to that, empty where nothing was recorded.
 
     Raises:
-        SystemExit: the stage failed with a message, which was told.
+        SystemExit: the stage failed with a message, which was reported.
     """
     if distill_teacher != RECORDED:
         return ("",)

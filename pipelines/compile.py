@@ -20,7 +20,7 @@ COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"
 
 
 def compiled_text(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> str:
-    """The pipeline as KFP's YAML.
+    """Compile the pipeline to KFP's YAML.
 
     Args:
         optional: which of `OPTIONAL_STAGES` are in its graph.
@@ -33,12 +33,12 @@ def compiled_text(optional: Collection[str] = OPTIONAL_STAGES, generation: str =
 
 
 def with_image(text: str, image: str) -> str:
-    """A compiled pipeline with every task on another image."""
+    """Put every task of a compiled pipeline on another image."""
     return _changed(text, {"image": image})
 
 
 def for_cluster(text: str, image: str) -> str:
-    """A compiled pipeline with every task on an image, which the tasks find in `TRAINER_IMAGE` for their jobs."""
+    """Put every task of a compiled pipeline on an image, which the tasks find in `TRAINER_IMAGE` for their jobs."""
     return _changed(text, {"image": image, "env": [{"name": IMAGE_VARIABLE, "value": image}]})
 
 
@@ -50,7 +50,7 @@ def _changed(text: str, container: dict[str, Any]) -> str:
 
 
 def task_names(text: str) -> set[str]:
-    """Names of a compiled pipeline's tasks, those of groups among them, without the groups themselves."""
+    """List the tasks of a compiled pipeline, also those inside groups, without the groups themselves."""
     specification = next(iter(yaml.safe_load_all(text)))
     components: dict[str, Any] = specification["components"]
 

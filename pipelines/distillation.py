@@ -14,7 +14,7 @@ pretrain waits for warm_up and takes nothing from it, so that a cached teacher s
 distillation, which it may change.
 
 The exit handler costs a level in Kubeflow's UI and a driver's pod. It stays because nothing else of a run is started when a task's pod
-was lost or the run was stopped, and only then do jobs on the node pools and the run in MLflow need somebody who ends them.
+was lost or the run was stopped, and only then do jobs on the node pools and the run in MLflow need to be ended.
 """
 
 from collections.abc import Collection, Mapping
@@ -35,7 +35,7 @@ KEPT_S = 7 * 24 * 3600
 
 
 def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> BaseComponent:
-    """The pipeline.
+    """Define the pipeline.
 
     Args:
         optional: which of `OPTIONAL_STAGES` are in its graph.
@@ -102,7 +102,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
 
 
 def _task(stage: Stage, given: Mapping[str, Any]) -> dsl.PipelineTask:
-    """A stage's task, with all that its component takes of what is given, and its own section of the settings."""
+    """Make a stage's task, with all that its component takes of what is given, and its own section of the settings."""
     component = getattr(kfp_components, stage.name)
     wanted = component.component_spec.inputs
     task = component(**{name: given[stage.name if name == "settings" else name] for name in wanted})
@@ -112,7 +112,7 @@ def _task(stage: Stage, given: Mapping[str, Any]) -> dsl.PipelineTask:
 
 
 def _handed_on(stage: Stage, task: dsl.PipelineTask) -> dict[str, PipelineParameterChannel]:
-    """What the tasks after this one can take from it: references to what its stage makes, and what else it says."""
+    """Return what later tasks can take from this one: references to what its stage makes, and its other outputs."""
     said = {name: output for name, output in task.outputs.items() if isinstance(output, PipelineParameterChannel)}
     return said | {spec.name: said[f"{keyword}_uri"] for keyword, spec in stage.makes.items()}
 

@@ -104,7 +104,9 @@ def run(request: LocalRun) -> dict[str, Any]:
     request.place.check(warms_up=settings.warm_up.enabled)
     request = replace(request, place=with_processes(request.place, settings.run.device))
     if request.place.pool:
-        storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
+        storage.children(
+            launching.exchange_folder()
+        )  # a store that refuses, or is not there, is reported before the work
     directory = runner.new_directory(request.parameters["recipe"], request.output)
     (directory / summaries.SUMMARY).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, request))

@@ -57,7 +57,7 @@ def warm_up(options: argparse.Namespace) -> None:
     settings = sections.resolve(options.recipe, commands.as_text([*options.overrides, "warm_up.enabled=true"]))
     place = pipeline_options.place(options)
     place.check(warms_up=True)
-    storage.children(launching.exchange_folder())  # a store that refuses or is not there is told before the work
+    storage.children(launching.exchange_folder())  # a store that refuses, or is not there, is reported before the work
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(options.recipe).stem}-warm-up"
     directory = runner.new_directory(options.recipe, str(runner.RUNS / name))
     os.environ.setdefault("TRAINER_RUN", name)

@@ -126,7 +126,7 @@ def follow(api: Api, run_id: str, tasks: Collection[str], *, hours: float = DEFA
         run = follower.wait(hours)
     except KeyboardInterrupt:
         print(
-            f"\nthe run goes on. Stop it: python -m pipelines.runs stop {run_id}    "
+            f"\nthe run continues. Stop it: python -m pipelines.runs stop {run_id}    "
             f"follow it again: python -m pipelines.runs follow {run_id}",
             file=sys.stderr,
         )
@@ -172,7 +172,7 @@ class _RunFollower:
         return run
 
     def _given_up(self, why: str) -> DeployError:
-        return DeployError(f"{why}; the run goes on, follow it again: python -m pipelines.runs follow {self._run_id}")
+        return DeployError(f"{why}; the run continues, follow it again: python -m pipelines.runs follow {self._run_id}")
 
     def _show(self, run: Any) -> None:
         for name, task in _details(run, self._tasks).items():

@@ -22,12 +22,12 @@ _GENERATION = re.compile(r"-fresh-(\d{8}t\d{6}z)$")
 
 
 def content_of(text: str) -> str:
-    """What the versions of one content are called: the project's version and what the whole compiled pipeline with its image holds."""
+    """Name the versions of one content: by the project's version and a digest of the whole compiled pipeline with its image."""
     return f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def name_of(content: str, optional: Collection[str], generation: str) -> str:
-    """A version's name: `0.1.0-0123456789ab`, `0.1.0-0123456789ab-plain`, `0.1.0-0123456789ab-tune-reinforce-fresh-20260131t120000z`.
+    """Name a version: `0.1.0-0123456789ab`, `0.1.0-0123456789ab-plain`, `0.1.0-0123456789ab-tune-reinforce-fresh-20260131t120000z`.
 
     Args:
         content: of `content_of`.
@@ -39,12 +39,12 @@ def name_of(content: str, optional: Collection[str], generation: str) -> str:
 
 
 def is_of(name: str, content: str) -> bool:
-    """Whether a version of this name is one of a content's."""
+    """Check whether a version of this name is one of a content's."""
     return name == content or name.startswith(f"{content}-")
 
 
 def generation(api: Api) -> str:
-    """When everything was last to be made again, as the versions' names say; empty if never.
+    """Return when everything was last to be made again, as the versions' names say; empty if never.
 
     KFP can neither forget a cached result nor replace one. So a parameter of the first task that is cached changes, for every version
     from then on.
@@ -55,12 +55,12 @@ def generation(api: Api) -> str:
 
 
 def next_generation() -> str:
-    """A generation that is newer than those before."""
+    """Make a generation that is newer than those before."""
     return f"{datetime.datetime.now(datetime.UTC):%Y%m%dt%H%M%Sz}"
 
 
 def pipeline(api: Api) -> Any | None:
-    """The pipeline, or None where it was never uploaded."""
+    """Find the pipeline; None where it was never uploaded."""
     try:
         return api.pipelines.pipeline_service_get_pipeline_by_name(NAME, **api.in_namespace)
     except RefusedError as error:
@@ -70,13 +70,13 @@ def pipeline(api: Api) -> Any | None:
 
 
 def versions(api: Api, pipeline_id: str) -> dict[str, Any]:
-    """Name -> version."""
+    """List the versions of a pipeline, by name."""
     listed = every(api.pipelines.pipeline_service_list_pipeline_versions, "pipeline_versions", pipeline_id=pipeline_id)
     return {version.name: version for version in listed}
 
 
 def upload(api: Api, name: str, text: str) -> Any:
-    """The version of a compiled pipeline, which is uploaded unless it is there; says which.
+    """Upload a compiled pipeline as a version, unless it is there, and report which.
 
     Raises:
         DeployError: the API refuses.
@@ -100,13 +100,13 @@ def _create(api: Api) -> Any:
     try:
         return api.pipelines.pipeline_service_create_pipeline(body)
     except RefusedError as error:
-        if error.status != CONFLICT:  # somebody else was faster
+        if error.status != CONFLICT:  # someone else was faster
             raise
         return pipeline(api)
 
 
 def _upload(api: Api, pipeline_id: str, name: str, text: str) -> tuple[Any, bool]:
-    """The version, and whether somebody else has just uploaded it."""
+    """Upload a version; gives it, and whether it was uploaded by someone else at the same time."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / f"{NAME}.yaml"
         file.write_text(text)

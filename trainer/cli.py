@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as request:
         if worker:
             return PREEMPTED_EXIT_CODE
-        print("interrupted; what was written is kept, and the same command goes on from there", file=sys.stderr)
+        print("interrupted; what was written is kept, and the same command continues from there", file=sys.stderr)
         return PREEMPTED_EXIT_CODE if isinstance(request, Terminated) else INTERRUPTED_EXIT_CODE
     except Exception as error:
         if not worker and not node:
@@ -91,7 +91,7 @@ def _exit_code(error: TrainerError) -> int:
 
 
 def _crash(message: str, *, worker: bool) -> int:
-    """An exception that nobody expected, in a process whose message somebody waits for."""
+    """Report an unexpected exception of a process whose launcher waits for a message."""
     if worker:
         launch.record_failure(message, traceback.format_exc())
     else:

@@ -97,22 +97,22 @@ class Machines(_Group):
 
 
 def place_here() -> Machines | None:
-    """The place that somebody told this process; none where nobody did.
+    """Return the place that the environment gives this process; none where it gives none.
 
     Raises:
         SettingsError: it is no `Machines`.
     """
-    told = os.environ.get(PLACE_VARIABLE)
-    if not told:
+    given = os.environ.get(PLACE_VARIABLE)
+    if not given:
         return None
     try:
-        return Machines.model_validate_json(told)
+        return Machines.model_validate_json(given)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         example = '{"pool": "workstation", "price": {"dollars_an_hour": 0.35, "date": "2026-11", "region": "here", "source": "power bill"}}'
         raise SettingsError(
-            f"{PLACE_VARIABLE}={told!r}: {field + ': ' if field else ''}{first['msg']}; leave it unset, or give such as {example}"
+            f"{PLACE_VARIABLE}={given!r}: {field + ': ' if field else ''}{first['msg']}; leave it unset, or give such as {example}"
         ) from error
 
 
@@ -125,8 +125,8 @@ def local_place(processes: int) -> Machines:
     Raises:
         SettingsError: the variable is no `Machines`.
     """
-    told = place_here() or Machines(pool=THIS_MACHINE)
-    return told.model_copy(update={"nodes": 1, "processes_per_node": processes})
+    given = place_here() or Machines(pool=THIS_MACHINE)
+    return given.model_copy(update={"nodes": 1, "processes_per_node": processes})
 
 
 def duration_text(seconds: float) -> str:

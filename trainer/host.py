@@ -58,7 +58,7 @@ def started_unix() -> float:
 
 
 def seconds_since_launch() -> float:
-    """How long ago this process's job began on this machine, or was last started again; or the process itself, where it was by hand."""
+    """Return the seconds since this process's job began, or was last restarted, on this machine; without a launcher, since it began."""
     launched = os.environ.get(LAUNCHED_VARIABLE)
     began_unix = started_unix() if launched is None else float(launched)
     return max(0.0, time.time() - began_unix)

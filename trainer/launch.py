@@ -51,8 +51,8 @@ _LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError|Dist(Backend|Network|Store)Error"
 )
 """What torch says in a process that misses another one."""
-MISSED_ANOTHER = "the connection to another process was lost, so another node may have failed first: its log tells why"
-"""How the message of such a node ends; whoever looks for the cause looks elsewhere first."""
+MISSED_ANOTHER = "the connection to another process was lost, so another node may have failed first: its log says why"
+"""How the message of such a node ends; the search for the cause starts elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +72,11 @@ class JobSpec:
     """Further environment variables of every process."""
 
     def arguments(self) -> list[str]:
-        """What follows `python` in every process."""
+        """Return what follows `python` in every process."""
         return self._arguments("--worker")
 
     def node_arguments(self) -> list[str]:
-        """What follows `python` on every node of a cluster's job, where `join_node` starts the processes."""
+        """Return what follows `python` on every node of a cluster's job, where `join_node` starts the processes."""
         return self._arguments("--node")
 
     def _arguments(self, role: str) -> list[str]:
@@ -87,7 +87,7 @@ class JobSpec:
 
 
 def flag(name: str) -> str:
-    """The command-line flag of an input or output: `pretrain_evidence` -> `pretrain-evidence`."""
+    """Return the command-line flag of an input or output: `pretrain_evidence` -> `pretrain-evidence`."""
     return name.replace("_", "-")
 
 
@@ -107,7 +107,7 @@ class LocalLauncher:
     """Runs a job on this machine, one node only."""
 
     def run(self, spec: JobSpec) -> None:
-        """Start the processes, wait for them, and end them all if one fails. They are told that they run on this machine.
+        """Start the processes, wait for them, and end them all if one fails. Their environment says that they run on this machine.
 
         Raises:
             LaunchError: the job wants several nodes; or naming the process that failed and why.
@@ -143,7 +143,7 @@ def join_node(spec: JobSpec) -> None:
         spec: the job; its numbers of nodes and processes are the operator's.
 
     Raises:
-        LaunchError: the variables describe no node, the nodes did not meet, or naming the node and process that failed and why.
+        LaunchError: the variables describe no node, the nodes did not find one another, or naming the node and process that failed and why.
         KeyboardInterrupt: SIGTERM or Ctrl-C; all processes of this node have ended.
     """
     from torch.distributed import DistError
@@ -159,7 +159,7 @@ def join_node(spec: JobSpec) -> None:
             environment={**_elastic(config), **spec.environment},
         )
         if node:
-            logger.info("%s: meeting the others at %s", node, config.rdzv_endpoint)
+            logger.info("%s: joining the others at %s", node, config.rdzv_endpoint)
         _wait_for_first_node(config, spec, node)
         try:
             _run_agent(config, part, launched_unix=started_unix(), node=node)
@@ -171,7 +171,7 @@ def join_node(spec: JobSpec) -> None:
 
 
 def _name_of_node(config: LaunchConfig) -> str:
-    """What this node is called in messages, where there may be others; in an elastic job it has no number to keep."""
+    """Name this node for messages, where there may be others; in an elastic job it has no fixed number."""
     if config.max_nodes == 1:
         return ""
     return f"node {_node_rank()} of {config.max_nodes}" if _is_static(config) else f"node {socket.gethostname()}"
@@ -182,23 +182,23 @@ def _node_rank() -> int:
 
 
 def _is_static(config: LaunchConfig) -> bool:
-    """Whether all nodes are there from the beginning to the end; else they come and go."""
+    """Check whether all nodes take part from the beginning to the end; else they come and go."""
     return bool(config.rdzv_backend == "static")
 
 
 def _elastic(config: LaunchConfig) -> dict[str, str]:
-    """The first process makes a store for each start of an elastic job: what torch's agents would share keeps the keys of earlier ones."""
+    """Let the first process make a new store for each start of an elastic job: the one that torch's agents share keeps earlier keys."""
     return {} if _is_static(config) else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _master() -> dict[str, str]:
-    """Where the first node is, under torchrun's own names, from the general ones where those alone are set."""
+    """Return where the first node is under torchrun's own names, taken from the general ones where only those are set."""
     names = {f"PET_{name}": os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
     return {name: value for name, value in names.items() if name not in os.environ}
 
 
 def _config_of_node(spec: JobSpec) -> LaunchConfig:
-    """What torchrun would make of the environment.
+    """Read the environment as torchrun does.
 
     Raises:
         LaunchError: it describes no node.
@@ -221,7 +221,7 @@ def _config_of_node(spec: JobSpec) -> LaunchConfig:
 
 
 def _wait_for_first_node(config: LaunchConfig, spec: JobSpec, node: str) -> None:
-    """Wait until the first node listens. Torch would wait too, but deaf to signals and with pauses of a minute between two tries.
+    """Wait until the first node listens. Torch would wait too, but ignore signals and pause for a minute between two attempts.
 
     Raises:
         CrashError: it does not within the time that torch would wait.
@@ -238,7 +238,7 @@ def _wait_for_first_node(config: LaunchConfig, spec: JobSpec, node: str) -> None
 
 
 def _hindrance(config: LaunchConfig) -> str:
-    """What keeps this node from joining the first one; empty if nothing does, or if this is the first one, by torch's own reckoning."""
+    """Return what keeps this node from joining the first one; empty if nothing does, or if torch takes this one for the first."""
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
     host, _, port = config.rdzv_endpoint.rpartition(":")
@@ -266,7 +266,7 @@ def _hindrance_of_number(host: str, port: int, rank: int) -> str:
         came = store.add(f"trainer/node-{rank}", 1)
     except (OSError, DistError) as error:  # not there yet, or its name is not known yet
         return str(error)
-    return "it still goes on from before this node was started again" if came > 1 else ""
+    return "it still runs from before this node was started again" if came > 1 else ""
 
 
 def _run_agent(config: LaunchConfig, spec: JobSpec, *, launched_unix: float, node: str = "") -> None:
@@ -300,7 +300,7 @@ def _run_agent(config: LaunchConfig, spec: JobSpec, *, launched_unix: float, nod
 
 
 def _threads(processes: int) -> str:
-    """Threads of each process: its share of the cores, unless the user has said."""
+    """Return the threads of each process: its share of the cores, unless the user has set them."""
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // processes))
 
 
@@ -330,7 +330,7 @@ def record_failure(message: str, trace: str = "") -> None:
 
 
 def leave_last_words(message: str) -> None:
-    """Write a failing node's message where Kubernetes looks for it, so that it is known when the pod is gone."""
+    """Write a failing node's message where Kubernetes looks for it, so that it outlives the pod."""
     named = os.environ.get(TERMINATION_LOG_VARIABLE)
     path = Path(named or TERMINATION_LOG)
     if not named and not path.exists():
@@ -352,7 +352,7 @@ def _first_exit_codes(error: ChildFailedError) -> dict[int, int]:
 
 
 def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, node: str = "") -> TrainerError:
-    """The message for a failed job, after the traceback of the process that is to blame.
+    """Make the message for a failed job, after printing the traceback of the process at fault.
 
     Args:
         spec: the job.
@@ -362,7 +362,7 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, no
     """
     if _was_asked_to_end(failures, exit_codes):
         return PreemptedError(
-            f"{spec.stage}: was asked to end; what was written is kept, and the same command goes on from there"
+            f"{spec.stage}: was asked to end; what was written is kept, and the same command continues from there"
         )
     rank, message, trace = _culprit(failures, exit_codes)
     print(trace, end="", file=sys.stderr)
@@ -378,14 +378,14 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, no
 
 
 def _culprit(failures: Path, exit_codes: Mapping[int, int]) -> tuple[int, str, str]:
-    """The process that is to blame: its rank on this node, its message, its traceback.
+    """Find the process at fault: its rank on this node, its message, its traceback.
 
-    A process that was killed is to blame first, because the others then fail when they miss it; else the earliest that left a message
+    A process that was killed is at fault first, because the others then fail when they miss it; else the earliest that left a message
     since the processes were last started. NCCL's watchdog aborts a process that misses another one, so a message is the better reason.
     """
-    told = _told(failures)
-    missed = [entry for entry in told if _LOST_CONNECTION.search(entry[1]["message"])]
-    harmless = {signal.SIGTERM, signal.SIGABRT} if len(told) > len(missed) else {signal.SIGTERM}
+    reported = _reported(failures)
+    missed = [entry for entry in reported if _LOST_CONNECTION.search(entry[1]["message"])]
+    harmless = {signal.SIGTERM, signal.SIGABRT} if len(reported) > len(missed) else {signal.SIGTERM}
     killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in harmless]
     if killed:
         name = signal.Signals(-exit_codes[killed[0]]).name
@@ -393,15 +393,15 @@ def _culprit(failures: Path, exit_codes: Mapping[int, int]) -> tuple[int, str, s
             "; the machine may be out of memory: lower batch_size or raise accumulation" if name == "SIGKILL" else ""
         )
         return killed[0], f"was ended by {name}{advice}", ""
-    if told:
-        rank, failure = next((entry for entry in told if entry not in missed), told[0])
+    if reported:
+        rank, failure = next((entry for entry in reported if entry not in missed), reported[0])
         return rank, failure["message"], failure["trace"]
     others = [entry for entry in exit_codes.items() if entry[1] != PREEMPTED_EXIT_CODE]  # they were not asked to end
     rank, code = others[0]
     return rank, f"ended with exit code {code}; its last lines of output stand above", ""
 
 
-def _told(failures: Path) -> list[tuple[int, dict[str, Any]]]:
+def _reported(failures: Path) -> list[tuple[int, dict[str, Any]]]:
     """Rank on this node and message of the processes that left one since they were last started, the earliest first."""
     paths = sorted(failures.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     written = [(int(path.stem), json.loads(path.read_text())) for path in paths]
@@ -410,16 +410,16 @@ def _told(failures: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _was_asked_to_end(failures: Path, exit_codes: Mapping[int, int]) -> bool:
-    """Whether a process ended because it was asked to, and the others did too, or say that they missed another one."""
-    told = _told(failures)
-    missed = {rank for rank, failure in told if _LOST_CONNECTION.search(failure["message"])}
+    """Check whether a process ended because it was asked to, and the others did too, or report a lost connection."""
+    reported = _reported(failures)
+    missed = {rank for rank, failure in reported if _LOST_CONNECTION.search(failure["message"])}
     return PREEMPTED_EXIT_CODE in exit_codes.values() and all(
         code == PREEMPTED_EXIT_CODE or rank in missed for rank, code in exit_codes.items()
     )
 
 
 def gpus() -> int:
-    """GPUs of this machine that torch would use; torch, which takes seconds to load, is asked only where there is a driver."""
+    """Count the GPUs of this machine that torch would use; torch, which takes seconds to load, is asked only where there is a driver."""
     import pynvml
 
     try:
@@ -432,7 +432,7 @@ def gpus() -> int:
 
 
 def processes_here(device: str) -> int:
-    """Training processes on this machine where nobody says how many: one for each GPU, if it is to train on them, or else one.
+    """Return the default number of training processes on this machine: one for each GPU, if it is to train on them, or else one.
 
     Args:
         device: `run.device`.

@@ -1,4 +1,4 @@
-"""What a run finds out before its first stage: the revision of its weights, and what would otherwise end a late stage.
+"""Checks before the first stage: the revision of the weights, and what would otherwise end a late stage.
 
 Teacher and student are built on the meta device, without memory or weights. Classes and images are looked at where listing the source
 is cheap. torch is imported inside, since recipes are resolved without it.
@@ -61,7 +61,7 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
 
 
 def pinned(settings: Settings) -> Settings:
-    """The settings with the revision that timm's weights have now, so that every process, retry and later run loads the same ones.
+    """Return the settings with the revision that timm's weights have now, so that every process, retry and later run loads the same ones.
 
     Raises:
         ModelError: timm has no such weights.
@@ -79,7 +79,7 @@ def pinned(settings: Settings) -> Settings:
 
 
 def _listing(settings: DataSettings) -> SourceListing | None:
-    """What the source holds; none where listing it takes long, or fetches it."""
+    """List the source; none where listing it takes long, or fetches it."""
     kind, _, place = settings.source.partition(":")
     if kind == "hub" or storage.is_remote(place):
         return None
@@ -87,7 +87,7 @@ def _listing(settings: DataSettings) -> SourceListing | None:
 
 
 def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here: bool) -> Classifier | None:
-    """The teacher on the meta device, after a look at each of its trainings; none where its weights cannot be seen from here."""
+    """Build the teacher on the meta device and try each of its trainings; none where its weights cannot be read from here."""
     import torch
 
     from trainer import models, pretrained
@@ -163,7 +163,7 @@ def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classi
 
 
 def _trainings(settings: Settings, listing: SourceListing | None) -> list[tuple[str, TrainingSettings, int | None]]:
-    """Full name and settings of each training, with the images that the source has for it before val and test are taken, if known."""
+    """List full name and settings of each training, and how many images the source has for it before val and test are taken, if known."""
     items = listing.items if listing else ()
     unlabeled = sum(item.label == UNLABELED for item in items)
     labelled = sum(item.split == "train" for item in items if item.label != UNLABELED)
@@ -225,7 +225,7 @@ def _tried(name: str) -> Iterator[None]:
 
 
 def _step(model: Classifier) -> None:
-    """A forward pass of two images."""
+    """Run a forward pass of two images."""
     import torch
 
     size = model.card.image_size

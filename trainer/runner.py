@@ -88,7 +88,7 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
 
 
 def folders(stage: Stage, settings: config.Settings) -> dict[str, str]:
-    """Keyword of each input that a run has made when the stage's turn comes, and of each output -> its folder below the run's."""
+    """Return the folder below the run's of each input that is made before the stage starts, and of each output, by keyword."""
     before = itertools.takewhile(lambda one: one.name != stage.name, STAGES.values())
     made = [spec for one in before if one.is_needed(settings) for spec in one.makes.values()]
     inputs = {spec.name: spec.folder for spec in (*stage.reads, *stage.reads_if_made) if spec in made}
@@ -96,7 +96,7 @@ def folders(stage: Stage, settings: config.Settings) -> dict[str, str]:
 
 
 def _tuned(settings: config.Settings, tuning: str) -> config.Settings:
-    """The settings with those of the distillation that tune found, if it was asked for them."""
+    """Return the settings with those of the distillation that tune chose, or was given."""
     section = config.DistillSettings.model_validate(read_tuning(tuning).settings)
     return settings.model_copy(update={"distill": section})
 
@@ -115,7 +115,7 @@ def _closed_if_it_fails() -> Iterator[None]:
 
 
 def environment(settings: config.Settings, directory: Path) -> dict[str, str]:
-    """Environment variables that the stages of a run read."""
+    """Return the environment variables that the stages of a run read."""
     tracked = tracking.environment(
         settings.tracking, directory=directory.parent.resolve(), run=directory.name, identity=_identity(directory)
     )
@@ -123,7 +123,7 @@ def environment(settings: config.Settings, directory: Path) -> dict[str, str]:
 
 
 def _identity(directory: Path) -> str:
-    """What tells the run in this directory from others of the same name, on this machine or another: made once, and kept there."""
+    """Return what distinguishes this directory's run from others of its name, on any machine; made once, and kept there."""
     file = directory / IDENTITY
     if not storage.exists(file):
         storage.write_bytes(file, uuid.uuid4().hex.encode())
@@ -153,7 +153,7 @@ def _run_stage(
 
 
 def _is_complete(stage: Stage, section: Mapping[str, Any], directories: Mapping[str, str]) -> bool:
-    """Whether all outputs are there, whole, made with these settings from these inputs, by a training on this kind of device.
+    """Check whether all outputs are there, whole, made with these settings from these inputs, by a training on this kind of device.
 
     Raises:
         ArtifactError: an input is damaged.

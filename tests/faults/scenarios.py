@@ -88,7 +88,7 @@ def asked_to_end(who: str, does: str, at: Surroundings, chance: random.Random) -
     whole, job = at.bench.whole_pair, at.bench.pair()
     to = {"all": -1, "one": 0}[who]
     fault = Fault(does=does, to=to, rank=chance.randrange(2), step=chance.randrange(whole.steps // 2))
-    message = "and the same command goes on from there"
+    message = "and the same command continues from there"
     kept = stops_and_goes_on(job, whole.result, fault, code=PREEMPTED_EXIT_CODE, message=message)
     assert kept.seconds < GRACE_S, f"took {kept.seconds:.0f} s to end"
     assert does != "SIGTERM" or fault.step == 0 or not kept.repeated, f"{kept.repeated} steps were lost after {fault}"

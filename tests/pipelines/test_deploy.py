@@ -297,13 +297,13 @@ def test_waiting_has_limits(api, command, monkeypatch):
     (run,) = api.store.runs
     code, _, errors = command(runs.main, "follow", run, "--hours", "0.0001")
     assert code == 2
-    assert "has not ended within 0.0001 hours; the run goes on, follow it again" in errors
+    assert "has not ended within 0.0001 hours; the run continues, follow it again" in errors
     monkeypatch.setattr(runs, "AWAY_S", 0.1)
     api.fail("GET", f"/runs/{run}", times=99, status=503)
     code, _, errors = command(runs.main, "follow", run)
     assert code == 2
     assert "503" in errors
-    assert "the run goes on, follow it again" in errors
+    assert "the run continues, follow it again" in errors
 
 
 def test_a_token_that_expires_while_waiting(api, command):
@@ -314,7 +314,7 @@ def test_a_token_that_expires_while_waiting(api, command):
     code, _, errors = command(runs.main, "follow", run)
     assert code == 2
     assert "wants a login (401: expired)" in errors
-    assert f"the run goes on, follow it again: python -m pipelines.runs follow {run}" in errors
+    assert f"the run continues, follow it again: python -m pipelines.runs follow {run}" in errors
 
 
 def test_a_lost_answer_does_not_start_a_second_run(api, command):
@@ -550,7 +550,7 @@ def test_breaking_off_the_wait_leaves_the_run_and_says_how_to_stop_it(api):
         _, errors = process.communicate(timeout=30)
     (run,) = api.store.runs
     assert process.returncode == 130
-    assert f"the run goes on. Stop it: python -m pipelines.runs stop {run}" in errors
+    assert f"the run continues. Stop it: python -m pipelines.runs stop {run}" in errors
     assert "Traceback" not in errors
     assert api.store.runs[run].state == "RUNNING"
 

@@ -177,7 +177,7 @@ def test_a_node_is_named_where_there_are_others(tmp_path):
 def test_a_process_that_misses_another_node_points_there(tmp_path, message):
     leave(tmp_path, 0, message, when=100)
     error = launch._explain(spec(), tmp_path, {0: 1}, node="node 0 of 2")
-    assert str(error).endswith("so another node may have failed first: its log tells why")
+    assert str(error).endswith("so another node may have failed first: its log says why")
     assert "another node" not in str(launch._explain(spec(), tmp_path, {0: 1}))
 
 
@@ -246,7 +246,7 @@ def test_a_node_that_was_started_again_waits_until_the_first_node_was_too(monkey
     wait(0)
     wait(1)
     wait(2)
-    with pytest.raises(CrashError, match=f"at 127.0.0.1:{port} within 1 s .it still goes on from before this node"):
+    with pytest.raises(CrashError, match=f"at 127.0.0.1:{port} within 1 s .it still runs from before this node"):
         wait(1)
     del lost
     anew = []

@@ -42,7 +42,7 @@ def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: st
 
 
 def _unprintable(value: object, name: str) -> Iterator[tuple[str, str]]:
-    """Full name and text of each setting that a terminal or a page would not show as it is."""
+    """Find each setting that a terminal or a page would not show as it is: full name and text."""
     if isinstance(value, str) and limits.printable_name(value) != value:
         yield name, value
     elif isinstance(value, Mapping):
@@ -58,7 +58,7 @@ _ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")
 
 
 def _by_setting(errors: Iterable[ErrorDetails]) -> list[list[ErrorDetails]]:
-    """The errors of each setting; several where it has alternatives, of which none is met."""
+    """Group the errors by setting; several where it has alternatives, of which none is met."""
     groups: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for details in errors:
         location = details["loc"]
@@ -85,7 +85,7 @@ _TYPE_NAMES = {
 
 
 def _explain(section: type[Section], alternatives: Sequence[ErrorDetails], prefix: str) -> str:
-    """The message for a setting; of the errors there is one for each alternative that it has."""
+    """Make the message for a setting; of the errors there is one for each alternative that it has."""
     details = alternatives[0]
     name = ".".join(([prefix] if prefix else []) + [str(part) for part in details["loc"]])
     kind, value = details["type"], details.get("input")
@@ -105,7 +105,7 @@ def _explain(section: type[Section], alternatives: Sequence[ErrorDetails], prefi
 
 
 def _allowed(details: ErrorDetails) -> str:
-    """What a value must be; empty where that is not what the error is about."""
+    """Return what a value must be; empty where that is not what the error is about."""
     kind, context = details["type"], details.get("ctx", {})
     if kind in _COMPARISONS:
         return f"{_COMPARISONS[kind]} {context[_LIMITS[kind]]}"
@@ -116,7 +116,7 @@ def _allowed(details: ErrorDetails) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question with the names that are nearest to a wrong one, `; did you mean A or B?`; empty where none is near."""
+    """Ask whether the nearest names were meant, `; did you mean A or B?`; empty where none is near."""
     candidates = list(known)
     close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
     if not close:  # the right name in the wrong section
@@ -127,12 +127,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def _names(section: type[Section], prefix: str) -> tuple[str, ...]:
-    """Full name of every setting below a section."""
+    """List the full name of every setting below a section."""
     return tuple(f"{prefix}.{name}" if prefix else name for name, *_ in walk(section))
 
 
 def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[str, Any, str, str]]:
-    """Every setting below a section: (full name, value or default, type and limits as text, meaning)."""
+    """Walk through every setting below a section: (full name, value or default, type and limits as text, meaning)."""
     model = section if isinstance(section, type) else type(section)
     for name, field in model.model_fields.items():
         full = f"{prefix}.{name}" if prefix else name
@@ -152,13 +152,13 @@ def _type_text(model: type[Section], name: str) -> str:
 
 @functools.cache
 def _properties(model: type[Section]) -> Mapping[str, Any]:
-    """JSON schema of each setting of a group."""
+    """Return the JSON schema of each setting of a group."""
     properties: Mapping[str, Any] = model.model_json_schema()["properties"]
     return properties
 
 
 def _schema_text(schema: Mapping[str, Any]) -> str:
-    """A property of a JSON schema as text: `whole number, >= 1`."""
+    """Describe a property of a JSON schema: `whole number, >= 1`."""
     if "anyOf" in schema:
         return " or ".join(text for option in schema["anyOf"] if (text := _schema_text(option)) != "null")
     if "const" in schema:

@@ -21,7 +21,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def recipes() -> dict[str, str]:
-    """Name of each recipe -> the first line of its text."""
+    """List the recipes: name -> the first line of its text."""
     return {path.stem: _first_comment(path) for path in sorted(RECIPES.glob("*.toml"))}
 
 
@@ -30,7 +30,7 @@ def _first_comment(path: Path) -> str:
 
 
 def load_recipe(recipe: str) -> dict[str, Any]:
-    """The differences from the defaults that a recipe states; `recipe` is a name or the path of a TOML file.
+    """Read the differences from the defaults that a recipe states; `recipe` is a name or the path of a TOML file.
 
     Raises:
         SettingsError: no such recipe (with the nearest names), or not TOML.
@@ -50,7 +50,7 @@ def load_recipe(recipe: str) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
-    """`"distill.temperature=2 data.source=digits"` -> `{"distill.temperature": 2, "data.source": "digits"}`.
+    """Parse `"distill.temperature=2 data.source=digits"` -> `{"distill.temperature": 2, "data.source": "digits"}`.
 
     A value is read as TOML where it is TOML (numbers, true, quoted text, lists) and as plain text otherwise; a value with spaces
     is quoted as in a shell.
@@ -80,7 +80,7 @@ def _parse_value(text: str) -> Any:
 
 
 def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
-    """The defaults, changed by a recipe, changed by overrides.
+    """Change the defaults by a recipe, and then by overrides.
 
     Raises:
         SettingsError: an unknown recipe or setting (with the nearest names) or a value that is not allowed.
@@ -92,7 +92,7 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
 
 
 def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
-    """As `resolve`, for a run of all stages, which must not end in a late stage because an early one was set otherwise.
+    """Resolve as `resolve` does, for a run of all stages, and refuse what would end a late stage because of an early one's settings.
 
     Raises:
         SettingsError: as `resolve`; or distill would refuse what reinforce is set to record.
@@ -105,7 +105,7 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
 
 
 def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -> list[str]:
-    """Why a distillation could not learn from what `reinforce` is set to record; none if it can."""
+    """List why a distillation could not learn from what `reinforce` is set to record; none if it can."""
     mistakes = []
     if distill.feature_weight and not reinforce.features:
         mistakes.append(
@@ -133,7 +133,7 @@ def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -
 
 
 def _merge(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults with the changes laid over them, group by group."""
+    """Lay the changes over the defaults, group by group."""
     merged = dict(defaults)
     for key, value in changes.items():
         default = defaults.get(key)
@@ -177,7 +177,7 @@ def _inherit(settings: Settings) -> Settings:
 
 
 def _filled(section: AnySection, values: Mapping[str, Any]) -> AnySection:
-    """The section with these values where it has none."""
+    """Give the section these values where it has none."""
     missing = {key: value for key, value in values.items() if getattr(section, key, value) is None}
     return section.model_copy(update=missing)
 
