@@ -40,7 +40,7 @@ EXIT_CODE = 2
 CRASH_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 CRASHED_NODE_EXIT_CODE = 200
-"""Of a node of a cluster's job whose process crashed, was killed or missed another node. It is no signal's, and above 127, so that the
+"""Of a node of a cluster's job whose process crashed, was killed or missed another node. It is above 127 and not of a signal, so that the
 job's operator starts the node again; the second crash of one kind has `EXIT_CODE`."""
 PREEMPTED_EXIT_CODE = 143
 """Of a process that was asked to end by SIGTERM (128 + 15, as in a shell): start it again, and it continues."""

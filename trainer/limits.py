@@ -119,7 +119,7 @@ _TOO_DEEP = f"it is nested deeper than {NESTING} levels"
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check(value: object) -> None:

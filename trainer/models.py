@@ -353,7 +353,7 @@ def _shapes(weights: Path) -> dict[str, tuple[int, ...]]:
     if size > limits.WEIGHTS_HEADER_BYTES:
         raise ValueError(f"its header has {size:,} bytes, more than {limits.WEIGHTS_HEADER_BYTES:,}")
     with safetensors.safe_open(weights, "pt") as opened:
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # not a mapping
 
 
 def _check_shapes(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

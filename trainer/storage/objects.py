@@ -364,8 +364,8 @@ def locate(uri: str | Path) -> tuple[Any, str]:
     if not _BUCKET.fullmatch(bucket):
         secretless = bucket.rpartition("@")[2]
         raise StorageError(
-            f"{scheme}://{secretless}/...: {secretless!r} cannot be a bucket; write {scheme}://BUCKET/NAME (where the store is, and who "
-            "asks, stand in AWS_ENDPOINT_URL_S3, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+            f"{scheme}://{secretless}/...: {secretless!r} cannot be a bucket; write {scheme}://BUCKET/NAME (the "
+            "store's address and credentials belong into AWS_ENDPOINT_URL_S3, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
         )
     if not {".", ".."}.isdisjoint(key.split("/")):
         raise StorageError(
