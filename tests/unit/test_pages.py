@@ -100,6 +100,11 @@ def test_every_kind_of_block_is_shown() -> None:
     )
 
 
+def test_a_table_without_headers_has_no_row_for_them() -> None:
+    assert "<thead>" not in body(Table(["", ""], [["seconds", 3]]))
+    assert "<thead><tr><th></th><th>teacher</th></tr></thead>" in body(Table(["", "teacher"], []))
+
+
 def test_what_is_none_is_left_out() -> None:
     assert body(None, Details("folded", [None]), None) == "<details><summary>folded</summary></details>"
 
