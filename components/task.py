@@ -24,7 +24,7 @@ from trainer.config import DistillSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
 from trainer.launch import leave_last_words
 from trainer.signals import ended_by_sigterm
-from trainer.tuning.schema import read_tuning
+from trainer.tuning.tuning_schema import read_tuning
 
 if TYPE_CHECKING:
     from kfp import dsl

@@ -337,11 +337,11 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _forecast(options: argparse.Namespace) -> None:
-    from trainer.tuning import outlook
+    from trainer.tuning import forecast_table
 
-    tunings = outlook.read_tunings(options.tunings)
-    forecast = outlook.outlook(tunings, options.nodes, assumed_efficiency=options.efficiency)
-    print(limits.printable("\n".join(outlook.lines(forecast))))
+    tunings = forecast_table.read_tunings(options.tunings)
+    forecast = forecast_table.forecast_table(tunings, options.nodes, assumed_efficiency=options.efficiency)
+    print(limits.printable("\n".join(forecast_table.lines(forecast))))
 
 
 def _bill(options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from trainer import artifacts, config, launch, preflight, stages, storage, track
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.graph import STAGES, Stage
 from trainer.summary import SUMMARY
-from trainer.tuning.schema import read_tuning
+from trainer.tuning.tuning_schema import read_tuning
 
 logger = logging.getLogger(__name__)
 

@@ -56,11 +56,11 @@ from trainer.data.batch import Batch
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import MicroBatches, Samples, Views, make_loader, positions
 from trainer.devices import choose_device
+from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.recording import Recording, open_recording
 from trainer.distillation.reinforcement import UnitBatches, parts_of, record_batches
 from trainer.distillation.shards import Unit
-from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import TrainerError
 from trainer.stages import prepare, reinforce
 from trainer.training.checkpoints import Checkpoints

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainer import models
 from trainer.config import DEVICE_VARIABLE, ModelSettings, Precision
 from trainer.devices import Device, choose_device
-from trainer.distillation.teacher import FrozenTeacher
+from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.training.kernels import ConvolvedLinear, use_fast_kernels
 
 LABELS = tuple(str(number) for number in range(100))

@@ -31,10 +31,10 @@ from trainer.profiling.startup import Startup
 from trainer.stages import prepare
 from trainer.stages.tune import Subject, open_subject
 from trainer.training.process_group import join_processes
-from trainer.tuning.ideas import Workload
-from trainer.tuning.schema import Candidate, Trial
+from trainer.tuning.candidates import Workload
 from trainer.tuning.search import search
 from trainer.tuning.trials import Trials
+from trainer.tuning.tuning_schema import Candidate, Trial
 
 ARCHITECTURE = "vit_tiny_patch16_224"
 BAD = {"workers": 8, "batch_size": 16, "accumulation": 1, "precision": "fp32", "teacher": "online"}

@@ -19,7 +19,7 @@ import psutil
 from tests.faults.inside import NONE, NOTES, Fault, Notes, install
 from trainer import artifacts, launch, models, storage, summary
 from trainer.stages import STAGES, evaluate, profile
-from trainer.tuning.schema import read_tuning
+from trainer.tuning.tuning_schema import read_tuning
 
 ROOT = Path(__file__).parents[2]
 PRELOADED = ["trainer.__main__", *(f"trainer.stages.{name}" for name in STAGES if name != "register"), "datasets"]

@@ -11,8 +11,8 @@ from trainer.config import DEVICE_VARIABLE, EvidenceSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
 from trainer.devices import choose_device
+from trainer.distillation.frozen_teacher import GRAPH_BATCH, FrozenTeacher
 from trainer.distillation.objective import DistillObjective
-from trainer.distillation.teacher import GRAPH_BATCH, FrozenTeacher
 from trainer.profiling.evidence import read_evidence
 from trainer.tracking import stage_run
 from trainer.training.checkpoints import Checkpoints

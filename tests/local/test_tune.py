@@ -17,8 +17,8 @@ from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import tune
-from trainer.tuning import laps
-from trainer.tuning.schema import read_tuning
+from trainer.tuning import step_timer
+from trainer.tuning.tuning_schema import read_tuning
 
 
 def section(**settings):
@@ -60,8 +60,8 @@ def tune_with_a_fault(values, places):
     os.environ["TRAINER_DEVICE"] = "cpu"
     with (
         on_rank(1, small_memory),
-        patch.object(laps, "LEAST_S", (0.1, 0.1)),
-        patch.object(laps, "LONGEST_S", (0.2, 0.2)),
+        patch.object(step_timer, "LEAST_S", (0.1, 0.1)),
+        patch.object(step_timer, "LONGEST_S", (0.2, 0.2)),
     ):
         tune.run(config.validate(config.TuneSettings, values), **places)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.data.batch import Recorded
-from trainer.distillation.outputs import complete
+from trainer.distillation.teacher_outputs import complete
 
 _HALF_ROUNDING = 2.0**-11
 """Largest relative error of a number that is stored in half precision."""

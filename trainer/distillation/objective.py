@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from trainer.config import DistillSettings
 from trainer.data.batch import Batch, Recorded
 from trainer.distillation import losses
-from trainer.distillation.outputs import TeacherOutputs, all_logits, top_class
-from trainer.distillation.student import ProjectedStudent
-from trainer.distillation.teacher import FrozenTeacher
+from trainer.distillation.frozen_teacher import FrozenTeacher
+from trainer.distillation.projected_student import ProjectedStudent
+from trainer.distillation.teacher_outputs import TeacherOutputs, all_logits, top_class
 from trainer.models import Classifier
 from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
 from trainer.training.spec import Losses
 
-Said = TeacherOutputs | Recorded
+TeacherSignal = TeacherOutputs | Recorded
 """What the teacher says of a batch."""
 
-LogitLoss = Callable[[Tensor, Said, Tensor], Tensor]
+LogitLoss = Callable[[Tensor, TeacherSignal, Tensor], Tensor]
 """The student's logits [B, C], what the teacher says, and the labels [B], -1 where there is none, to a scalar."""
 
 FeatureLoss = Callable[[Tensor, Tensor], Tensor]
@@ -48,25 +48,25 @@ class DistillObjective:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Named losses of a batch: `loss`, of `logit`, `feature` and `label` those that have a weight, and the share of `agreement`."""
-        said = self._ask(batch)
+        signal = self._ask(batch)
         with span("forward"):
             logits, features = self._answer(model, batch.images)
-            parts = self._compare(logits, features, said, batch) if said is not None else {}
+            parts = self._compare(logits, features, signal, batch) if signal is not None else {}
             if self._settings.label_weight:
                 smoothing = self._settings.label_smoothing
                 parts["label"] = cross_entropy(
                     logits, batch.labels, batch.mixing, smoothing=smoothing, weights=batch.label_weights
                 )
             loss = self._weigh(parts)
-            if said is not None:
-                parts["agreement"] = losses.agreement(logits.detach(), top_class(said))
+            if signal is not None:
+                parts["agreement"] = losses.agreement(logits.detach(), top_class(signal))
         return {"loss": loss} | parts
 
     def show(self, batch: Batch) -> None:
         """A forward pass of the student alone."""
         self.model(batch.images)
 
-    def _ask(self, batch: Batch) -> Said | None:
+    def _ask(self, batch: Batch) -> TeacherSignal | None:
         if not self._settings.needs_teacher:
             return None
         if self._teacher is None:
@@ -81,15 +81,15 @@ class DistillObjective:
             return logits, features
         return model(images), None
 
-    def _compare(self, logits: Tensor, features: Tensor | None, said: Said, batch: Batch) -> Losses:
+    def _compare(self, logits: Tensor, features: Tensor | None, signal: TeacherSignal, batch: Batch) -> Losses:
         parts: Losses = {}
         if self._settings.logit_weight:
-            parts["logit"] = self._logit_loss(logits, said, batch.labels)
+            parts["logit"] = self._logit_loss(logits, signal, batch.labels)
         if features is not None:
-            assert said.features is not None, (
+            assert signal.features is not None, (
                 "the stage refuses recorded outputs without features, and asks a teacher for them"
             )
-            parts["feature"] = self._feature_loss(features, said.features)
+            parts["feature"] = self._feature_loss(features, signal.features)
         return parts
 
     def _weigh(self, parts: Losses) -> Tensor:
@@ -105,45 +105,45 @@ def choose_logit_loss(settings: DistillSettings) -> LogitLoss:
     return partial(_standardized, loss) if settings.standardize_logits else loss
 
 
-def _kl(settings: DistillSettings, student: Tensor, said: Said, _labels: Tensor) -> Tensor:
-    if isinstance(said, Recorded):
-        return losses.recorded_kl(student, said, settings.temperature)
-    return losses.distillation_kl(student, said.logits, settings.temperature)
+def _kl(settings: DistillSettings, student: Tensor, signal: TeacherSignal, _labels: Tensor) -> Tensor:
+    if isinstance(signal, Recorded):
+        return losses.recorded_kl(student, signal, settings.temperature)
+    return losses.distillation_kl(student, signal.logits, settings.temperature)
 
 
-def _hard(_settings: DistillSettings, student: Tensor, said: Said, _labels: Tensor) -> Tensor:
-    return losses.hard_distillation(student, top_class(said))
+def _hard(_settings: DistillSettings, student: Tensor, signal: TeacherSignal, _labels: Tensor) -> Tensor:
+    return losses.hard_distillation(student, top_class(signal))
 
 
-def _dkd(settings: DistillSettings, student: Tensor, said: Said, labels: Tensor) -> Tensor:
+def _dkd(settings: DistillSettings, student: Tensor, signal: TeacherSignal, labels: Tensor) -> Tensor:
     """DKD; where there is no label, the teacher's top class stands for it: the divergence can be decoupled around any class."""
     return losses.decoupled_kl(
         student,
-        all_logits(said, student.shape[1]),
-        labels.where(labels >= 0, top_class(said)),
+        all_logits(signal, student.shape[1]),
+        labels.where(labels >= 0, top_class(signal)),
         temperature=settings.temperature,
         alpha=settings.dkd_alpha,
         beta=settings.dkd_beta,
     )
 
 
-def _dist(settings: DistillSettings, student: Tensor, said: Said, _labels: Tensor) -> Tensor:
+def _dist(settings: DistillSettings, student: Tensor, signal: TeacherSignal, _labels: Tensor) -> Tensor:
     return losses.relation_loss(
         student,
-        all_logits(said, student.shape[1]),
+        all_logits(signal, student.shape[1]),
         temperature=settings.temperature,
         beta=settings.dist_beta,
         gamma=settings.dist_gamma,
     )
 
 
-def _standardized(loss: LogitLoss, student: Tensor, said: Said, labels: Tensor) -> Tensor:
+def _standardized(loss: LogitLoss, student: Tensor, signal: TeacherSignal, labels: Tensor) -> Tensor:
     """A loss between standardised logits."""
-    teacher = losses.standardize(all_logits(said, student.shape[1]))
+    teacher = losses.standardize(all_logits(signal, student.shape[1]))
     return loss(losses.standardize(student), TeacherOutputs(teacher), labels)
 
 
-_LOGIT_LOSSES: Mapping[str, Callable[[DistillSettings, Tensor, Said, Tensor], Tensor]] = {
+_LOGIT_LOSSES: Mapping[str, Callable[[DistillSettings, Tensor, TeacherSignal, Tensor], Tensor]] = {
     "kl": _kl,
     "hard": _hard,
     "dkd": _dkd,

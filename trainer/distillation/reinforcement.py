@@ -38,10 +38,10 @@ from trainer.data.views.mixing import mixes
 from trainer.devices.readback import ReadBack
 from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
-from trainer.distillation.outputs import TeacherOutputs
+from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.recording import RecordingDescription, Records
-from trainer.distillation.shards import Shelf, Unit
-from trainer.distillation.teacher import FrozenTeacher
+from trainer.distillation.shards import ShardStore, Unit
+from trainer.distillation.teacher_outputs import TeacherOutputs
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
 from trainer.graph import SCHEMA_VERSIONS
 from trainer.training.loader_workers import measured_workers
@@ -177,7 +177,7 @@ class Reinforcement:
     views: Views
     teacher: FrozenTeacher
     description: RecordingDescription
-    shelf: Shelf
+    shelf: ShardStore
     processes: Processes
     batch_size: int
     """Largest number of samples in a batch."""

@@ -101,7 +101,7 @@ def decode(unit: Unit, content: bytes, plan: str, record: np.dtype[np.void]) -> 
     return np.frombuffer(payload, dtype=record)
 
 
-class Shelf:
+class ShardStore:
     """The finished shards of a recording in the making."""
 
     def __init__(self, root: str | Path, plan: str, record: np.dtype[np.void]) -> None:

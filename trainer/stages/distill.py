@@ -13,10 +13,10 @@ from trainer.config import DistillSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.devices import Device
+from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.objective import DistillObjective
+from trainer.distillation.projected_student import ProjectedStudent
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
-from trainer.distillation.student import ProjectedStudent
-from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import SettingsError
 from trainer.models import Classifier
 from trainer.profiling.evidence_schema import ContextRecord

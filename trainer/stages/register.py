@@ -30,7 +30,7 @@ from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import evaluate
 from trainer.summary import SUMMARY, Registered
-from trainer.tuning.schema import Tuning, read_tuning
+from trainer.tuning.tuning_schema import Tuning, read_tuning
 
 if TYPE_CHECKING:
     from mlflow.models.model import ModelInfo

@@ -13,10 +13,10 @@ from trainer.data.loader import Samples, Views, makes_views_on_device
 from trainer.devices import Device
 from trainer.distillation import recording, recording_report, shards
 from trainer.distillation.coverage import Coverage
+from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.recording import RecordingDescription
 from trainer.distillation.reinforcement import RecordedWork, Reinforcement, plan_of
-from trainer.distillation.shards import Shelf
-from trainer.distillation.teacher import FrozenTeacher
+from trainer.distillation.shards import ShardStore
 from trainer.models import Classifier
 from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import Processes, join_processes
@@ -85,7 +85,7 @@ def _prepare(
             compile=settings.compile,
         ),
         description=description,
-        shelf=Shelf(root, plan_of(description, parents), description.record),
+        shelf=ShardStore(root, plan_of(description, parents), description.record),
         processes=processes,
         batch_size=settings.batch_size,
         workers="auto" if settings.workers is None else settings.workers,

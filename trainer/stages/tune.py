@@ -22,8 +22,8 @@ from trainer.data.loader import MicroBatches, Samples, Views, makes_views_on_dev
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.mixing import mixes
 from trainer.data.workers import measure_loading
+from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
-from trainer.distillation.teacher import FrozenTeacher
 from trainer.errors import SettingsError
 from trainer.forecast import Forecast, Measurement, WorkCount
 from trainer.host import usable_cores
@@ -35,13 +35,13 @@ from trainer.training.process_group import Processes, join_processes
 from trainer.training.shared_artifact import shared_artifact
 from trainer.training.spec import TrainingSpec, fit_batch
 from trainer.training.validation import batch_size_of, validate
-from trainer.tuning import measuring, outlook
-from trainer.tuning.blank import blank_recording
-from trainer.tuning.ideas import Workload
-from trainer.tuning.journal import Journal, RecordingTime
-from trainer.tuning.schema import FILE, Candidate, Trial, Tuning
+from trainer.tuning import forecast_table, measurement
+from trainer.tuning.candidates import Workload
+from trainer.tuning.placeholder_recording import placeholder_recording
 from trainer.tuning.search import SearchResult, search
+from trainer.tuning.trial_log import RecordingTime, TrialLog
 from trainer.tuning.trials import MakeTraining, Trials
+from trainer.tuning.tuning_schema import FILE, Candidate, Trial, Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +97,9 @@ def run(
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes(deterministic=deterministic))
         tracker = stack.enter_context(tracking.stage_run(NAME, values, active=processes.is_first))
-        forecast.check_budget(measuring.place_of(processes), settings.budget_usd)
+        forecast.check_budget(measurement.place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
-        journal = Journal(_journal_uri(settings, parents, processes, tuning), processes)
+        trial_log = TrialLog(_trial_log_uri(settings, parents, processes, tuning), processes)
         subject = open_subject(
             settings,
             data,
@@ -109,12 +109,12 @@ def run(
             dataset=dataset,
             teacher=teacher,
             teacher_outputs=teacher_outputs,
-            known=journal.recording,
+            known=trial_log.recording,
         )
-        if journal.recording is None:
-            journal.note_recording(RecordingTime(teacher_s=subject.teacher_s, recording_s=subject.recording_s))
+        if trial_log.recording is None:
+            trial_log.note_recording(RecordingTime(teacher_s=subject.teacher_s, recording_s=subject.recording_s))
         draft = stack.enter_context(shared_artifact(processes, tuning, "tuning", settings=values, parents=parents))
-        made = _tune(subject, settings, journal, tracker, checkpoint_root(tuning), elsewhere)
+        made = _tune(subject, settings, trial_log, tracker, checkpoint_root(tuning), elsewhere)
         if processes.is_first:
             (draft.path / FILE).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
             draft.figures.update(_figures(made))
@@ -124,16 +124,16 @@ def run(
         forecast.refuse_over_budget(
             made.forecast, made.alternatives, budget_usd=settings.budget_usd, budget_hours=settings.budget_hours
         )
-    journal.remove()
+    trial_log.remove()
 
 
-def _journal_uri(settings: TuneSettings, parents: Mapping[str, str], processes: Processes, tuning: str | Path) -> str:
+def _trial_log_uri(settings: TuneSettings, parents: Mapping[str, str], processes: Processes, tuning: str | Path) -> str:
     """Where the trials are kept: named by all that they depend on, and their order."""
     gpu = torch.cuda.get_device_name() if processes.device.kind == "cuda" else ""
     depends_on = {
         "settings": settings.model_dump(mode="json", exclude=_BESIDE_THE_TRIALS),
         "parents": dict(parents),
-        "place": measuring.place_of(processes).model_dump(mode="json"),
+        "place": measurement.place_of(processes).model_dump(mode="json"),
         "machine": [gpu, usable_cores(), torch.__version__],
     }
     return storage.join(checkpoint_root(tuning), f"trials-{artifacts.digest(depends_on)[:16]}")
@@ -257,7 +257,7 @@ def open_subject(
         recorded = samples if is_same else reinforce.open_samples(recorder, data)
         described = reinforce.describe(recorder, data, dataset, model, recorded, processes.device)
         hindrance = _hindrance(settings, recorder, student, described)
-        recording = None if hindrance else blank_recording(folder, described)
+        recording = None if hindrance else placeholder_recording(folder, described)
         takes = known or _recording_time(model, recorded, recorder, described, processes)
     if settings.reads_recording and hindrance:
         raise SettingsError(f"distill.teacher is recorded, but {hindrance}")
@@ -353,23 +353,23 @@ def _view_s(
 def _elsewhere(settings: TuneSettings, parents: Mapping[str, str]) -> list[Tuning]:
     """The same distillation, measured on other machines."""
     distilled = (settings.distill or DistillSettings()).model_dump(mode="json")
-    return outlook.read_tunings(settings.elsewhere, outlook.subject_of(parents, distilled))
+    return forecast_table.read_tunings(settings.elsewhere, forecast_table.subject_of(parents, distilled))
 
 
 def _tune(
     subject: Subject,
     settings: TuneSettings,
-    journal: Journal,
+    trial_log: TrialLog,
     tracker: tracking.Tracker,
     root: str,
     elsewhere: Sequence[Tuning],
 ) -> Tuning:
     """Search, and measure what the distillation will use; the same on every process."""
     given, make = subject.settings, partial(subject.training, root)
-    found = _search(subject, settings, make, journal) if settings.search else None
+    found = _search(subject, settings, make, trial_log) if settings.search else None
     chosen = _chosen(found, given) if found else given
     uses = chosen if settings.apply else given
-    measured = measuring.measure(
+    measured = measurement.measure(
         make, uses, subject.processes, tracker, ready_s=subject.ready_s, recording_s=subject.recording_s_of(uses)
     )
     work = forecast.work_of(uses, len(subject.samples))
@@ -390,16 +390,16 @@ def _tune(
     )
 
 
-def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, journal: Journal) -> SearchResult:
+def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, trial_log: TrialLog) -> SearchResult:
     trials = Trials(make, subject.settings, subject.processes)
 
     def measure(candidate: Candidate, rate_to_beat: float) -> Trial:
-        trial = journal.trial(candidate)
+        trial = trial_log.trial(candidate)
         if trial is not None:
             trials.learn(trial)
             return trial
         trial = trials.measure(candidate, rate_to_beat)
-        journal.note(trial)
+        trial_log.note(trial)
         return trial
 
     job = subject.job(settings)
@@ -440,12 +440,12 @@ def _alternatives(
     """What else could be done -> what that would take."""
     samples = len(subject.samples)
     if found and chosen not in (uses, subject.settings):
-        tuned = measuring.from_trial(measured, found.best, chosen, subject.recording_s_of(chosen))
+        tuned = measurement.from_trial(measured, found.best, chosen, subject.recording_s_of(chosen))
         yield "tune.apply=true", forecast.forecast(tuned, forecast.work_of(chosen, samples))
     if measured.place.price is not None:
         yield from _more_nodes(settings, measured, forecast.work_of(uses, samples), elsewhere)
     others = [one for one in elsewhere if one.place.pool != measured.place.pool]
-    for one in outlook.outlook(others, [], assumed_efficiency=settings.assumed_efficiency):
+    for one in forecast_table.forecast_table(others, [], assumed_efficiency=settings.assumed_efficiency):
         yield f"pool={one.place.pool}" + f" nodes={one.place.nodes}" * (one.place.nodes > 1), one
     budgets = {"budget_usd": settings.budget_usd, "budget_hours": settings.budget_hours}
     epochs = forecast.epochs_that_fit(measured, uses, samples, **budgets)

@@ -41,8 +41,8 @@ from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import Session
 from trainer.training.shared_artifact import shared_artifact
-from trainer.tuning.blank import blank_recording
-from trainer.tuning.measuring import place_of
+from trainer.tuning.measurement import place_of
+from trainer.tuning.placeholder_recording import placeholder_recording
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Rehearsal:
         recording, online = None, teacher if settings.needs_teacher else None
         if settings.reads_recording:
             described = reinforce.describe(recorder, self.data, self.dataset, teacher, samples, device)
-            recording, online = blank_recording(self.folder / "teacher-outputs", described), None
+            recording, online = placeholder_recording(self.folder / "teacher-outputs", described), None
         session.train(
             "distill",
             distill.make_objective(settings, student, online, recording, device),

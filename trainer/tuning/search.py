@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.errors import SettingsError
-from trainer.tuning.ideas import Idea, LeftOut, Past, Workload, held_up, ideas, less_memory
-from trainer.tuning.schema import Candidate, Trial, Tried
+from trainer.tuning.candidates import Proposal, SearchHistory, Skipped, Workload, held_up, less_memory, propose
+from trainer.tuning.tuning_schema import Candidate, Trial, TriedCandidate
 
 LEAST_GAIN = 1.03
 """A change that brings less is not taken: it may be noise, and most changes have a price."""
@@ -33,7 +33,7 @@ class SearchResult:
     """What a search found."""
 
     best: Trial
-    tried: list[Tried]
+    tried: list[TriedCandidate]
     untried: dict[str, str]
     """What was left out -> why."""
     stopped: str = ""
@@ -49,7 +49,7 @@ class SearchResult:
 class _SearchState:
     job: Workload
     best: Trial
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[TriedCandidate] = field(default_factory=list)
     rejected: dict[str, Trial] = field(default_factory=dict)
     """A change in words -> the best trial when it brought nothing, or when its opposite brought something."""
     batch_gain: float | None = None
@@ -64,17 +64,17 @@ class _SearchState:
         changes = candidate.changes(self.best.candidate)
         return " ".join(f"{name}={str(value).lower()}" for name, (_, value) in changes.items())
 
-    def ideas(self) -> tuple[dict[str, Idea], dict[str, str]]:
+    def propose(self) -> tuple[dict[str, Proposal], dict[str, str]]:
         """What is to be tried, by its name, and what is left out -> why."""
         slower = [tried.trial for tried in self.tried if not tried.taken]
         failed = [trial.candidate for trial in slower if trial.ended == "out of memory"]
         waited = [idea for trial in slower for idea in held_up(trial, self.best, self.job)]
-        past = Past(failed=failed, batch_gain=self.batch_gain)
-        found = [*ideas(self.best, self.job, past), *waited]
-        new = {self.name(one.candidate): one for one in found if isinstance(one, Idea) and self._is_new(one)}
-        return new, {one.field: one.why for one in found if isinstance(one, LeftOut)}
+        history = SearchHistory(failed=failed, batch_gain=self.batch_gain)
+        found = [*propose(self.best, self.job, history), *waited]
+        new = {self.name(one.candidate): one for one in found if isinstance(one, Proposal) and self._is_new(one)}
+        return new, {one.field: one.why for one in found if isinstance(one, Skipped)}
 
-    def _is_new(self, idea: Idea) -> bool:
+    def _is_new(self, idea: Proposal) -> bool:
         """Whether an idea was not tried, or should get another chance."""
         if any(tried.trial.candidate == idea.candidate for tried in self.tried):
             return False
@@ -99,7 +99,7 @@ def search(start: Candidate, job: Workload, measure: Measure, *, limit_s: float)
     """
     state = _begin(start, job, measure)
     while True:
-        new, left_out = state.ideas()
+        new, left_out = state.propose()
         name = max(new, key=lambda one: new[one].gain, default="")
         stopped = _reason_to_stop(state, name, new[name].gain, limit_s) if name else "nothing is left to try"
         if stopped:
@@ -112,14 +112,16 @@ def search(start: Candidate, job: Workload, measure: Measure, *, limit_s: float)
 
 def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
     """The given settings, in as many parts as it takes for them to fit; uncompiled where nothing of them is compiled."""
-    tried: list[Tried] = []
+    tried: list[TriedCandidate] = []
     candidate: Candidate | None = start
     idea = "the given settings"
     while candidate is not None:
         trial = measure(candidate, 0.0)
         run_s = None if trial.failed else job.run_s(trial)
         verdict = FAILURES.get(trial.ended, "this is what is to be bettered")
-        tried.append(Tried(trial=trial, idea=idea, run_s=run_s, gain=None, taken=not trial.failed, verdict=verdict))
+        tried.append(
+            TriedCandidate(trial=trial, idea=idea, run_s=run_s, gain=None, taken=not trial.failed, verdict=verdict)
+        )
         if not trial.failed:
             known = candidate.model_copy(update={"workers": trial.workers})  # what `auto` found need not be found again
             return _SearchState(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
@@ -145,7 +147,7 @@ def _reason_to_stop(state: _SearchState, name: str, gain: float, limit_s: float)
     return ""
 
 
-def _try(state: _SearchState, name: str, idea: Idea, measure: Measure) -> None:
+def _try(state: _SearchState, name: str, idea: Proposal, measure: Measure) -> None:
     job, best = state.job, state.best
     before = job.run_s(best)
     trial = measure(idea.candidate, rate_to_beat(job, best, idea.candidate))
@@ -162,7 +164,7 @@ def _try(state: _SearchState, name: str, idea: Idea, measure: Measure) -> None:
     else:
         state.rejected[name] = best
     state.tried.append(
-        Tried(trial=trial, idea=f"{name}: {idea.why}", run_s=run_s, gain=gain, taken=taken, verdict=verdict)
+        TriedCandidate(trial=trial, idea=f"{name}: {idea.why}", run_s=run_s, gain=gain, taken=taken, verdict=verdict)
     )
 
 

@@ -25,9 +25,9 @@ from trainer.training.metric_logger import MetricLogger
 from trainer.training.process_group import Processes
 from trainer.training.progress_bar import ProgressBar
 from trainer.training.spec import TrainingSpec
-from trainer.tuning.laps import Laps
 from trainer.tuning.memory import Memory, gauge_of
-from trainer.tuning.schema import Candidate, Trial
+from trainer.tuning.step_timer import StepTimer
+from trainer.tuning.tuning_schema import Candidate, Trial
 
 WARM_STEPS = 2
 """Steps that may compile, fill caches or start loader processes, and are not measured."""
@@ -110,9 +110,11 @@ class Trials:
         settings = candidate.applied(self._settings)
         part = settings.model_copy(update={"batch_size": images, "accumulation": 1, "workers": 0})
         training = self._make(endless(part), alone)
-        laps = Laps(images, float("inf"), warm_steps=0, total_steps=0)  # two steps: in the second all states are there
+        timer = StepTimer(
+            images, float("inf"), warm_steps=0, total_steps=0
+        )  # two steps: in the second all states are there
         try:
-            measure_steps(training, laps)
+            measure_steps(training, timer)
         except RuntimeError as error:
             if not self._processes.device.is_out_of_memory(error):
                 raise
@@ -126,10 +128,10 @@ class Trials:
         settings = endless(candidate.applied(self._settings))
         training = self._make(settings, self._processes)
         steps = step_count(candidate.applied(self._settings), len(training.samples))
-        laps = Laps(candidate.batch_size, rate_to_beat, warm_steps=warm_steps(settings), total_steps=steps)
+        timer = StepTimer(candidate.batch_size, rate_to_beat, warm_steps=warm_steps(settings), total_steps=steps)
         self._memory.begin()
         try:
-            measured = measure_steps(training, laps)
+            measured = measure_steps(training, timer)
         except RuntimeError as error:
             if self._processes.world_size > 1 or not self._processes.device.is_out_of_memory(error):
                 raise
@@ -137,17 +139,17 @@ class Trials:
         trainer = measured.trainer
         if not all(self._processes.gather(trainer.is_compiled)):
             return Trial(candidate=candidate, ended="not compiled", seconds=time.perf_counter() - began)
-        rate, low, high = laps.rates
+        rate, low, high = timer.rates
         shares = shares_of(trainer.recorder, warm_steps(settings))
         computing_s = (1 - shares["data"]) * candidate.batch_size / rate / candidate.accumulation
-        assert laps.plan.ended, "the steps end when the laps do"
+        assert timer.plan.ended, "the steps end when the laps do"
         return Trial(
             candidate=candidate,
-            ended=laps.plan.ended,
+            ended=timer.plan.ended,
             images_per_second=rate,
             low=low,
             high=high,
-            steps=laps.steps,
+            steps=timer.steps,
             startup_s=measured.startup_s,
             shares=shares,
             workers=trainer.loader.workers or 0,
@@ -187,7 +189,7 @@ def warm_steps(settings: DistillSettings) -> int:
     return WARM_STEPS + finding_out
 
 
-def measure_steps(training: TrainingSpec, laps: Laps, tracker: Tracker | None = None) -> MeasuredSteps:
+def measure_steps(training: TrainingSpec, timer: StepTimer, tracker: Tracker | None = None) -> MeasuredSteps:
     """Train from the beginning until the laps end.
 
     Args:
@@ -201,21 +203,21 @@ def measure_steps(training: TrainingSpec, laps: Laps, tracker: Tracker | None = 
     if tracker is not None:
         metrics = MetricLogger(training, recorder, tracker, ProgressBar.of(training, 0, active=False))
     with recorder, trainer.prefetch(0) as batches:
-        laps.open(time.perf_counter())
+        timer.open(time.perf_counter())
         for step in range(training.total_steps):
             with recorder.timeline.step(step, images=training.settings.batch_size):
                 losses = trainer.train_step(step, batches)
             if metrics is not None:
                 metrics.log(step, losses)
-            if not laps.step():
+            if not timer.step():
                 continue
             processes.device.synchronize()
             now = time.perf_counter()
             startup_s = startup_s or now - began
-            laps.plan = processes.gather(laps.close(now))[0]
-            if laps.plan.ended:
+            timer.plan = processes.gather(timer.close(now))[0]
+            if timer.plan.ended:
                 break
-            laps.open(time.perf_counter())
+            timer.open(time.perf_counter())
     return MeasuredSteps(trainer=trainer, startup_s=startup_s)
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from trainer import artifacts
 from trainer.distillation import shards
-from trainer.distillation.shards import Shelf, Unit, decode, encode
+from trainer.distillation.shards import ShardStore, Unit, decode, encode
 from trainer.errors import ArtifactError
 
 RECORD = np.dtype([("indices", "<u2", (2,)), ("logits", "<f2", (2,)), ("rest", "<f4", (2,))])
@@ -71,7 +71,7 @@ def test_a_foreign_shard_is_noticed(unit, plan):
 
 
 def test_a_shelf_keeps_units_until_they_are_removed(tmp_path):
-    shelf, other = Shelf(tmp_path, PLAN, RECORD), Shelf(tmp_path, OTHER_PLAN, RECORD)
+    shelf, other = ShardStore(tmp_path, PLAN, RECORD), ShardStore(tmp_path, OTHER_PLAN, RECORD)
     assert shelf.names() == set()
     shelf.put(UNIT, some_records())
     assert shelf.names() == {"view-00003-block-00001.bin"}

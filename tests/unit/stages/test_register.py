@@ -23,7 +23,7 @@ from trainer.errors import EXIT_CODE, ModelError, TrackingAwayError, TrackingErr
 from trainer.evaluation import metrics
 from trainer.forecast import Measurement, WorkCount, forecast
 from trainer.stages import STAGES, evaluate, register
-from trainer.tuning.schema import FILE, Tuning
+from trainer.tuning.tuning_schema import FILE, Tuning
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")

@@ -15,9 +15,9 @@ from trainer import config, models
 from trainer.config import DistillSettings, MaeSettings, ModelSettings, PretrainSettings, ReinforceSettings
 from trainer.data.batch import Batch
 from trainer.devices import HOST
+from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.objective import DistillObjective
-from trainer.distillation.student import ProjectedStudent
-from trainer.distillation.teacher import FrozenTeacher
+from trainer.distillation.projected_student import ProjectedStudent
 from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.stages import distill, pretrain, reinforce

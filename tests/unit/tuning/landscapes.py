@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainer.tuning.ideas import Workload
-from trainer.tuning.schema import Candidate, Trial
+from trainer.tuning.candidates import Workload
+from trainer.tuning.tuning_schema import Candidate, Trial
 
 LUCK, NOISE = 0.02, 0.01
 """Spread of what a candidate's rate has of its own, and of what a measurement adds."""

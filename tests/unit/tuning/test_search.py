@@ -10,9 +10,9 @@ import pytest
 
 from tests.unit.tuning.landscapes import TRIAL_S, Landscape
 from trainer.errors import SettingsError
-from trainer.tuning.ideas import Workload
-from trainer.tuning.schema import Candidate, Trial
+from trainer.tuning.candidates import Workload
 from trainer.tuning.search import LEAST_GAIN, search
+from trainer.tuning.tuning_schema import Candidate, Trial
 
 SEEDS = range(100)
 ENDLESS = float("inf")

@@ -85,7 +85,7 @@ class Trial(StrictModel):
         return self.ended in ("out of memory", "not compiled")
 
 
-class Tried(StrictModel):
+class TriedCandidate(StrictModel):
     """A step of the search."""
 
     trial: Trial
@@ -110,7 +110,7 @@ class Tuning(StrictModel):
     """The same with what was found."""
     applied: bool
     """Whether the distillation uses what was found (`tune.apply`)."""
-    tried: tuple[Tried, ...]
+    tried: tuple[TriedCandidate, ...]
     """The trials, in their order; the first one is of the given settings."""
     untried: Mapping[str, str]
     """What was left out -> why."""

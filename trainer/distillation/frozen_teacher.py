@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.config import Compile, Precision
 from trainer.devices import Device
-from trainer.distillation.outputs import TeacherOutputs
+from trainer.distillation.teacher_outputs import TeacherOutputs
 from trainer.errors import ModelError
 from trainer.models import Classifier, linear_head
 from trainer.training.kernels import use_fast_kernels

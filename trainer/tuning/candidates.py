@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from trainer.tuning.schema import Candidate, Trial
+from trainer.tuning.tuning_schema import Candidate, Trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idea:
+class Proposal:
     """Something to try."""
 
     field: str
@@ -74,14 +74,14 @@ class Idea:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOut:
+class Skipped:
     """Something that is not worth a trial here."""
 
     field: str
     why: str
 
 
-Ideas = Iterator[Idea | LeftOut]
+Proposals = Iterator[Proposal | Skipped]
 
 _LEAST_WAIT = 0.05
 """A smaller share of a step that waits for data is not worth a loader process."""
@@ -101,7 +101,7 @@ _FEWER_PARTS = {"cuda": 1.15, "xla": 1.15, "cpu": 1.05}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Past:
+class SearchHistory:
     """What the search has seen so far."""
 
     failed: Sequence[Candidate] = ()
@@ -110,9 +110,9 @@ class Past:
     """What the last larger batch brought."""
 
 
-def ideas(best: Trial, job: Workload, past: Past) -> list[Idea | LeftOut]:
+def propose(best: Trial, job: Workload, history: SearchHistory) -> list[Proposal | Skipped]:
     """All that could be changed in the best candidate so far, and what is not worth it."""
-    makers: tuple[Callable[[Trial, Workload, Past], Ideas], ...] = (
+    makers: tuple[Callable[[Trial, Workload, SearchHistory], Proposals], ...] = (
         _workers,
         _teacher,
         _precision,
@@ -122,7 +122,7 @@ def ideas(best: Trial, job: Workload, past: Past) -> list[Idea | LeftOut]:
         _zero,
         _compression,
     )
-    return [idea for make in makers for idea in make(best, job, past)]
+    return [idea for make in makers for idea in make(best, job, history)]
 
 
 def less_memory(candidate: Candidate, job: Workload) -> Candidate | None:
@@ -132,15 +132,15 @@ def less_memory(candidate: Candidate, job: Workload) -> Candidate | None:
     return candidate.model_copy(update={"accumulation": 2 * candidate.accumulation})
 
 
-def _changed(field: str, best: Trial, value: object, gain: float, why: str) -> Idea:
-    return Idea(field=field, candidate=best.candidate.model_copy(update={field: value}), gain=gain, why=why)
+def _changed(field: str, best: Trial, value: object, gain: float, why: str) -> Proposal:
+    return Proposal(field=field, candidate=best.candidate.model_copy(update={field: value}), gain=gain, why=why)
 
 
-def _workers(best: Trial, job: Workload, _past: Past) -> Ideas:
+def _workers(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
     has, advised, waits = best.workers, best.advised_workers, best.shares.get("data", 0.0)
     yield from _fewer_workers(best, job)
     if waits < _LEAST_WAIT:
-        yield LeftOut(field="more loader processes", why=f"{waits:.1%} of a step waits for data")
+        yield Skipped(field="more loader processes", why=f"{waits:.1%} of a step waits for data")
         return
     bound = 1 / (1 - min(waits, 0.95))
     if advised > has:
@@ -154,7 +154,7 @@ def _workers(best: Trial, job: Workload, _past: Past) -> Ideas:
         yield _changed("workers", best, more, gain, f"{waits:.0%} of a step waits for data")
 
 
-def _fewer_workers(best: Trial, job: Workload) -> Ideas:
+def _fewer_workers(best: Trial, job: Workload) -> Proposals:
     has, crowded = best.workers, best.workers > job.most_workers
     fewer = {best.advised_workers: "so many keep up with the step by what loading was measured to take"}
     if crowded:
@@ -173,7 +173,7 @@ def more_workers(trial: Trial, job: Workload) -> int:
     return max(trial.advised_workers, min(max(1, 2 * trial.workers), job.most_workers))
 
 
-def held_up(trial: Trial, best: Trial, job: Workload) -> Iterator[Idea]:
+def held_up(trial: Trial, best: Trial, job: Workload) -> Iterator[Proposal]:
     """A candidate that would be clearly faster than the best if it did not wait for its data: the same with more loader processes."""
     workers, unhindered = (
         more_workers(trial, job),
@@ -182,14 +182,14 @@ def held_up(trial: Trial, best: Trial, job: Workload) -> Iterator[Idea]:
     gain = job.run_s(best) / job.run_s(trial, unhindered) if unhindered else 0.0
     if gain >= _HELD_UP and workers > trial.workers:
         why = f"{trial.shares['data']:.0%} of its step waited for data"
-        yield Idea(
+        yield Proposal(
             field="workers", candidate=trial.candidate.model_copy(update={"workers": workers}), gain=gain, why=why
         )
 
 
-def _teacher(best: Trial, job: Workload, _past: Past) -> Ideas:
+def _teacher(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
     if job.no_recording:
-        yield LeftOut(field="recorded outputs of the teacher", why=job.no_recording)
+        yield Skipped(field="recorded outputs of the teacher", why=job.no_recording)
         return
     if best.candidate.teacher == "recorded":
         yield from _without_recording(best, job)
@@ -198,7 +198,7 @@ def _teacher(best: Trial, job: Workload, _past: Past) -> Ideas:
     training = job.images / best.images_per_second
     gain = job.run_s(best) / (best.startup_s + job.recording_s + (1 - share) * training)
     if gain <= 1:
-        yield LeftOut(
+        yield Skipped(
             field="recorded outputs of the teacher",
             why=f"it takes {share * training:.0f} s of this distillation, and to record its outputs would take {job.recording_s:.0f} s",
         )
@@ -207,7 +207,7 @@ def _teacher(best: Trial, job: Workload, _past: Past) -> Ideas:
     yield _changed("teacher", best, "recorded", gain, why)
 
 
-def _without_recording(best: Trial, job: Workload) -> Ideas:
+def _without_recording(best: Trial, job: Workload) -> Proposals:
     online = best.startup_s + job.images * (1 / best.images_per_second + job.teacher_s)
     gain = job.run_s(best) / online
     if gain > 1:
@@ -215,9 +215,9 @@ def _without_recording(best: Trial, job: Workload) -> Ideas:
         yield _changed("teacher", best, "online", gain, why)
 
 
-def _precision(best: Trial, job: Workload, _past: Past) -> Ideas:
+def _precision(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
     if not job.supports_bf16:
-        yield LeftOut(field="bf16", why="this processor has no bf16 instructions")
+        yield Skipped(field="bf16", why="this processor has no bf16 instructions")
     elif job.uses_bf16(best.candidate):
         yield _changed(
             "precision",
@@ -227,7 +227,7 @@ def _precision(best: Trial, job: Workload, _past: Past) -> Ideas:
             "bf16 is slower where the processor has no instructions for it",
         )
     elif job.device == "cuda" and not job.has_bf16:
-        yield LeftOut(field="bf16", why="this GPU has no bf16")
+        yield Skipped(field="bf16", why="this GPU has no bf16")
     else:
         yield _changed(
             "precision",
@@ -238,28 +238,28 @@ def _precision(best: Trial, job: Workload, _past: Past) -> Ideas:
         )
 
 
-def _batch(best: Trial, job: Workload, past: Past) -> Ideas:
+def _batch(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
     candidate = best.candidate
     size = 2 * candidate.batch_size
     if size > job.largest_batch:
-        yield LeftOut(
+        yield Skipped(
             field=f"batch_size={size}",
             why=f"more than {job.largest_batch} is not allowed: {job.largest_batch_why}",
         )
         return
     per_step = best.shares.get("optimizer", 0.0)
     guess = _LARGER_BATCH["few" if candidate.held < _FEW * job.world_size else job.device]
-    expected = guess if past.batch_gain is None else 1 + (past.batch_gain - 1) / 2
+    expected = guess if history.batch_gain is None else 1 + (history.batch_gain - 1) / 2
     gain = max(expected, 1 / (1 - per_step / 2))
     why = "fewer and larger steps; the learning rate grows with the batch"
     larger = candidate.model_copy(update={"batch_size": size})
-    if not any(_needs_as_much(other, larger) for other in past.failed):
-        yield Idea(field="batch_size", candidate=larger, gain=gain, why=why)
+    if not any(_needs_as_much(other, larger) for other in history.failed):
+        yield Proposal(field="batch_size", candidate=larger, gain=gain, why=why)
         return
     parted = less_memory(larger, job)
     if parted is not None:
         gain = 1 / (1 - per_step / 2) if job.world_size == 1 else gain
-        yield Idea(
+        yield Proposal(
             field="batch_size",
             candidate=parted,
             gain=gain,
@@ -273,27 +273,27 @@ def _needs_as_much(failed: Candidate, candidate: Candidate) -> bool:
     return candidate.held >= failed.held and all(getattr(failed, name) == getattr(candidate, name) for name in alike)
 
 
-def _accumulation(best: Trial, job: Workload, past: Past) -> Ideas:
+def _accumulation(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
     candidate = best.candidate
     if job.relates_images:
-        yield LeftOut(
+        yield Skipped(
             field="accumulation",
             why="the loss compares the images of a micro-batch, so its size is a part of what is learned",
         )
         return
     if candidate.accumulation % 2 == 0:
         whole = candidate.model_copy(update={"accumulation": candidate.accumulation // 2})
-        if not any(_needs_as_much(other, whole) for other in past.failed):
+        if not any(_needs_as_much(other, whole) for other in history.failed):
             why = "a step in fewer parts; it fitted into memory"
-            yield Idea(field="accumulation", candidate=whole, gain=_FEWER_PARTS[job.device], why=why)
+            yield Proposal(field="accumulation", candidate=whole, gain=_FEWER_PARTS[job.device], why=why)
     smaller = less_memory(candidate, job)
     if smaller is not None and job.device == "cpu":
-        yield Idea(
+        yield Proposal(
             field="accumulation", candidate=smaller, gain=1.04, why="smaller parts may stay in the processor's caches"
         )
 
 
-def _compile(best: Trial, job: Workload, _past: Past) -> Ideas:
+def _compile(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
     if job.compiles(best.candidate):
         yield _changed(
             "compile",
@@ -305,30 +305,30 @@ def _compile(best: Trial, job: Workload, _past: Past) -> Ideas:
     elif job.device == "cuda":
         yield _changed("compile", best, "on", _COMPILED, "fused kernels")
     elif job.device == "xla":
-        yield LeftOut(field="compile", why="XLA compiles whole steps by itself")
+        yield Skipped(field="compile", why="XLA compiles whole steps by itself")
     else:
-        yield LeftOut(field="compile", why="on a CPU the compiler's start takes longer than its code saves")
+        yield Skipped(field="compile", why="on a CPU the compiler's start takes longer than its code saves")
 
 
-def _zero(best: Trial, job: Workload, past: Past) -> Ideas:
+def _zero(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
     if job.world_size == 1:
         return
     if best.candidate.zero:
         yield _changed(
             "zero", best, False, _UNSHARDED, "processes that keep the optimiser's whole state have less to exchange"
         )
-    elif past.failed:
+    elif history.failed:
         yield _changed(
             "zero", best, True, _SHARDED, "less memory for the optimiser's state, where memory was the limit"
         )
     else:
-        yield LeftOut(field="zero", why="it saves memory, and memory was not the limit")
+        yield Skipped(field="zero", why="it saves memory, and memory was not the limit")
 
 
-def _compression(best: Trial, job: Workload, _past: Past) -> Ideas:
+def _compression(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
     if best.candidate.gradient_compression == "bf16":
         yield _changed("gradient_compression", best, "none", _UNCOMPRESSED, "nothing to convert")
     elif job.nodes > 1:
         yield _changed("gradient_compression", best, "bf16", _COMPRESSED, "half the bytes between nodes")
     elif job.world_size > 1:
-        yield LeftOut(field="gradient_compression", why="all processes are on one machine")
+        yield Skipped(field="gradient_compression", why="all processes are on one machine")

@@ -7,7 +7,7 @@ import torch
 
 from trainer.distillation.losses import recorded_kl
 from trainer.distillation.recording import RecordingDescription
-from trainer.tuning.blank import blank_recording
+from trainer.tuning.placeholder_recording import placeholder_recording
 
 DESCRIPTION = RecordingDescription(
     samples=50_000,
@@ -27,7 +27,7 @@ DESCRIPTION = RecordingDescription(
 
 
 def test_any_sample_is_there_in_the_shape_of_real_records_and_a_loss_can_be_computed(tmp_path):
-    recording = blank_recording(tmp_path, DESCRIPTION)
+    recording = placeholder_recording(tmp_path, DESCRIPTION)
     read = recording.read(np.array([0, 12_499, 12_500, 49_999]), np.zeros(4, dtype=np.int64))
     assert read.logits.shape == read.indices.shape == (4, 10)
     assert read.features.shape == (4, 4)
@@ -35,7 +35,7 @@ def test_any_sample_is_there_in_the_shape_of_real_records_and_a_loss_can_be_comp
 
 
 def test_the_shards_take_the_room_of_one(tmp_path):
-    blank_recording(tmp_path, DESCRIPTION)
+    placeholder_recording(tmp_path, DESCRIPTION)
     files = list((tmp_path / "records").iterdir())
     assert len(files) == 4
     assert len({file.stat().st_ino for file in files}) == 1

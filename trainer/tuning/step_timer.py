@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     """Steps of the next lap."""
 
 
-class Laps:
+class StepTimer:
     """The times of a trial's steps, lap by lap: first some steps to warm up, each a lap of its own, then laps that count."""
 
     def __init__(

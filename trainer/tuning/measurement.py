@@ -12,9 +12,9 @@ from trainer.forecast import Measurement
 from trainer.step_schedule import step_count
 from trainer.tracking import Tracker
 from trainer.training.process_group import Processes
-from trainer.tuning.laps import Laps
-from trainer.tuning.schema import Trial
+from trainer.tuning.step_timer import StepTimer
 from trainer.tuning.trials import MakeTraining, endless, measure_steps, warm_steps
+from trainer.tuning.tuning_schema import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ def measure(
     unmeasured = (
         warm + window + 1
     )  # the step after the window tells how long laps are; the window's closing would count as its last one's
-    laps = Laps(settings.batch_size, warm_steps=unmeasured, total_steps=steps, thoroughness=THOROUGHNESS)
+    timer = StepTimer(settings.batch_size, warm_steps=unmeasured, total_steps=steps, thoroughness=THOROUGHNESS)
     made_s = time.perf_counter() - began
-    measured_steps = measure_steps(training, laps, tracker)
+    measured_steps = measure_steps(training, timer, tracker)
     trainer, recorder = measured_steps.trainer, measured_steps.trainer.recorder
     if not trainer.is_compiled:
         logger.warning(
@@ -63,13 +63,13 @@ def measure(
         if validate
         else [0.0]
     )
-    checkpoint_s = _timed(processes, lambda: trainer.save_checkpoint(laps.steps)) if settings.checkpoint_every else 0.0
+    checkpoint_s = _timed(processes, lambda: trainer.save_checkpoint(timer.steps)) if settings.checkpoint_every else 0.0
     if processes.is_first:
         training.checkpoints.finish()
         training.checkpoints.remove()
     record = recorder.snapshot().ranks[0].record
     late_s = validations[0] - validations[-1] + sum(one.seconds for one in record.compilations if one.step)
-    mean, low, high = laps.step_s
+    mean, low, high = timer.step_s
     measured = Measurement(
         place=place_of(processes),
         settings=settings.model_dump(mode="json"),
@@ -77,7 +77,7 @@ def measure(
         step_s=mean,
         step_low_s=low,
         step_high_s=high,
-        steps=laps.steps,
+        steps=timer.steps,
         startup_s=ready_s + made_s + measured_steps.startup_s + max(0.0, late_s),
         compile_s=max(0.0, late_s) + sum(one.seconds for one in record.compilations if not one.step),
         validation_s=validations[-1],

@@ -7,7 +7,7 @@ import pytest
 from trainer import artifacts
 from trainer.config import DistillSettings
 from trainer.errors import ArtifactError
-from trainer.tuning.schema import FILE, Candidate, read_tuning
+from trainer.tuning.tuning_schema import FILE, Candidate, read_tuning
 
 
 def test_a_candidate_changes_what_it_is_about_and_nothing_else():

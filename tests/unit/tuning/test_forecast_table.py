@@ -7,8 +7,8 @@ from trainer.config import DistillSettings
 from trainer.costs import Machines, Price
 from trainer.errors import EXIT_CODE, ArtifactError
 from trainer.forecast import Measurement, WorkCount, forecast
-from trainer.tuning.outlook import read_tunings, subject_of
-from trainer.tuning.schema import FILE, Tuning
+from trainer.tuning.forecast_table import read_tunings, subject_of
+from trainer.tuning.tuning_schema import FILE, Tuning
 
 
 def place(pool, nodes, dollars):

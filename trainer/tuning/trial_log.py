@@ -14,7 +14,7 @@ from trainer import storage
 from trainer.base_models import StrictModel
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError
 from trainer.training.process_group import Processes
-from trainer.tuning.schema import Candidate, Trial
+from trainer.tuning.tuning_schema import Candidate, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class _Notes(StrictModel):
     trials: tuple[Trial, ...] = ()
 
 
-class Journal:
+class TrialLog:
     """The measurements of one tuning; every process has them, the first one writes them down."""
 
     def __init__(self, uri: str, processes: Processes) -> None:

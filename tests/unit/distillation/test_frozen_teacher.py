@@ -10,8 +10,8 @@ from torch import nn
 from trainer import devices, models
 from trainer.config import ModelSettings
 from trainer.devices import choose_device
-from trainer.distillation import teacher as module
-from trainer.distillation.teacher import FrozenTeacher
+from trainer.distillation import frozen_teacher as module
+from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.errors import ModelError
 from trainer.models import Classifier
 

@@ -8,8 +8,8 @@ from trainer import storage
 from trainer.config import DistillSettings
 from trainer.devices import choose_device
 from trainer.training.process_group import Processes
-from trainer.tuning.journal import FILE, Journal, RecordingTime
-from trainer.tuning.schema import Candidate, Trial
+from trainer.tuning.trial_log import FILE, RecordingTime, TrialLog
+from trainer.tuning.tuning_schema import Candidate, Trial
 
 CANDIDATE = Candidate.of(DistillSettings())
 TRIAL = Trial(candidate=CANDIDATE, ended="measured", images_per_second=0.1 + 0.2, seconds=1.5, shares={"data": 1 / 3})
@@ -30,22 +30,22 @@ def place(request, tmp_path):
 
 
 def test_the_next_try_finds_it_to_the_bit(place, processes):
-    journal = Journal(place, processes)
-    assert (journal.trial(CANDIDATE), journal.recording) == (None, None)
-    journal.note_recording(TIME)
-    journal.note(TRIAL)
+    trial_log = TrialLog(place, processes)
+    assert (trial_log.trial(CANDIDATE), trial_log.recording) == (None, None)
+    trial_log.note_recording(TIME)
+    trial_log.note(TRIAL)
     other = CANDIDATE.model_copy(update={"batch_size": 7})
-    journal.note(TRIAL.model_copy(update={"candidate": other, "ended": "out of memory"}))
-    found = Journal(place, processes)
+    trial_log.note(TRIAL.model_copy(update={"candidate": other, "ended": "out of memory"}))
+    found = TrialLog(place, processes)
     assert (found.trial(CANDIDATE), found.recording) == (TRIAL, TIME)
     assert found.trial(other).ended == "out of memory"
     assert found.trial(CANDIDATE.model_copy(update={"batch_size": 8})) is None
     found.remove()
-    assert Journal(place, processes).trial(CANDIDATE) is None
+    assert TrialLog(place, processes).trial(CANDIDATE) is None
     assert storage.files(place) == {}
 
 
 def test_notes_of_another_version_are_begun_anew(place, processes, caplog):
     storage.write_checksummed(storage.join(place, FILE), '{"trials": [], "tried": []}')
-    assert Journal(place, processes).trial(CANDIDATE) is None
+    assert TrialLog(place, processes).trial(CANDIDATE) is None
     assert caplog.messages == []

@@ -11,7 +11,7 @@ from trainer.distillation import shards
 from trainer.distillation.recording import Recording, RecordingDescription
 
 
-def blank_recording(directory: Path, description: RecordingDescription) -> Recording:
+def placeholder_recording(directory: Path, description: RecordingDescription) -> Recording:
     """One view of each sample, all of the same outputs: a teacher that finds its first classes equally likely.
 
     All shards are one file under many names, so they take the room of one.

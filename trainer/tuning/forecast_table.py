@@ -14,7 +14,7 @@ from trainer.costs import dollars_text, duration_text
 from trainer.errors import ArtifactError
 from trainer.forecast import Forecast, on_nodes
 from trainer.summary import aligned
-from trainer.tuning.schema import Tuning, read_tuning
+from trainer.tuning.tuning_schema import Tuning, read_tuning
 
 Subject = Mapping[str, object]
 """What is distilled: name -> what tells it from others."""
@@ -65,7 +65,7 @@ def subject_of(parents: Mapping[str, str], settings: Mapping[str, Any]) -> Subje
     }
 
 
-def outlook(tunings: Sequence[Tuning], nodes: Sequence[int], *, assumed_efficiency: float) -> list[Forecast]:
+def forecast_table(tunings: Sequence[Tuning], nodes: Sequence[int], *, assumed_efficiency: float) -> list[Forecast]:
     """A forecast for each pool and number of nodes, the cheapest first, those without a price last.
 
     Args:
