@@ -35,6 +35,7 @@ from trainer.data.views.geometry import crop_sample
 from trainer.data.views.mixing import draw_mixing
 from trainer.data.views.parameters import ViewParameters, draw_views
 from trainer.data.views.rendering import finish_views
+from trainer.devices.torch_private import batches_ready, end_loader_processes, loader_processes
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
 PREFETCHED = 2
@@ -369,7 +370,7 @@ def make_loader(
         generator=torch.Generator(),  # torch draws a seed here, which must not move what a step draws after a resume
     )
     outcomes: Any = iter(loader)
-    started = list(outcomes._workers) if workers else []
+    started = loader_processes(outcomes) if workers else []
     observed = observer if workers else None
     if observed is not None:
         observed.loader_processes([process.pid for process in started])
@@ -386,19 +387,11 @@ def make_loader(
     finally:
         limit.end()
         if started:
-            outcomes._shutdown_workers()  # now, since an error's traceback would keep the iterator, and so the processes
+            # Now, since an error's traceback would keep the iterator, and so the processes.
+            end_loader_processes(outcomes)
         for process in started:
             process.kill()  # the interpreter would wait at its end for one that hangs
         del outcomes
-
-
-def _ready(outcomes: Any) -> float:
-    """Count the batches in the queue of torch's iterator, and those that came too early and were put aside."""
-    # By private names, since there are no public ones.
-    try:
-        return int(outcomes._data_queue.qsize()) + sum(len(task) > 1 for task in outcomes._task_info.values())
-    except NotImplementedError:  # macOS does not count what is in a queue
-        return math.nan
 
 
 class _Outcomes(TorchDataset[Batch | TrainerError]):
@@ -463,7 +456,7 @@ class _Limit:
 
 def _next(outcomes: Any, workers: int, observer: LoaderObserver | None, limit: _Limit) -> Batch | TrainerError | None:
     if observer is not None:
-        observer.batches_ready(_ready(outcomes))
+        observer.batches_ready(batches_ready(outcomes))
     try:
         with limit:
             following: Batch | TrainerError | None = next(outcomes, None)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.devices import Device
+from trainer.devices.torch_private import deterministic_kernels
 from trainer.errors import SettingsError
 
 
@@ -28,13 +29,11 @@ class CudaDevice(Device):
 
         Convolutions, scattered sums and the backward pass of fused attention then go their deterministic way by themselves.
         """
-        import torch._inductor.config  # here, because few need it
-
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # is read at the first matrix product
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads what was never written
         torch.use_deterministic_algorithms(True)
         try:
-            with torch._inductor.config.patch(deterministic=True):  # which would choose kernels by timing
+            with deterministic_kernels():
                 yield
         finally:
             torch.use_deterministic_algorithms(False)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 
-from torch._dynamo.callback import CallbackArgs, callback_handler
-
+from trainer.devices.torch_private import CompileHooks
 from trainer.profiling.evidence_schema import CompilationRecord
 from trainer.profiling.timeline import Timeline
 
 
 class Compilations:
-    """Hears of all that torch compiles within the steps of a recording, backward passes too."""
+    """Counts and times what torch compiles within the steps of a recording, backward passes too."""
 
     def __init__(self, timeline: Timeline) -> None:
         """While `timeline` records."""
@@ -19,16 +18,15 @@ class Compilations:
         self._graphs: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
         self._began = 0.0
+        self._hooks = CompileHooks(self._started, self._ended)
 
     def start(self) -> None:
-        """Begin to hear."""
-        callback_handler.register_start_callback(self._started)
-        callback_handler.register_end_callback(self._ended)
+        """Begin to count."""
+        self._hooks.add()
 
     def stop(self) -> None:
-        """Hear no more."""
-        callback_handler.remove_start_callback(self._started)
-        callback_handler.remove_end_callback(self._ended)
+        """Count no more."""
+        self._hooks.remove()
 
     @property
     def records(self) -> tuple[CompilationRecord, ...]:
@@ -38,10 +36,10 @@ class Compilations:
             for step, graphs in self._graphs.items()
         )
 
-    def _started(self, _: CallbackArgs) -> None:
+    def _started(self) -> None:
         self._began = time.perf_counter()
 
-    def _ended(self, _: CallbackArgs) -> None:
+    def _ended(self) -> None:
         if self._timeline.inside_step:
             step = self._timeline.steps_completed
             self._graphs[step] = self._graphs.get(step, 0) + 1

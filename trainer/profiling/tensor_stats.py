@@ -14,6 +14,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from trainer.devices.torch_private import norm_all
+
 SAMPLED = 1024
 """Most elements of a tensor in its sample."""
 
@@ -85,8 +87,7 @@ class TensorStats:
 
     def _norms(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Norm and mean absolute value of each tensor, [T] each."""
-        sums = torch.stack(torch._foreach_norm(tensors, 1)).float()
-        return torch.stack(torch._foreach_norm(tensors)).float(), sums / self._sizes[:, 0]
+        return norm_all(tensors), norm_all(tensors, 1) / self._sizes[:, 0]
 
     def _at_least_one(self, share: Tensor, mean: Tensor) -> Tensor:
         """The share of elements that are not finite, at least one where the mean over all [T] is not."""

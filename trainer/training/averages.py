@@ -6,15 +6,14 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.devices import HOST, Device
+from trainer.devices.torch_private import batch_norms, lerp_all
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
     """The running means and variances of a model's batch normalisations, of which each process sees its own images."""
-    normalisations = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    found = [part for module in normalisations for part in (module.running_mean, module.running_var)]
+    found = [part for module in batch_norms(model) for part in (module.running_mean, module.running_var)]
     return [part for part in found if part is not None]
 
 
@@ -40,6 +39,6 @@ class AveragedModel:
             for average, source in zip(self._averages, self._sources, strict=True):
                 average.lerp_(source, share)
         else:
-            torch._foreach_lerp_(self._averages, self._sources, share)
+            lerp_all(self._averages, self._sources, share)
         for average, source in self._buffers:
             average.copy_(source)

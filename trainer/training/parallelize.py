@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainingSettings
+from trainer.devices.torch_private import DdpTimings, compiler_backend, ddp_timings
 from trainer.profiling.evidence_schema import CommunicationRecord
 from trainer.training.kernels import use_fast_kernels
 from trainer.training.process_group import Processes
@@ -23,7 +24,6 @@ WARM_STEPS = 3
 
 _TIMED_FIRST, _TIMED_EVERY = 10, 100
 """Backward passes that torch times: so many from the first one on, and one of so many later."""
-_BACKWARD, _EXCHANGE, _HIDDEN = "backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time"
 
 
 class CompileCounter:
@@ -31,7 +31,7 @@ class CompileCounter:
 
     def __init__(self, backend: str = "inductor") -> None:
         self.count = 0
-        self._compile = torch._dynamo.lookup_backend(backend)
+        self._compile = compiler_backend(backend)
         self._seen = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -58,22 +58,24 @@ class DdpTimer:
         """Of this model; its first passes are left out, for it is still finding its buckets, and graphs are compiled."""
         self._model = model
         self._calls, self._last = 0, WARM_STEPS
-        self._timings: list[tuple[int, int, int]] = []
+        self._timings: list[DdpTimings] = []
 
     def read(self) -> None:
         """After each step: read what is new, which is there a step later."""
         self._calls += 1
         if self._calls <= _TIMED_FIRST + 2 or self._calls % _TIMED_EVERY == 1:
-            data = self._model._get_ddp_logging_data()
-            if data["iteration"] > self._last:
-                self._last = data["iteration"]
-                self._timings.append((data[_BACKWARD], data[_EXCHANGE], data[_HIDDEN]))
+            timings = ddp_timings(self._model)
+            if timings is not None and timings.iteration > self._last:
+                self._last = timings.iteration
+                self._timings.append(timings)
 
     def record(self) -> CommunicationRecord | None:
         """Means over the passes that were read; none before the first one was."""
         if not self._timings:
             return None
-        backward, exchange, hidden = (1e-9 * sum(column) / len(column) for column in zip(*self._timings, strict=True))
+        _, backward, exchange, hidden = (
+            1e-9 * sum(column) / len(column) for column in zip(*self._timings, strict=True)
+        )
         return CommunicationRecord(
             steps=len(self._timings), backward_s=backward, exchange_s=exchange, hidden_s=min(hidden, exchange)
         )

@@ -1,0 +1,94 @@
+"""Each thing that torch does not document still does what it is used for, with the torch that is installed."""
+
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from trainer.devices import torch_private
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """A model that DistributedDataParallel shares, in a group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield DistributedDataParallel(nn.Linear(64, 64))
+    dist.destroy_process_group()
+
+
+def test_ddp_times_its_backward_passes(shared):
+    assert torch_private.ddp_timings(shared) is None
+    iterations = []
+    for _ in range(5):
+        shared(torch.ones(2, 64)).sum().backward()
+        timings = torch_private.ddp_timings(shared)
+        iterations += [] if timings is None else [timings.iteration]
+    assert iterations == sorted(set(iterations))
+    assert len(iterations) >= 3
+    assert min(timings.backward, timings.exchange) > 0
+    assert timings.hidden >= 0
+
+
+def test_the_compiler_calls_back_and_takes_a_backend():
+    calls = []
+    hooks = torch_private.CompileHooks(lambda: calls.append("started"), lambda: calls.append("ended"))
+
+    def double(x):
+        return x * 2 + 1
+
+    def halve(x):
+        return x / 2 - 1
+
+    backend = torch_private.compiler_backend("eager")
+    torch.compiler.reset()  # which also forgets all hooks, so before they are added
+    hooks.add()
+    assert torch.compile(double, backend=backend)(torch.ones(3)).tolist() == [3, 3, 3]
+    hooks.remove()
+    assert torch.compile(halve, backend=backend)(torch.ones(3)).tolist() == [-0.5, -0.5, -0.5]
+    assert calls == ["started", "ended"]
+
+
+def test_the_compiler_can_choose_without_timing():
+    import torch._inductor.config as inductor
+
+    before = inductor.deterministic
+    with torch_private.deterministic_kernels():
+        assert inductor.deterministic is True
+    assert inductor.deterministic == before
+
+
+def test_all_tensors_move_as_one_by_one():
+    tensors, ends = [torch.randn(5), torch.randn(2, 3)], [torch.randn(5), torch.randn(2, 3)]
+    expected = [torch.lerp(tensor, end, 0.3) for tensor, end in zip(tensors, ends, strict=True)]
+    torch_private.lerp_all(tensors, ends, 0.3)
+    assert all(map(torch.equal, tensors, expected))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_all_norms_are_those_of_each(order):
+    tensors = [torch.randn(5), torch.randn(2, 3)]
+    expected = torch.stack([torch.linalg.vector_norm(tensor, order) for tensor in tensors])
+    torch.testing.assert_close(torch_private.norm_all(tensors, order), expected)
+
+
+def test_batch_normalisations_are_known_by_their_kind():
+    kinds = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2)]
+    assert torch_private.batch_norms(nn.Sequential(*kinds, nn.LayerNorm(2))) == kinds
+
+
+def test_the_processes_of_a_loader_are_known_counted_and_ended():
+    batches = iter(DataLoader(range(8), batch_size=None, num_workers=1, prefetch_factor=2))
+    (process,) = torch_private.loader_processes(batches)
+    assert process.is_alive()
+    next(batches)
+    deadline = time.monotonic() + 60
+    while not torch_private.batches_ready(batches) > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert math.isnan(torch_private.batches_ready(batches)) or torch_private.batches_ready(batches) > 0
+    torch_private.end_loader_processes(batches)
+    assert not process.is_alive()

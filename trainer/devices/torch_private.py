@@ -1,0 +1,112 @@
+"""All that the trainer uses of torch beyond its documented interface, so that a new version of torch is checked against one module.
+
+`tests/unit/devices/test_torch_private.py` calls each function with the torch that is installed. Torch's elastic agent, which launches
+processes and trains nothing, is in `trainer.agent` and `trainer.launch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+
+class DdpTimings(NamedTuple):
+    """What DistributedDataParallel has measured of one backward pass, in nanoseconds."""
+
+    iteration: int
+    """Number of the pass, from 1 on."""
+    backward: int
+    exchange: int
+    hidden: int
+    """Of the exchange, while the backward pass computed."""
+
+
+def ddp_timings(model: DistributedDataParallel) -> DdpTimings | None:
+    """Return the last timings, None before the first ones; torch times the first ten passes and then every hundredth."""
+    data = model._get_ddp_logging_data()
+    if "backward_compute_time" not in data:
+        return None
+    return DdpTimings(
+        data["iteration"],
+        data["backward_compute_time"],
+        data["backward_comm_time"],
+        data["backward_compute_comm_overlap_time"],
+    )
+
+
+def compiler_backend(name: str) -> Callable[..., Any]:
+    """Return a backend of torch.compile: from a graph and its inputs to a function."""
+    backend: Callable[..., Any] = torch._dynamo.lookup_backend(name)
+    return backend
+
+
+class CompileHooks:
+    """Calls a function before and after each graph that torch compiles, of backward passes too."""
+
+    def __init__(self, started: Callable[[], None], ended: Callable[[], None]) -> None:
+        """Call `started` and `ended` between `add` and `remove`."""
+        self._started: Callable[[Any], None] = lambda _: started()
+        self._ended: Callable[[Any], None] = lambda _: ended()
+
+    def add(self) -> None:
+        """Begin to call them."""
+        from torch._dynamo.callback import callback_handler  # takes a second, which only a recording needs
+
+        callback_handler.register_start_callback(self._started)
+        callback_handler.register_end_callback(self._ended)
+
+    def remove(self) -> None:
+        """Call them no more."""
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.remove_start_callback(self._started)
+        callback_handler.remove_end_callback(self._ended)
+
+
+def deterministic_kernels() -> AbstractContextManager[object]:
+    """Let the compiler choose kernels by rules; by default it times them, and may choose others each time."""
+    import torch._inductor.config  # here, because few need it
+
+    context: AbstractContextManager[object] = torch._inductor.config.patch(deterministic=True)
+    return context
+
+
+def lerp_all(tensors: Sequence[Tensor], ends: Sequence[Tensor], share: float) -> None:
+    """Move each tensor towards its end, in place: tensor + share x (end - tensor); few kernels for all of them."""
+    torch._foreach_lerp_(list(tensors), list(ends), share)
+
+
+def norm_all(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
+    """Return the norm of each tensor, float32 [T]; few kernels for all of them."""
+    return torch.stack(torch._foreach_norm(list(tensors), order)).float()
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return a model's batch normalisations, of any number of dimensions."""
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def loader_processes(batches: Any) -> list[Any]:
+    """Return the processes behind the iterator of a `DataLoader` with workers."""
+    return list(batches._workers)
+
+
+def end_loader_processes(batches: Any) -> None:
+    """End them now; else they live as long as the iterator, which an error's traceback may keep."""
+    batches._shutdown_workers()
+
+
+def batches_ready(batches: Any) -> float:
+    """Return how many batches lie in the iterator's queue or came too early and were put aside; NaN where no system call counts them."""
+    waiting: Iterable[Sequence[Any]] = batches._task_info.values()
+    try:
+        return int(batches._data_queue.qsize()) + sum(len(task) > 1 for task in waiting)
+    except NotImplementedError:  # macOS does not count what is in a queue
+        return math.nan
