@@ -229,7 +229,7 @@ def checkpoint_is_damaged(way: str, at: Surroundings, chance: random.Random) -> 
     goes_through(job, whole.result, again)
     gone = file.name == artifacts.MANIFEST and way == "removal"
     assert gone or newest.name in again.said, f"{what}, and {newest.name} was not named: {again.said[-2000:]}"
-    assert "going on after step" in again.said, again.said[-2000:]
+    assert "resuming after step" in again.said, again.said[-2000:]
     assert broken.fired is not None
     return Kept(
         outcome="an older one served, the same result",

@@ -129,7 +129,7 @@ def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_stu
         lost.result()
     printed = capsys.readouterr().out
     assert "worker-0 ended with exit code 137 (OOMKilled)" in printed
-    assert "distill  going on after step " in printed
+    assert "distill  resuming after step " in printed
     assert artifacts.read(f"{root}/student", "model").files == artifacts.read(here.outputs["student"], "model").files
     assert store.keys("v2/artifacts/run-2/checkpoints") == []
 

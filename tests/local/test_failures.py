@@ -103,7 +103,7 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_weig
 
     code, errors = finish(start(interrupted))
     assert code == 0, errors
-    assert "going on after step" in errors
+    assert "resuming after step" in errors
     whole = distillation("whole", **settings).train(processes=2)
     for name, value in whole.weights().items():
         assert torch.equal(interrupted.weights()[name], value), name

@@ -60,7 +60,7 @@ def test_a_killed_recording_goes_on_with_another_number_of_processes_to_the_same
     launch.run_stage(
         "reinforce", json.dumps(section), inputs=inputs, outputs={"teacher_outputs": output}, processes_per_node=2
     )
-    assert f"going on: {kept} of 12 shards are there" in capfd.readouterr().err
+    assert f"resuming: {kept} of 12 shards are there" in capfd.readouterr().err
     assert not list(shelf.iterdir())
     reinforce.run(SETTINGS, **inputs, teacher_outputs=tmp_path / "whole")
     assert shards_of(output) == shards_of(tmp_path / "whole")

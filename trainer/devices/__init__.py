@@ -36,7 +36,7 @@ class Device:
     backend: str
     """torch.distributed's backend for it."""
     has_bf16: bool
-    """Whether bf16 is worth taking without being asked."""
+    """Whether `precision=auto` is bf16 here."""
     compiles: bool
     """Whether torch.compile pays for itself here."""
     traces: bool = False

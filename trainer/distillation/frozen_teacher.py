@@ -20,7 +20,7 @@ from trainer.models import Classifier, linear_head
 from trainer.training.kernels import use_fast_kernels
 
 CPU_PIXELS = 8 * 224**2
-"""Pixels of the images of a float32 forward pass on a CPU; more of them leave its caches, fewer are not worth its while."""
+"""Pixels of the images of a float32 forward pass on a CPU; more of them leave its caches, fewer do not fill it."""
 GRAPH_BATCH = 64
 """Up to so many images a forward pass the kernels of a compiled teacher are one CUDA graph: the host is slower than they are."""
 

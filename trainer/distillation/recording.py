@@ -47,7 +47,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingDescription:
-    """What `recording.json` says: what the outputs depend on, and how a record looks."""
+    """What `recording.json` says: what the outputs depend on, and the layout of a record."""
 
     samples: Count
     """Images: those of the training split, and after them those without labels where these were recorded too."""
@@ -122,9 +122,9 @@ def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> 
             raise ValueError(f"top_k is {description.top_k} of {description.classes} classes")
     except ValueError as error:
         reason = error.errors()[0] if isinstance(error, ValidationError) else None
-        told = f"{'.'.join(map(str, reason['loc']))}: {reason['msg']}" if reason else error
+        detail = f"{'.'.join(map(str, reason['loc']))}: {reason['msg']}" if reason else error
         raise ArtifactError(
-            f"teacher_outputs {uri}: {DESCRIPTION} does not describe recorded outputs ({told}); record them again"
+            f"teacher_outputs {uri}: {DESCRIPTION} does not describe recorded outputs ({detail}); record them again"
         ) from error
     wrong = _first_wrong_file(description, {name: record["size"] for name, record in manifest.files.items()})
     if wrong:

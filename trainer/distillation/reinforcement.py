@@ -200,7 +200,7 @@ class Reinforcement:
         found = self._found()
         missing = [unit for unit in self.units if unit not in found]
         if found and self.processes.is_first:
-            logger.info("reinforce  going on: %d of %d shards are there", len(found), len(self.units))
+            logger.info("reinforce  resuming: %d of %d shards are there", len(found), len(self.units))
         start = time.monotonic()
         self._record(missing)
         return RecordedWork(views=sum(unit.count for unit in missing), seconds=time.monotonic() - start)
@@ -344,7 +344,7 @@ class Reinforcement:
             return self.shelf.get(unit)
         except ArtifactError as error:
             raise ArtifactError(
-                f"reinforce: {error}; run it again, it goes on from what is there. Where there are several machines, TRAINER_CHECKPOINTS "
+                f"reinforce: {error}; run it again, it resumes from what is there. Where there are several machines, TRAINER_CHECKPOINTS "
                 "has to name a place that all of them reach, such as s3://BUCKET/NAME"
             ) from error
 

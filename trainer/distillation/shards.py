@@ -91,9 +91,9 @@ def decode(unit: Unit, content: bytes, plan: str, record: np.dtype[np.void]) -> 
     wanted = HEADER_BYTES + unit.count * record.itemsize
     if len(content) != wanted:
         raise ArtifactError(f"has {len(content)} bytes instead of {wanted}")
-    *told, digest = _HEADER.unpack_from(content)
+    *found, digest = _HEADER.unpack_from(content)
     expected = [_MAGIC, _VERSION, record.itemsize, unit.view, unit.first, unit.count, bytes.fromhex(plan)]
-    if told != expected:
+    if found != expected:
         raise ArtifactError("is not the shard that belongs here")
     payload = memoryview(content)[HEADER_BYTES:]
     if hashlib.sha256(payload).digest() != digest:

@@ -16,7 +16,7 @@ Mark = TypeVar("Mark")
 
 
 class Clock(Protocol[Mark]):
-    """Marks points in the training's course and tells, later, how far they lie apart."""
+    """Marks points in the training's course and says, later, how far they lie apart."""
 
     def mark(self) -> Mark:
         """Mark this point."""
@@ -97,7 +97,7 @@ class ThreadTime:
         self._file: int | None = None
 
     def open(self) -> None:
-        """Begin; where the kernel does not tell, times are NaN."""
+        """Begin; where the kernel does not say, times are NaN."""
         try:
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)

@@ -24,7 +24,7 @@ from trainer.profiling.evidence_schema import (
 from trainer.profiling.series import Series
 
 _EXACT = {"start_s", "end_s", "step", "images"}
-"""Columns that need more than float32, which tells a microsecond in ten seconds."""
+"""Columns that need more than float32, which resolves a microsecond in ten seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class TensorSamples:
     tensors: Sequence[str]
     """Names of the tensors."""
     values: Mapping[str, Series]
-    """Each of `TENSOR_COLUMNS` -> a value a look."""
+    """Each of `TENSOR_COLUMNS` -> a value a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +136,13 @@ def _span_table(spans: Spans) -> pa.Table:
     )
 
 
-def _tensor_table(looks: TensorSamples) -> pa.Table:
+def _tensor_table(samples: TensorSamples) -> pa.Table:
     return pa.table(
         {
-            "step": pa.array(looks.steps.astype(np.int64)),
-            "seconds": pa.array(looks.seconds),
-            "tensor": pa.array(looks.tensors, pa.string()),
-            **_numbers(looks.values),
+            "step": pa.array(samples.steps.astype(np.int64)),
+            "seconds": pa.array(samples.seconds),
+            "tensor": pa.array(samples.tensors, pa.string()),
+            **_numbers(samples.values),
         }
     )
 

@@ -7,7 +7,7 @@ An evidence artifact (version: `graph.SCHEMA_VERSIONS["evidence"]`) holds one di
     NAME/rank0-steps.arrow      a row a step: `STEP_COLUMNS`, then seconds of each range by its path (`other`, the phases, what users
                                 named); evenly thinned when long
     NAME/rank0-spans.arrow      a row for each range outside of a step: range, start_s, seconds; evenly thinned when long
-    NAME/rank0-tensors.arrow    a row for each look at each tensor of weights: step, seconds, tensor, then `TENSOR_COLUMNS`
+    NAME/rank0-tensors.arrow    a row for each sample of each tensor of weights: step, seconds, tensor, then `TENSOR_COLUMNS`
     NAME/rank0-system.arrow     a row a sample: end_s, then the signals, NaN where a signal stopped; averaged when long
     NAME/rank1.json, ...
     NAME/metrics.arrow          of rank 0: step, seconds, name, value; evenly thinned when long
@@ -49,7 +49,7 @@ STEP_COLUMNS = (
     "transfers",
 )
 """Columns of the step table before its ranges. `host_`: of the training's thread in the step, in `data`, and in `backward`; `cpu`:
-while it computed; `delayed`: while it was ready and no core was free, NaN where the kernel does not tell. `queued`: batches that the
+while it computed; `delayed`: while it was ready and no core was free, NaN where the kernel does not say. `queued`: batches that the
 loader processes had ready when the step asked for one, NaN where there are none. `transfers`: how often values came from the device to
 the host, on XLA, where that breaks up the step; NaN where it was not counted, as in most steps of a long training."""
 SPAN_COLUMNS = ("range", "start_s", "seconds")
@@ -68,7 +68,7 @@ TENSOR_COLUMNS = (
     "update_ratio",
     "unchanged",
 )
-"""Of a tensor of weights at a look: how many elements and dimensions; norm and mean absolute value of the weights before the step and
+"""Of a tensor of weights in a sample: how many elements and dimensions; norm and mean absolute value of the weights before the step and
 of the gradient before clipping; share of elements that are not finite, or zero; norm of the step's update against the norm of the
 weights, NaN where that is 0; share of elements that the step did not change. What is of the gradient is NaN where there is none."""
 METRIC_COLUMNS = ("step", "seconds", "name", "value")
@@ -142,7 +142,7 @@ class CommunicationRecord(StrictModel):
 
 
 class AttemptRecord(StrictModel):
-    """One try of this training: a later one goes on from a checkpoint."""
+    """One attempt at this training: a later one resumes from a checkpoint."""
 
     began_unix: float
     seen_unix: float
@@ -173,7 +173,7 @@ class ContextRecord(StrictModel):
 
 
 class RankRecord(StrictModel):
-    """What one process tells beside its tables."""
+    """What one process records beside its tables."""
 
     schema_version: int
     name: str
@@ -192,10 +192,10 @@ class RankRecord(StrictModel):
     """Loader processes beside the process; none where nothing was loaded."""
     process: ProcessRecord
     place: Machines | None = None
-    """The node pool and its price; none where nobody told."""
+    """The node pool and its price; None where it is not known."""
     context: ContextRecord = ContextRecord()
     attempts: tuple[AttemptRecord, ...] = ()
-    """All tries, the last one is this; known to rank 0."""
+    """All attempts, the last one is this; known to rank 0."""
     failed: str | None = None
     """Message of the error that ended it; only the first process leaves evidence then."""
     startup: Mapping[str, Seconds] = {}

@@ -1,4 +1,4 @@
-"""Tells of a training that hangs, which the training's own thread cannot."""
+"""Ends a training that hangs, which the training's own thread cannot."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _OWN = "trainer."
 
 
 class HangWatchdog:
-    """Rings once when it was not put off for too long; a thread of its own waits for that.
+    """Calls `on_hang` once if it was not reset for too long; a thread of its own waits for that.
 
     It can end what hangs where Python waits, for a loader process, a file or a lock: a signal interrupts the main thread. Where torch
     waits, for a device or another process, torch's own limits end it.
     """
 
     def __init__(
-        self, seconds: float, *, excused: Callable[[], bool], ring: Callable[[float, str], str], ends: bool
+        self, seconds: float, *, paused: Callable[[], bool], on_hang: Callable[[float, str], str], ends: bool
     ) -> None:
         """Around what the current thread does.
 
         Args:
-            seconds: how long without a sign of life is too long.
-            excused: whether the time counts for nothing at the moment.
-            ring: takes the seconds without a sign of life and where the thread is; gives the message for its end. Called in the alarm's
+            seconds: how long without a reset is too long.
+            paused: whether the time does not count at the moment.
+            on_hang: takes the seconds since the last reset and where the thread is; gives the message for its end. Called in the watchdog's
                 thread.
             ends: whether to end what hangs; only the main thread can be ended.
         """
-        self._seconds, self._excused, self._ring = seconds, excused, ring
+        self._seconds, self._paused, self._on_hang = seconds, paused, on_hang
         self._watched = threading.current_thread()
         self._ends = ends and self._watched is threading.main_thread()
         self._seen = time.monotonic()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._wait, name="alarm", daemon=True)
+        self._thread = threading.Thread(target=self._wait, name="hang-watchdog", daemon=True)
         self._message = f"ended by {_SIGNAL.name}"
         self._before: Any = None
 
@@ -59,18 +59,18 @@ class HangWatchdog:
         if self._ends:
             signal.signal(_SIGNAL, self._before or signal.SIG_DFL)
 
-    def put_off(self) -> None:
-        """A sign of life."""
+    def reset(self) -> None:
+        """Begin to count anew: the training is alive."""
         self._seen = time.monotonic()
 
     def _wait(self) -> None:
         while not self._closing.wait(self._seconds / 10):
-            if self._excused():
-                self.put_off()
+            if self._paused():
+                self.reset()
                 continue
             silent = time.monotonic() - self._seen
             if silent > self._seconds:
-                self._message = self._ring(silent, _place(self._watched))
+                self._message = self._on_hang(silent, _place(self._watched))
                 break
         else:
             return

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class LiveRules:
-    """Judges what the first process has recorded so far, every now and then; tells each rule's finding once.
+    """Judges what the first process has recorded so far, every now and then; reports each rule's finding once.
 
     What is judged, and when, changes nothing that is trained.
 
@@ -49,8 +49,8 @@ class LiveRules:
         self._tracker, self._say, self._active = tracker, say, active
         self._began = self._due = self._spent = 0.0
         self._step = 0
-        self._told: set[str] = set()
-        self._alarm: HangWatchdog | None = None
+        self._reported: set[str] = set()
+        self._watchdog: HangWatchdog | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -59,8 +59,8 @@ class LiveRules:
         self._due = self._began + self._settings.interval_s
         if self._active and stalled.enabled:
             ends = STALLED_TRAINING.name in self._settings.stop_on
-            alarm = HangWatchdog(stalled.seconds, excused=self._is_excused, ring=self._hangs, ends=ends)
-            self._alarm = self._open.enter_context(alarm)
+            watchdog = HangWatchdog(stalled.seconds, paused=self._is_paused, on_hang=self._hangs, ends=ends)
+            self._watchdog = self._open.enter_context(watchdog)
         return self
 
     def __exit__(
@@ -77,17 +77,17 @@ class LiveRules:
         if not self._active:
             return
         self._step = step
-        if self._alarm is not None:
-            self._alarm.put_off()
+        if self._watchdog is not None:
+            self._watchdog.reset()
         if time.perf_counter() < self._due:
             return
         for rule, finding in self._judge():
-            message = self._tell(rule, finding)
+            message = self._report(rule, finding)
             if rule.name in self._settings.stop_on:
                 raise TrainingError(message)
 
     def _judge(self) -> list[tuple[Rule, Finding]]:
-        """What was not told yet, those that end the training last."""
+        """What was not reported yet, those that end the training last."""
         began = time.perf_counter()
         try:
             with span("rules"):
@@ -100,25 +100,25 @@ class LiveRules:
         self._spent += now - began
         self._recorder.cost("rules", now - began)
         self._due = max(now + self._settings.interval_s, self._began + self._spent / max(self._settings.budget, 1e-9))
-        new = [(rule, finding) for rule, finding in found if rule.name not in self._told]
+        new = [(rule, finding) for rule, finding in found if rule.name not in self._reported]
         return sorted(new, key=lambda pair: pair[0].name in self._settings.stop_on)
 
     def _found(self) -> list[tuple[Rule, Finding]]:
         case = Case(training=self._recorder.snapshot(), rules=self._settings.rules, live=True)
         return [(answer.rule, answer.outcome) for answer in judge(case) if isinstance(answer.outcome, Finding)]
 
-    def _tell(self, rule: Rule, finding: Finding) -> str:
+    def _report(self, rule: Rule, finding: Finding) -> str:
         """Pass a finding on; gives the message for a training that it ends."""
         name, step, text = self._recorder.name, self._step, f"{finding.text} {finding.advice}"
-        self._told.add(rule.name)
+        self._reported.add(rule.name)
         self._say(f"{name}  step {step + 1}  {finding.severity}: {rule.title}. {text}")
         self._tracker.metrics(step, {f"{name}/finding/{rule.name}": 1.0})
         self._tracker.tag(f"trainer.finding.{name}.{rule.name}", text)
         return f"{name}: stopped after step {step + 1}, as profile.stop_on has {rule.name}: {text.removesuffix('.')}"
 
-    def _is_excused(self) -> bool:
+    def _is_paused(self) -> bool:
         timeline = self._recorder.timeline
         return timeline.first_step_ended_ns is None or timeline.is_beside_steps or self._recorder.is_compiling
 
     def _hangs(self, seconds: float, place: str) -> str:
-        return self._tell(STALLED_TRAINING, hanging(seconds, self._step, place))
+        return self._report(STALLED_TRAINING, hanging(seconds, self._step, place))

@@ -102,7 +102,7 @@ class LoadersSignal:
     columns = ("loaders_cpu_percent",)
 
     def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
-        """`pids` tells which they are now."""
+        """`pids` gives their ids now."""
         self._pids = pids
         self._processes: dict[int, psutil.Process] = {}
         self._last = (time.perf_counter(), math.nan)
@@ -172,7 +172,7 @@ class GpuMemorySignal:
         self._device = device
 
     def read(self) -> Sequence[float]:
-        """As the driver and torch's allocator tell."""
+        """As the driver and torch's allocator report."""
         free, total = torch.cuda.mem_get_info(self._device)
         return (float(total - free), float(total), float(torch.cuda.memory_allocated(self._device)))
 
@@ -271,7 +271,7 @@ class Monitor:
         try:
             signal = setup()
             signal.read()
-        except Exception as error:  # noqa: BLE001  # whatever a driver answers, the training goes on
+        except Exception as error:  # noqa: BLE001  # whatever a driver answers, the training continues
             self.missing[name] = str(error) or type(error).__name__
         else:
             self._signals.append(signal)

@@ -1,6 +1,6 @@
-"""Looks at what is learned, now and then: every tensor of weights, and the attention of some images.
+"""Samples what is learned, now and then: every tensor of weights, and the attention of some images.
 
-When to look depends on what looking costs here, so on timing, and decides about nothing else: the training goes on as if nobody looked.
+When it samples depends on what that costs here, so on timing, and decides nothing else: the training itself is not changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.profiling.tensor_stats import TensorStats
 from trainer.profiling.timeline import RECORDER, Timeline
 
 TENSOR_SAMPLES_KEPT = 256
-"""Looks that are kept after the first one; more of them are thinned evenly."""
+"""Samples that are kept after the first one; more of them are thinned evenly."""
 
 
 Metrics = Callable[[int, Mapping[str, float], float], None]
@@ -32,7 +32,7 @@ Metrics = Callable[[int, Mapping[str, float], float], None]
 
 
 class _Sent(NamedTuple):
-    """A look on its way to the host."""
+    """A sample on its way to the host."""
 
     step: int
     seconds: float
@@ -40,10 +40,10 @@ class _Sent(NamedTuple):
 
 
 class TensorSampler:
-    """Looks at a model in the first step of a process and then in multiples of `tensors_every` steps, as far as the budget allows.
+    """Samples a model in the first step of a process and then in multiples of `tensors_every` steps, as far as the budget allows.
 
-    They are multiples, so that processes, each of which decides on its own, mostly look at the same steps. Where a device traces, a look
-    is a part of the step's graph, which all processes must have alike: they agree, and all look at attention.
+    They are multiples, so that processes, each of which decides on its own, mostly sample the same steps. Where a device traces, a sample
+    is a part of the step's graph, which all processes must have alike: they agree, and all sample attention.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class TensorSampler:
             metrics: takes the curves.
             model: what is trained, on its device, neither compiled nor wrapped; None: nothing.
             left_out: names of weights that are not trained on purpose.
-            attention: whether to look at attention too.
-            agree: from whether this process would look to whether all do; None where each may decide by itself.
-            apart: stands around what looking itself does.
+            attention: whether to sample attention too.
+            agree: from whether this process would sample to whether all do; None where each may decide by itself.
+            apart: stands around the sampler's own work.
         """
         self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
         self._tensors: TensorStats | None = None
@@ -80,7 +80,7 @@ class TensorSampler:
         self._agree = agree
         self._host_s = 0.0
         self.missing: dict[str, str] = {}
-        """What is not looked at -> the reason."""
+        """What is not sampled -> the reason."""
         if model is None:
             return
         if not settings.tensors_every:
@@ -103,13 +103,13 @@ class TensorSampler:
 
     @property
     def spent_s(self) -> float:
-        """What looking has cost: time of the host, or of the device where that is more."""
+        """What sampling has cost: time of the host, or of the device where that is more."""
         ranges = self._timeline.ranges
         on_device = self._timeline.totals.ranges[ranges.index(RECORDER)] if RECORDER in ranges else 0.0
         return max(self._host_s, on_device)
 
     def around_update(self, step: int, forward: Callable[[], object]) -> AbstractContextManager[None]:
-        """The optimiser's part of a step, as a context; `forward` sends some images through the model, to look at its attention."""
+        """The optimiser's part of a step, as a context; `forward` sends some images through the model, to sample its attention."""
         if self._has_arrived:
             with self._apart():
                 self.take_in()
@@ -130,7 +130,7 @@ class TensorSampler:
             self._keep(self._sent.popleft())
 
     def table(self) -> tuple[Series, Series]:
-        """Step and second of each look that has arrived, [L, 2], and what it saw, [L, tensors, columns]."""
+        """Step and second of each sample that has arrived, [L, 2], and what it saw, [L, tensors, columns]."""
         rows = np.concatenate([np.reshape(self._first, (-1, len(self._later.columns))), self._later.array()])
         return rows[:, :2], rows[:, 2:].reshape(len(rows), len(self.tensors), len(TENSOR_COLUMNS))
 

@@ -1,7 +1,7 @@
 """How fast a training is: each measure is defined once, and the page, the rules, the log and a comparison share it.
 
 The measured steps are those that torch.profiler did not slow, without the first one, which also warms up. Their times are as they were,
-with what other programs and the recorder's looks took of them. Rules on speed set what they find against the undisturbed step instead,
+with what other programs and the recorder's samples took of them. Rules on speed set what they find against the undisturbed step instead,
 which is without both (`rules.system.compared_steps.Steps`), and call it so.
 """
 

@@ -44,7 +44,7 @@ INTERRUPTED = "interrupted"
 PROFILER = "profiler"
 """Opening and closing the window."""
 RECORDER = "recorder"
-"""Looking at weights, gradients and attention, inside of steps."""
+"""Sampling weights, gradients and attention, inside of steps."""
 
 STEPS_KEPT = 16384
 """Rows of the step table; a longer training keeps this many to half of it, evenly spread."""
@@ -261,7 +261,7 @@ class Timeline:
 
     @property
     def inside_step(self) -> bool:
-        """Whether a step is going on."""
+        """Whether a step is in progress."""
         return self._segment is not None and self._segment.inside_step
 
     @property

@@ -1,9 +1,9 @@
-"""What XLA tells of a training: the graphs that it compiled, what came back from the device, its memory.
+"""What XLA reports of a training: the graphs that it compiled, what came back from the device, its memory.
 
 Imported only where a training runs on such a device. Operations on tensors are only noted; a graph of them is compiled, on the thread that
 asked for it, when they are handed over (`torch_xla.sync`) or read, so a compilation belongs to the step in which that happens and the
-host's clock sees all of it. The device then works while the host goes on; the host waits for it where it reads a tensor, and where it hands
-over a graph before the one before has ended.
+host's clock sees all of it. The device then works while the host continues; the host waits for it where it reads a tensor, and where it
+hands over a graph before the one before has ended.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class XlaMemorySignal:
         self._device = str(device)
 
     def read(self) -> Sequence[float]:
-        """As the device's runtime tells.
+        """As the device's runtime reports.
 
         Raises:
             RuntimeError: it does not; the CPU's has no such figures.
@@ -143,13 +143,13 @@ class XlaMemorySignal:
 
 
 class _Compiled:
-    """Graphs that were compiled, and seconds in the compiler, between two looks."""
+    """Graphs that were compiled, and seconds in the compiler, between two readings."""
 
     def __init__(self) -> None:
         self._graphs, self._seconds = _counter(_COMPILED), _sum(_COMPILE_TIME) * 1e-9
 
     def since_last(self) -> tuple[int, float]:
-        """Since the last look."""
+        """Since the last reading."""
         graphs = _counter(_COMPILED)
         if graphs == self._graphs:
             return 0, 0.0

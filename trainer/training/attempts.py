@@ -1,6 +1,6 @@
-"""The tries that a training has needed: each goes on from the checkpoint that the one before has left.
+"""The attempts that a training has needed: each resumes from the checkpoint that the one before has left.
 
-A try that fails notes at which step and with what message. If a later one fails at the same step in the same way, to try again would not
+An attempt that fails notes at which step and with what message. If a later one fails at the same step in the same way, another would not
 help, and the training ends for good, whatever else would have started it again.
 """
 
@@ -55,9 +55,9 @@ class Failure(BaseModel):
 
 
 class Attempts:
-    """Notes this try and its signs of life beside the checkpoints, where the next one finds them; with them they are removed.
+    """Notes this attempt and its heartbeats beside the checkpoints, where the next one finds them; with them they are removed.
 
-    Each sign of life begins with a look whether a later try has begun. It is given in the background, where it may wait for a store.
+    Each heartbeat first checks whether a later attempt has begun. It is written in the background, where it may wait for a store.
 
     with attempts.resumed_at(first_step):
         for step in ...:
@@ -104,13 +104,13 @@ class Attempts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Note how the try has ended, when the last sign of life has arrived: else it could come after what is written now, or removed.
+        """Note how the attempt has ended, when the last heartbeat has arrived: else it could come after what is written now, or removed.
 
         Raises:
             TrainerError: it failed as an earlier one did; of that one's kind, if that has a message for users.
         """
         if isinstance(error, SupersededError):
-            return  # the notes are the later try's
+            return  # the notes are the later attempt's
         is_idle = self._writer.wait(wait_limit_s() if kind is None else LAST_WAIT_S)
         if kind is not None and self._active and is_idle:
             self._begin_sign(self._sign)
@@ -122,7 +122,7 @@ class Attempts:
         """Note that `steps` steps are completed; written down every few seconds.
 
         Raises:
-            SupersededError: a later try of this training has begun.
+            SupersededError: a later attempt at this training has begun.
         """
         self._steps = steps
         if self._writer.failure is not None:
@@ -158,7 +158,7 @@ class Attempts:
             ) from error
 
     def _failures(self) -> list[Failure]:
-        """How processes of earlier tries have failed; a note that cannot be read is none."""
+        """How processes of earlier attempts have failed; a note that cannot be read is none."""
         found = []
         for name in storage.children(self._checkpoints):
             if name.startswith(FAILURE) and name.endswith(".json"):

@@ -1,7 +1,7 @@
-"""Meetings of the training processes: every wait for the others has a limit, and tells who did not come to what.
+"""A watchdog for collectives: every wait for the other processes has a limit, and its error names who is missing from what.
 
 Torch ends a collective that takes too long, but says neither what it was for nor who is missing. So each process notes in the store, which
-all of them reach, to which meeting it came; those that waited in vain look who did not.
+all of them reach, which collective it has reached; those that waited in vain read who has not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULT_WAIT_S = 600.0
 _ROLL_CALL_S = 3.0
 """How long who waited in vain waits for the others to say the same."""
 _STORE_S = 10.0
-"""How long the store may take to tell who came."""
+"""How long the store may take to say who came."""
 
 _GAVE_UP = re.compile(r"[Tt]imed out|[Tt]imeout")
 _FROM_TORCH = re.compile(r"gloo|NCCL|c10d|[Ss]tore|Connection (closed|reset)|Broken pipe")
@@ -52,7 +52,7 @@ def wait_limit_s() -> float:
 
 
 class RollCall(NamedTuple):
-    """Who came to a meeting."""
+    """Who has reached a collective."""
 
     missing: list[int]
     """Ranks that did not."""
@@ -61,7 +61,7 @@ class RollCall(NamedTuple):
 
 
 class CollectiveWatchdog:
-    """The meetings of one process with all others, in their order."""
+    """The collectives of one process with all others, in their order."""
 
     def __init__(self, store: Store, *, rank: int, world_size: int, limit_s: float) -> None:
         """Noted in a store.
@@ -77,7 +77,7 @@ class CollectiveWatchdog:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Note that this process has come to a meeting, in which the block waits for the others.
+        """Note that this process has reached a collective, in which the block waits for the others.
 
         Raises:
             LostProcessError: a process did not come within the limit, or is gone.
@@ -87,7 +87,7 @@ class CollectiveWatchdog:
             self._note()
             yield
         except RuntimeError as error:
-            self._tell(what, error)
+            self._raise_lost(what, error)
             raise
 
     @contextmanager
@@ -101,13 +101,13 @@ class CollectiveWatchdog:
             yield
         except RuntimeError as error:
             self._number += 1
-            self._tell(what, error)
+            self._raise_lost(what, error)
             raise
 
     def _note(self, *, gave_up: bool = False) -> None:
         self._store.set(str(self._rank), json.dumps([self._number, gave_up]))
 
-    def _tell(self, what: str, error: RuntimeError) -> None:
+    def _raise_lost(self, what: str, error: RuntimeError) -> None:
         """Turn torch's error about the other processes into one that names those who are missing; any other error is left.
 
         Raises:
@@ -117,8 +117,8 @@ class CollectiveWatchdog:
         if not isinstance(error, DistError) and not _FROM_TORCH.search(reason):
             return
         reason = _PLACE.sub("", reason).partition(". ")[0]
-        told = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))
-        raise LostProcessError(_message(what, reason, told, self._limit_s)) from error
+        roll = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))
+        raise LostProcessError(_message(what, reason, roll, self._limit_s)) from error
 
     def _call_the_roll(self, *, gave_up: bool) -> RollCall:
         """Who has not come as far as this process; the others get some time to say that they have waited in vain too."""
@@ -132,7 +132,7 @@ class CollectiveWatchdog:
             time.sleep(0.1)
 
     def _read(self, rank: int) -> tuple[int, bool]:
-        """The number of the last meeting to which a process came, and whether it gave that up."""
+        """The number of the last collective that a process has reached, and whether it gave that up."""
         if not self._store.check([str(rank)]):
             return 0, False
         number, gave_up = json.loads(self._store.get(str(rank)))
@@ -141,12 +141,12 @@ class CollectiveWatchdog:
 
 def _message(what: str, reason: str, roll: RollCall | None, limit_s: float) -> str:
     if roll is None:
-        return f"{what}: {reason}; who is missing is not known, for the processes' meeting place does not answer either"
+        return f"{what}: {reason}; who is missing is not known, for the processes' rendezvous does not answer either"
     if not roll.missing:
         return f"{what}: all processes came, but lost each other ({reason}); look at the network between the machines"
     who = f"rank{'s' if len(roll.missing) > 1 else ''} {', '.join(map(str, roll.missing))}"
     if roll.gave_up:
-        return f"{who} did not come to {what} within {limit_s:g} s; the log there may tell why"
+        return f"{who} did not come to {what} within {limit_s:g} s; the log there may say why"
     return f"{who} went away during {what} ({reason})"
 
 
@@ -158,7 +158,7 @@ def _within(seconds: float, work: Callable[[], RollCall]) -> RollCall | None:
         try:
             results.append(work())
         except RuntimeError as error:
-            logger.warning("the processes' meeting place: %s", error)
+            logger.warning("the processes' rendezvous: %s", error)
 
     thread = threading.Thread(target=run, name="roll-call", daemon=True)
     thread.start()

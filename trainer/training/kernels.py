@@ -56,7 +56,7 @@ def use_fast_kernels(model: nn.Module, device: Device, precision: Precision) -> 
         device: where it runs.
         precision: of its forward pass.
     """
-    # Torch 2.9, the last beside which there is a torch_xla, does not tell what a processor can do.
+    # Torch 2.9, the last beside which there is a torch_xla, does not say what a processor can do.
     if device.kind != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
         return
     processor = torch.cpu.get_capabilities()

@@ -88,7 +88,7 @@ class MicroBatchLoader:
         )
 
     def _choose(self, step_seconds: Callable[[], float]) -> int:
-        """As many as keep up with the step, by the measurements of the process that needs most."""
+        """So many as keep up with the step, by the measurements of the process that needs most."""
         positions = count(0, self._batches.count)
         chosen = measured_workers(self._name, self._batches, positions, step_seconds, self._processes)
         return max(self._processes.gather(chosen, "the choice of loader processes"))

@@ -315,7 +315,7 @@ class Trainer:
             self.save_checkpoint(step + 1, top1=(scores or {}).get(TOP1), pending=pending, needed=True)
             self.training.checkpoints.finish(needed=True)
         raise PreemptedError(
-            f"{self.training.name}: was asked to end after step {step + 1}; its checkpoint is written, and the same command goes on "
+            f"{self.training.name}: was asked to end after step {step + 1}; its checkpoint is written, and the same command continues "
             "from there"
         )
 
@@ -372,5 +372,5 @@ class Trainer:
             return 0, ()
         restore(state, self.model, self._optimizer, self._ema.model if self._ema else None)
         if self.processes.is_first:
-            logger.info("%s  going on after step %d from a checkpoint", self.training.name, state.step)
+            logger.info("%s  resuming after step %d from a checkpoint", self.training.name, state.step)
         return state.step, state.pending

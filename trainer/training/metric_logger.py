@@ -66,7 +66,7 @@ class MetricLogger:
         if self._waiting:
             self._processes.barrier(
                 f"the losses of step {self._waiting[-1][0] + 1}"
-            )  # a GPU could not tell who is missing
+            )  # a GPU could not say who is missing
             self._send()
         self._publish()
 

@@ -22,7 +22,7 @@ from trainer.profiling.timeline import span
 
 
 def make_prefetcher(batches: Iterator[Batch], views: Views, device: Device) -> Prefetcher:
-    """How these micro-batches come to this device, in their order; `views` tells how it makes what the loader left to it."""
+    """How these micro-batches come to this device, in their order; `views` says how it makes what the loader left to it."""
     return ThreadedPrefetcher(batches, views, device) if device.traces else Prefetcher(batches, views, device)
 
 
@@ -34,7 +34,7 @@ class Prefetcher:
     """
 
     def __init__(self, batches: Iterator[Batch], views: Views, device: Device) -> None:
-        """Of these micro-batches, in their order; `views` tells how the device makes what the loader left to it."""
+        """Of these micro-batches, in their order; `views` says how the device makes what the loader left to it."""
         self._batches, self._views, self._device = batches, views, device
         self._stream = torch.cuda.Stream(device.torch_device) if device.kind == "cuda" else None
         self._sent: Batch | None = None
@@ -129,7 +129,7 @@ def render(batch: Batch, views: Views) -> Batch:
 
     Args:
         batch: on the device, decoded, but for what `Batch` says is on the CPU.
-        views: tells how views are made.
+        views: how views are made.
     """
     images = batch.images
     if batch.views is not None:

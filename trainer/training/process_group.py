@@ -19,10 +19,10 @@ from trainer.training.collective_watchdog import CollectiveWatchdog, wait_limit_
 
 T = TypeVar("T")
 
-_KEYS = "trainer/meetings"
-"""Where the store keeps who came to which meeting."""
+_KEYS = "trainer/collectives"
+"""Where the store keeps who has reached which collective."""
 _DEVICE_PATIENCE = 2
-"""How much longer than the host the device waits for the others: it cannot tell for whom, and its end takes the process with it."""
+"""How much longer than the host the device waits for the others: it does not know for whom, and its end takes the process with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Processes:
         """Rank of the first process of this machine; torchrun numbers the processes machine by machine."""
         return self.rank - self.local_rank
 
-    def barrier(self, what: str = "a meeting of all processes") -> None:
+    def barrier(self, what: str = "a barrier of all processes") -> None:
         """Wait for all processes; `what` it is for, for the message.
 
         Raises:
@@ -85,7 +85,7 @@ class Processes:
         return self.total(values) / self.world_size
 
     def total(self, values: torch.Tensor, what: str = "a sum over all processes") -> torch.Tensor:
-        """Sum over the processes, element by element; the same on every process. On a GPU the host goes on meanwhile.
+        """Sum over the processes, element by element; the same on every process. On a GPU the host continues meanwhile.
 
         Args:
             values: of this process.
@@ -102,7 +102,7 @@ class Processes:
         return summed
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around torch's own waits for the other processes: tells who is missing where one fails; `what` it is for.
+        """Around torch's own waits for the other processes: says who is missing where one fails; `what` it is for.
 
         Raises:
             LostProcessError: a process did not come within the limit, or is gone.
@@ -143,7 +143,7 @@ def join_processes(*, deterministic: bool | None = False) -> Iterator[Processes]
 def _join(device: Device, local_rank: int) -> Processes:
     limit_s = wait_limit_s()
     limit = timedelta(seconds=limit_s)
-    store, rank, world_size = _meeting_place(limit)
+    store, rank, world_size = _rendezvous_store(limit)
     watchdog = CollectiveWatchdog(PrefixStore(_KEYS, store), rank=rank, world_size=world_size, limit_s=limit_s)
     with watchdog.collective("the start of all processes"):
         dist.init_process_group(
@@ -167,7 +167,7 @@ def _join(device: Device, local_rank: int) -> Processes:
     )
 
 
-def _meeting_place(limit: timedelta) -> tuple[Store, int, int]:
+def _rendezvous_store(limit: timedelta) -> tuple[Store, int, int]:
     """The store of the launcher, or of the first process, with this process's rank and the number of processes.
 
     Raises:
@@ -178,7 +178,7 @@ def _meeting_place(limit: timedelta) -> tuple[Store, int, int]:
     except dist.DistError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LostProcessError(
-            f"the processes' meeting place {place} did not answer, or not all came to it, within {limit.total_seconds():g} s "
+            f"the processes' rendezvous {place} did not answer, or not all came to it, within {limit.total_seconds():g} s "
             f"({str(error).splitlines()[0]}); look whether the first node and all processes run"
         ) from error
     store.set_timeout(limit)

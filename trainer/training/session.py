@@ -169,7 +169,7 @@ class Session:
         except (
             PreemptedError,
             SupersededError,
-        ):  # it goes on, here or in the later try, whose evidence would stand there
+        ):  # it resumes, here or in the later attempt, whose evidence would stand there
             raise
         except BaseException as error:
             if not self.processes.is_first or not recorder.has_begun or not self._keep_evidence(recorder, uri):
@@ -240,7 +240,7 @@ class Session:
             self.model.figures.update(models.describe(model) | {"val_top1": self._measured["val_top1"]})
 
     def check_ours(self) -> None:
-        """Make sure, before the outputs are written, that no later try of this stage writes them too.
+        """Make sure, before the outputs are written, that no later attempt at this stage writes them too.
 
         Raises:
             SupersededError: one does.

@@ -75,7 +75,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """Something that is not worth a trial here."""
+    """Something that would not pay for its trial here."""
 
     field: str
     why: str
@@ -84,7 +84,7 @@ class Skipped:
 Proposals = Iterator[Proposal | Skipped]
 
 _LEAST_WAIT = 0.05
-"""A smaller share of a step that waits for data is not worth a loader process."""
+"""A smaller share of a step that waits for data does not pay for a loader process."""
 _HELD_UP = 1.05
 """Gain without waiting from which on a candidate that waits is tried with more loader processes."""
 _CROWDED, _FEWER = 1.5, 1.03
@@ -111,7 +111,7 @@ class SearchHistory:
 
 
 def propose(best: Trial, job: Workload, history: SearchHistory) -> list[Proposal | Skipped]:
-    """All that could be changed in the best candidate so far, and what is not worth it."""
+    """All that could be changed in the best candidate so far, and what would not pay for its trial."""
     makers: tuple[Callable[[Trial, Workload, SearchHistory], Proposals], ...] = (
         _workers,
         _teacher,

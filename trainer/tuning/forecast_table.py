@@ -1,6 +1,6 @@
 """What a distillation takes on every pool where it was tried, and on other numbers of nodes: `python -m trainer forecast`.
 
-A pool that nobody has tried is not in the table: peak figures say little of what a training reaches.
+A pool that was not tried is not in the table: peak figures say little of what a training reaches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.summary import aligned
 from trainer.tuning.tuning_schema import Tuning, read_tuning
 
 Subject = Mapping[str, object]
-"""What is distilled: name -> what tells it from others."""
+"""What is distilled: name -> what distinguishes it from others."""
 DIRECTORY = "tuning"
 """Of the tuning in the directory of a run."""
 

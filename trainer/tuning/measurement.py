@@ -19,7 +19,7 @@ from trainer.tuning.tuning_schema import Trial
 logger = logging.getLogger(__name__)
 
 THOROUGHNESS = 6.0
-"""How many times longer than in a trial the steps are measured, since hours and dollars are told from them."""
+"""How many times longer than in a trial the steps are measured, since hours and dollars are computed from them."""
 
 
 def measure(
@@ -47,7 +47,7 @@ def measure(
     steps = step_count(settings, len(training.samples))
     unmeasured = (
         warm + window + 1
-    )  # the step after the window tells how long laps are; the window's closing would count as its last one's
+    )  # the step after the window sets how long laps are; the window's closing would count as its last one's
     timer = StepTimer(settings.batch_size, warm_steps=unmeasured, total_steps=steps, thoroughness=THOROUGHNESS)
     made_s = time.perf_counter() - began
     measured_steps = measure_steps(training, timer, tracker)

@@ -137,7 +137,7 @@ def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
 
 
 def _reason_to_stop(state: _SearchState, name: str, gain: float, limit_s: float) -> str:
-    """Why the search ends here; empty if it goes on with the idea of that name."""
+    """Why the search ends here; empty if it continues with that proposal."""
     cost, run_s = state.best.seconds, state.job.run_s(state.best)
     saving = run_s * (1 - 1 / gain)
     if saving < cost:

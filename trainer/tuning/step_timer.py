@@ -21,7 +21,7 @@ PRECISE = 0.02
 
 
 class Plan(NamedTuple):
-    """What the first process tells the others after each lap."""
+    """What the first process sends to the others after each lap."""
 
     ended: Literal["", "measured", "outrun"]
     steps: int

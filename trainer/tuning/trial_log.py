@@ -1,6 +1,6 @@
 """What a tuning has measured, kept beside the checkpoints until it is complete: one that is started again does not measure it again.
 
-The search is a function of what is measured, so with the same measurements it takes the same decisions and goes on where it was; the time
+The search is a function of what is measured, so with the same measurements it takes the same decisions and continues where it was; the time
 of the trials counts as if it had never been interrupted.
 """
 
@@ -43,7 +43,7 @@ class TrialLog:
         self.uri, self._is_first = uri, processes.is_first
         self._notes = processes.gather(self._read() if self._is_first else _Notes())[0]
         if self._is_first and self._notes.trials:
-            logger.info("tune  going on: %d trials were measured by an earlier try", len(self._notes.trials))
+            logger.info("tune  resuming: %d trials were measured by an earlier attempt", len(self._notes.trials))
 
     @property
     def recording(self) -> RecordingTime | None:

@@ -1,6 +1,6 @@
 """A candidate, measured: real steps of the distillation with its settings, in this group of processes.
 
-All processes take part, and take the decisions of the first one, which it tells them after each lap.
+All processes take part, and take the decisions of the first one, which it sends them after each lap.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Trials:
         return trial
 
     def learn(self, trial: Trial) -> None:
-        """Take what a trial, also one of an earlier try, tells of the memory that others will need."""
+        """Take what a trial, also one of an earlier attempt, says of the memory that others will need."""
         if trial.failed:
             return
         kind, images = _beside_images(trial.candidate), self._images(trial.candidate)

@@ -73,7 +73,7 @@ class Trial(StrictModel):
     workers: int = 0
     """Loader processes beside each training process; those that `auto` chose."""
     advised_workers: int = 0
-    """As many as keep up with this step by the measured time that loading takes."""
+    """So many as keep up with this step by the measured time that loading takes."""
     memory_bytes: int = 0
     """Most that a process used: of its GPU, or else of the machine."""
     fixed_bytes: int = 0

@@ -29,7 +29,7 @@ class Bell:
 
 def test_it_rings_once_and_says_how_long_and_where() -> None:
     bell = Bell()
-    with HangWatchdog(0.05, excused=lambda: False, ring=bell, ends=False):
+    with HangWatchdog(0.05, paused=lambda: False, on_hang=bell, ends=False):
         assert bell.rung.wait(LIMIT_S)
         time.sleep(0.2)
     ((seconds, place),) = bell.told
@@ -40,8 +40,8 @@ def test_it_rings_once_and_says_how_long_and_where() -> None:
 def test_a_waiting_main_thread_is_ended_with_the_message() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     began = time.monotonic()
-    alarm = HangWatchdog(0.05, excused=lambda: False, ring=Bell("it hangs"), ends=True)
-    with pytest.raises(TrainingError, match=r"^it hangs$"), alarm:
+    watchdog = HangWatchdog(0.05, paused=lambda: False, on_hang=Bell("it hangs"), ends=True)
+    with pytest.raises(TrainingError, match=r"^it hangs$"), watchdog:
         threading.Event().wait(LIMIT_S)
     assert time.monotonic() - began < LIMIT_S
     assert signal.getsignal(signal.SIGUSR1) == before
@@ -49,7 +49,7 @@ def test_a_waiting_main_thread_is_ended_with_the_message() -> None:
 
 def test_what_is_excused_rings_nothing() -> None:
     bell, excuses = Bell(), []
-    with HangWatchdog(0.01, excused=lambda: excuses.append(1) is None, ring=bell, ends=True):
+    with HangWatchdog(0.01, paused=lambda: excuses.append(1) is None, on_hang=bell, ends=True):
         while len(excuses) < 20:
             time.sleep(0.01)
     assert not bell.told
@@ -58,10 +58,10 @@ def test_what_is_excused_rings_nothing() -> None:
 def test_signs_of_life_put_it_off() -> None:
     bell = Bell()
     began = time.monotonic()
-    with HangWatchdog(5, excused=lambda: False, ring=bell, ends=True) as alarm:
+    with HangWatchdog(5, paused=lambda: False, on_hang=bell, ends=True) as watchdog:
         for _ in range(3):
             time.sleep(0.1)
-            alarm.put_off()
+            watchdog.reset()
     assert not bell.told
     assert time.monotonic() - began < LIMIT_S, "leaving does not wait for the alarm"
 
@@ -70,7 +70,7 @@ def test_in_another_thread_it_tells_but_ends_nothing() -> None:
     bell = Bell("it hangs")
 
     def hang() -> None:
-        with HangWatchdog(0.05, excused=lambda: False, ring=bell, ends=True):
+        with HangWatchdog(0.05, paused=lambda: False, on_hang=bell, ends=True):
             assert bell.rung.wait(LIMIT_S)
 
     thread = threading.Thread(target=hang)

@@ -164,7 +164,7 @@ def test_an_interrupted_distillation_goes_on_with_other_workers_but_not_with_ano
     (folder,) = (tmp_path / "interrupted" / "checkpoints").glob("distill-*")
     assert str(caught.value) == (
         f"distill: {folder} holds an unfinished training of other settings or inputs: distill.temperature was 2.0, is 3.0; "
-        "give the old ones to go on with it, remove that folder to begin anew, or choose another output"
+        "give the old ones to continue it, remove that folder to begin anew, or choose another output"
     )
     assert len(distilled("interrupted", checkpoint_every=5, log_every=1, workers=1).curves()["loss"]) == 4
 

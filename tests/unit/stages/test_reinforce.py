@@ -181,7 +181,7 @@ def test_a_store_that_fails_in_the_middle_costs_nothing_that_was_finished(
     with caplog.at_level(logging.INFO):
         stages.call("reinforce", section, places)
     assert "view-00001-block-00000.bin: is damaged (checksum)" in caplog.text
-    assert "going on: 1 of 3 shards are there" in caplog.text
+    assert "resuming: 1 of 3 shards are there" in caplog.text
     assert not object_store.keys("run/checkpoints")
     recording = artifacts.read(places["teacher_outputs"], "teacher_outputs")
     read = open_recording(places["teacher_outputs"]).read(np.arange(9), np.full(9, 2))

@@ -56,7 +56,7 @@ def messages(calls):
 def test_who_did_not_come_to_a_meeting_is_named_with_what_it_was_for(group):
     for one in group:
         come(one, "the first meeting")
-    expected = "rank 1 did not come to the checkpoint of step 7 within 5 s; the log there may tell why"
+    expected = "rank 1 did not come to the checkpoint of step 7 within 5 s; the log there may say why"
     # Torch breaks the connections to all others where one gives up; to them it looks as if it were lost.
     calls = [
         lambda: come(group[0], "the checkpoint of step 7", TIMED_OUT),
@@ -72,7 +72,7 @@ def test_who_waits_in_a_step_notes_nothing_before_and_finds_who_is_missing_too(g
         with group[0].waiting("step 1"):
             pass
     assert messages([lambda: wait(group[0], "step 4", TIMED_OUT)]) == {
-        "ranks 1, 2 did not come to step 4 within 5 s; the log there may tell why"
+        "ranks 1, 2 did not come to step 4 within 5 s; the log there may say why"
     }
 
 

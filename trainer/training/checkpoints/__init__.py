@@ -1,4 +1,4 @@
-"""Checkpoints: what an interrupted training needs to go on.
+"""Checkpoints: what an interrupted training needs to resume.
 
 A checkpoint is an artifact of safetensors and one JSON file: the weights, the optimiser's state, the average of the weights, each tensor
 by the name of its weight, and the number of steps done. The order of samples, the views, the schedule and what the generators draw in a
@@ -6,8 +6,8 @@ step are functions of that number and of the settings, which the manifest holds 
 generator and no counter to keep, and the same checkpoint serves any number of processes.
 
     ROOT/NAME-KEY/                      KEY: digest of the inputs and of the settings that decide what is learned (`compatibility`)
-        generation-003                  the third try of this training, which fences off the first two (`generations`)
-        step-00000500-g003/             a checkpoint that the third try has written
+        generation-003                  the third attempt at this training, which fences off the first two (`fencing`)
+        step-00000500-g003/             a checkpoint that the third attempt has written
 
 `state` takes a state apart and puts it back, `snapshots` copies it into the host's memory and writes it, `writer` does so in the
 background, and `collection` keeps the newest and the best.

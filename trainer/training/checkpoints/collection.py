@@ -130,7 +130,7 @@ class Checkpoints:
     # Beginning
 
     def begin(self) -> None:
-        """Begin a new try: fence off those before it, and remove what they have left half-written.
+        """Begin a new attempt: fence off those before it, and remove what they have left half-written.
 
         Raises:
             SettingsError: an unfinished training of other settings or inputs stands where only this one should.
@@ -146,7 +146,7 @@ class Checkpoints:
                 continue
             try:
                 self._whole[entry] = artifacts.manifest(self._uri(entry), "checkpoint").figures.get(TOP1)
-            except ArtifactError:  # `read` tells of it
+            except ArtifactError:  # `read` reports it
                 continue
         for name in storage.children(self.uri):
             if name.startswith(_DRAFT):
@@ -174,7 +174,7 @@ class Checkpoints:
         if differing:
             raise SettingsError(
                 f"{self._name}: {uri} holds an unfinished training of other settings or inputs: {listed(differing)}; give the old "
-                "ones to go on with it, remove that folder to begin anew, or choose another output"
+                "ones to continue it, remove that folder to begin anew, or choose another output"
             )
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Checkpoints:
 
     @property
     def best(self) -> float | None:
-        """Highest top-1 accuracy of those that this try has found or written."""
+        """Highest top-1 accuracy of those that this attempt has found or written."""
         return max((top1 for top1 in self._whole.values() if top1 is not None), default=None)
 
     def entries(self) -> list[CheckpointEntry]:
@@ -217,9 +217,9 @@ class Checkpoints:
     # Writing
 
     def save(self, state: TrainingState, *, top1: float | None = None, needed: bool = False) -> None:
-        """Copy a state, unless this try has written that step, and write it in the background; waits for the write before.
+        """Copy a state, unless this attempt has written that step, and write it in the background; waits for the write before.
 
-        Where a store holds that one up, the state is passed over: the training is to go on, and has another one to keep soon.
+        Where a store holds that one up, the state is passed over: the training continues, and has another one to keep soon.
 
         Args:
             state: what to keep.
@@ -227,13 +227,13 @@ class Checkpoints:
             needed: whether no step follows, so that it is not passed over.
 
         Raises:
-            SupersededError: a later try of this training has begun.
+            SupersededError: a later attempt at this training has begun.
             OutputError, StorageError: too many writes in a row have failed, or one does not end.
         """
         if not needed and self._is_held_up():
             if not self._passed_over:
                 logger.warning(
-                    "%s  no checkpoint after step %d: the one before is still on its way to %s; the training goes on, and keeps the next "
+                    "%s  no checkpoint after step %d: the one before is still on its way to %s; the training continues, and keeps the next "
                     "one that can be written",
                     self._name,
                     state.step,
@@ -255,7 +255,7 @@ class Checkpoints:
         """Raise what the background thread has met that ends the training; takes no time.
 
         Raises:
-            SupersededError: a later try of this training has begun.
+            SupersededError: a later attempt at this training has begun.
             OutputError, StorageError: too many writes in a row have failed.
         """
         if self._writer.gives_up:
@@ -268,7 +268,7 @@ class Checkpoints:
             needed: whether the training ends with it, without a result.
 
         Raises:
-            SupersededError: a later try of this training has begun.
+            SupersededError: a later attempt at this training has begun.
             OutputError, StorageError: it is needed and could not be written, was one too many in a row, or does not end.
         """
         self._wait()
@@ -277,9 +277,9 @@ class Checkpoints:
             self._raise("the last checkpoint could not be written")
 
     def check_ours(self) -> None:
-        """Make sure that no later try of this training has begun, before something is written that it writes too.
+        """Make sure that no later attempt at this training has begun, before something is written that it writes too.
 
-        A store that has lost the record of the tries says nothing of a later one: this try's is written again.
+        A store that has lost the record of the attempts says nothing of a later one: this attempt's is written again.
 
         Raises:
             SupersededError: one has.
@@ -291,7 +291,7 @@ class Checkpoints:
         if standing == "gone" and not self._is_complete():
             if self._generation.stake():
                 logger.warning(
-                    "%s  the record of try %d is gone from %s, and was written again; checkpoints may be gone from there too",
+                    "%s  the record of attempt %d is gone from %s, and was written again; checkpoints may be gone from there too",
                     self._name,
                     self._generation.number,
                     self.uri,
@@ -300,12 +300,12 @@ class Checkpoints:
             standing = self._generation.standing()
         if standing != "newest":
             raise SupersededError(
-                f"{self._name}: superseded: this is try {self._generation.number} of this training, and a later one has begun, or has "
+                f"{self._name}: superseded: this is attempt {self._generation.number} of this training, and a later one has begun, or has "
                 f"ended, at {self.uri}; this one writes nothing more; see to the later one"
             )
 
     def _is_complete(self) -> bool:
-        """Whether a later try has ended and left its output: it removes its checkpoints then, and the claims with them."""
+        """Whether a later attempt has ended and left its output: it removes its checkpoints then, and the claims with them."""
         return bool(self._output) and artifacts.exists(self._output)
 
     def remove(self) -> None:
@@ -335,19 +335,19 @@ class Checkpoints:
             raise error
         kind = type(error) if isinstance(error, TrainerError) else OutputError
         last = max(self._whole, default=None)
-        left = f"the same command goes on from {self._uri(last)}, which is whole" if last else "there is no other one"
+        left = f"the same command resumes from {self._uri(last)}, which is whole" if last else "there is no other one"
         raise kind(f"{self._name}: {what}: {error}; {left}") from error
 
     def _write(self, step: int, top1: float | None) -> None:
         """In the background: write the snapshot, then drop old ones."""
-        assert self._generation is not None, "a try begins before something is saved"
+        assert self._generation is not None, "an attempt begins before something is saved"
         self.check_ours()
         self._before_write()
         entry, figures = CheckpointEntry(self._generation.number, step), {"step": step}
         try:
             self._write_snapshot(self._uri(entry), figures if top1 is None else {**figures, TOP1: top1})
         except PASSING:
-            self.check_ours()  # a later try removes what this one has half-written
+            self.check_ours()  # a later attempt removes what this one has half-written
             raise
         self._whole[entry] = top1
         try:
@@ -376,7 +376,7 @@ class Checkpoints:
             self._snapshot.write(draft.path)
 
     def _drop_old(self, generation: int) -> None:
-        """Keep the newest ones and the best; of a later try nothing is touched."""
+        """Keep the newest ones and the best; of a later attempt nothing is touched."""
         present = self.entries()
         self._whole = {entry: top1 for entry, top1 in self._whole.items() if entry in present}  # a store may lose some
         kept = set(sorted(self._whole, reverse=True)[: self._keep])
@@ -389,7 +389,7 @@ class Checkpoints:
 
 
 def newest(checkpoints: Checkpoints, processes: Processes) -> TrainingState | None:
-    """Begin a new try of a training: from the newest checkpoint that is valid on all its processes; a damaged one is passed over.
+    """Begin a new attempt at a training: from the newest checkpoint that is valid on all its processes; a damaged one is passed over.
 
     Raises:
         TrainingError: the processes do not see the same checkpoints.
@@ -399,7 +399,7 @@ def newest(checkpoints: Checkpoints, processes: Processes) -> TrainingState | No
     """
     if processes.is_first:
         checkpoints.begin()
-    processes.barrier("the beginning of a try at its checkpoints")
+    processes.barrier("the start of an attempt at its checkpoints")
     found = processes.gather(checkpoints.entries(), "the checkpoints that each process finds")
     if any(found) and not all(found):
         lacking = ", ".join(str(rank) for rank, entries in enumerate(found) if not entries)

@@ -1,4 +1,4 @@
-"""Which settings a training may go on with: all must be those that it began with, but for a few that do not decide what is learned."""
+"""Which settings a training may be resumed with: all must be those that it began with, but for a few that do not decide what is learned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FREE = frozenset(
         "deterministic",
     }
 )
-"""Settings, of whatever section, with which a training goes on. `precision` and `gradient_compression` are not among them: they change
+"""Settings, of whatever section, with which a training may resume. `precision` and `gradient_compression` are not among them: they change
 every gradient."""
 _SHOWN = 10
 """Differences in a message."""
@@ -46,11 +46,11 @@ def compatible(settings: Mapping[str, Any]) -> dict[str, Any]:
 def differences(
     was: tuple[Mapping[str, Any], Mapping[str, str]], now: tuple[Mapping[str, Any], Mapping[str, str]], *, section: str
 ) -> list[str]:
-    """What keeps a training from going on, each difference in a few words.
+    """What keeps a training from resuming, each difference in a few words.
 
     Args:
         was: settings and parents (name -> fingerprint) of a checkpoint.
-        now: those of the training that would go on from it.
+        now: those of the training that would resume from it.
         section: of the settings, for their full names.
     """
     settings = _changed(*(dict(_flat(compatible(side[0]), section)) for side in (was, now)))

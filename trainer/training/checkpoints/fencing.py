@@ -1,8 +1,8 @@
-"""The tries of a training, numbered: a later one fences off those before it.
+"""The attempts at a training, numbered: a later one fences off those before it.
 
-A try claims its number by making an object that must not be there yet. Whoever was thought dead and comes back, from a network cut or from
-being stopped, finds a higher number and ends; what it has written meanwhile stands beside what the later one writes, for the number is
-part of each checkpoint's name, and the later one counts.
+An attempt claims its number by making an object that must not be there yet. An attempt that was thought dead and comes back, from a
+network cut or from being stopped, finds a higher number and ends; what it has written meanwhile stands beside what the later one writes,
+for the number is part of each checkpoint's name, and the later one counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_ATTEMPTS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptClaim:
-    """The number of a try, and the proof that it is this one's."""
+    """The number of an attempt, and the proof that it is this one's."""
 
     uri: str
     """Of the training's checkpoints."""
@@ -32,10 +32,10 @@ class AttemptClaim:
     token: bytes
 
     def standing(self) -> Literal["newest", "superseded", "gone"]:
-        """What the store says of this try: no later one has begun, or one has, or there is no claim at all.
+        """What the store says of this attempt: no later one has begun, or one has, or there is no claim at all.
 
-        The claims may be gone because a later try has ended and removed them, or because the store has lost its objects; who knows the
-        training's output can tell.
+        The claims may be gone because a later attempt has ended and removed them, or because the store has lost its objects; the training's
+        output shows which.
 
         Raises:
             StorageError: the store does not answer or refuses.
@@ -74,7 +74,7 @@ def _highest(names: Iterable[str]) -> int:
 
 
 def claim(uri: str) -> AttemptClaim:
-    """Begin a new try of the training with these checkpoints.
+    """Begin a new attempt at the training with these checkpoints.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -85,7 +85,7 @@ def claim(uri: str) -> AttemptClaim:
         if generation.stake():
             return generation
     raise StorageError(
-        f"{uri}: {_MOST_ATTEMPTS} other tries of this training began at the same time; end all but one of them"
+        f"{uri}: {_MOST_ATTEMPTS} other attempts at this training began at the same time; end all but one of them"
     )
 
 

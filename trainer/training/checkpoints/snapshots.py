@@ -105,25 +105,25 @@ def read(folder: Path, uri: str) -> TrainingState:
         ArtifactError: a file is not what it should be.
     """
     try:
-        told = _Description.model_validate_json((folder / DESCRIPTION).read_bytes())
+        description = _Description.model_validate_json((folder / DESCRIPTION).read_bytes())
         parts = {name: safetensors.torch.load_file(folder / _file(name)) for name in PARTS if _is_there(folder, name)}
     except (OSError, ValidationError, safetensors.SafetensorError) as error:
         raise ArtifactError(
-            f"checkpoint {uri}: cannot be read ({' '.join(str(error).split())}); remove it to go on from the one before"
+            f"checkpoint {uri}: cannot be read ({' '.join(str(error).split())}); remove it to resume from the one before"
         ) from error
     return TrainingState(
-        step=told.step,
+        step=description.step,
         model=parts["model"],
         optimizer=parts["optimizer"],
         average=parts.get("average"),
-        groups=[group.model_dump() for group in told.groups],
-        pending=told.pending,
+        groups=[group.model_dump() for group in description.groups],
+        pending=description.pending,
         uri=uri,
     )
 
 
 def _is_there(folder: Path, part: str) -> bool:
-    """A part that every state has is read wherever it is not, so that its lack is told."""
+    """A part that every state has is read wherever it is not, so that an error names it."""
     return part != "average" or (folder / _file(part)).exists()
 
 

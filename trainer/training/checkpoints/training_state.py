@@ -1,4 +1,4 @@
-"""What a training has to keep to go on, each tensor by the name of its weight.
+"""What a training keeps in order to resume, each tensor by the name of its weight.
 
 So a state fits the same model whatever the order of its weights and the number of processes, and whether the optimiser is sharded.
 """
@@ -162,7 +162,7 @@ def _refuse(state: TrainingState, part: str, misfits: Sequence[str]) -> None:
     if misfits:
         raise ArtifactError(
             f"checkpoint {state.uri or f'of step {state.step}'} does not fit this training in its {part}: {_listed(misfits)}; "
-            "go on with the version of the project that wrote it, or remove it to begin anew"
+            "continue with the version of the project that wrote it, or remove it to begin anew"
         )
 
 
@@ -190,14 +190,14 @@ def _described(tensor: Tensor) -> str:
 def _strangers(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> list[str]:
     """What of an optimiser's state belongs to no weight, or to one of another shape; single numbers, such as its steps, fit all."""
     weights = {name: parameter for parameter, name in names.items()}
-    told = []
+    misfits = []
     for name, tensor in tensors.items():
         weight = weights.get(name.partition("/")[2])
         if weight is None:
-            told.append(f"it has {name}, which the model has not")
+            misfits.append(f"it has {name}, which the model has not")
         elif tensor.dim() and _described(tensor) != _described(weight):
-            told.append(f"{name} is {_described(tensor)} instead of {_described(weight)}")
-    return told
+            misfits.append(f"{name} is {_described(tensor)} instead of {_described(weight)}")
+    return misfits
 
 
 def _other_options(
@@ -205,14 +205,14 @@ def _other_options(
 ) -> list[str]:
     """Weights that were changed in another way than they would be now."""
     before = {weight: group for group in groups for weight in group["params"]}
-    told = []
+    misfits = []
     for group in optimizer.param_groups:
         now = _options(group)
         for weight in (names[parameter] for parameter in group["params"]):
             was = before.get(weight, {})
-            told += [
+            misfits += [
                 f"{key} of {weight} was {was.get(key)}, is {value}"
                 for key, value in now.items()
                 if was.get(key, value) != value or weight not in before
             ]
-    return told
+    return misfits

@@ -1,4 +1,4 @@
-"""Writes one thing after the other in a thread of its own, while the training goes on."""
+"""Writes one thing after the other in a thread of its own, while the training runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.training.collective_watchdog import wait_limit_s
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
-"""Failed writes in a row after which the training ends: it would lose more and more, and nobody may be looking at the log. Where a store is
+"""Failed writes in a row after which the training ends: it would lose more and more, and no one may be reading the log. Where a store is
 away they come one after the other, so there it ends after the time that processes wait for one another."""
 
 PASSING = (OutputError, StorageError, OSError)
@@ -41,7 +41,7 @@ class Writer:
             counts: whether it is a write, which counts where it fails in a way that may pass. What does not count is repeated anyway, so
                 the log says nothing of it while the store is away.
         """
-        # A daemon: a process that has to end at once leaves an unfinished checkpoint, which nobody believes.
+        # A daemon: a process that has to end at once leaves an unfinished checkpoint, which no reader accepts.
         self._thread = threading.Thread(target=self._run, args=(work, failed, counts), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -70,7 +70,7 @@ class Writer:
     def _run(self, work: Callable[[], None], failed: str, counts: bool) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the thread that trains has to hear of it
+        except Exception as error:  # noqa: BLE001  # whatever it is, the thread that trains has to learn of it
             if counts or not isinstance(error, PASSING):
                 self._failing_s = self._failing_s if self._failures else time.monotonic()
                 self._failures.append(error)

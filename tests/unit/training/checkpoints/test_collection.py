@@ -267,7 +267,7 @@ def test_three_failures_in_a_row_end_the_training_and_the_message_says_what_is_l
         OutputError, match=r"distill: 3 or more checkpoints in a row could not be written: cannot write to"
     ) as caught:
         held.finish()
-    assert f"the same command goes on from {folder(tmp_path)}/step-00000010-g001, which is whole" in str(caught.value)
+    assert f"the same command resumes from {folder(tmp_path)}/step-00000010-g001, which is whole" in str(caught.value)
     with pytest.raises(OutputError, match="3 or more checkpoints in a row"):
         held.check_failures()
 
@@ -311,7 +311,7 @@ def test_a_try_that_comes_back_writes_nothing_more(tmp_path):
     save(stale, 10)
     assert newest(fresh, ALONE).step == 10
     stale.save(snapshot_of(20, learner()))
-    with pytest.raises(SupersededError, match="superseded: this is try 1 of this training"):
+    with pytest.raises(SupersededError, match="superseded: this is attempt 1 of this training"):
         stale.finish()
     with pytest.raises(SupersededError, match="superseded"):
         stale.check_ours()
@@ -365,11 +365,11 @@ def test_a_store_that_has_lost_the_record_of_the_tries_supersedes_nobody(object_
     storage.remove(object_store.uri("c"))
     save(held, 20, 30)
     (warning,) = caplog.messages
-    assert warning.startswith(f"distill  the record of try 1 is gone from {held.uri}, and was written again")
+    assert warning.startswith(f"distill  the record of attempt 1 is gone from {held.uri}, and was written again")
     assert held.entries() == [CheckpointEntry(1, 30), CheckpointEntry(1, 20)]
     fresh = checkpoints(object_store.uri("c"))
     assert newest(fresh, ALONE).step == 30
-    with pytest.raises(SupersededError, match="this is try 1"):
+    with pytest.raises(SupersededError, match="this is attempt 1"):
         held.check_ours()
 
 

@@ -64,7 +64,9 @@ def misfit(seed=1, **changes):
 
 def test_what_does_not_fit_is_named():
     told = misfit(model=lambda tensors: tensors.pop("0.bias"))
-    assert told.startswith("checkpoint s3://b/c does not fit this training in its weights: it lacks 0.bias; go on with")
+    assert told.startswith(
+        "checkpoint s3://b/c does not fit this training in its weights: it lacks 0.bias; continue with"
+    )
     told = misfit(average=lambda tensors: tensors.update({"3.bias": torch.zeros(2)}))
     assert "does not fit this training in its average: it has 3.bias, which the model has not;" in told
     told = misfit(model=lambda tensors: tensors.update({"0.weight": torch.zeros(4, 4)}))
