@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from trainer.profiling.clocks import HostClock
-from trainer.profiling.timeline import Timeline, recording_to
+from trainer.profiling.spans import recording_to
+from trainer.profiling.timeline import Timeline
 
 torch.set_num_threads(1)  # other processes of the tests want a core too
 

@@ -14,7 +14,7 @@ from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.projected_student import ProjectedStudent
 from trainer.distillation.teacher_outputs import TeacherOutputs, all_logits, top_class
 from trainer.models import Classifier
-from trainer.profiling.timeline import span
+from trainer.profiling.spans import span
 from trainer.training.classification import cross_entropy
 from trainer.training.spec import Losses
 

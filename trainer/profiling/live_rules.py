@@ -17,7 +17,7 @@ from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.rules.training.pauses import STALLED_TRAINING, hanging
-from trainer.profiling.timeline import span
+from trainer.profiling.spans import span
 from trainer.tracking import Tracker
 
 logger = logging.getLogger(__name__)

@@ -38,10 +38,11 @@ from trainer.profiling.evidence_schema import (
 from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
+from trainer.profiling.spans import recording_to, seconds_of_a_mark
 from trainer.profiling.startup import IMPORTED_UNIX, Startup
 from trainer.profiling.tensor_sampler import TensorSampler
 from trainer.profiling.throughput import images_per_second
-from trainer.profiling.timeline import PROFILER, Timeline, recording_to, seconds_of_a_mark
+from trainer.profiling.timeline import PROFILER, Timeline
 
 if TYPE_CHECKING:
     from trainer.profiling.xla_counters import XlaCounters

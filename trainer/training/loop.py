@@ -23,8 +23,8 @@ from trainer.errors import PreemptedError, TrainingError
 from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources
+from trainer.profiling.spans import span
 from trainer.profiling.startup import Startup
-from trainer.profiling.timeline import span
 from trainer.step_schedule import checkpoint_steps, validation_steps
 from trainer.tracking import Tracker
 from trainer.training.attempts import Attempts

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.profiling.clocks import HostClock
+from trainer.profiling.spans import recording_to, span
 from trainer.profiling.timeline import (
     BETWEEN,
     INTERRUPTED,
@@ -17,8 +18,6 @@ from trainer.profiling.timeline import (
     PHASES,
     PROFILER,
     Timeline,
-    recording_to,
-    span,
 )
 
 SECOND = 1_000_000_000
