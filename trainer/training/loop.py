@@ -39,7 +39,7 @@ from trainer.training.parallelize import DdpTimer, parallelize_model
 from trainer.training.preemption import Preemption
 from trainer.training.prefetch import Prefetcher, make_prefetcher
 from trainer.training.progress_bar import ProgressBar
-from trainer.training.spec import Losses, ShouldStop, TrainingSpec, check_batch
+from trainer.training.spec import Losses, TrainingSpec, check_batch
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class Trainer:
         attempt = self._attempts.resumed_at(first_step)
         with attempt, recorder, progress, rules, checkpoints, Preemption(processes) as preemption:
             if VALIDATION in pending:  # the attempt before was asked to stop in the middle of it
-                self._save_best(first_step - 1, self._validate(first_step - 1, metrics), metrics)
+                self._save(first_step - 1, self._validate(first_step - 1, metrics), metrics, due=False)
             with self.prefetch(first_step) as batches:
                 for step in range(first_step, training.total_steps):
                     with (
@@ -163,16 +163,10 @@ class Trainer:
                     rules.check(step)
                     self._check_health(step + 1 - first_step)
                     attempt.heartbeat(step + 1 - first_step)
-                    scores: Mapping[str, float] | None = {}
-                    if step in self._validation_steps:
-                        stop = partial(preemption.should_stop, f"the validation after step {step + 1}")
-                        scores = self._validate(step, metrics, stop)
+                    scores = self._validate(step, metrics, preemption) if step in self._validation_steps else {}
                     if preemption.should_stop(f"step {step + 1}"):
                         self._stop(step, scores, metrics)
-                    if step in self._checkpoint_steps:
-                        self._save(step, scores, metrics)
-                    else:
-                        self._save_best(step, scores, metrics)
+                    self._save(step, scores, metrics, due=step in self._checkpoint_steps)
             metrics.flush()
             if preemption.should_stop("the end of the training", wait=True):
                 self._stop(last_step, {}, metrics)
@@ -277,11 +271,14 @@ class Trainer:
     # Validation and checkpoints
 
     def _validate(
-        self, step: int, metrics: MetricLogger, should_stop: ShouldStop | None = None
+        self, step: int, metrics: MetricLogger, preemption: Preemption | None = None
     ) -> Mapping[str, float] | None:
-        """Measure the model after `step`; empty where there is no way to, None where `should_stop` has ended it."""
+        """Measure the model after `step`; empty where there is no way to, None where `preemption` has ended it."""
         if self.training.validate is None:
             return {}
+        # Without `preemption` a request to end takes effect at once.
+        what = f"the validation after step {step + 1}"
+        should_stop = None if preemption is None else partial(preemption.should_stop, what)
         with span("evaluate"):
             scores = self.training.validate(self.result, should_stop, workers=self.loader.workers or 0)
             if scores is not None:
@@ -292,16 +289,14 @@ class Trainer:
         """Return whether a top-1 accuracy is the highest so far; the same on every process."""
         return top1 is not None and (self._best is None or top1 > self._best)
 
-    def _save_best(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger) -> None:
-        """Keep the state after `step` if it is the best so far, in a training that keeps checkpoints."""
-        if self._checkpoint_steps and self.is_best((scores or {}).get(TOP1)):
-            self._save(step, scores, metrics)
-
-    def _save(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger) -> None:
-        metrics.flush()  # a loss that is not finite ends the training before its weights are kept
-        with span("checkpoint"):
-            needed = step == max(self._checkpoint_steps, default=None)
-            self.save_checkpoint(step + 1, top1=(scores or {}).get(TOP1), needed=needed)
+    def _save(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger, *, due: bool) -> None:
+        """Keep the state after `step` if that is due; or if it is the best so far, in a training that keeps checkpoints."""
+        top1 = (scores or {}).get(TOP1)
+        if due or (self._checkpoint_steps and self.is_best(top1)):
+            metrics.flush()  # a loss that is not finite ends the training before its weights are kept
+            with span("checkpoint"):
+                needed = step == max(self._checkpoint_steps, default=None)
+                self.save_checkpoint(step + 1, top1=top1, needed=needed)
 
     def _stop(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger) -> None:
         """Write the last checkpoint after `step`, and end this attempt.
