@@ -36,7 +36,7 @@ ATTEMPTS = "attempts.json"
 FAILURE = "failure-"
 """Begins the name of the note of a process that failed; its rank follows."""
 _LOCAL_INTERVAL_S, _REMOTE_INTERVAL_S = 5.0, 60.0
-"""Least time between two signs of life; in a store each takes some requests."""
+"""Least time between two heartbeats; in a store each takes some requests."""
 _RECORDS = TypeAdapter(tuple[AttemptRecord, ...])
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 """What differs between two messages of the same kind: addresses, process ids, sizes."""
@@ -50,7 +50,7 @@ class Failure(BaseModel):
     message: str
 
     def is_like(self, other: Failure) -> bool:
-        """Whether it is the same failure once more."""
+        """Return whether it is the same failure once more."""
         return self.step == other.step and _VARIES.sub("#", self.message) == _VARIES.sub("#", other.message)
 
 
@@ -131,7 +131,7 @@ class Attempts:
             self._begin_sign(self._sign)
 
     def records(self) -> tuple[AttemptRecord, ...]:
-        """All attempts, the last one is this; none where not active, or before it has begun."""
+        """Return all attempts, the last one is this; none where not active, or before it has begun."""
         if not self._active or not self._began_unix:
             return ()
         this = AttemptRecord(
@@ -158,7 +158,7 @@ class Attempts:
             ) from error
 
     def _failures(self) -> list[Failure]:
-        """How processes of earlier attempts have failed; a note that cannot be read is none."""
+        """Return how processes of earlier attempts have failed; a note that cannot be read does not count."""
         found = []
         for name in storage.children(self._checkpoints):
             if name.startswith(FAILURE) and name.endswith(".json"):

@@ -12,7 +12,7 @@ from trainer.devices.torch_private import batch_norms, lerp_all
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """The running means and variances of a model's batch normalisations, of which each process sees its own images."""
+    """Return the running means and variances of a model's batch normalisations, of which each process sees its own images."""
     found = [part for module in batch_norms(model) for part in (module.running_mean, module.running_var)]
     return [part for part in found if part is not None]
 

@@ -43,5 +43,5 @@ def cross_entropy(
 
 
 def _of(log_probabilities: Tensor, labels: Tensor) -> Tensor:
-    """The log probability of each sample's class, [B]; that of any class where there is no label, which a weight of 0 then takes out."""
+    """Return the log probability of each sample's class, [B]; of any class where there is no label, which a weight of 0 then takes out."""
     return log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)

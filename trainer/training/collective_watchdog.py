@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_WAIT_S = 600.0
 _ROLL_CALL_S = 3.0
-"""How long who waited in vain waits for the others to say the same."""
+"""How long a process that has waited in vain waits for the others to say the same."""
 _STORE_S = 10.0
 """How long the store may take to say who came."""
 
@@ -36,7 +36,7 @@ _PLACE = re.compile(r"^\[\S+:\d+\] ")
 
 
 def wait_limit_s() -> float:
-    """How long a process waits for the others before it gives up, in seconds.
+    """Return how long a process waits for the others before it gives up, in seconds.
 
     Raises:
         SettingsError: `TRAINER_WAIT_S` is not a number above 0.
@@ -92,7 +92,7 @@ class CollectiveWatchdog:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """As `meet`, for what happens in every step: nothing is noted unless it fails.
+        """Guard a wait as `collective` does, in every step: nothing is noted unless it fails.
 
         Raises:
             LostProcessError: a process did not come within the limit, or is gone.
@@ -121,7 +121,7 @@ class CollectiveWatchdog:
         raise LostProcessError(_message(what, reason, roll, self._limit_s)) from error
 
     def _call_the_roll(self, *, gave_up: bool) -> RollCall:
-        """Who has not come as far as this process; the others get some time to say that they have waited in vain too."""
+        """Return who has not come as far as this process; the others get some time to say that they have waited in vain too."""
         self._note(gave_up=gave_up)
         deadline = time.monotonic() + _ROLL_CALL_S
         while True:
@@ -132,7 +132,7 @@ class CollectiveWatchdog:
             time.sleep(0.1)
 
     def _read(self, rank: int) -> tuple[int, bool]:
-        """The number of the last collective that a process has reached, and whether it gave that up."""
+        """Return the number of the last collective that a process has reached, and whether it gave that up."""
         if not self._store.check([str(rank)]):
             return 0, False
         number, gave_up = json.loads(self._store.get(str(rank)))
@@ -151,7 +151,7 @@ def _message(what: str, reason: str, roll: RollCall | None, limit_s: float) -> s
 
 
 def _within(seconds: float, work: Callable[[], RollCall]) -> RollCall | None:
-    """What some work gives; None where it fails for want of the store, or takes longer, and then it is left to itself."""
+    """Return the result of `work`; None where it fails for want of the store, or takes longer, and is then left to itself."""
     results: list[RollCall] = []
 
     def run() -> None:

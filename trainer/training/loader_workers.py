@@ -88,13 +88,13 @@ class MicroBatchLoader:
         )
 
     def _choose(self, step_seconds: Callable[[], float]) -> int:
-        """So many as keep up with the step, by the measurements of the process that needs most."""
+        """Choose so many as keep up with the step, by the measurements of the process that needs most."""
         positions = count(0, self._batches.count)
         chosen = measured_workers(self._name, self._batches, positions, step_seconds, self._processes)
         return max(self._processes.gather(chosen, "the choice of loader processes"))
 
     def _step_seconds(self) -> float:
-        """Median time of a step, for each micro-batch, without the wait for its data."""
+        """Return the median time of a step, for each micro-batch, without the wait for its data."""
         self._timeline.catch_up()
         steps = self._timeline.steps
         return float(np.median((steps.column("seconds") - steps.column("data"))[WARM_STEPS:])) / self._accumulation
@@ -103,7 +103,7 @@ class MicroBatchLoader:
 def measured_workers(
     name: str, batches: Dataset[Any], indices: Iterable[Any], step: Callable[[], float], processes: Processes
 ) -> int:
-    """As many loader processes beside this process as keep up with it, by its own measurements.
+    """Return how many loader processes keep up with this process, by its own measurements.
 
     Args:
         name: of the work, for the log.
@@ -128,7 +128,7 @@ def measured_workers(
 
 
 def advised_workers(loading: LoadingTime, step_s: float, processes: Processes) -> int:
-    """As many loader processes beside this process as keep up with the device.
+    """Return how many loader processes beside this process keep up with the device.
 
     Args:
         loading: what it takes to make a micro-batch.
@@ -142,5 +142,5 @@ def advised_workers(loading: LoadingTime, step_s: float, processes: Processes) -
 
 
 def _relievable(loading: LoadingTime, processes: Processes) -> float:
-    """Seconds that loader processes can take off this one: where a CPU trains, a core that computes for the loading does not train."""
+    """Return the seconds that loader processes can take off this one: where a CPU trains, a core that loads does not train."""
     return loading.waiting if processes.device.kind == "cpu" else loading.seconds

@@ -16,7 +16,7 @@ from trainer.training.zero_redundancy import local_optimizer
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
-    """Groups of trainable weights with their `weight_decay` and `lr_scale`.
+    """Sort the trainable weights into groups with their `weight_decay` and `lr_scale`.
 
     Biases, norms and what the model's `no_weight_decay()` names are not decayed. With `layer_decay` below 1 the learning rate of
     each block is that of the block above times `layer_decay`.
@@ -38,7 +38,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: floa
 def make_optimizer(
     groups: list[dict[str, Any]], settings: TrainingSettings, processes: Processes
 ) -> torch.optim.Optimizer:
-    """Fused AdamW over `groups`; its state is sharded over the processes where `zero` is set and there are several."""
+    """Make a fused AdamW over `groups`; its state is sharded over the processes where `zero` is set and there are several."""
     options: dict[str, Any] = {
         "lr": settings.peak_learning_rate(),
         "betas": (settings.beta1, settings.beta2),
@@ -54,7 +54,7 @@ def make_optimizer(
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW would make its state in the first step, which would be another graph than those that follow."""
+    """Make AdamW's state now: made in the first step, it would make that another graph than those that follow."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             optimizer.state[weight] = {

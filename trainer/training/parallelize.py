@@ -1,4 +1,4 @@
-"""A model made ready for training on its device: faster kernels, or compiled; and shared by several processes."""
+"""Make a model ready for training on its device: faster kernels, or torch.compile; and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CompileCounter:
 
 
 class DdpTimer:
-    """Adds up how long DistributedDataParallel says that gradients travel: it times the first ten backward passes and every hundredth."""
+    """Adds up how long gradients travel, as DistributedDataParallel times it in the first ten backward passes and every hundredth."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         """Of this model; its first passes are left out, for it is still finding its buckets, and graphs are compiled."""
@@ -70,7 +70,7 @@ class DdpTimer:
                 self._timings.append(timings)
 
     def record(self) -> CommunicationRecord | None:
-        """Means over the passes that were read; none before the first one was."""
+        """Return the means over the passes that were read; None before the first one was."""
         if not self._timings:
             return None
         _, backward, exchange, hidden = (
@@ -117,7 +117,7 @@ def compile_blocks(model: nn.Module, graphs: CompileCounter) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The blocks that a network is a sequence of: the elements of its outermost lists of modules of one kind."""
+    """Yield the blocks that a network is a sequence of: the elements of its outermost lists of modules of one kind."""
     for child in model.children():
         kinds = {type(element) for element in child.children()}
         if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 1 and len(kinds) == 1:

@@ -22,7 +22,7 @@ from trainer.profiling.spans import span
 
 
 def make_prefetcher(batches: Iterator[Batch], views: Views, device: Device) -> Prefetcher:
-    """How these micro-batches come to this device, in their order; `views` says how it makes what the loader left to it."""
+    """Choose how these micro-batches come to this device, in their order; `views` says how it makes what the loader left to it."""
     return ThreadedPrefetcher(batches, views, device) if device.traces else Prefetcher(batches, views, device)
 
 
@@ -40,7 +40,7 @@ class Prefetcher:
         self._sent: Batch | None = None
 
     def next(self) -> Batch:
-        """The next micro-batch, on the device: views, mixed."""
+        """Return the next micro-batch, on the device: views, mixed."""
         if self._sent is None:
             self.preload()
         with span("to_device"):
@@ -58,11 +58,11 @@ class Prefetcher:
                 self._sent = _decoded(_moved(batch, self._move), self._device)
 
     def _move(self, tensor: Tensor) -> Tensor:
-        """From page-locked memory the host does not wait for the copy."""
+        """Begin to copy; from page-locked memory the host does not wait for it."""
         return tensor.to(self._device.torch_device, non_blocking=True)
 
     def close(self) -> None:
-        """No more is taken."""
+        """Take no more."""
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
@@ -90,17 +90,17 @@ class ThreadedPrefetcher(Prefetcher):
         self._ahead = device.send_ahead(_parted(render(batch, views)) for batch in batches)
 
     def next(self) -> Batch:
-        """The next micro-batch, on the device."""
+        """Return the next micro-batch, on the device."""
         with span("data"):
             tensors, held = next(self._ahead)
         sent = iter(tensors)
         return _moved(held.batch, lambda _: next(sent))
 
     def preload(self) -> None:
-        """Threads do that."""
+        """Do nothing: threads send the micro-batches."""
 
     def close(self) -> None:
-        """End them."""
+        """End the threads."""
         self._ahead.close()
 
 
@@ -114,7 +114,7 @@ class _Held:
 
 
 def _parted(batch: Batch) -> tuple[list[Tensor], _Held]:
-    """What is sent of a batch, and the batch."""
+    """Return what is sent of a batch, and the batch."""
     tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _parted(batch: Batch) -> tuple[list[Tensor], _Held]:
 
 
 def render(batch: Batch, views: Views) -> Batch:
-    """The batch with its views, made where the loader left them to the device, and mixed: uint8 [b, 3, V, V].
+    """Return the batch with its views, made where the loader left them to the device, and mixed: uint8 [b, 3, V, V].
 
     Args:
         batch: on the device, decoded, but for what `Batch` says is on the CPU.
@@ -140,14 +140,14 @@ def render(batch: Batch, views: Views) -> Batch:
 
 
 def _decoded(batch: Batch, device: Device) -> Batch:
-    """The batch with stored images, where the loader left them encoded."""
+    """Decode the stored images where the loader left them encoded."""
     if batch.lengths is None:
         return batch
     return batch._replace(images=decode_jpegs(batch.images, batch.lengths, device.torch_device), lengths=None)
 
 
 def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
-    """The batch with the parts that the device computes with moved."""
+    """Move the parts of a batch that the device computes with."""
     return batch._replace(
         images=move(batch.images)
         if batch.lengths is None
@@ -163,13 +163,13 @@ Parts = TypeVar("Parts", Mixing, Recorded)
 
 
 def _each(parts: Parts | None, move: Callable[[Tensor], Tensor]) -> Parts | None:
-    """The same parts, each moved; one that is not there stays so."""
+    """Move each of the parts; one that is not there stays so."""
     if parts is None:
         return None
     return parts._replace(**{name: move(part) for name, part in parts._asdict().items() if part is not None})
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """All that `_moved` moves."""
+    """Return all that `_moved` moves."""
     parts = [batch.images, batch.labels, *(batch.mixing or ()), *(batch.recorded or ()), batch.label_weights]
     return [part for part in parts if part is not None]

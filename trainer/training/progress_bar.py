@@ -53,14 +53,14 @@ class ProgressBar:
             self._bar.close()
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
+        """Show a line of its own, above the bar where there is one."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         elif self._active:
             logger.info("%s", text)
 
     def show(self, step: int, values: Mapping[str, float], measured: Callable[[], float | None] = lambda: None) -> None:
-        """After step `step`: its numbers, the speed and the time left.
+        """Show the numbers of a step, the speed and the time left.
 
         Args:
             step: the last one that ended.

@@ -153,7 +153,7 @@ class Session:
         return trained
 
     def _fit(self, name: str, settings: TrainingSettings, images: int) -> TrainingSettings:
-        """The settings with a batch that the images can fill."""
+        """Clamp the batch to one that the images can fill."""
         nested = name != self.stage
         fitted = fit_batch(f"{self.stage}.{name}" if nested else name, settings, images, self.processes)
         if fitted is not settings:
@@ -193,7 +193,7 @@ class Session:
         return True
 
     def _context(self, training: TrainingSpec, known: ContextRecord) -> ContextRecord:
-        """What is known of a training, with what the stage knows."""
+        """Return what is known of a training, with what the stage knows."""
         labels = training.samples.labels
         counts = np.bincount(labels[labels >= 0], minlength=len(self.data.classes)).tolist()
         return known.model_copy(
@@ -211,7 +211,7 @@ class Session:
     def _measure(
         self, settings: TrainingSettings, model: nn.Module, should_stop: ShouldStop | None = None, *, workers: int = 0
     ) -> Mapping[str, float] | None:
-        """Accuracy and loss on the validation split; None where `should_stop` has ended it."""
+        """Measure accuracy and loss on the validation split; None where `should_stop` has ended it."""
         measured = validate(
             model,
             split=self.data.split("val"),

@@ -23,7 +23,7 @@ from trainer.training.spec import ShouldStop
 
 
 def batch_size_of(settings: TrainingSettings, processes: Processes) -> int:
-    """Images a forward pass: the training's micro-batch, which is known to fit the device's memory."""
+    """Return the images of a forward pass: the training's micro-batch, which is known to fit the device's memory."""
     return -(-settings.batch_size // (processes.world_size * settings.accumulation))
 
 
@@ -37,7 +37,7 @@ def validate(
     should_stop: ShouldStop | None = None,
     workers: int = 0,
 ) -> dict[str, float] | None:
-    """Top-1 accuracy and cross-entropy of a classifier on a split; the same on every process.
+    """Measure top-1 accuracy and cross-entropy of a classifier on a split; the same on every process.
 
     Args:
         model: takes uint8 images [B, 3, S, S], gives logits [B, K].
@@ -102,7 +102,7 @@ class _Batches(TorchDataset[Batch]):
 
 
 def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precision: Precision) -> Tensor:
-    """Number of right answers and sum of the losses of the first `count` images; float32 [2] on the device."""
+    """Count the right answers and sum the losses of the first `count` images; float32 [2] on the device."""
     counts = to_device(torch.arange(len(batch.labels)) < count, device.torch_device)
     images, labels = (part.to(device.torch_device, non_blocking=True) for part in (batch.images, batch.labels))
     with device.inference():
@@ -114,7 +114,7 @@ def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precisi
 
 
 def _total(measured: Sequence[Tensor]) -> list[float]:
-    """The sums over all batches of a process, in double precision."""
+    """Sum over all batches of a process, in double precision."""
     if not measured:
         return [0.0, 0.0]
     arrived = ReadBack({str(number): figures for number, figures in enumerate(measured)}).wait()

@@ -19,7 +19,7 @@ from trainer.training.process_group import Processes
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimiser of what this process holds, which is all but in a sharded one."""
+    """Return the optimiser of what this process holds, which is everything unless it is sharded."""
     if isinstance(optimizer, RowShardedOptimizer):
         return optimizer.base_optimizer
     part: torch.optim.Optimizer = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
@@ -27,7 +27,7 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def held(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Each weight of which this process holds the state, with what the state belongs to: itself, or its rows."""
+    """Yield each weight of which this process holds the state, with what the state belongs to: itself, or its rows."""
     part = local_optimizer(optimizer)
     wholes = optimizer if isinstance(optimizer, RowShardedOptimizer) else part
     for whole, own in zip(wholes.param_groups, part.param_groups, strict=True):
@@ -35,14 +35,14 @@ def held(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Pa
 
 
 def rows_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
-    """The rows [ceil(R / W), ...] of a process, of all of them [R, ...]."""
+    """Return the rows [ceil(R / W), ...] of a process, of all of them [R, ...]."""
     most = math.ceil(len(tensor) / world_size)
     filled = F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, most * world_size - len(tensor)])
     return filled[rank * most : (rank + 1) * most]
 
 
 def gather_whole_states(tensors: Mapping[str, Tensor], processes: Processes, what: str) -> dict[str, Tensor]:
-    """The tensors of all processes, each of which is of one, on the first one; the others have none then.
+    """Gather the tensors of all processes, each of which one process holds, on the first one; the others get none.
 
     `consolidate_state_dict` does the same by pickling, and takes twenty times as long.
     """
@@ -64,7 +64,7 @@ def gather_whole_states(tensors: Mapping[str, Tensor], processes: Processes, wha
 def gather_rows(
     tensors: Mapping[str, Tensor], rows: Mapping[str, int], processes: Processes, what: str
 ) -> Mapping[str, Tensor]:
-    """The whole tensors, of which each process has rows, on the first one; the others have none then. They travel between the hosts.
+    """Gather whole tensors, of which each process has rows, on the first one; the others get none. They travel between the hosts.
 
     Args:
         tensors: of this process, on the host, such as `exp_avg/NAME OF WEIGHT`; single numbers are the same for all.
@@ -84,7 +84,7 @@ def gather_rows(
 
 
 def _joined(own: Tensor, count: int, processes: Processes) -> Tensor:
-    """All rows on the first process, and nothing of use on the others."""
+    """Return all rows on the first process, and nothing of use on the others."""
     if processes.world_size == 1:
         return own[:count]
     parts = [torch.empty_like(own) for _ in range(processes.world_size)] if processes.is_first else None

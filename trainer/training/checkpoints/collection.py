@@ -61,12 +61,12 @@ class CheckpointEntry(NamedTuple):
 
 
 def checkpoint_root(output: str | Path) -> str:
-    """Where the checkpoints of a training stand, a URI: `TRAINER_CHECKPOINTS`, or else beside its output."""
+    """Return where the checkpoints of a training stand, a URI: `TRAINER_CHECKPOINTS`, or else beside its output."""
     return artifacts.unfinished(output)
 
 
 def root_is_shared() -> bool:
-    """Whether checkpoints of other runs may stand there too."""
+    """Return whether checkpoints of other runs may stand there too."""
     return bool(os.environ.get(CHECKPOINTS_VARIABLE))
 
 
@@ -186,7 +186,7 @@ class Checkpoints:
         return max((top1 for top1 in self._whole.values() if top1 is not None), default=None)
 
     def entries(self) -> list[CheckpointEntry]:
-        """All that seem to be there, the one that counts most first.
+        """List all that seem to be there, the one that counts most first.
 
         Raises:
             StorageError: the store does not answer or refuses.
@@ -194,7 +194,7 @@ class Checkpoints:
         return _entries(self.uri)
 
     def read(self, entry: CheckpointEntry) -> TrainingState | None:
-        """A checkpoint, if it is valid; a damaged one is named in the log.
+        """Read a checkpoint, if it is valid; a damaged one is named in the log.
 
         Raises:
             SettingsError: it is of other settings or inputs.
@@ -305,7 +305,7 @@ class Checkpoints:
             )
 
     def _is_complete(self) -> bool:
-        """Whether a later attempt has ended and left its output: it removes its checkpoints then, and the claims with them."""
+        """Return whether a later attempt has ended and left its output: it removes its checkpoints then, and the claims with them."""
         return bool(self._output) and artifacts.exists(self._output)
 
     def remove(self) -> None:
@@ -314,7 +314,7 @@ class Checkpoints:
         storage.remove(self.uri)
 
     def _is_held_up(self) -> bool:
-        """Whether the write before does not come to its end at a store; waits a little, unless it is known already."""
+        """Return whether the write before does not come to its end at a store; waits a little, unless that is known already."""
         patience_s = 0.0 if self._passed_over or storage.is_away() else PATIENCE_S
         return storage.is_remote(self.uri) and not self._writer.wait(patience_s)
 
@@ -328,7 +328,7 @@ class Checkpoints:
             )
 
     def _raise(self, what: str) -> None:
-        """Raise what the last write has failed with, with what is left; what is no matter of storage as it is."""
+        """Raise what the last write has failed with, and say what is left; an error that is not of storage is raised as it is."""
         error = self._writer.failure
         assert error is not None, "a write has failed"
         if not isinstance(error, PASSING):

@@ -35,7 +35,7 @@ _SHOWN_DIGITS = 12
 
 
 def compatible(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide what is learned."""
+    """Return the settings that decide what is learned."""
     return {
         name: compatible(value) if isinstance(value, Mapping) else value
         for name, value in settings.items()
@@ -46,7 +46,7 @@ def compatible(settings: Mapping[str, Any]) -> dict[str, Any]:
 def differences(
     was: tuple[Mapping[str, Any], Mapping[str, str]], now: tuple[Mapping[str, Any], Mapping[str, str]], *, section: str
 ) -> list[str]:
-    """What keeps a training from resuming, each difference in a few words.
+    """List what keeps a training from resuming, each difference in a few words.
 
     Args:
         was: settings and parents (name -> fingerprint) of a checkpoint.
@@ -61,7 +61,7 @@ def differences(
 
 
 def listed(differing: list[str]) -> str:
-    """Differences as one text."""
+    """Join differences into one text."""
     more = len(differing) - _SHOWN
     return ", ".join(differing[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
 

@@ -32,7 +32,7 @@ class AttemptClaim:
     token: bytes
 
     def standing(self) -> Literal["newest", "superseded", "gone"]:
-        """What the store says of this attempt: no later one has begun, or one has, or there is no claim at all.
+        """Ask the store for the state of this attempt: no later one has begun, or one has, or there is no claim at all.
 
         The claims may be gone because a later attempt has ended and removed them, or because the store has lost its objects; the training's
         output shows which.
@@ -51,7 +51,7 @@ class AttemptClaim:
         return "newest" if claimed == self.token else "superseded"
 
     def stake(self) -> bool:
-        """Make the claim where its number is free; gives whether it stands.
+        """Make the claim where its number is free, and return whether it stands.
 
         Raises:
             StorageError: the store does not answer or refuses.
@@ -60,7 +60,7 @@ class AttemptClaim:
 
 
 def newest(uri: str) -> int:
-    """The highest number at a training's checkpoints; 0 where there is none.
+    """Return the highest number at a training's checkpoints; 0 where there is none.
 
     Raises:
         StorageError: the store does not answer or refuses.

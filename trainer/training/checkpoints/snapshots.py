@@ -99,7 +99,7 @@ class Snapshot:
 
 
 def read(folder: Path, uri: str) -> TrainingState:
-    """The state in the folder of a checkpoint, on the CPU; `uri` names it for people.
+    """Read the state in the folder of a checkpoint, on the CPU; `uri` names it in messages.
 
     Raises:
         ArtifactError: a file is not what it should be.
@@ -123,7 +123,7 @@ def read(folder: Path, uri: str) -> TrainingState:
 
 
 def _is_there(folder: Path, part: str) -> bool:
-    """A part that every state has is read wherever it is not, so that an error names it."""
+    """Return whether to read a part; one that every state has is read even where it is missing, so that an error names it."""
     return part != "average" or (folder / _file(part)).exists()
 
 
@@ -162,7 +162,7 @@ class _Part:
         }
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these tensors have the names, shapes and types that it was made for."""
+        """Return whether these tensors have the names, shapes and types that it was made for."""
         return self._layout == _layout(tensors)
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ class _Part:
 
     @property
     def content(self) -> tuple[bytes, memoryview]:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         return self._header, self._memory.numpy().data
 
 
@@ -184,7 +184,7 @@ def _layout(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
 
 
 def _header(entries: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """The beginning of a safetensors file: its length in 8 bytes, then JSON, filled up with spaces."""
+    """Return the beginning of a safetensors file: its length in 8 bytes, then JSON, filled up with spaces."""
     text = json.dumps(entries, separators=(",", ":")).encode()
     length = _ALIGNMENT * math.ceil(len(text) / _ALIGNMENT)
     return length.to_bytes(8, "little") + text.ljust(length)

@@ -52,7 +52,7 @@ def capture(
     processes: Processes | None = None,
     pending: tuple[str, ...] = (),
 ) -> TrainingState:
-    """The state after `step` steps: the tensors themselves, which the next step changes.
+    """Return the state after `step` steps: the tensors themselves, which the next step changes.
 
     Args:
         step: optimiser steps done.
@@ -97,7 +97,7 @@ def capture(
 
 
 def _on_host(state: TrainingState, device: Device) -> TrainingState:
-    """The state itself, or copies on the host where tensors of the device are not copied one by one."""
+    """Return the state itself, or copies on the host where tensors of the device are not copied one by one."""
     held = [part for part in (state.model, state.optimizer, state.average) if part is not None]
     copies = device.host_copies([tensor for part in held for tensor in part.values()])
     if copies is None:
@@ -137,7 +137,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _restore_optimizer(
     tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> None:
-    """Not by `load_state_dict`, which goes by numbers of weights, and which a sharded optimiser does not get right for a fused one."""
+    """Restore by name: `load_state_dict` goes by numbers of weights, and a sharded optimiser does not get it right for a fused one."""
     by_weight: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         key, _, owner = name.partition("/")
@@ -172,7 +172,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _misfits(held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """What differs between the tensors of a checkpoint and those of a model: names, shapes, types."""
+    """List what differs between the tensors of a checkpoint and those of a model: names, shapes, types."""
     lacking = [f"it lacks {name}" for name in wanted if name not in held]
     strange = [f"it has {name}, which the model has not" for name in held if name not in wanted]
     others = [
@@ -188,7 +188,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def _strangers(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> list[str]:
-    """What of an optimiser's state belongs to no weight, or to one of another shape; single numbers, such as its steps, fit all."""
+    """List what of an optimiser's state belongs to no weight, or to one of another shape; single numbers, such as its steps, fit all."""
     weights = {name: parameter for parameter, name in names.items()}
     misfits = []
     for name, tensor in tensors.items():
@@ -203,7 +203,7 @@ def _strangers(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str])
 def _other_options(
     groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> list[str]:
-    """Weights that were changed in another way than they would be now."""
+    """List weights that were changed in another way than they would be now."""
     before = {weight: group for group in groups for weight in group["params"]}
     misfits = []
     for group in optimizer.param_groups:
