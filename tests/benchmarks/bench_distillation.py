@@ -174,8 +174,6 @@ class Bench:
             processes=self.processes,
             # A folder of its own: in a shared one it is noted that the training before was ended, by the same error at the same step.
             checkpoints=Checkpoints(tempfile.mkdtemp(dir=self.folder), "distill", settings={}, parents={}),
-            view_seed=recording.description.seed if recording else None,
-            view_count=recording.description.views if recording else 0,
             teacher_outputs=recording,
         )
 
