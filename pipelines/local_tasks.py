@@ -80,7 +80,7 @@ def run(
         cache_root: what was made before, and whether it is still valid.
         fresh: make everything again.
         log: takes kfp's own words.
-        reporter: is told of every task.
+        reporter: reports every task.
 
     Returns:
         Name of each task that ran or was found in the cache -> the task.

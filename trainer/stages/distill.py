@@ -114,7 +114,7 @@ def _context(settings: DistillSettings, teacher: Manifest, teacher_outputs: str 
     mass = None
     if settings.reads_recording and teacher_outputs is not None:
         held = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
-        mass = {temperature.removeprefix("t"): told["mean"] for temperature, told in held.items()}
+        mass = {temperature.removeprefix("t"): figures["mean"] for temperature, figures in held.items()}
     return ContextRecord(teacher_val_top1=teacher.figures.get("val_top1"), recorded_mass=mass)
 
 

@@ -75,7 +75,7 @@ def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) ->
         warmed: output, a report.
 
     Raises:
-        SettingsError: nobody said what to compile for.
+        SettingsError: what to compile for was not given.
         TrainerError: as the trainings.
     """
     data = open_dataset(dataset)
@@ -118,7 +118,7 @@ class Rehearsal:
     """Where it lies."""
     processes: Processes
     folder: Path
-    """For what this process writes and nobody keeps."""
+    """For outputs that are thrown away."""
     root: str
     """For checkpoints, of all processes."""
 
