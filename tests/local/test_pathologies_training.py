@@ -5,6 +5,7 @@ Every training here is the real distillation of the digits, or the real training
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import time
@@ -102,6 +103,22 @@ def scaled_loss(factor):
 
 
 @contextmanager
+def growing_loss():
+    """The loss grows to a million times as much over the first steps.
+
+    A learning rate alone is not enough: whether gradients grow under it, or only stay huge, depends on the processor's rounding.
+    """
+    method, calls = DistillObjective.__call__, itertools.count()
+
+    def called(*arguments):
+        losses = method(*arguments)
+        return losses | {"loss": losses["loss"] * min(1e6, 2.0 ** next(calls))}
+
+    with patch.object(DistillObjective, "__call__", called):
+        yield
+
+
+@contextmanager
 def blind():
     """Every image is the same to the models."""
     preprocess = Preprocessing.forward
@@ -155,7 +172,7 @@ def test_poor_initialisation(distil, change):
 
 
 def test_exploding_gradients(distil):
-    found = findings(distil(base_learning_rate=100.0))
+    found = findings(distil(base_learning_rate=100.0, fault=growing_loss))
     assert set(found) == {"exploding_gradients"}, found
     assert "times its own norm" in found["exploding_gradients"]
 
@@ -328,7 +345,7 @@ def test_an_explosion_ends_the_training_within_a_few_looks_and_keeps_its_checkpo
     caplog.set_level(logging.INFO)
     watch = WATCH | {"stop_on": ["exploding_gradients"]}
     with pytest.raises(TrainingError) as caught:
-        distil(base_learning_rate=100.0, watch=watch, checkpoint_every=2)
+        distil(base_learning_rate=100.0, watch=watch, checkpoint_every=2, fault=growing_loss)
     message = re.match(
         r"distill: stopped after step (\d+), as profile.stop_on has exploding_gradients: The gradient's norm grew from .* "
         r"Lower distill.base_learning_rate from 100 to 0\.00\d+, ",

@@ -510,14 +510,14 @@ def test_a_training_that_waits_for_each_batch_finds_none_ready():
 
 def test_a_training_that_asks_late_finds_batches_ready(monkeypatch):
     """Late: when no further one is made ahead."""
-    ready, heard, end = module._ready, Heard(), time.monotonic() + 60
+    ready, heard, end = module.batches_ready, Heard(), time.monotonic() + 60
 
     def late(outcomes):
         while ready(outcomes) < min(PREFETCHED, 6 - len(heard.ready)) and time.monotonic() < end:
             time.sleep(0.001)
         return ready(outcomes)
 
-    monkeypatch.setattr(module, "_ready", late)
+    monkeypatch.setattr(module, "batches_ready", late)
     for _ in make_loader(Allowed(6), range(6), workers=1, pin_memory=False, observer=heard):
         pass
     assert heard.ready == [PREFETCHED] * 5 + [1, 0]

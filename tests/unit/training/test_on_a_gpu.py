@@ -42,7 +42,7 @@ MODEL = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"depth": 1}}
 IN_THE_MAIN_PROCESS = {"seed": 0, "workers": 0}
 NOT_IN_A_STEP = {
     "loop.py:__init__",  # the model
-    "teacher.py:__init__",
+    "frozen_teacher.py:__init__",
     "tensor_stats.py:__init__",  # what looks at the weights
     "pretrain.py:pretrain",  # the picture at the end
     "reconstructions.py:draw_reconstructions",
