@@ -186,7 +186,7 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     assert_last_message(third, r"distill: .*not finite.*")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interruption_ends_all_processes_and_the_next_run_takes_what_was_made(tmp_path):
     arguments = command("--set", f"{SMALL} pretrain.mae.epochs=100000")
     with subprocess.Popen(

@@ -140,7 +140,7 @@ def test_the_command_line_knows_it(copy):
     assert "output: the inspection directory to write" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_local_run_runs_keeps_and_bills_it(copy, tmp_path):
     short = "pretrain.mae.epochs=0 pretrain.finetune.epochs=1 distill.epochs=1 evaluate.latency_runs=10 tracking.enabled=false"
     command = ["-m", "trainer", "run", "digits", "--processes", "1", "--output", str(tmp_path / "run"), "--set"]

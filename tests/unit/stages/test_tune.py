@@ -267,6 +267,7 @@ def trials(trained_digits, tmp_path):
     return make
 
 
+@pytest.mark.long
 def test_each_of_ten_trials_is_compiled_for_its_own_batch(trials, monkeypatch):
     """Torch compiles one code at most eight times, and for any size from the second size on."""
     made = []
