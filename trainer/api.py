@@ -35,7 +35,7 @@ class PhotoClassifier:
     """A trained model on the CPU, with the preprocessing that it was trained and measured with."""
 
     def __init__(self, served: ServedStudent) -> None:
-        """Args as `load_model` finds them.
+        """Wrap a loaded model; `load_model` makes these.
 
         Args:
             served: the model as MLflow would load it.
