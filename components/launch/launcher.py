@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Self
 
+from components.launch import pod_template
 from components.launch.api_errors import (
     EVENTS,
     PODS,
@@ -105,6 +107,10 @@ class ClusterLauncher:
     def _run(self, spec: JobSpec, cluster: Cluster) -> None:
         if doubt := self._pool.price.doubt() if self._pool.price else "":
             logger.warning("pool %s: %s", self._pool.name, doubt)
+        if (uri := os.environ.get(pod_template.TRACKING_URI)) and not pod_template.tracks_in_reach(os.environ):
+            logger.warning(
+                "the job's metrics are not tracked: its pods cannot reach %s=%s", pod_template.TRACKING_URI, uri
+            )
         record, attempt = self._record, 0
         while True:
             job = TaskJob(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +14,6 @@ from trainer.config import CHECKPOINTS_VARIABLE, DEVICE_VARIABLE
 from trainer.errors import LaunchError, SettingsError
 from trainer.launch import SHUTDOWN_TIMEOUT_S, JobSpec
 from trainer.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
-
-logger = logging.getLogger(__name__)
 
 USER = 1000
 """The image's user. The pod names it because the operator's own init container has an image whose user is root."""
@@ -61,6 +59,8 @@ FORWARDED = (
     "TRAINER_DEBUG",
 )
 """Variables of a task that its job gets too, besides MLflow's. Other AWS variables name files and roles of the task's own pod."""
+_SERVICE_LINK = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+"""Variables that Kubernetes sets in a task's pod for each Service of its namespace, one called `mlflow` among them."""
 
 
 def template(spec: JobSpec, pool: Pool, identity: Identity, *, container: dict[str, Any]) -> dict[str, Any]:
@@ -215,14 +215,18 @@ def forwarded_environment(task: Mapping[str, str]) -> dict[str, str]:
     """
     forwarded = {name: task[name] for name in FORWARDED if task.get(name)}
     forwarded |= {name: task[name] for name in (CHECKPOINTS_VARIABLE, COMPILE_CACHE) if "://" in task.get(name, "")}
-    uri = task.get(TRACKING_URI, "")
-    if uri.startswith(("http://", "https://", "databricks")):
-        return forwarded | {
-            name: value for name, value in task.items() if name.startswith("MLFLOW_") and not SECRET.search(name)
-        }
-    if uri:
-        logger.warning("the job's metrics are not tracked: its pods cannot reach %s=%s", TRACKING_URI, uri)
-    return forwarded
+    if not tracks_in_reach(task):
+        return forwarded
+    return forwarded | {
+        name: value
+        for name, value in task.items()
+        if name.startswith("MLFLOW_") and not SECRET.search(name) and not _SERVICE_LINK.fullmatch(name)
+    }
+
+
+def tracks_in_reach(task: Mapping[str, str]) -> bool:
+    """Return whether a task's MLflow has an address that the pods of its job reach as well."""
+    return task.get(TRACKING_URI, "").startswith(("http://", "https://", "databricks"))
 
 
 def check_compile_cache(pool: Pool, task: Mapping[str, str]) -> None:

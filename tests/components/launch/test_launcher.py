@@ -130,6 +130,15 @@ def test_an_old_price_is_warned_of_once(kubernetes, run, logged):
     assert warning.endswith(" days old; look it up again")
 
 
+@pytest.mark.parametrize(("uri", "warnings"), [("sqlite:////home/me/mlflow.db", 1), ("http://mlflow:5000", 0)])
+def test_an_mlflow_that_the_pods_cannot_reach_is_warned_of_once(kubernetes, run, logged, monkeypatch, uri, warnings):
+    kubernetes.script("*", QUICK)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    run()
+    text = f"the job's metrics are not tracked: its pods cannot reach MLFLOW_TRACKING_URI={uri}"
+    assert logged().count(text) == warnings
+
+
 def test_logs_are_followed_from_pending_on_and_a_problem_is_reported_once(kubernetes, run, logged):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.0, "step 2"]))
     kubernetes.script("*-worker-0", replace(QUICK, pending_s=0.6))

@@ -200,13 +200,27 @@ def test_an_address_with_a_password_does_not_get_into_the_job(name, address):
     assert "leaked" not in str(caught.value)
 
 
-def test_places_on_the_tasks_own_machine_are_not_forwarded(caplog):
+def test_places_on_the_tasks_own_machine_are_not_forwarded():
     local = TASK | {"MLFLOW_TRACKING_URI": "sqlite:////home/me/mlflow.db", "TRAINER_CHECKPOINTS": "/home/me/runs"}
     given = pod_template.forwarded_environment(local)
     assert not [name for name in given if name.startswith("MLFLOW_") or name == "TRAINER_CHECKPOINTS"]
-    assert (
-        "the job's metrics are not tracked: its pods cannot reach MLFLOW_TRACKING_URI=sqlite:////home/me" in caplog.text
-    )
+
+
+def test_the_addresses_of_services_called_mlflow_are_not_taken_for_its_settings():
+    """Kubernetes sets them in a task's pod, for the Services `mlflow` and `mlflow-database` of its namespace."""
+    links = {
+        "MLFLOW_SERVICE_HOST": "10.96.0.7",
+        "MLFLOW_SERVICE_PORT": "5000",
+        "MLFLOW_SERVICE_PORT_HTTP": "5000",
+        "MLFLOW_PORT": "tcp://10.96.0.7:5000",
+        "MLFLOW_PORT_5000_TCP": "tcp://10.96.0.7:5000",
+        "MLFLOW_PORT_5000_TCP_ADDR": "10.96.0.7",
+        "MLFLOW_DATABASE_PORT": "tcp://10.96.0.8:5432",
+        "MLFLOW_DATABASE_PORT_5432_TCP_PROTO": "tcp",
+    }
+    assert pod_template.forwarded_environment(TASK | links) == pod_template.forwarded_environment(TASK)
+    own = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}
+    assert pod_template.forwarded_environment(TASK | own) == pod_template.forwarded_environment(TASK) | own
 
 
 def test_secrets_come_by_reference():
