@@ -138,8 +138,8 @@ def work_of(settings: DistillSettings, samples: int) -> WorkCount:
     steps, evidence = step_schedule.step_count(settings, samples), settings.evidence
     return WorkCount(
         steps=steps,
-        validations=len(step_schedule.validation_steps(settings, samples)),
-        checkpoints=len(step_schedule.checkpoint_steps(settings, samples)),
+        validations=step_schedule.validation_count(settings, samples),
+        checkpoints=step_schedule.checkpoint_count(settings, samples),
         windows=sum(first < steps for first in evidence.operators_at) if evidence.operators_steps else 0,
     )
 

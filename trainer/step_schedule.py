@@ -41,14 +41,28 @@ def learning_rate_at(step: int, settings: TrainingSettings, *, samples: int) -> 
     )
 
 
-def validation_steps(settings: TrainingSettings, samples: int) -> set[int]:
-    """The steps after which a training on `samples` samples measures: the last one, and one every `validate_every_epochs`."""
+def is_validation_step(step: int, settings: TrainingSettings, samples: int) -> bool:
+    """Return whether a training on `samples` samples validates after this step: the last one, and one every `validate_every_epochs`."""
+    size, every = settings.batch_size, settings.validate_every_epochs * samples
+    passes_one = bool(every) and (step + 1) * size // every > step * size // every
+    return passes_one or step == step_count(settings, samples) - 1
+
+
+def is_checkpoint_step(step: int, settings: TrainingSettings, samples: int) -> bool:
+    """Return whether a training on `samples` samples keeps its state after this step: the last one, and one every `checkpoint_every`."""
+    every = settings.checkpoint_every
+    return bool(every) and ((step + 1) % every == 0 or step == step_count(settings, samples) - 1)
+
+
+def validation_count(settings: TrainingSettings, samples: int) -> int:
+    """Return how many steps of a training on `samples` samples `is_validation_step` names."""
     total, size, every = step_count(settings, samples), settings.batch_size, settings.validate_every_epochs * samples
-    regular = {-(-passed * every // size) - 1 for passed in range(1, total * size // every + 1)} if every else set()
-    return {step for step in regular | {total - 1} if 0 <= step < total}
+    passed = min(total, total * size // every) if every else 0  # a step that passes several is one
+    last_passes_none = not every or total * size // every == (total - 1) * size // every
+    return passed + last_passes_none if total else 0
 
 
-def checkpoint_steps(settings: TrainingSettings, samples: int) -> set[int]:
-    """The steps after which a training on `samples` samples writes a checkpoint: the last one, and one every `checkpoint_every`."""
-    total, every = step_count(settings, samples), settings.checkpoint_every
-    return {*range(every - 1, total, every), total - 1} if every and total else set()
+def checkpoint_count(settings: TrainingSettings, samples: int) -> int:
+    """Return how many steps of a training on `samples` samples `is_checkpoint_step` names."""
+    every = settings.checkpoint_every
+    return math.ceil(step_count(settings, samples) / every) if every else 0

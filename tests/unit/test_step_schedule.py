@@ -1,8 +1,18 @@
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from trainer.config import TrainingSettings
-from trainer.step_schedule import learning_rate, learning_rate_at, step_count
+from trainer.step_schedule import (
+    checkpoint_count,
+    is_checkpoint_step,
+    is_validation_step,
+    learning_rate,
+    learning_rate_at,
+    step_count,
+    validation_count,
+)
 
 
 def test_warm_up_and_cosine_are_those_of_torch():
@@ -36,3 +46,39 @@ def test_a_short_training_warms_up_for_half_of_it_at_most():
     settings = TrainingSettings(epochs=2, batch_size=10, warmup_epochs=50)
     rates = [learning_rate_at(step, settings, samples=100) for step in range(20)]
     assert rates.index(max(rates)) in {9, 10}
+
+
+@given(
+    settings=st.builds(
+        TrainingSettings,
+        epochs=st.integers(0, 9),
+        batch_size=st.integers(2, 40),
+        validate_every_epochs=st.integers(0, 4),
+        checkpoint_every=st.integers(0, 9),
+    ),
+    samples=st.integers(1, 100),
+)
+@example(settings=TrainingSettings(epochs=2, batch_size=10, validate_every_epochs=1, checkpoint_every=3), samples=25)
+def test_what_is_due_after_a_step(settings, samples):
+    """Once enough samples were seen or steps done since the last time, and after the last step."""
+    total, seen_at, validated, kept = step_count(settings, samples), 0, [], []
+    for step in range(total):
+        last, seen = step == total - 1, (step + 1) * settings.batch_size
+        every = settings.validate_every_epochs * samples
+        if last or (every and seen >= seen_at + every):
+            validated.append(step)
+        while every and seen >= seen_at + every:
+            seen_at += every
+        if settings.checkpoint_every and (last or (step + 1) % settings.checkpoint_every == 0):
+            kept.append(step)
+    assert [step for step in range(total) if is_validation_step(step, settings, samples)] == validated
+    assert [step for step in range(total) if is_checkpoint_step(step, settings, samples)] == kept
+    assert (validation_count(settings, samples), checkpoint_count(settings, samples)) == (len(validated), len(kept))
+
+
+def test_a_schedule_of_any_length_costs_the_same():
+    """A trial of tune has a million epochs, of eleven million photos."""
+    settings = TrainingSettings(epochs=1_000_000, batch_size=256, validate_every_epochs=1, checkpoint_every=5)
+    assert not is_validation_step(0, settings, 11_000_000)
+    assert validation_count(settings, 11_000_000) == 1_000_000
+    assert checkpoint_count(settings, 11_000_000) == 8_593_750_000

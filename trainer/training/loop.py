@@ -25,7 +25,7 @@ from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources
 from trainer.profiling.spans import span
 from trainer.profiling.startup import Startup
-from trainer.step_schedule import checkpoint_steps, validation_steps
+from trainer.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.tracking import Tracker
 from trainer.training.attempts import Attempts
 from trainer.training.averages import AveragedModel, running_statistics
@@ -95,8 +95,6 @@ class Trainer:
             rank=processes.rank,
             check_ours=training.checkpoints.check_ours,
         )
-        self._validation_steps = validation_steps(settings, len(training.samples))
-        self._checkpoint_steps = checkpoint_steps(settings, len(training.samples))
         self.loader = LoaderStats()
         alike = (
             processes.device.traces and processes.world_size > 1
@@ -163,10 +161,11 @@ class Trainer:
                     rules.check(step)
                     self._check_health(step + 1 - first_step)
                     attempt.heartbeat(step + 1 - first_step)
-                    scores = self._validate(step, metrics, preemption) if step in self._validation_steps else {}
+                    validates = is_validation_step(step, settings, len(training.samples))
+                    scores = self._validate(step, metrics, preemption) if validates else {}
                     if preemption.should_stop(f"step {step + 1}"):
                         self._stop(step, scores, metrics)
-                    self._save(step, scores, metrics, due=step in self._checkpoint_steps)
+                    self._save(step, scores, metrics, due=is_checkpoint_step(step, settings, len(training.samples)))
             metrics.flush()
             if preemption.should_stop("the end of the training", wait=True):
                 self._stop(last_step, {}, metrics)
@@ -292,10 +291,10 @@ class Trainer:
     def _save(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger, *, due: bool) -> None:
         """Keep the state after `step` if that is due; or if it is the best so far, in a training that keeps checkpoints."""
         top1 = (scores or {}).get(TOP1)
-        if due or (self._checkpoint_steps and self.is_best(top1)):
+        if due or (self.settings.checkpoint_every and self.is_best(top1)):
             metrics.flush()  # a loss that is not finite ends the training before its weights are kept
             with span("checkpoint"):
-                needed = step == max(self._checkpoint_steps, default=None)
+                needed = step == self.training.total_steps - 1
                 self.save_checkpoint(step + 1, top1=top1, needed=needed)
 
     def _stop(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger) -> None:
