@@ -15,7 +15,6 @@ PAGES = {
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "manifests").glob("*.md")]
 }
 SOURCES = [path for package in ("trainer", "components", "pipelines") for path in (ROOT / package).rglob("*.py")]
-CLUSTER = PAGES["docs/cluster.md"]
 
 
 def section(page, title):
@@ -173,7 +172,7 @@ def texts():
 
 def test_variables_are_listed():
     used = {text for text in texts() if re.fullmatch(r"(TRAINER|KFP|KF)_[A-Z_]*[A-Z]", text)}
-    cells = first_cells(section(CLUSTER, "## Environment variables"))
+    cells = first_cells(PAGES["docs/environment.md"])
     listed = {name for cell in cells for name in re.findall(r"`([A-Z_]+)`", cell)}
     assert len(used) > 15
     assert sorted(used - listed) == []
@@ -192,7 +191,7 @@ def stands_in(message, text):
 
 
 def test_messages_read_as_the_documentation_says():
-    table, found = first_cells(section(CLUSTER, "## Troubleshooting")), texts()
+    table, found = first_cells(PAGES["docs/troubleshooting.md"]), texts()
     messages = [message for cell in table for message in re.findall("`(.+)`", cell)]
     assert len(messages) > 50
     assert [message for message in messages if not any(stands_in(message, text) for text in found)] == []
