@@ -217,8 +217,7 @@ def _read_record(path: Path) -> RankRecord:
         version = content.get("schema_version") if isinstance(content, dict) else None
         if isinstance(content, dict) and version != SCHEMA_VERSION:
             raise ArtifactError(
-                f"evidence {path}: schema version {version}, but this version of the project reads {SCHEMA_VERSION}; "
-                "run the training again"
+                f"evidence {path}: schema version {version}, but this version of the project reads {SCHEMA_VERSION}; run the training again"
             )
         return RankRecord.model_validate(content)
     except ValueError as error:

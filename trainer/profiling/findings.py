@@ -16,8 +16,7 @@ from trainer.errors import ArtifactError
 from trainer.profiling import labels
 from trainer.profiling.evidence import Evidence, TrainingEvidence
 from trainer.profiling.rules import judge
-from trainer.profiling.rules.causes import setting_of
-from trainer.profiling.rules.outcomes import Case, Finding, Healthy, Judgement, NotJudged, Outcome
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, Judgement, NotJudged, Outcome, setting_of
 from trainer.profiling.training_summary import TrainingSummary, summarize
 from trainer.thresholds import RuleSettings
 

@@ -15,8 +15,8 @@ from trainer.errors import TrainingError
 from trainer.profiling.hang_watchdog import HangWatchdog
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules import judge
+from trainer.profiling.rules.lifecycle import hanging, stalled_training
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
-from trainer.profiling.rules.training.pauses import STALLED_TRAINING, hanging
 from trainer.profiling.spans import span
 from trainer.tracking import Tracker
 
@@ -58,7 +58,7 @@ class LiveRules:
         self._began = time.perf_counter()
         self._due = self._began + self._settings.interval_s
         if self._active and stalled.enabled:
-            ends = STALLED_TRAINING.name in self._settings.stop_on
+            ends = stalled_training.name in self._settings.stop_on
             watchdog = HangWatchdog(stalled.seconds, paused=self._is_paused, on_hang=self._hangs, ends=ends)
             self._watchdog = self._open.enter_context(watchdog)
         return self
@@ -121,4 +121,4 @@ class LiveRules:
         return timeline.first_step_ended_ns is None or timeline.is_beside_steps or self._recorder.is_compiling
 
     def _hangs(self, seconds: float, place: str) -> str:
-        return self._report(STALLED_TRAINING, hanging(seconds, self._step, place))
+        return self._report(stalled_training, hanging(seconds, self._step, place))

@@ -2,7 +2,7 @@
 
 The measured steps are those that torch.profiler did not slow, without the first one, which also warms up. Their times are as they were,
 with what other programs and the recorder's samples took of them. Rules on speed set what they find against the undisturbed step instead,
-which is without both (`rules.system.compared_steps.Steps`), and call it so.
+which is without both (`rules.compared_steps.Steps`), and call it so.
 """
 
 from __future__ import annotations

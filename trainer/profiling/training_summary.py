@@ -18,7 +18,7 @@ from trainer.profiling.evidence import RankEvidence, TrainingEvidence
 from trainer.profiling.evidence_schema import AttemptRecord, CommunicationRecord
 from trainer.profiling.operators import Operator
 from trainer.profiling.rules.outcomes import Case
-from trainer.profiling.rules.system.processes import communication_share
+from trainer.profiling.rules.processes import communication_share
 from trainer.profiling.series import Rows, Series
 from trainer.profiling.throughput import (
     Spread,

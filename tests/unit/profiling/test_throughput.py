@@ -16,9 +16,9 @@ from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.evidence_schema import CommunicationRecord
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.report import build
+from trainer.profiling.rules.lifecycle import step_outliers
 from trainer.profiling.rules.outcomes import Finding
-from trainer.profiling.rules.system.lifecycle import STEP_OUTLIERS
-from trainer.profiling.rules.system.processes import COMMUNICATION
+from trainer.profiling.rules.processes import communication
 from trainer.profiling.throughput import images_per_second, measured_rows
 from trainer.profiling.training_summary import summarize
 from trainer.training.progress_bar import ProgressBar
@@ -58,7 +58,7 @@ def test_the_median_step_is_the_same_in_the_rule_and_on_the_page() -> None:
     numbers = np.arange(STEPS)
     steps = steps_of(forward=np.where(numbers % 50 == 20, 400.0, 17.0), host_delayed_seconds=8.0)
     case = case_of(rank_of(steps))
-    found, summary = STEP_OUTLIERS.judge(case), summarize(case.training)
+    found, summary = step_outliers.judge(case), summarize(case.training)
     assert isinstance(found, Finding)
     assert summary.step_ms is not None
     assert found.numbers["median_step_ms"] == summary.step_ms.p50 == pytest.approx(25.0)
@@ -70,7 +70,7 @@ def test_the_median_step_is_the_same_in_the_rule_and_on_the_page() -> None:
 def test_the_share_of_communication_is_the_same_in_the_rule_and_on_the_page(device: str) -> None:
     travelling = CommunicationRecord(steps=50, backward_s=0.002, exchange_s=0.012, hidden_s=0.002)
     case = case_of(*together(*[steps_of(backward=12)] * 2, device=device, communication=travelling))
-    found, summary = COMMUNICATION.judge(case), summarize(case.training)
+    found, summary = communication.judge(case), summarize(case.training)
     assert isinstance(found, Finding)
     assert found.numbers["communication_share"] == summary.communication_share == pytest.approx(0.5)
     assert "50 % of an undisturbed step waits for gradients that travel" in page_of(case.training)

@@ -116,9 +116,8 @@ def _place(summary: TrainingSummary) -> Paragraph:
     workers = f", {summary.workers} loader processes beside each" if summary.workers is not None else ""
     thinned = f" (1 in {summary.steps_kept_of} kept)" if summary.steps_kept_of > 1 else ""
     return Paragraph(
-        f"{processes} on {summary.device}{workers}, {summary.cores} cores, {summary.host}{_pool(summary)}; "
-        f"{summary.steps:,} steps, {summary.steps_measured:,} of them measured{thinned}: neither the first nor slowed by the "
-        "operator window.",
+        f"{processes} on {summary.device}{workers}, {summary.cores} cores, {summary.host}{_pool(summary)}; {summary.steps:,} steps, "
+        f"{summary.steps_measured:,} of them measured{thinned}: neither the first nor slowed by the operator window.",
         style="soft",
     )
 

@@ -73,10 +73,7 @@ def section(
         *_machine_lanes(first.system, edges, duration),
     ]
     legend = Legend([(colour_class(name), labels.label(name)) for name in shares])
-    caption = (
-        "All strips share the time axis. Time: what each moment was spent on, in rank 0. "
-        "Cores: the stronger the colour, the busier."
-    )
+    caption = "All strips share the time axis. Time: what each moment was spent on, in rank 0. Cores: the stronger the colour, the busier."
     title = "The training and the machine over time"
     return Subsection(title, [legend, Figure(chart.over_time(lanes, duration, title, windows=windows), caption)])
 

@@ -47,10 +47,9 @@ def phases(summary: TrainingSummary) -> Subsection | None:
     picture = bars(rows, "ms", "Time of each phase of a step")
     caption = (
         f"A step takes {formatting.milliseconds(summary.step_ms.p50)} (median; 5 % take less than "
-        f"{formatting.milliseconds(summary.step_ms.p5)}, 5 % more than {formatting.milliseconds(summary.step_ms.p95)}). "
-        "Bars: median of each phase; whiskers: 5th to 95th percentile; "
-        "the percentage is the phase's share of all measured steps. These are times as they were; findings speak of undisturbed steps, "
-        "without what other programs and the recorder's tensor statistics took."
+        f"{formatting.milliseconds(summary.step_ms.p5)}, 5 % more than {formatting.milliseconds(summary.step_ms.p95)}). Bars: median of "
+        "each phase; whiskers: 5th to 95th percentile; the percentage is the phase's share of all measured steps. These are times as they "
+        "were; findings speak of undisturbed steps, without what other programs and the recorder's tensor statistics took."
     )
     named = [(path, share) for phase in summary.phases.values() for path, share in phase.ranges.items()]
     table = Table(

@@ -4,23 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.profiling.rules.outcomes import Case, Judgement, NotJudged, Outcome, Rule
-from trainer.profiling.rules.system import SYSTEM_RULES
-from trainer.profiling.rules.training import TRAINING_RULES
+from trainer.profiling.rules.gpu import batch_size, gpu_utilization, host_syncs, host_to_device, teacher_share
+from trainer.profiling.rules.inputs import class_imbalance, low_recorded_mass, vanishing_loss_term, weak_teacher
+from trainer.profiling.rules.lifecycle import (
+    gpu_memory_growth,
+    own_overhead,
+    recompilation,
+    stalled_training,
+    start_up,
+    step_outliers,
+)
+from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
+from trainer.profiling.rules.loss_curves import loss_not_falling, overfitting
+from trainer.profiling.rules.outcomes import Case, Judgement, NotJudged, Rule
+from trainer.profiling.rules.processes import communication, load_balance, stragglers
+from trainer.profiling.rules.weights import (
+    exploding_gradients,
+    poor_initialisation,
+    unchanged_weights,
+    update_ratio,
+    vanishing_gradients,
+)
 
+SYSTEM_RULES: Sequence[Rule] = (
+    io_bottleneck,
+    loader_workers,
+    cpu_bottleneck,
+    host_to_device,
+    host_syncs,
+    communication,
+    stragglers,
+    load_balance,
+    batch_size,
+    gpu_utilization,
+    teacher_share,
+    gpu_memory_growth,
+    start_up,
+    recompilation,
+    step_outliers,
+    own_overhead,
+)
+"""How fast the machine is used."""
+TRAINING_RULES: Sequence[Rule] = (
+    poor_initialisation,
+    exploding_gradients,
+    vanishing_gradients,
+    update_ratio,
+    unchanged_weights,
+    loss_not_falling,
+    overfitting,
+    stalled_training,
+    class_imbalance,
+    weak_teacher,
+    vanishing_loss_term,
+    low_recorded_mass,
+)
+"""What is learned."""
 RULES: Sequence[Rule] = (*SYSTEM_RULES, *TRAINING_RULES)
 
 
 def judge(case: Case) -> list[Judgement]:
     """Judge a training by every rule, or by those that allow it while it runs."""
-    return [
-        Judgement(rule=rule, training=case.training.name, outcome=_outcome(rule, case))
-        for rule in RULES
-        if rule.live or not case.live
-    ]
-
-
-def _outcome(rule: Rule, case: Case) -> Outcome:
-    if not getattr(case.rules, rule.name).enabled:
-        return NotJudged(reason=f"turned off (profile.rules.{rule.name}.enabled)")
-    return rule.judge(case)
+    judgements = []
+    for rule in RULES:
+        if rule.live or not case.live:
+            off = NotJudged(reason=f"turned off (profile.rules.{rule.name}.enabled)")
+            outcome = rule.judge(case) if getattr(case.rules, rule.name).enabled else off
+            judgements.append(Judgement(rule=rule, training=case.training.name, outcome=outcome))
+    return judgements

@@ -1,16 +1,18 @@
-"""Rules and their outcomes."""
+"""Rules, their outcomes, and what several of them say: which finding explains others, how much of a training is left, names of settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.thresholds import RuleSettings
 
-Severity = Literal["note", "warning", "severe"]
-"""`note`: good to know; `warning`: costs time, money or accuracy; `severe`: the rest of the training is of no use."""
+_NAMED = 3
+_SECTIONS = {"mae": "pretrain.mae", "finetune": "pretrain.finetune"}
+"""Trainings whose settings are in a section of another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +43,15 @@ class Saving:
 class Finding:
     """The rule fires."""
 
-    severity: Severity
+    severity: Literal["note", "warning", "severe"]
+    """`note`: good to know; `warning`: costs time, money or accuracy; `severe`: the rest of the training is of no use."""
     confidence: float
     """From 0 to 1: how sure the evidence makes it."""
     text: str
     """What was found, with its numbers, in a sentence or two."""
     advice: str
     """What to do, naming settings with their values."""
-    saving: Saving | None
+    saving: Saving | None = None
     """None where the cure changes what is learned and not how long it takes, or where it is not known."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Name of each number that decided, with its unit as a suffix -> its value."""
@@ -106,3 +109,76 @@ class Judgement:
     training: str
     """`mae`, `finetune` or `distill`."""
     outcome: Outcome
+
+
+def rule(
+    *, kind: Literal["system", "training"], title: str, needs: str, fires: str, advises: str, live: bool = True
+) -> Callable[[Callable[[Case], Outcome]], Rule]:
+    """Make a rule of the function that judges it, which has its name; the arguments are those of `Rule`."""
+    return lambda judge: Rule(
+        name=judge.__name__,
+        kind=kind,
+        title=title,
+        needs=needs,
+        fires=fires,
+        advises=advises,
+        judge=judge,
+        live=live,
+    )
+
+
+def first_cause(case: Case, *rules: Rule) -> NotJudged | None:
+    """Return the answer of a rule on effects of other causes: not judged where one of `rules` fires; None where none does."""
+    for rule in rules:
+        if getattr(case.rules, rule.name).enabled and isinstance(rule.judge(case), Finding):
+            return NotJudged(reason=f"what there is to see may come from another finding: {rule.name}")
+    return None
+
+
+def start_unseen(case: Case) -> NotJudged | None:
+    """Return the answer of a rule that needs the training's start, where this process resumed from a checkpoint; None where it did not."""
+    steps = case.training.ranks[0].steps["step"]
+    if not len(steps) or steps[0] == 0:
+        return None
+    return NotJudged(
+        reason=f"this process resumed from a checkpoint, at step {steps[0] + 1:.0f}, so the training's start was not seen"
+    )
+
+
+def saving_after(case: Case, since_s: float, why: str) -> Saving:
+    """Estimate what ending the training at a moment saves: the time to its end, extrapolated from the steps so far while it runs."""
+    return Saving(
+        seconds=max(0.0, case.training.ranks[0].record.ended_s - since_s) + remaining_s(case),
+        reason=f"the training's time after that, in which {why}",
+    )
+
+
+def remaining_s(case: Case) -> float:
+    """Estimate the seconds of the remaining steps, where the training still runs and their number is known."""
+    rank = case.training.ranks[0]
+    total, done = rank.record.context.total_steps, rank.record.steps.count
+    if not case.live or not total or not done:
+        return 0.0
+    return max(0.0, total - 1 - float(rank.steps["step"][-1])) * rank.record.steps.seconds / done
+
+
+def accuracy_noise(case: Case, accuracy: float) -> float:
+    """Compute two standard errors of the difference of two accuracies on the validation split; 0 where its size is not known."""
+    images = case.training.ranks[0].record.context.val_samples
+    return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / images) if images else 0.0
+
+
+def setting(case: Case, name: str) -> str:
+    """Return the full name of a setting of this training."""
+    return setting_of(case.training.name, name)
+
+
+def setting_of(training: str, name: str) -> str:
+    """Return the full name of a setting of a training of this name."""
+    return f"{_SECTIONS.get(training, training)}.{name}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join the first names, and say how many more there are."""
+    shown, more = ", ".join(names[:_NAMED]), len(names) - _NAMED
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -10,15 +10,15 @@ import pytest
 from tests.unit.profiling.rules.learning import TENSORS, case_of, curve_of, measured
 from tests.unit.profiling.rules.synthetic import steps_of
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
-from trainer.profiling.rules.training.weights import (
-    EXPLODING_GRADIENTS,
-    POOR_INITIALISATION,
-    UNCHANGED_WEIGHTS,
-    UPDATE_RATIO,
-    VANISHING_GRADIENTS,
+from trainer.profiling.rules.weights import (
+    exploding_gradients,
+    poor_initialisation,
+    unchanged_weights,
+    update_ratio,
+    vanishing_gradients,
 )
 
-RULES = (POOR_INITIALISATION, EXPLODING_GRADIENTS, VANISHING_GRADIENTS, UPDATE_RATIO, UNCHANGED_WEIGHTS)
+RULES = (poor_initialisation, exploding_gradients, vanishing_gradients, update_ratio, unchanged_weights)
 
 
 def found(case: Any) -> dict[str, Finding]:
@@ -65,7 +65,7 @@ def test_layers_that_start_at_zero_are_meant_so() -> None:
 
 def test_a_start_that_was_another_process_s_is_not_judged() -> None:
     steps = steps_of()
-    outcome = POOR_INITIALISATION.judge(case_of(measured(first_step=500), steps=steps | {"step": steps["step"] + 500}))
+    outcome = poor_initialisation.judge(case_of(measured(first_step=500), steps=steps | {"step": steps["step"] + 500}))
     assert isinstance(outcome, NotJudged)
     assert "at step 501" in outcome.reason
 
@@ -170,7 +170,7 @@ def test_small_steps_of_a_warm_up_are_healthy() -> None:
     ratios = np.array([1e-9, 1e-9, 1e-3, 1e-3, 1e-3])[:, None]
     assert found(case_of(measured(update_ratio=ratios))) == {}
     early = case_of(measured(3, update_ratio=1e-9), metrics={"learning_rate": curve_of([1e-6, 2e-6, 3e-6])})
-    outcome = UPDATE_RATIO.judge(early)
+    outcome = update_ratio.judge(early)
     assert isinstance(outcome, NotJudged)
     assert "0 measurements were at a learning rate near its peak" in outcome.reason
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.unit.profiling.rules.synthetic import GPU, case_of, rank_of, steps_of, together
+from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
-from trainer.profiling.rules.system.loading import CPU_BOTTLENECK, IO_BOTTLENECK, LOADER_WORKERS
 
-RULES = (IO_BOTTLENECK, LOADER_WORKERS, CPU_BOTTLENECK)
+RULES = (io_bottleneck, loader_workers, cpu_bottleneck)
 
 
 def fired(*ranks: Any) -> list[str]:
@@ -99,30 +99,30 @@ def test_a_process_that_alone_waits_is_not_the_loaders_fault() -> None:
 
 
 def test_the_advised_number_of_workers_keeps_up() -> None:
-    waiting = finding(LOADER_WORKERS, rank_of(steps_of(data=27), device=GPU, cores=16))
+    waiting = finding(loader_workers, rank_of(steps_of(data=27), device=GPU, cores=16))
     assert "data.workers=4" in waiting.advice  # 27 ms to load, 9 to compute: three, and a margin
     assert waiting.saving is not None
     assert waiting.saving.seconds == pytest.approx(110 * 0.027)
-    few = finding(LOADER_WORKERS, rank_of(steps_of(data=27), device=GPU, cores=3))
+    few = finding(loader_workers, rank_of(steps_of(data=27), device=GPU, cores=3))
     assert "data.workers=2" in few.advice
     assert few.saving is not None
     assert few.saving.seconds == pytest.approx(110 * 0.027 / 2)
 
 
 def test_too_many_workers_are_a_note_until_the_training_waits() -> None:
-    note = finding(LOADER_WORKERS, rank_of(workers=4))
+    note = finding(loader_workers, rank_of(workers=4))
     assert note.severity == "note"
     assert note.saving is None
     assert "data.workers=1" in note.advice
     system = {"loaders_cpu_percent": 400.0}
     warning = finding(
-        LOADER_WORKERS, rank_of(steps_of(data=5, queued=0, host_data_cpu_seconds=0), workers=4, system=system)
+        loader_workers, rank_of(steps_of(data=5, queued=0, host_data_cpu_seconds=0), workers=4, system=system)
     )
     assert warning.severity == "warning"
 
 
 def test_what_waiting_costs_is_reported() -> None:
-    slow = finding(IO_BOTTLENECK, rank_of(steps_of(data=11, host_cpu_seconds=9, host_data_cpu_seconds=0)))
+    slow = finding(io_bottleneck, rank_of(steps_of(data=11, host_cpu_seconds=9, host_data_cpu_seconds=0)))
     assert slow.text.startswith("55% of each step (11 ms of 20 ms undisturbed)")
     assert slow.saving is not None
     assert slow.saving.seconds == pytest.approx(110 * 0.011)

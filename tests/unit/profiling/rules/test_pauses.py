@@ -12,8 +12,8 @@ from tests.unit.profiling.rules.learning import case_of
 from tests.unit.profiling.rules.synthetic import steps_of
 from trainer.profiling.evidence import Spans
 from trainer.profiling.evidence_schema import CompilationRecord
+from trainer.profiling.rules.lifecycle import stalled_training
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged
-from trainer.profiling.rules.training.pauses import STALLED_TRAINING
 
 STEPS = 100
 
@@ -34,7 +34,7 @@ def with_span(case: Case, seconds: float) -> Case:
 
 @pytest.mark.parametrize(("seconds", "fires"), [(1799.9, False), (1800.1, True)])
 def test_a_pause_between_two_steps(seconds: float, fires: bool) -> None:
-    outcome = STALLED_TRAINING.judge(case_of(steps=with_pause(seconds)))
+    outcome = stalled_training.judge(case_of(steps=with_pause(seconds)))
     assert isinstance(outcome, Finding if fires else Healthy)
     if isinstance(outcome, Finding):
         assert outcome.text.startswith("No step ended for 1,800 s between steps 50 and 51 (limit 1800 s)")
@@ -46,21 +46,21 @@ def test_a_pause_between_two_steps(seconds: float, fires: bool) -> None:
 def test_a_step_that_hangs() -> None:
     data = np.full(STEPS, 1.0)
     data[20] = 2e6  # milliseconds
-    finding = STALLED_TRAINING.judge(case_of(steps=steps_of(STEPS, data=data)))
+    finding = stalled_training.judge(case_of(steps=steps_of(STEPS, data=data)))
     assert isinstance(finding, Finding)
     assert "between steps 20 and 21" in finding.text
 
 
 def test_validation_accounts_for_its_time() -> None:
     case = case_of(steps=with_pause(4000.0))
-    assert isinstance(STALLED_TRAINING.judge(with_span(case, 3000.0)), Healthy)
-    assert isinstance(STALLED_TRAINING.judge(with_span(case, 1000.0)), Finding)
+    assert isinstance(stalled_training.judge(with_span(case, 3000.0)), Healthy)
+    assert isinstance(stalled_training.judge(with_span(case, 1000.0)), Finding)
 
 
 def test_compilation_accounts_for_its_time() -> None:
     def judged(seconds: float) -> object:
         record = {"compilations": (CompilationRecord(step=50, graphs=1, seconds=seconds),)}
-        return STALLED_TRAINING.judge(case_of(steps=with_pause(4000.0), **record))
+        return stalled_training.judge(case_of(steps=with_pause(4000.0), **record))
 
     assert isinstance(judged(3000.0), Healthy)
     assert isinstance(judged(1000.0), Finding)
@@ -69,13 +69,13 @@ def test_compilation_accounts_for_its_time() -> None:
 def test_steps_that_the_table_left_out_are_no_pause() -> None:
     """Every tenth of steps of 200 seconds."""
     steps = {name: values[::10] for name, values in steps_of(STEPS, forward=200_000.0).items()}
-    assert isinstance(STALLED_TRAINING.judge(case_of(steps=steps)), Healthy)
+    assert isinstance(stalled_training.judge(case_of(steps=steps)), Healthy)
 
 
 def test_several_pauses_are_counted() -> None:
     steps = with_pause(2000.0)
     steps["start_s"] = steps["start_s"] + np.where(np.arange(STEPS) >= 70, 3000.0, 0)
-    finding = STALLED_TRAINING.judge(case_of(steps=steps))
+    finding = stalled_training.judge(case_of(steps=steps))
     assert isinstance(finding, Finding)
     assert finding.numbers["stalls"] == 2
     assert finding.saving is not None
@@ -83,4 +83,4 @@ def test_several_pauses_are_counted() -> None:
 
 
 def test_one_step_tells_nothing() -> None:
-    assert isinstance(STALLED_TRAINING.judge(case_of(steps=steps_of(1))), NotJudged)
+    assert isinstance(stalled_training.judge(case_of(steps=steps_of(1))), NotJudged)

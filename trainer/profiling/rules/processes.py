@@ -6,13 +6,10 @@ processes, S steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
-from trainer.profiling.rules.system.compared_steps import Steps, usual
-from trainer.profiling.rules.system.tracing import is_traced
+from trainer.profiling.rules.compared_steps import Steps, is_traced, usual
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule
 from trainer.profiling.series import Series
 
 _BLOCKS = 5
@@ -22,7 +19,7 @@ _UNCERTAIN = 0.1
 """Of the time in which a process had no core, so much may be counted in a neighbouring phase: the kernel counts it when it ends."""
 
 
-def _judgeable(case: Case, steps: Steps) -> NotJudged | None:
+def _unjudgeable(case: Case, steps: Steps) -> NotJudged | None:
     """Why processes cannot be compared, if they cannot."""
     if steps.record.world_size == 1:
         return NotJudged(reason="one process trains alone")
@@ -36,19 +33,27 @@ def own_work(steps: Steps) -> Series:
 
     On XLA the host waits for the device, and so for the others, where it hands over the step's graph.
     """
-    waiting = ("backward", "dispatch", "optimizer") if _is_sharded(steps) else ("backward", "dispatch")
+    is_sharded = steps.record.context.settings.get(
+        "zero", False
+    )  # then processes exchange weights in the optimiser, too
+    waiting = ("backward", "dispatch", "optimizer") if is_sharded else ("backward", "dispatch")
     return np.asarray(steps.seconds - steps.phase(*waiting) - steps.delayed + steps.delayed_in("backward"))
 
 
-def _is_sharded(steps: Steps) -> bool:
-    """Return whether processes exchange weights in the optimiser, too."""
-    return bool(steps.record.context.settings.get("zero", False))
-
-
-def _stragglers(case: Case) -> Outcome:
+@rule(
+    kind="system",
+    title="Stragglers",
+    needs="all processes' steps, after the training",
+    fires=(
+        "a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the "
+        "step, all the time"
+    ),
+    advises="another node; the phase that is slower",
+    live=False,
+)
+def stragglers(case: Case) -> Outcome:
     steps = Steps(case)
-    unjudgeable = _judgeable(case, steps)
-    if unjudgeable:
+    if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
     limit, own = case.rules.stragglers.slower, own_work(steps)
     means = usual(own)
@@ -63,7 +68,8 @@ def _stragglers(case: Case) -> Outcome:
     )
     if share <= limit or sum(blocks) < _BLOCKS - 1:
         return Healthy(text=f"Slowest: {summary}.")
-    phase = _slower_phase(steps, slowest)
+    phases = ("data", "to_device", "teacher_forward", "forward", "optimizer", "other")
+    phase = max(phases, key=lambda name: _behind(steps.phase(name), slowest))
     return Finding(
         severity="warning",
         confidence=0.9,
@@ -89,19 +95,28 @@ def _uncertain_s(steps: Steps) -> float:
     return _UNCERTAIN * float(usual(steps.delayed).max())
 
 
-def _slower_phase(steps: Steps, number: int) -> str:
-    phases = ("data", "to_device", "teacher_forward", "forward", "optimizer", "other")
-    return max(phases, key=lambda phase: _behind(steps.phase(phase), number))
-
-
-def _load_balance(case: Case) -> Outcome:
+@rule(
+    kind="system",
+    title="Load balance",
+    needs="all processes' steps and, on GPUs, their use, after the training",
+    fires=(
+        "waiting for the process with the most work takes more than `waiting_share` of the step, or the histograms of two GPUs' use are "
+        "more than `distance` apart; a process that is always the slowest is a straggler instead"
+    ),
+    advises="the same work for every process",
+    live=False,
+)
+def load_balance(case: Case) -> Outcome:
     steps, limits = Steps(case), case.rules.load_balance
-    unjudgeable = _judgeable(case, steps)
-    if unjudgeable:
+    if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
-    if isinstance(_stragglers(case), Finding):
+    if isinstance(stragglers.judge(case), Finding):
         return NotJudged(reason="one process is slower than the others, which comes first (stragglers)")
-    waiting_s, distance = max(0.0, _alternating(steps) - _uncertain_s(steps)), _distance(steps)
+    own = own_work(steps)
+    own = np.minimum(own, np.percentile(own, 95, axis=1, keepdims=True))
+    # in which they wait for one that is not always the same
+    alternating_s = float(own.max(axis=0).mean() - own.mean(axis=1).max())
+    waiting_s, distance = max(0.0, alternating_s - _uncertain_s(steps)), _distance(steps)
     share = waiting_s / steps.step_s
     summary = f"{share:.0%} of each step ({1e3 * waiting_s:.3g} ms) is waiting for the process with the most work"
     if distance is not None:
@@ -122,13 +137,6 @@ def _load_balance(case: Case) -> Outcome:
     )
 
 
-def _alternating(steps: Steps) -> float:
-    """Compute the seconds of a usual step in which the processes wait for one that is not always the same."""
-    own = own_work(steps)
-    own = np.minimum(own, np.percentile(own, 95, axis=1, keepdims=True))
-    return float(own.max(axis=0).mean() - own.mean(axis=1).max())
-
-
 def _distance(steps: Steps) -> float | None:
     """Largest distance between the histograms of two GPUs' use: half the sum of absolute differences."""
     samples = [rank.system.get("gpu_percent") for rank in steps.ranks]
@@ -142,47 +150,49 @@ def _distance(steps: Steps) -> float | None:
     return max(float(np.abs(one - other).sum() / 2) for one in shares for other in shares)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """The time that no process can use, because gradients travel."""
-
-    steps: Steps
-    seconds: float
-    """Of an undisturbed step."""
-
-    @property
-    def share(self) -> float:
-        """As a share of the undisturbed step: what the rule judges and the page shows."""
-        return self.seconds / self.steps.step_s
-
-
-def exchange(case: Case) -> Exchange | NotJudged:
-    """Measure how long gradients travel with nothing to compute meanwhile, without the waiting for slower processes."""
-    steps = Steps(case)
-    unjudgeable = _judgeable(case, steps)
-    if unjudgeable:
+def _exchange_s(case: Case, steps: Steps) -> float | NotJudged:
+    """Measure the seconds of a step in which gradients travel and nothing is computed, without the waiting for slower processes."""
+    if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
     if is_traced(steps.ranks[0]):
         return NotJudged(reason="XLA exchanges gradients within its graphs, where no clock of the host sees them")
-    seconds = _exchange_on_gpus_s(steps) if steps.on_gpu else _exchange_on_cpus_s(steps)
-    if seconds is None:
+    if not steps.on_gpu:
+        # Of a median step, in which no process could continue its backward pass. The threads that exchange gradients lack a core, too,
+        # where the training's thread does; what that may have cost is left out.
+        blocked = steps.phase("backward") - steps.column("host_backward_cpu_seconds") - steps.delayed_in("backward")
+        return max(0.0, float(np.median(blocked.min(axis=0))) - 2 * _uncertain_s(steps))
+    measured = [rank.record.communication for rank in steps.ranks]
+    exposed = [max(0.0, record.exchange_s - record.hidden_s) for record in measured if record is not None]
+    if len(exposed) < len(measured):
         reason = steps.record.missing.get("communication", "too few steps")
         return NotJudged(reason=f"how long gradients travel was not measured: {reason}")
-    return Exchange(steps=steps, seconds=seconds)
+    # Who waits for a slower process does so in the exchange; the process that all wait for waits for nothing but the network.
+    own = steps.seconds - steps.phase("backward")
+    return float(np.maximum(exposed - (own.max(axis=0) - own).mean(axis=1), 0).min())
 
 
 def communication_share(case: Case) -> float | None:
     """Compute the share of an undisturbed step in which gradients travel and nothing is computed; None where it was not measured."""
-    seen = exchange(case)
-    return None if isinstance(seen, NotJudged) else seen.share
+    steps = Steps(case)
+    seconds = _exchange_s(case, steps)
+    return None if isinstance(seconds, NotJudged) else seconds / steps.step_s
 
 
-def _communication(case: Case) -> Outcome:
-    seen, limit = exchange(case), case.rules.communication.share
-    if isinstance(seen, NotJudged):
-        return seen
-    steps, share = seen.steps, seen.share
-    summary = f"{share:.0%} of each step ({1e3 * seen.seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
+@rule(
+    kind="system",
+    title="Communication",
+    needs="all processes' steps, after the training; on GPUs DistributedDataParallel's own times of the exchange of gradients",
+    fires="the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower processes",
+    advises="fewer bytes, fewer exchanges, a faster network",
+    live=False,
+)
+def communication(case: Case) -> Outcome:
+    steps, limit = Steps(case), case.rules.communication.share
+    seconds = _exchange_s(case, steps)
+    if isinstance(seconds, NotJudged):
+        return seconds
+    share = seconds / steps.step_s
+    summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
     if share <= limit:
         return Healthy(text=f"{summary} waits for gradients that travel.")
     return Finding(
@@ -190,72 +200,10 @@ def _communication(case: Case) -> Outcome:
         confidence=0.8,
         text=f"{summary} waits for gradients that travel between {steps.record.world_size} processes, with nothing to compute meanwhile.",
         advice=(
-            "Halve the bytes (gradient_compression=bf16), exchange more rarely (a larger batch_size, or more accumulation at "
-            "the same memory), or train on "
-            "fewer nodes, or ones with a faster network."
+            "Halve the bytes (gradient_compression=bf16), exchange more rarely (a larger batch_size, or more accumulation at the same "
+            "memory), or train on fewer nodes, or ones with a faster network."
         ),
         saving=Saving(seconds=share * steps.total_s, reason="the steps if computation hid the exchange"),
-        numbers={"communication_share": share, "exposed_s": seen.seconds, "undisturbed_step_s": steps.step_s},
+        numbers={"communication_share": share, "exposed_s": seconds, "undisturbed_step_s": steps.step_s},
         steps=steps.span,
     )
-
-
-def _exchange_on_gpus_s(steps: Steps) -> float | None:
-    """Return the seconds of the exchange that no computation hides, as DistributedDataParallel measures them; None where it did not.
-
-    Who waits for a slower process does so in the exchange; the process that all wait for waits for nothing but the network.
-    """
-    measured = [rank.record.communication for rank in steps.ranks]
-    exposed = [max(0.0, record.exchange_s - record.hidden_s) for record in measured if record is not None]
-    if len(exposed) < len(measured):
-        return None
-    own = steps.seconds - steps.phase("backward")
-    return float(np.maximum(exposed - (own.max(axis=0) - own).mean(axis=1), 0).min())
-
-
-def _exchange_on_cpus_s(steps: Steps) -> float:
-    """Compute the seconds of a median step in which no process could continue its backward pass.
-
-    The threads that exchange gradients lack a core, too, where the training's thread does; what that may have cost is left out.
-    """
-    blocked = steps.phase("backward") - steps.column("host_backward_cpu_seconds") - steps.delayed_in("backward")
-    return max(0.0, float(np.median(blocked.min(axis=0))) - 2 * _uncertain_s(steps))
-
-
-STRAGGLERS = Rule(
-    name="stragglers",
-    kind="system",
-    title="Stragglers",
-    needs="all processes' steps, after the training",
-    fires=(
-        "a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the "
-        "step, all the time"
-    ),
-    advises="another node; the phase that is slower",
-    judge=_stragglers,
-    live=False,
-)
-LOAD_BALANCE = Rule(
-    name="load_balance",
-    kind="system",
-    title="Load balance",
-    needs="all processes' steps and, on GPUs, their use, after the training",
-    fires=(
-        "waiting for the process with the most work takes more than `waiting_share` of the step, or the histograms of two "
-        "GPUs' use are more than "
-        "`distance` apart; a process that is always the slowest is a straggler instead"
-    ),
-    advises="the same work for every process",
-    judge=_load_balance,
-    live=False,
-)
-COMMUNICATION = Rule(
-    name="communication",
-    kind="system",
-    title="Communication",
-    needs="all processes' steps, after the training; on GPUs DistributedDataParallel's own times of the exchange of gradients",
-    fires="the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower processes",
-    advises="fewer bytes, fewer exchanges, a faster network",
-    judge=_communication,
-    live=False,
-)

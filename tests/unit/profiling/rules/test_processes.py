@@ -9,9 +9,9 @@ from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, s
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.evidence_schema import CommunicationRecord, ContextRecord
 from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
-from trainer.profiling.rules.system.processes import COMMUNICATION, LOAD_BALANCE, STRAGGLERS
+from trainer.profiling.rules.processes import communication, load_balance, stragglers
 
-RULES = (STRAGGLERS, LOAD_BALANCE, COMMUNICATION)
+RULES = (stragglers, load_balance, communication)
 TURNS = np.arange(STEPS) % 2
 
 
@@ -34,7 +34,7 @@ def slower(milliseconds: float, **record: object) -> list[RankEvidence]:
 def test_a_process_that_is_always_slower() -> None:
     assert fired(slower(2.4)) == []
     assert fired(slower(2.6)) == ["stragglers"]
-    found = finding(STRAGGLERS, slower(10))
+    found = finding(stragglers, slower(10))
     assert "process 3 on node-a takes 18 ms" in found.text
     assert "`forward`" in found.text
     assert found.saving is not None
@@ -62,7 +62,7 @@ def test_processes_that_are_slow_by_turns() -> None:
 
     assert fired(balanced(6)) == []
     assert fired(balanced(7)) == ["load_balance"]
-    saving = finding(LOAD_BALANCE, balanced(10)).saving
+    saving = finding(load_balance, balanced(10)).saving
     assert saving is not None
     assert saving.seconds == pytest.approx(STEPS * 0.005)
 
@@ -77,7 +77,7 @@ def test_gpus_that_are_not_used_alike() -> None:
 
     assert fired(used(96.0)) == []
     assert fired(used(55.0)) == ["load_balance"]
-    assert "0.60 apart" in finding(LOAD_BALANCE, used(55.0)).text
+    assert "0.60 apart" in finding(load_balance, used(55.0)).text
 
 
 def test_an_optimiser_that_exchanges_weights_waits_there_too() -> None:
@@ -98,7 +98,7 @@ def test_gradients_that_travel_for_long(device: str) -> None:
 
     assert fired(ranks(2)) == []
     assert fired(ranks(3)) == ["communication"]
-    saving = finding(COMMUNICATION, ranks(10)).saving
+    saving = finding(communication, ranks(10)).saving
     assert saving is not None
     assert saving.seconds == pytest.approx(STEPS * 0.010)
 
@@ -118,7 +118,7 @@ def test_what_can_not_be_compared_is_not_judged() -> None:
         assert rule.judge(case_of()) == NotJudged(reason="one process trains alone")
         few = together(steps_of(20), steps_of(20), communication=travelling(50))
         assert "only 10 steps" in str(rule.judge(case_of(*few)))
-    without = COMMUNICATION.judge(case_of(*together(steps_of(), steps_of(), device=GPU)))
+    without = communication.judge(case_of(*together(steps_of(), steps_of(), device=GPU)))
     assert "was not measured" in str(without)
     for rule in RULES:
         assert not rule.live

@@ -9,8 +9,8 @@ import pytest
 from tests.unit.profiling.rules.synthetic import STEPS, case_of, rank_of, steps_of
 from trainer import config
 from trainer.profiling.evidence_schema import ContextRecord
+from trainer.profiling.rules.gpu import teacher_share
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
-from trainer.profiling.rules.system.teacher_share import TEACHER_SHARE
 from trainer.profiling.training_summary import summarize
 from trainer.thresholds import RuleSettings, TeacherShare
 
@@ -21,7 +21,7 @@ def judged(teacher_ms: float, *, epochs: int = 60, live: bool = False, **given: 
     context = ContextRecord(settings=settings | given.pop("settings", {}), total_steps=given.pop("total_steps", None))
     rules = given.pop("rules", RuleSettings())
     table = steps_of(given.pop("steps", STEPS), teacher_forward=teacher_ms, forward=6 - teacher_ms)
-    return TEACHER_SHARE.judge(case_of(rank_of(table, context=context, **given), live=live, rules=rules))
+    return teacher_share.judge(case_of(rank_of(table, context=context, **given), live=live, rules=rules))
 
 
 @pytest.mark.parametrize(("teacher_ms", "kind"), [(2.4, Healthy), (2.6, Finding), (4.2, Finding)])
@@ -75,7 +75,7 @@ def test_the_share_is_that_of_the_page() -> None:
         rank_of(steps_of(teacher_forward=4.2, recorder=1.3), context=ContextRecord(settings=settings)),
         rules=RuleSettings(teacher_share=TeacherShare(share=0.1)),
     )
-    note = TEACHER_SHARE.judge(case)
+    note = teacher_share.judge(case)
     assert isinstance(note, Finding)
     assert note.numbers["teacher_share"] == summarize(case.training).phases["teacher_forward"].share
 

@@ -9,14 +9,14 @@ import pytest
 
 from tests.unit.profiling.rules.learning import case_of, curve_of, measured
 from tests.unit.profiling.rules.synthetic import steps_of
+from trainer.profiling.rules.loss_curves import loss_not_falling, overfitting
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
-from trainer.profiling.rules.training.loss_curves import LOSS_NOT_FALLING, OVERFITTING
 
 FALLING = np.linspace(2.0, 1.0, 40)
 
 
 def fall(values: Any, **arguments: Any) -> Any:
-    return LOSS_NOT_FALLING.judge(case_of(metrics={"loss": curve_of(values)}, **arguments))
+    return loss_not_falling.judge(case_of(metrics={"loss": curve_of(values)}, **arguments))
 
 
 # -- the training loss
@@ -50,7 +50,7 @@ def test_a_loss_that_stays_where_it_came_to_is_healthy() -> None:
 
 def test_a_short_curve_is_not_judged() -> None:
     assert isinstance(fall([2.0] * 9), NotJudged)
-    assert isinstance(LOSS_NOT_FALLING.judge(case_of()), NotJudged)
+    assert isinstance(loss_not_falling.judge(case_of()), NotJudged)
 
 
 def test_the_end_of_a_training_that_went_on_from_a_checkpoint_is_not_judged() -> None:
@@ -83,7 +83,7 @@ def overfit(train: Any, losses: Any, accuracies: Any, *, name: str = "finetune",
     }
     if name == "distill":
         curves["label"] = curves.pop("loss")
-    return OVERFITTING.judge(case_of(name=name, metrics=curves, context={"val_samples": images}))
+    return overfitting.judge(case_of(name=name, metrics=curves, context={"val_samples": images}))
 
 
 LEARNED = np.linspace(2.0, 0.1, 40)
@@ -136,4 +136,4 @@ def test_two_measurements_or_none_tell_nothing() -> None:
     assert isinstance(outcome, NotJudged)
     assert "2 measurements" in outcome.reason
     assert "pretrain.finetune.validate_every_epochs" in outcome.reason
-    assert isinstance(OVERFITTING.judge(case_of(name="mae", metrics={"loss": curve_of(LEARNED)})), NotJudged)
+    assert isinstance(overfitting.judge(case_of(name="mae", metrics={"loss": curve_of(LEARNED)})), NotJudged)

@@ -12,14 +12,14 @@ from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, s
 from trainer.profiling.evidence import Evidence, RankEvidence, TrainingEvidence
 from trainer.profiling.evidence_schema import CompilationRecord, ContextRecord
 from trainer.profiling.findings import judged
-from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
-from trainer.profiling.rules.system.lifecycle import (
-    MEMORY_GROWTH,
-    OWN_OVERHEAD,
-    RECOMPILATION,
-    START_UP,
-    STEP_OUTLIERS,
+from trainer.profiling.rules.lifecycle import (
+    gpu_memory_growth,
+    own_overhead,
+    recompilation,
+    start_up,
+    step_outliers,
 )
+from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
 from trainer.thresholds import OwnOverhead, RuleSettings
 
 NUMBERS = np.arange(STEPS)
@@ -38,8 +38,8 @@ def fires(rule: Rule, *ranks: RankEvidence, **thresholds: Any) -> bool:
 
 def test_a_start_of_more_than_twenty_minutes() -> None:
     parts = {"imports": 30.0, "fetch": 300.0, "compile": 600.0, "first_step": 260.0}
-    assert not fires(START_UP, rank_of(startup=parts))
-    found = outcome_of(START_UP, rank_of(startup=parts | {"first_step": 271.0}))
+    assert not fires(start_up, rank_of(startup=parts))
+    found = outcome_of(start_up, rank_of(startup=parts | {"first_step": 271.0}))
     assert isinstance(found, Finding)
     assert found.text.startswith("The first step ended only after 20.0 min: compile 10.0 min, fetch 5.0 min")
     assert found.advice.index("compiled graphs") < found.advice.index("TRAINER_CACHE")
@@ -48,7 +48,7 @@ def test_a_start_of_more_than_twenty_minutes() -> None:
 
 
 def test_a_start_up_that_no_cache_shortens_saves_nothing_known() -> None:
-    found = outcome_of(START_UP, rank_of(startup={"join": 2000.0}))
+    found = outcome_of(start_up, rank_of(startup={"join": 2000.0}))
     assert isinstance(found, Finding)
     assert found.saving is None
 
@@ -65,7 +65,7 @@ def test_a_start_up_that_no_cache_shortens_saves_nothing_known() -> None:
     ],
 )
 def test_a_start_up_is_set_against_its_stage(seconds: float, stage_s: float | None, kind: type) -> None:
-    outcome = START_UP.judge(case_of(rank_of(startup={"launch": seconds}), stage_s=stage_s))
+    outcome = start_up.judge(case_of(rank_of(startup={"launch": seconds}), stage_s=stage_s))
     assert isinstance(outcome, kind)
     if isinstance(outcome, Finding):
         assert outcome.severity == "note"
@@ -74,7 +74,7 @@ def test_a_start_up_is_set_against_its_stage(seconds: float, stage_s: float | No
 
 
 def test_a_start_of_more_than_twenty_minutes_is_a_warning_in_a_long_stage_too() -> None:
-    outcome = START_UP.judge(case_of(rank_of(startup={"fetch": 1201.0}), stage_s=86_400.0))
+    outcome = start_up.judge(case_of(rank_of(startup={"fetch": 1201.0}), stage_s=86_400.0))
     assert isinstance(outcome, Finding)
     assert outcome.severity == "warning"
 
@@ -94,8 +94,8 @@ def test_the_stage_of_a_training_is_all_its_trainings_with_their_start_ups() -> 
 
 
 def test_a_start_up_that_was_not_recorded_is_not_judged() -> None:
-    assert isinstance(outcome_of(START_UP, rank_of()), NotJudged)
-    assert isinstance(outcome_of(START_UP, rank_of(first_step_s=None)), NotJudged)
+    assert isinstance(outcome_of(start_up, rank_of()), NotJudged)
+    assert isinstance(outcome_of(start_up, rank_of(first_step_s=None)), NotJudged)
 
 
 # -- outliers
@@ -103,7 +103,7 @@ def test_a_start_up_that_was_not_recorded_is_not_judged() -> None:
 
 def test_single_steps_that_take_far_longer() -> None:
     hangs = np.where(NUMBERS % 50 == 20, 200.0, 2.0)
-    found = outcome_of(STEP_OUTLIERS, rank_of(steps_of(forward=hangs)))
+    found = outcome_of(step_outliers, rank_of(steps_of(forward=hangs)))
     assert isinstance(found, Finding)
     assert found.text.startswith("2 of 100 steps")
     assert "`forward`" in found.text
@@ -113,39 +113,39 @@ def test_single_steps_that_take_far_longer() -> None:
 
 
 def test_outliers_must_cost_something() -> None:
-    assert not fires(STEP_OUTLIERS, rank_of(steps_of(forward=np.where(NUMBERS == 50, 20.0, 2.0))))
-    assert fires(STEP_OUTLIERS, rank_of(steps_of(forward=np.where(NUMBERS == 50, 60.0, 2.0))))
+    assert not fires(step_outliers, rank_of(steps_of(forward=np.where(NUMBERS == 50, 20.0, 2.0))))
+    assert fires(step_outliers, rank_of(steps_of(forward=np.where(NUMBERS == 50, 60.0, 2.0))))
 
 
 def test_the_first_steps_and_stalls_are_no_outliers() -> None:
-    assert not fires(STEP_OUTLIERS, rank_of(steps_of(forward=np.where(NUMBERS < 10, 500.0, 2.0))))
+    assert not fires(step_outliers, rank_of(steps_of(forward=np.where(NUMBERS < 10, 500.0, 2.0))))
     stall = rank_of(steps_of(forward=np.where(NUMBERS == 50, 2e6, 2.0)))
-    assert not fires(STEP_OUTLIERS, stall)
+    assert not fires(step_outliers, stall)
 
 
 def test_the_last_step_which_ends_the_loader_processes_is_no_outlier() -> None:
     ends = steps_of(data=np.where(NUMBERS == STEPS - 1, 500.0, 1.0))
-    assert not fires(STEP_OUTLIERS, rank_of(ends, context=ContextRecord(total_steps=STEPS)))
-    assert fires(STEP_OUTLIERS, rank_of(ends, context=ContextRecord(total_steps=STEPS + 1)))
+    assert not fires(step_outliers, rank_of(ends, context=ContextRecord(total_steps=STEPS)))
+    assert fires(step_outliers, rank_of(ends, context=ContextRecord(total_steps=STEPS + 1)))
 
 
 def test_measurements_of_the_recorder_and_a_core_that_was_taken_are_no_outliers() -> None:
     hangs = np.where(NUMBERS % 50 == 20, 200.0, 0.0)
-    assert not fires(STEP_OUTLIERS, rank_of(steps_of(recorder=hangs)))
-    assert not fires(STEP_OUTLIERS, rank_of(steps_of(forward=2 + hangs, host_delayed_seconds=hangs)))
+    assert not fires(step_outliers, rank_of(steps_of(recorder=hangs)))
+    assert not fires(step_outliers, rank_of(steps_of(forward=2 + hangs, host_delayed_seconds=hangs)))
 
 
 def test_a_core_that_was_taken_from_another_process_is_no_outlier_either() -> None:
     hangs = np.where(NUMBERS % 50 == 20, 200.0, 0.0)
     held_up = together(steps_of(backward=2 + hangs), steps_of(forward=2 + hangs, host_delayed_seconds=hangs))
-    assert not fires(STEP_OUTLIERS, *held_up)
-    assert fires(STEP_OUTLIERS, *together(steps_of(backward=2 + hangs), steps_of(forward=2 + hangs)))
+    assert not fires(step_outliers, *held_up)
+    assert fires(step_outliers, *together(steps_of(backward=2 + hangs), steps_of(forward=2 + hangs)))
 
 
 def test_waiting_for_slow_loading_is_no_outlier() -> None:
     waits = np.where(NUMBERS % 10 == 0, 300.0, 1.0)
     late = rank_of(steps_of(data=waits, queued=0), workers=1, device=GPU, cores=2, system={"loaders_cpu_percent": 99.0})
-    assert isinstance(outcome_of(STEP_OUTLIERS, late), NotJudged | Healthy)
+    assert isinstance(outcome_of(step_outliers, late), NotJudged | Healthy)
 
 
 # -- memory
@@ -156,34 +156,34 @@ def test_memory_that_grows_all_the_time(signal: str) -> None:
     def rank(growth: float) -> RankEvidence:
         return rank_of(system={signal: 1e9 * np.linspace(1, 1 + growth, 100)})
 
-    assert not fires(MEMORY_GROWTH, rank(0.05))
-    assert fires(MEMORY_GROWTH, rank(0.12))
-    assert not fires(MEMORY_GROWTH, rank(-0.12))
+    assert not fires(gpu_memory_growth, rank(0.05))
+    assert fires(gpu_memory_growth, rank(0.12))
+    assert not fires(gpu_memory_growth, rank(-0.12))
 
 
 def test_memory_that_jumps_or_settles_does_not_leak() -> None:
     settles = 1e9 * (2 - np.exp(-np.arange(100) / 10))
     jumps = 1e9 * np.where(np.arange(100) < 60, 1.0, 1.5)
-    assert not fires(MEMORY_GROWTH, rank_of(system={"process_private_bytes": settles}))
-    assert not fires(MEMORY_GROWTH, rank_of(system={"process_private_bytes": jumps}))
+    assert not fires(gpu_memory_growth, rank_of(system={"process_private_bytes": settles}))
+    assert not fires(gpu_memory_growth, rank_of(system={"process_private_bytes": jumps}))
 
 
 def test_mapped_files_are_no_leak() -> None:
     system = {"process_rss_bytes": 1e9 * np.linspace(1, 2, 100), "process_private_bytes": 1e9}
-    assert not fires(MEMORY_GROWTH, rank_of(system=system))
+    assert not fires(gpu_memory_growth, rank_of(system=system))
 
 
 def test_the_finding_says_when_memory_will_be_full() -> None:
     half = 4 * 2**30
-    found = outcome_of(MEMORY_GROWTH, rank_of(system={"process_private_bytes": half * np.linspace(0.5, 1, 100)}))
+    found = outcome_of(gpu_memory_growth, rank_of(system={"process_private_bytes": half * np.linspace(0.5, 1, 100)}))
     assert isinstance(found, Finding)
     assert "from 2669 MiB to 3972 MiB" in found.text
     assert found.numbers["bytes_an_hour"] == pytest.approx(half * 0.5 / (STEPS * 0.010) * 3600, rel=0.05)
 
 
 def test_few_samples_of_memory_are_not_judged() -> None:
-    assert isinstance(outcome_of(MEMORY_GROWTH, rank_of(samples=20, system={"process_rss_bytes": 1e9})), NotJudged)
-    assert isinstance(outcome_of(MEMORY_GROWTH, rank_of()), NotJudged)
+    assert isinstance(outcome_of(gpu_memory_growth, rank_of(samples=20, system={"process_rss_bytes": 1e9})), NotJudged)
+    assert isinstance(outcome_of(gpu_memory_growth, rank_of()), NotJudged)
 
 
 # -- compilation
@@ -194,9 +194,9 @@ def compiled(*at: int) -> RankEvidence:
 
 
 def test_graphs_compiled_late() -> None:
-    assert isinstance(outcome_of(RECOMPILATION, rank_of()), NotJudged)
-    assert not fires(RECOMPILATION, compiled(0, 9))
-    found = outcome_of(RECOMPILATION, compiled(0, 10, 50))
+    assert isinstance(outcome_of(recompilation, rank_of()), NotJudged)
+    assert not fires(recompilation, compiled(0, 9))
+    found = outcome_of(recompilation, compiled(0, 10, 50))
     assert isinstance(found, Finding)
     assert found.text.startswith("4 graphs were compiled again after 10 steps (first after step 10)")
     assert found.saving is not None
@@ -210,9 +210,9 @@ def test_watching_that_costs_more_than_a_hundredth() -> None:
     def rank(seconds: float) -> RankEvidence:
         return rank_of(overhead={"marks": seconds / 2, "tensors": seconds / 2}, ended_s=100.0)
 
-    assert not fires(OWN_OVERHEAD, rank(0.9))
-    assert not fires(OWN_OVERHEAD, rank_of(overhead={"operators": 50.0, "marks": 0.5}, ended_s=100.0))
-    found = outcome_of(OWN_OVERHEAD, rank(2.0))
+    assert not fires(own_overhead, rank(0.9))
+    assert not fires(own_overhead, rank_of(overhead={"operators": 50.0, "marks": 0.5}, ended_s=100.0))
+    found = outcome_of(own_overhead, rank(2.0))
     assert isinstance(found, Finding)
     assert found.saving is not None
     assert found.saving.seconds == pytest.approx(1.0)
@@ -220,6 +220,6 @@ def test_watching_that_costs_more_than_a_hundredth() -> None:
 
 def test_a_short_recording_says_nothing_of_its_cost() -> None:
     short = rank_of(overhead={"tensors": 5.0}, ended_s=59.0)
-    assert "lasts 59.0 s" in str(outcome_of(OWN_OVERHEAD, short))
-    assert fires(OWN_OVERHEAD, short, own_overhead=OwnOverhead(fewest_seconds=0))
-    assert isinstance(outcome_of(OWN_OVERHEAD, rank_of(ended_s=100.0)), NotJudged)
+    assert "lasts 59.0 s" in str(outcome_of(own_overhead, short))
+    assert fires(own_overhead, short, own_overhead=OwnOverhead(fewest_seconds=0))
+    assert isinstance(outcome_of(own_overhead, rank_of(ended_s=100.0)), NotJudged)

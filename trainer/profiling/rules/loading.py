@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from trainer.profiling.evidence import RankEvidence
-from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Rule, Saving
-from trainer.profiling.rules.system.compared_steps import Steps, at_steps, had_core, usual
+from trainer.profiling.rules.compared_steps import Steps, at_steps, had_core, usual
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule
 from trainer.profiling.series import Series
 from trainer.profiling.throughput import is_core
 
-Cause = Literal["storage", "processor", "nothing"]
-"""What the loading of late batches waits for."""
 _MARGIN = 1.25
 """Loader processes together should be this many times as fast as the step, since rates vary."""
 
@@ -47,7 +44,7 @@ class LoadingWait:
         return self.waiting_s - self.computing_s
 
     @property
-    def cause(self) -> Cause:
+    def cause(self) -> Literal["storage", "processor", "nothing"]:
         """What most of the waiting is for."""
         if not self.waiting_s:
             return "nothing"
@@ -76,8 +73,10 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
     number = int(np.argsort(waiting)[(len(waiting) - 1) // 2])
     record = steps.ranks[number].record
     workers = record.workers or 0
-    measure = partial(_beside, workers=workers, busy_percent=busy_loader_percent) if workers else _itself
-    training_s, storage_s, computing_s = measure(steps, number)
+    if workers:
+        training_s, storage_s, computing_s = _beside(steps, number, workers, busy_loader_percent)
+    else:
+        training_s, storage_s, computing_s = _itself(steps, number)
     return LoadingWait(
         step_s=max(training_s + storage_s + computing_s, 1e-9),
         waiting_s=storage_s + computing_s,
@@ -102,7 +101,7 @@ def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
     return max(0.0, step_s - data_s), storage_s, max(0.0, data_s - storage_s)
 
 
-def _beside(steps: Steps, number: int, *, workers: int, busy_percent: float) -> tuple[float, float, float]:
+def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tuple[float, float, float]:
     """Split a usual step: seconds of training, of waiting for loader processes that wait for storage, and for ones that compute.
 
     A step in which a batch was ready has not waited. Computing they are as far as their own time for a batch is longer than the step.
@@ -136,25 +135,30 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
     return float(np.mean((signal > above) & (gpu < gpu_below)))
 
 
-def _busiest_core(rank: RankEvidence) -> Series | None:
-    """Return the percent of the busiest core in each sample; None where the machine's cores were not sampled."""
-    cores = [values for name, values in rank.system.items() if is_core(name)]
-    return np.max(cores, axis=0) if cores else None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Rules
 
 
-def _io_bottleneck(case: Case) -> Outcome:
+@rule(
+    kind="system",
+    title="I/O bottleneck",
+    needs="phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait",
+    fires=(
+        "more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute (those "
+        "below `loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below "
+        "`gpu_percent`) in more than `share` of the samples"
+    ),
+    advises="more loader processes, which wait at the same time; the data set on a disk of the machine",
+)
+def io_bottleneck(case: Case) -> Outcome:
     steps, limits = Steps(case), case.rules.io_bottleneck
     if steps.too_few:
         return steps.too_few
     loading = diagnose(steps, busy_loader_percent=limits.loader_percent)
     share = loading.share(loading.storage_s)
-    sampled = _gpu_idles_while(
-        steps.ranks[0], steps.ranks[0].system.get("iowait_percent"), limits.iowait_percent, limits.gpu_percent
-    )
+    rank = steps.ranks[0]
+    waits = rank.system.get("iowait_percent")
+    sampled = _gpu_idles_while(rank, waits, limits.iowait_percent, limits.gpu_percent)
     if _waits_for_storage(loading, limits.waiting_share):
         text = f"{_loading_share(loading, share, loading.storage_s)} that storage has to deliver, and nothing is computed meanwhile."
     elif sampled > limits.share:
@@ -167,9 +171,8 @@ def _io_bottleneck(case: Case) -> Outcome:
         confidence=0.9 if loading.workers == 0 else 0.8,
         text=text,
         advice=(
-            f"Let more loader processes wait at the same time (data.workers={loading.workers_that_keep_up()}; waiting needs no "
-            "core), or put "
-            "the prepared data set on a disk of the machine."
+            f"Let more loader processes wait at the same time (data.workers={loading.workers_that_keep_up()}; waiting needs no core), or "
+            "put the prepared data set on a disk of the machine."
         ),
         saving=Saving(seconds=share * steps.total_s, reason="the steps without that waiting"),
         numbers={"waiting_share": share, "storage_s": loading.storage_s, "undisturbed_step_s": loading.step_s},
@@ -177,63 +180,76 @@ def _io_bottleneck(case: Case) -> Outcome:
     )
 
 
-def _loader_workers(case: Case) -> Outcome:
+@rule(
+    kind="system",
+    title="Loader workers",
+    needs="how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck",
+    fires=(
+        "there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while more than "
+        "`waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself)"
+    ),
+    advises="the number of loader processes that keeps up, as far as there are cores",
+)
+def loader_workers(case: Case) -> Outcome:
     steps, limits, storage = Steps(case), case.rules.loader_workers, case.rules.io_bottleneck
     if steps.too_few:
         return steps.too_few
     loading = diagnose(steps, busy_loader_percent=storage.loader_percent)
     waits = _waits_for_processor(loading, limits.waiting_share, limits.own_share)
+    share = loading.share(loading.computing_s)
+    waiting = _loading_share(loading, share, loading.computing_s)
     if loading.per_core < limits.fewest_per_core and waits:
-        return _too_few(loading, steps)
+        keeps_up = loading.workers_that_keep_up()
+        most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
+        wanted = max(loading.workers + 1, min(keeps_up, most))
+        return Finding(
+            severity="warning",
+            confidence=0.8,
+            text=f"{waiting} that processors make, and cores are free: {_processes(loading)}.",
+            advice=f"Let more processes load: data.workers={wanted}.",
+            saving=Saving(
+                seconds=share * steps.total_s * min(1.0, wanted / keeps_up),
+                reason="the waiting that this many loader processes hide, at the present rate",
+            ),
+            numbers=_numbers(loading, share),
+            steps=steps.span,
+        )
     if loading.per_core > limits.most_per_core and not _waits_for_storage(loading, storage.waiting_share):
-        return _too_many(loading, steps, waits=waits)
+        wanted = max(0, steps.record.cores // steps.processes_here() - 1)
+        cause = f"{waiting}, and" if waits else "There are more processes than cores:"
+        return Finding(
+            severity="warning" if waits else "note",
+            confidence=0.7 if waits else 0.5,
+            text=f"{cause} {_processes(loading)}: they take the cores from one another, and memory.",
+            advice=f"Let fewer processes load: data.workers={wanted}, or auto, which measures how many keep up.",
+            saving=Saving(seconds=share * steps.total_s, reason="the waiting for data") if waits else None,
+            numbers=_numbers(loading, share),
+            steps=steps.span,
+        )
     return Healthy(text=f"{_processes(loading)}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
 
 
-def _too_few(loading: LoadingWait, steps: Steps) -> Finding:
-    share = loading.share(loading.computing_s)
-    most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
-    wanted = max(loading.workers + 1, min(loading.workers_that_keep_up(), most))
-    return Finding(
-        severity="warning",
-        confidence=0.8,
-        text=f"{_loading_share(loading, share, loading.computing_s)} that processors make, and cores are free: {_processes(loading)}.",
-        advice=f"Let more processes load: data.workers={wanted}.",
-        saving=Saving(
-            seconds=share * steps.total_s * min(1.0, wanted / loading.workers_that_keep_up()),
-            reason="the waiting that this many loader processes hide, at the present rate",
-        ),
-        numbers=_numbers(loading, share),
-        steps=steps.span,
-    )
-
-
-def _too_many(loading: LoadingWait, steps: Steps, *, waits: bool) -> Finding:
-    share = loading.share(loading.computing_s)
-    wanted = max(0, steps.record.cores // steps.processes_here() - 1)
-    waiting = (
-        f"{_loading_share(loading, share, loading.computing_s)}, and"
-        if waits
-        else "There are more processes than cores:"
-    )
-    return Finding(
-        severity="warning" if waits else "note",
-        confidence=0.7 if waits else 0.5,
-        text=f"{waiting} {_processes(loading)}: they take the cores from one another, and memory.",
-        advice=f"Let fewer processes load: data.workers={wanted}, or auto, which measures how many keep up.",
-        saving=Saving(seconds=share * steps.total_s, reason="the waiting for data") if waits else None,
-        numbers=_numbers(loading, share),
-        steps=steps.span,
-    )
-
-
-def _cpu_bottleneck(case: Case) -> Outcome:
+@rule(
+    kind="system",
+    title="CPU bottleneck",
+    needs="phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU",
+    fires=(
+        "more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads "
+        "itself), and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below "
+        "`gpu_percent`) in more than `share` of the samples"
+    ),
+    advises="views and decoding on the GPU, smaller stored images, more cores",
+)
+def cpu_bottleneck(case: Case) -> Outcome:
     steps, limits, processes = Steps(case), case.rules.cpu_bottleneck, case.rules.loader_workers
     if steps.too_few:
         return steps.too_few
     loading = diagnose(steps, busy_loader_percent=case.rules.io_bottleneck.loader_percent)
     share = loading.share(loading.computing_s)
-    sampled = _gpu_idles_while(steps.ranks[0], _busiest_core(steps.ranks[0]), limits.busy_percent, limits.gpu_percent)
+    rank = steps.ranks[0]
+    cores = [values for name, values in rank.system.items() if is_core(name)]
+    busiest = np.max(cores, axis=0) if cores else None
+    sampled = _gpu_idles_while(rank, busiest, limits.busy_percent, limits.gpu_percent)
     if _waits_for_processor(loading, limits.waiting_share, limits.own_share):
         if not processes.fewest_per_core <= loading.per_core <= processes.most_per_core:
             return NotJudged(
@@ -247,25 +263,21 @@ def _cpu_bottleneck(case: Case) -> Outcome:
         return Healthy(
             text=f"{share:.0%} of a step waits for batches that processors make ({_ms(loading.computing_s)})."
         )
+    advice = "Store smaller images (data.image_size), which are cheaper to decode, or take a machine with more cores."
+    if steps.on_gpu:
+        advice = (
+            "Let the GPU make the views (data.views_on=device) and decode (data.decode_on=cuda), store smaller images (data.image_size), "
+            "or take machines with more cores for each GPU."
+        )
     return Finding(
         severity="warning",
         confidence=0.8,
         text=text,
-        advice=_cheaper_batches(steps),
+        advice=advice,
         saving=Saving(seconds=share * steps.total_s, reason="the steps if batches were always ready"),
         numbers=_numbers(loading, share),
         steps=steps.span,
     )
-
-
-def _cheaper_batches(steps: Steps) -> str:
-    if steps.on_gpu:
-        return (
-            "Let the GPU make the views (data.views_on=device) and decode (data.decode_on=cuda), store smaller images "
-            "(data.image_size), or take "
-            "machines with more cores for each GPU."
-        )
-    return "Store smaller images (data.image_size), which are cheaper to decode, or take a machine with more cores."
 
 
 def _waits_for_processor(loading: LoadingWait, waiting_share: float, own_share: float) -> bool:
@@ -283,11 +295,7 @@ def _loading_share(loading: LoadingWait, share: float, seconds: float) -> str:
 
 
 def _processes(loading: LoadingWait) -> str:
-    beside = (
-        "no loader process"
-        if not loading.workers
-        else f"{loading.workers} loader process{'es' * (loading.workers > 1)}"
-    )
+    beside = f"{loading.workers or 'no'} loader process{'es' * (loading.workers > 1)}"
     return f"{beside} beside each training process, {loading.per_core:.1f} processes for each core"
 
 
@@ -302,47 +310,3 @@ def _numbers(loading: LoadingWait, share: float) -> dict[str, float]:
         "workers": float(loading.workers),
         "processes_per_core": loading.per_core,
     }
-
-
-IO_BOTTLENECK = Rule(
-    name="io_bottleneck",
-    kind="system",
-    title="I/O bottleneck",
-    needs="phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait",
-    fires=(
-        "more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes "
-        "compute (those below "
-        "`loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below "
-        "`gpu_percent`) in "
-        "more than `share` of the samples"
-    ),
-    advises="more loader processes, which wait at the same time; the data set on a disk of the machine",
-    judge=_io_bottleneck,
-)
-LOADER_WORKERS = Rule(
-    name="loader_workers",
-    kind="system",
-    title="Loader workers",
-    needs="how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck",
-    fires=(
-        "there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while more than "
-        "`waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself)"
-    ),
-    advises="the number of loader processes that keeps up, as far as there are cores",
-    judge=_loader_workers,
-)
-CPU_BOTTLENECK = Rule(
-    name="cpu_bottleneck",
-    kind="system",
-    title="CPU bottleneck",
-    needs="phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU",
-    fires=(
-        "more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains "
-        "and loads itself), "
-        "and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below "
-        "`gpu_percent`) in "
-        "more than `share` of the samples"
-    ),
-    advises="views and decoding on the GPU, smaller stored images, more cores",
-    judge=_cpu_bottleneck,
-)

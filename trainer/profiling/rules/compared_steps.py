@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.rules.outcomes import Case, NotJudged
-from trainer.profiling.series import Rows, Series
+from trainer.profiling.series import Series
 from trainer.profiling.throughput import phase_of
 
 FEWEST_STEPS = 30
 """Fewer steps may be an exception."""
 IGNORED = 10
 """First steps of a process, in which caches fill and the number of loader processes is measured."""
-_USUAL_PERCENTILE = 95
 _SHORTEST_S = 1e-9
+XLA_DEBUG = "PT_XLA_DEBUG_LEVEL=2 in the environment prints the line of the program that {}"
 
 
 class Steps:
@@ -31,7 +31,14 @@ class Steps:
     def __init__(self, case: Case, *, ignored: int = IGNORED) -> None:
         self.ranks: Sequence[RankEvidence] = case.training.ranks
         self.record = self.ranks[0].record
-        self._rows = [_rows_of(rank, ignored, case.rules.stalled_training.seconds) for rank in self.ranks]
+        self._rows = []
+        for rank in self.ranks:
+            number, total = rank.steps["step"], rank.record.context.total_steps
+            compared = (rank.steps["profiled"] == 0) & (rank.steps["seconds"] < case.rules.stalled_training.seconds)
+            compared &= number >= number[:1] + ignored
+            if total is not None:  # the last step ends the loader processes
+                compared &= number < total - 1
+            self._rows.append(np.flatnonzero(compared))
         numbers = [rank.steps["step"][rows] for rank, rows in zip(self.ranks, self._rows, strict=True)]
         self.numbers: Series = reduce(np.intersect1d, numbers)
         """Which steps they are, [S]."""
@@ -118,9 +125,7 @@ class Steps:
 
 def usual(values: Series) -> Series:
     """Mean of each row, [R, S] to [R], in which no single step weighs much: steps above the 95th percentile count as that."""
-    return np.asarray(
-        np.minimum(values, np.percentile(values, _USUAL_PERCENTILE, axis=-1, keepdims=True)).mean(axis=-1)
-    )
+    return np.asarray(np.minimum(values, np.percentile(values, 95, axis=-1, keepdims=True)).mean(axis=-1))
 
 
 def had_core(steps: Steps) -> Series:
@@ -150,12 +155,6 @@ def at_steps(rank: RankEvidence, signal: str) -> Series:
     return values[np.isfinite(values) & within_steps(rank)]
 
 
-def _rows_of(rank: RankEvidence, ignored: int, stall_s: float) -> Rows:
-    steps = rank.steps
-    if not len(steps["step"]):
-        return np.arange(0)
-    number, total = steps["step"], rank.record.context.total_steps
-    compared = (number >= number[0] + ignored) & (steps["profiled"] == 0) & (steps["seconds"] < stall_s)
-    if total is not None:  # the last step ends the loader processes
-        compared &= number < total - 1
-    return np.flatnonzero(compared)
+def is_traced(rank: RankEvidence) -> bool:
+    """Return whether a process trained on a device of XLA, where a step is noted, compiled as one graph, and handed over."""
+    return rank.record.device.startswith("xla")

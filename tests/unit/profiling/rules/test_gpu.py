@@ -9,10 +9,10 @@ from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, s
 from trainer.profiling.evidence import RankEvidence, Spans
 from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.operators import Operator, OperatorTable
+from trainer.profiling.rules.gpu import batch_size, gpu_utilization, host_syncs, host_to_device
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
-from trainer.profiling.rules.system.gpu import BATCH_SIZE, GPU_UTILIZATION, HOST_SYNCS, HOST_TO_DEVICE
 
-RULES = (BATCH_SIZE, GPU_UTILIZATION, HOST_TO_DEVICE, HOST_SYNCS)
+RULES = (batch_size, gpu_utilization, host_to_device, host_syncs)
 USED = {
     "cpu0_percent": 30.0,
     "cpu1_percent": 50.0,
@@ -40,7 +40,7 @@ def test_an_idle_machine_wants_a_larger_batch() -> None:
     idle = {"gpu_percent": 60.0, "gpu_memory_used_bytes": 4e9}
     assert fired(on_gpu()) == []
     assert fired(on_gpu(**idle)) == ["batch_size"]
-    assert "64 images in each micro-batch" in finding(BATCH_SIZE, on_gpu(**idle)).advice
+    assert "64 images in each micro-batch" in finding(batch_size, on_gpu(**idle)).advice
     assert fired(on_gpu(**(idle | {"gpu_memory_used_bytes": 8e9}))) == ["gpu_utilization"]
     assert fired(on_gpu(**(idle | {"cpu0_percent": 100.0, "cpu1_percent": 100.0}))) == ["gpu_utilization"]
 
@@ -48,7 +48,7 @@ def test_an_idle_machine_wants_a_larger_batch() -> None:
 def test_a_gpu_used_by_fits_and_starts() -> None:
     by_turns = [95.0] * 94 + [0.0] * 6
     assert fired(on_gpu(gpu_percent=by_turns)) == ["gpu_utilization"]
-    assert "5th percentile 0 %, 95th 95 %" in finding(GPU_UTILIZATION, on_gpu(gpu_percent=by_turns)).text
+    assert "5th percentile 0 %, 95th 95 %" in finding(gpu_utilization, on_gpu(gpu_percent=by_turns)).text
     assert fired(on_gpu(gpu_percent=[95.0] * 97 + [0.0] * 3)) == []
 
 
@@ -66,13 +66,13 @@ def test_a_gpu_idles_rightly_while_the_training_validates() -> None:
 def test_what_a_gpu_waits_for_is_found_first() -> None:
     loading = on_gpu(steps_of(data=9), gpu_percent=40.0, gpu_memory_used_bytes=4e9)
     assert fired(loading) == []
-    outcome = BATCH_SIZE.judge(case_of(loading))
+    outcome = batch_size.judge(case_of(loading))
     assert isinstance(outcome, NotJudged)
     assert "loader_workers" in outcome.reason
 
 
 def test_a_better_use_saves_time() -> None:
-    saving = finding(BATCH_SIZE, on_gpu(gpu_percent=35.0, gpu_memory_used_bytes=4e9)).saving
+    saving = finding(batch_size, on_gpu(gpu_percent=35.0, gpu_memory_used_bytes=4e9)).saving
     assert saving is not None
     assert saving.seconds == pytest.approx(STEPS * 0.010 / 2)
 
@@ -81,19 +81,19 @@ def test_few_samples_or_none_are_not_judged() -> None:
     few = rank_of(device=GPU, system=USED, samples=20)
     unknown = rank_of(device=GPU, missing={"gpu_utilization": "no NVML"})
     unsized = rank_of(device=GPU, system={"gpu_percent": 40.0})
-    reasons = [str(BATCH_SIZE.judge(case_of(rank))) for rank in (few, unknown, unsized, rank_of())]
+    reasons = [str(batch_size.judge(case_of(rank))) for rank in (few, unknown, unsized, rank_of())]
     for reason, expected in zip(
         reasons, ("20 are needed", "no NVML", "the GPU's memory", "runs on a CPU"), strict=True
     ):
         assert expected in reason
-    assert isinstance(GPU_UTILIZATION.judge(case_of(rank_of())), NotJudged)
-    assert isinstance(HOST_TO_DEVICE.judge(case_of(rank_of())), NotJudged)
+    assert isinstance(gpu_utilization.judge(case_of(rank_of())), NotJudged)
+    assert isinstance(host_to_device.judge(case_of(rank_of())), NotJudged)
 
 
 def test_copies_to_the_gpu() -> None:
     assert fired(on_gpu(steps_of(to_device=1.0))) == []
     assert fired(on_gpu(steps_of(to_device=1.3))) == ["host_to_device"]
-    saving = finding(HOST_TO_DEVICE, on_gpu(steps_of(to_device=10))).saving
+    saving = finding(host_to_device, on_gpu(steps_of(to_device=10))).saving
     assert saving is not None
     assert saving.seconds == pytest.approx(STEPS * 0.010)
 
@@ -124,7 +124,7 @@ def test_a_host_that_waits_for_the_gpu() -> None:
 
     assert fired(rank(3)) == []
     assert fired(rank(4)) == ["host_syncs"]
-    found = finding(HOST_SYNCS, rank(7))
+    found = finding(host_syncs, rank(7))
     assert found.text.startswith("2 waits for the device in each step")
     assert found.saving is not None
     assert found.saving.seconds == pytest.approx(STEPS * 0.010 * 0.2)
@@ -138,12 +138,12 @@ def test_values_read_on_a_cpu() -> None:
 
     assert fired(rank(4 * (5 + 1))) == []
     assert fired(rank(4 * (5 + 2))) == ["host_syncs"]
-    assert finding(HOST_SYNCS, rank(4 * 7)).severity == "note"
+    assert finding(host_syncs, rank(4 * 7)).severity == "note"
     assert fired(rank(4 * (5 + 5), world_size=2)) == []
-    assert isinstance(HOST_SYNCS.judge(case_of(rank(0))), Healthy)
+    assert isinstance(host_syncs.judge(case_of(rank(0))), Healthy)
 
 
 def test_without_a_window_or_a_look_reads_are_not_judged() -> None:
-    without = HOST_SYNCS.judge(case_of(rank_of(missing={"operators": "turned off"})))
+    without = host_syncs.judge(case_of(rank_of(missing={"operators": "turned off"})))
     assert without == NotJudged(reason="no operators were recorded: turned off")
-    assert isinstance(HOST_SYNCS.judge(case_of(rank_of(operators=table()))), NotJudged)
+    assert isinstance(host_syncs.judge(case_of(rank_of(operators=table()))), NotJudged)

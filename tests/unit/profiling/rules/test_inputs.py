@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from tests.unit.profiling.rules.learning import case_of, curve_of
-from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
-from trainer.profiling.rules.training.inputs import (
-    CLASS_IMBALANCE,
-    LOW_RECORDED_MASS,
-    VANISHING_LOSS_TERM,
-    WEAK_TEACHER,
+from trainer.profiling.rules.inputs import (
+    class_imbalance,
+    low_recorded_mass,
+    vanishing_loss_term,
+    weak_teacher,
 )
+from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 
 # -- classes
 
 
 @pytest.mark.parametrize(("rare", "fires"), [(10, False), (9, True), (0, True)])
 def test_class_imbalance(rare: int, fires: bool) -> None:
-    outcome = CLASS_IMBALANCE.judge(case_of(context={"classes": {"apple": 100, "pear": 50, "quince": rare}}))
+    outcome = class_imbalance.judge(case_of(context={"classes": {"apple": 100, "pear": 50, "quince": rare}}))
     assert isinstance(outcome, Finding if fires else Healthy)
     if isinstance(outcome, Finding):
         assert f"'apple' has 100 training images and 'quince' has {rare}" in outcome.text
@@ -30,7 +30,7 @@ def test_class_imbalance(rare: int, fires: bool) -> None:
 
 @pytest.mark.parametrize(("name", "classes"), [("mae", {"apple": 100, "quince": 1}), ("finetune", None)])
 def test_without_labels_classes_are_not_judged(name: str, classes: Any) -> None:
-    assert isinstance(CLASS_IMBALANCE.judge(case_of(name=name, context={"classes": classes})), NotJudged)
+    assert isinstance(class_imbalance.judge(case_of(name=name, context={"classes": classes})), NotJudged)
 
 
 # -- the teacher
@@ -43,7 +43,7 @@ def teacher(
 ) -> Any:
     context = {"teacher_val_top1": top1, "val_samples": images, "classes": classes or CLASSES}
     curves = {} if student is None else {"val_top1": curve_of([0.2, student])}
-    return WEAK_TEACHER.judge(case_of(metrics=curves, context=context | {"settings": {"logit_weight": weight}}))
+    return weak_teacher.judge(case_of(metrics=curves, context=context | {"settings": {"logit_weight": weight}}))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_teacher_that_no_loss_asks_is_not_judged() -> None:
     ("mass", "kind"), [({"1": 0.9, "2": 0.5}, Healthy), ({"1": 0.9, "2": 0.49}, Finding), (None, NotJudged)]
 )
 def test_low_recorded_mass(mass: Any, kind: type) -> None:
-    outcome = LOW_RECORDED_MASS.judge(case_of(context={"recorded_mass": mass, "settings": {"temperature": 2.0}}))
+    outcome = low_recorded_mass.judge(case_of(context={"recorded_mass": mass, "settings": {"temperature": 2.0}}))
     assert isinstance(outcome, kind)
     if isinstance(outcome, Finding):
         assert "hold 49.0% of the teacher's probability at temperature 2" in outcome.text
@@ -104,8 +104,8 @@ def test_low_recorded_mass(mass: Any, kind: type) -> None:
 def test_the_nearest_recorded_temperature_counts() -> None:
     mass = {"1": 0.9, "2": 0.4}
     cool, hot = ({"recorded_mass": mass, "settings": {"temperature": t}} for t in (1.2, 4.0))
-    assert isinstance(LOW_RECORDED_MASS.judge(case_of(context=cool)), Healthy)
-    finding = LOW_RECORDED_MASS.judge(case_of(context=hot))
+    assert isinstance(low_recorded_mass.judge(case_of(context=cool)), Healthy)
+    finding = low_recorded_mass.judge(case_of(context=hot))
     assert isinstance(finding, Finding)
     assert finding.confidence < 0.9
 
@@ -117,7 +117,7 @@ DISTILL = {"logit_weight": 0.9, "feature_weight": 0.0, "label_weight": 0.1, "tem
 
 def terms(logit: Any, label: Any, **settings: Any) -> Any:
     curves = {"logit": curve_of(logit), "label": curve_of(label)}
-    return VANISHING_LOSS_TERM.judge(case_of(metrics=curves, context={"settings": DISTILL | settings}))
+    return vanishing_loss_term.judge(case_of(metrics=curves, context={"settings": DISTILL | settings}))
 
 
 @pytest.mark.parametrize(("label", "fires"), [(0.092, False), (0.09, True)])
@@ -142,10 +142,10 @@ def test_a_temperature_that_rounds_the_term_away(temperature: float, fires: bool
 
 def test_few_points_or_another_training_are_not_judged() -> None:
     assert isinstance(terms([1.0] * 5, [1e-9] * 5), NotJudged)
-    assert isinstance(VANISHING_LOSS_TERM.judge(case_of(name="mae", metrics={"loss": curve_of([1.0] * 30)})), NotJudged)
+    assert isinstance(vanishing_loss_term.judge(case_of(name="mae", metrics={"loss": curve_of([1.0] * 30)})), NotJudged)
 
 
 def test_a_teacher_that_guesses_explains_a_term_without_a_share() -> None:
     curves = {"logit": curve_of([1e-4] * 30), "label": curve_of([1.0] * 30)}
     context = {"settings": DISTILL, "classes": CLASSES, "teacher_val_top1": 0.25}
-    assert isinstance(VANISHING_LOSS_TERM.judge(case_of(metrics=curves, context=context)), NotJudged)
+    assert isinstance(vanishing_loss_term.judge(case_of(metrics=curves, context=context)), NotJudged)

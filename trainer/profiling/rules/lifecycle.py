@@ -1,0 +1,374 @@
+"""The rules on a training's course: start-up, recompilation, slow steps, stalls, growing memory, and the cost of recording it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from trainer.costs import duration_text
+from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.evidence_schema import CompilationRecord
+from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, is_traced, within_steps
+from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, first_cause, rule
+from trainer.profiling.series import Series
+from trainer.profiling.throughput import phase_of, step_ms
+
+_AVOIDABLE: Mapping[str, str] = {
+    "compile": "keep compiled graphs between runs (TORCHINDUCTOR_CACHE_DIR on a volume that stays), or set compile=off",
+    "fetch": "keep inputs where the training runs (TRAINER_CACHE on a volume that stays), or in a nearer object store",
+}
+"""Part of the start-up that need not be -> what makes it short."""
+_ON_XLA: Mapping[str, str] = {
+    **_AVOIDABLE,
+    "compile": "keep compiled graphs between runs (NEURON_COMPILE_CACHE_URL), and compile them beforehand (make neuron-warm-up)",
+}
+_PARTS = 6
+"""Parts of a training in each of which a leak shows."""
+_FEWEST_SAMPLES = 3
+"""In each of them."""
+_STEADY = 0.2
+"""In each of them memory grows by at least this share of what it grows on average."""
+_MEMORY: Mapping[str, str] = {
+    "gpu_memory_allocated_bytes": "the GPU",
+    "device_memory_used_bytes": "the device",
+    "process_private_bytes": "the process",
+    "process_rss_bytes": "the process",
+}
+"""Signal of memory that a training holds -> whose; the first of each owner that was recorded counts."""
+_SIZES: Mapping[str, str] = {"the GPU": "gpu_memory_total_bytes", "the device": "device_memory_total_bytes"}
+"""Owner -> signal of how much it has; the machine's memory where there is none."""
+_KEEP_GRAPHS = (
+    "Keep shapes and Python values that the model reads the same from step to step (TORCH_LOGS=recompiles names the one that changed), "
+    "or set compile=off."
+)
+_STALL_ADVICE = (
+    "Look at the log and the machine of that time: storage that did not answer, a loader process or another process of the job that hung, "
+    "a machine that was paused."
+)
+
+
+@rule(
+    kind="system",
+    title="Start-up",
+    needs="the parts of the start-up; after the training also how long its stage took",
+    fires=(
+        "the first step ended later than `largest_minutes` after the process began, or after the end of the training before it; or, as a "
+        "note, it took more than `share` of its stage's time and at least `fewest_seconds`"
+    ),
+    advises="a cache of compiled graphs, inputs near the machine",
+)
+def start_up(case: Case) -> Outcome:
+    rank, limits = case.training.ranks[0], case.rules.start_up
+    record = rank.record
+    if record.first_step_s is None:
+        return NotJudged(reason="no step has ended")
+    parts = dict(record.startup)
+    if not parts:
+        return NotJudged(reason="the parts of the start-up were not recorded")
+    seconds = sum(parts.values())
+    longest = sorted(parts, key=lambda name: -parts[name])
+    summary = ", ".join(f"{name} {duration_text(parts[name])}" for name in longest)
+    is_long = seconds > 60 * limits.largest_minutes
+    share = seconds / case.stage_s if case.stage_s else 0.0  # how long a stage takes is known at its end
+    whole = f", {share:.0%} of the stage's {duration_text(case.stage_s)}" if case.stage_s else ""
+    if not is_long and (share <= limits.share or seconds < limits.fewest_seconds):
+        return Healthy(text=f"The first step ended after {duration_text(seconds)}{whole}: {summary}.")
+    avoidable = {name: parts[name] for name in _AVOIDABLE if parts.get(name)}
+    cures = _ON_XLA if is_traced(rank) else _AVOIDABLE
+    advice = (
+        "; ".join(cures[name] for name in longest if name in avoidable) or "find out what the longest part waits for"
+    )
+    saving = Saving(seconds=sum(avoidable.values()), reason=f"the parts {' and '.join(avoidable)}")
+    if not is_long:
+        advice += "; a longer training bears a start-up better"
+    return Finding(
+        severity="warning" if is_long else "note",
+        confidence=0.9,
+        text=f"The first step ended only after {duration_text(seconds)}{whole}: {summary}.",
+        advice=f"{advice[0].upper()}{advice[1:]}.",
+        saving=saving if avoidable else None,
+        numbers={f"{name}_s": part for name, part in parts.items()} | ({"startup_share": share} if share else {}),
+        window_s=(0.0, record.first_step_s),
+    )
+
+
+@rule(
+    kind="system",
+    title="Step outliers",
+    needs="the duration of the steps, and how long the training's thread had no core",
+    fires=(
+        "steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than `share` of the "
+        "steps' time; not where another finding explains them, nor where other programs took the core"
+    ),
+    advises="what to look for, and in which phase",
+)
+def step_outliers(case: Case) -> Outcome:
+    limits = case.rules.step_outliers
+    steps = Steps(case, ignored=limits.ignored)
+    if steps.too_few:
+        return steps.too_few
+    seconds = steps.undisturbed
+    median, limit = float(np.median(seconds)), float(seconds.mean() + limits.sigmas * seconds.std())
+    far = np.flatnonzero(seconds > limit)
+    excess_s = float((seconds[far] - median).sum()) * steps.record.steps.kept_of
+    share = excess_s / max(steps.total_s, 1e-9)
+    usual = step_ms(steps.ranks[0])
+    assert usual is not None, "there are steps to compare"
+    summary = (
+        f"{len(far)} of {len(steps)} steps took longer than {1e3 * limit:.3g} ms, without what other programs took of them (median of all "
+        f"steps {usual.p50:.3g} ms), which cost {share:.1%} of the steps' time"
+    )
+    if share <= limits.share:
+        return Healthy(text=f"{summary}.")
+    if other := first_cause(case, io_bottleneck, loader_workers, cpu_bottleneck, recompilation):
+        return other
+    excess = {}
+    for name in dict.fromkeys(phase_of(path) for path in steps.ranks[0].ranges if path != "recorder"):
+        spent = steps.phase(name)[0]
+        excess[name] = float((spent[far] - np.median(spent)).sum())
+    phase = max(excess, key=excess.__getitem__)
+    return Finding(
+        severity="warning",
+        confidence=0.7,
+        text=f"{summary}; most of it in `{phase}`. The longest was step {int(steps.numbers[int(seconds.argmax())])}.",
+        advice=(
+            "Look at what else happened at these steps: storage, other programs on the machine, garbage collection, or what "
+            f"`{phase}` does now and then."
+        ),
+        saving=Saving(seconds=excess_s, reason="these steps' time above the median of the undisturbed ones"),
+        numbers={"outliers": float(len(far)), "limit_s": limit, "median_step_ms": usual.p50, "excess_s": excess_s},
+        steps=(int(steps.numbers[far[0]]), int(steps.numbers[far[-1]])),
+    )
+
+
+@rule(
+    kind="system",
+    title="Memory growth",
+    needs="samples of the memory that torch has allocated on the GPU, or that is used of an XLA device, and of the process's own memory",
+    fires="either grows by more than `growth` after the first quarter of the training, and in every part of the rest",
+    advises="what keeps graphs or tensors",
+)
+def gpu_memory_growth(case: Case) -> Outcome:
+    rank, limit = case.training.ranks[0], case.rules.gpu_memory_growth.growth
+    signals = {
+        owner: name
+        for name, owner in reversed(list(_MEMORY.items()))
+        if np.isfinite(rank.system.get(name, np.array([]))).any()
+    }
+    if not signals:
+        return NotJudged(reason="no memory was sampled")
+    by_owner = {owner: _levels(rank, name) for owner, name in signals.items()}
+    if all(levels is None for levels in by_owner.values()):
+        return NotJudged(
+            reason=f"fewer than {_FEWEST_SAMPLES} samples of memory were taken in a part of the steps", too_short=True
+        )
+    went = []
+    for owner, levels in by_owner.items():
+        if levels is None:
+            continue
+        rises, whole = np.diff(levels), levels[-1] - levels[0]
+        if whole > limit * levels[0] and rises.min() > _STEADY * whole / len(rises):
+            return _leak(rank, owner, levels)
+        went.append(f"Memory of {owner} went from {_mib(levels[0])} to {_mib(levels[-1])}.")
+    return Healthy(text=" ".join(went))
+
+
+def _levels(rank: RankEvidence, name: str) -> Series | None:
+    """Median of the signal in each part of the steps after their first quarter, which warms up; none where there are too few samples."""
+    usable = np.isfinite(rank.system[name]) & within_steps(rank)
+    values, done = rank.system[name][usable], np.searchsorted(rank.steps["start_s"], rank.system["end_s"][usable])
+    edges = np.linspace(len(rank.steps["step"]) / 4, len(rank.steps["step"]), _PARTS + 1)
+    parts = [values[(done > low) & (done <= high)] for low, high in pairwise(edges)]
+    if min(len(part) for part in parts) < _FEWEST_SAMPLES:
+        return None
+    return np.array([np.median(part) for part in parts])
+
+
+def _leak(rank: RankEvidence, owner: str, levels: Series) -> Finding:
+    seconds = 0.75 * (rank.record.ended_s - (rank.record.first_step_s or 0.0)) * (_PARTS - 1) / _PARTS
+    an_hour = (levels[-1] - levels[0]) / max(seconds, 1e-9) * 3600
+    sizes = rank.system.get(_SIZES.get(owner, ""), [rank.record.memory_bytes])
+    left_h = max(0.0, float(sizes[-1]) - float(levels[-1])) / an_hour
+    return Finding(
+        severity="warning",
+        confidence=0.8,
+        text=(
+            f"Memory of {owner} grows all the time, from {_mib(levels[0])} to {_mib(levels[-1])} after the warm-up; at this rate it is "
+            f"full in {left_h:.1f} h."
+        ),
+        advice=(
+            "Look for what is kept from step to step: losses or outputs with their graphs in a list (detach them), a cache without a "
+            "limit, tensors on an object that lives on."
+        ),
+        numbers={"first_bytes": float(levels[0]), "last_bytes": float(levels[-1]), "bytes_an_hour": float(an_hour)},
+    )
+
+
+def _mib(value: float) -> str:
+    return f"{value / 2**20:.0f} MiB"
+
+
+@rule(
+    kind="system",
+    title="Recompilation",
+    needs="when graphs were compiled",
+    fires="a graph was compiled after more than `after_steps` steps",
+    advises="shapes and values that stay the same, or no compilation; on XLA it names what probably changed",
+)
+def recompilation(case: Case) -> Outcome:
+    rank, after = case.training.ranks[0], case.rules.recompilation.after_steps
+    record = rank.record
+    if not record.compilations:
+        return NotJudged(reason="nothing was compiled")
+    late = [one for one in record.compilations if one.step >= after]
+    graphs, seconds = sum(one.graphs for one in late), sum(one.seconds for one in late)
+    if not graphs:
+        return Healthy(
+            text=f"{sum(one.graphs for one in record.compilations)} graphs were compiled, all in the first {after} steps."
+        )
+    cause, advice = "", _KEEP_GRAPHS
+    if is_traced(rank):
+        cause, advice = _what_changed(rank, late)
+    return Finding(
+        severity="warning",
+        confidence=0.9,
+        text=(
+            f"{graphs} graphs were compiled again after {after} steps (first after step {late[0].step}), which took "
+            f"{duration_text(seconds)}. {cause}".rstrip()
+        ),
+        advice=advice,
+        saving=Saving(seconds=seconds, reason="the time inside of the compiler after these steps"),
+        numbers={"graphs": float(graphs), "seconds": seconds},
+        steps=(late[0].step, late[-1].step),
+    )
+
+
+def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tuple[str, str]:
+    """Say what most likely changed in the steps that compiled again on XLA, and what to do about it, in a sentence each."""
+    debug = XLA_DEBUG.format("asked for each graph")
+    unknown = (
+        "A shape changed, or a Python value that the graph depends on.",
+        f"Keep both the same from step to step; {debug}.",
+    )
+    if not len(rank.steps["step"]):
+        return unknown
+    steps = np.array([one.step for one in late])  # counted from the recording's start
+    images, usual = rank.steps["images"], float(np.median(rank.steps["images"]))
+    images = images[np.isin(rank.steps["step"], steps + rank.steps["step"][:1])]
+    changed = images[images != usual]
+    if len(changed):
+        return (
+            f"The number of images had changed: {changed[0]:.0f} instead of {usual:.0f}.",
+            "Give every step the same number of images, and pad or drop what is left over.",
+        )
+    if np.isin(steps + rank.steps["step"][:1], rank.tensors.steps).all():
+        return (
+            "All of these steps held a measurement of the weights.",
+            "Look more rarely (evidence.tensors_every), or never (0).",
+        )
+    if len(late) > (rank.record.steps.count - steps[0]) / 2:
+        return (
+            "Nearly every step since then did: a number that changes in each step (a rate, a count) has become a constant of the graph.",
+            f"Put such numbers into tensors on the device; {debug}.",
+        )
+    return unknown
+
+
+@rule(
+    kind="training",
+    title="Stalled training",
+    needs="Two steps.",
+    fires=(
+        "For longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the training "
+        "runs, an alarm reports it after that time without waiting for the next step."
+    ),
+    advises="Looking at the storage, the loader processes and the other processes of the job.",
+)
+def stalled_training(case: Case) -> Outcome:
+    rank, limit = case.training.ranks[0], case.rules.stalled_training.seconds
+    if len(rank.steps["step"]) < 2:
+        return NotJudged(reason="fewer than two steps were measured", too_short=True)
+    # from the end of each step in the table to the end of the next, less steps that the table left out, ranges outside of steps, and time
+    # in the compiler
+    numbers, ends = rank.steps["step"], rank.steps["start_s"] + rank.steps["seconds"]
+    pauses = np.diff(ends) - np.maximum(np.diff(numbers) - 1, 0) * np.median(rank.steps["seconds"])
+    middles = rank.spans.start_s + rank.spans.seconds / 2  # a start may be rounded to before the end of the step
+    places = np.searchsorted(ends, middles) - 1
+    inside = (places >= 0) & (places < len(pauses))
+    spent = np.zeros(len(pauses))
+    np.add.at(spent, places[inside], rank.spans.seconds[inside])
+    compiling = np.zeros(len(pauses))
+    for compilation in rank.record.compilations:
+        place = int(np.searchsorted(numbers, numbers[0] + compilation.step)) - 1
+        if 0 <= place < len(pauses):
+            compiling[place] += compilation.seconds
+    pauses = pauses - spent - compiling
+    worst = int(pauses.argmax())
+    if pauses[worst] <= limit:
+        return Healthy(text=f"the longest time without a step was {pauses[worst]:.3g} s")
+    before, after = int(numbers[worst]), int(numbers[worst + 1])
+    start_s = float(ends[worst])
+    stalls = pauses[pauses > limit]
+    times = f"{len(stalls)} times, together for {stalls.sum():,.0f} s; the longest time" if len(stalls) > 1 else ""
+    return Finding(
+        severity="severe",
+        confidence=0.9,
+        text=(
+            f"No step ended for {pauses[worst]:,.0f} s between steps {before + 1} and {after + 1} (limit {limit:g} s), with no validation "
+            f"or checkpoint to account for it{'; it happened ' + times if times else ''}."
+        ),
+        advice=_STALL_ADVICE,
+        saving=Saving(seconds=float(stalls.sum()), reason="the time without a step"),
+        numbers={"longest_s": float(pauses[worst]), "stalls": float(len(stalls))},
+        window_s=(start_s, start_s + float(pauses[worst])),
+        steps=(before, after),
+    )
+
+
+def hanging(seconds: float, step: int, place: str) -> Finding:
+    """Return the finding on a training in which no step has ended for so long since `step`, reported while that lasts.
+
+    `place` is where in the code the training is.
+    """
+    return Finding(
+        severity="severe",
+        confidence=0.9,
+        text=f"No step has ended for {seconds:,.0f} s, since step {step + 1}; the first process is in {place}.",
+        advice=_STALL_ADVICE,
+        numbers={"longest_s": seconds},
+        steps=(step, step + 1),
+    )
+
+
+@rule(
+    kind="system",
+    title="Own overhead",
+    needs="what the recorder measures of itself, in recordings of at least `fewest_seconds`",
+    fires="recording takes more than `share` of the training's time, without the windows of operators, which are opened once",
+    advises="rarer measurements of tensors",
+)
+def own_overhead(case: Case) -> Outcome:
+    record, limits = case.training.ranks[0].record, case.rules.own_overhead
+    if not record.overhead:
+        return NotJudged(reason="what recording costs was not recorded")
+    if record.ended_s < limits.fewest_seconds:
+        lasts, needed = duration_text(record.ended_s), duration_text(limits.fewest_seconds)
+        return NotJudged(reason=f"the recording lasts {lasts}; {needed} are needed", too_short=True)
+    # a longer training has no more windows of operators
+    seconds = sum(part for name, part in record.overhead.items() if name != "operators")
+    share = seconds / record.ended_s
+    parts = sorted(record.overhead.items(), key=lambda item: -item[1])
+    summary = ", ".join(f"{name} {duration_text(part)}{' (once)' * (name == 'operators')}" for name, part in parts)
+    if share <= limits.share:
+        return Healthy(text=f"Recording costs {share:.2%} of the training's time: {summary}.")
+    return Finding(
+        severity="warning",
+        confidence=0.9,
+        text=f"Recording costs {share:.1%} of the training's time: {summary}.",
+        advice="Look more rarely: evidence.tensors_every, evidence.tensors_budget and evidence.system_interval_s.",
+        saving=Saving(seconds=seconds - limits.share * record.ended_s, reason="what it costs above the limit"),
+        numbers={f"{name}_s": part for name, part in record.overhead.items()} | {"overhead_share": share},
+    )

@@ -1,0 +1,393 @@
+"""The rules on weights and gradients, from the measurements of every tensor.
+
+Shapes: L measurements, P tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.profiling.evidence import TensorSamples
+from trainer.profiling.rules.outcomes import (
+    Case,
+    Finding,
+    Healthy,
+    NotJudged,
+    Outcome,
+    first_cause,
+    listed,
+    rule,
+    saving_after,
+    setting,
+    start_unseen,
+)
+from trainer.profiling.series import Series
+
+Flags = npt.NDArray[np.bool_]
+
+_FEWEST = 3
+"""Fewer measurements show no trend."""
+_ALIKE = 0.999
+"""Mean absolute value against root mean square: 1 where all weights have the same size, 0.8 in a normal distribution."""
+_USUAL_UPDATE = 0.01
+"""Of the middle matrix against its own norm, at the peak of a learning rate that serves."""
+_SMALL_NORM = 1e-3
+"""What grows from a smaller norm of the gradient does not explode."""
+_WARM = 0.1
+"""Share of the peak learning rate from which on a step is meant to move the weights."""
+_SMALLEST_SCALE = 1e-3
+"""The update of weights with a smaller root mean square (tokens that start near zero) does not show the step's size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHistory:
+    """Every measurement of each tensor."""
+
+    names: Sequence[str]
+    steps: Series
+    """[L]."""
+    seconds: Series
+    """Since the recording began, [L]."""
+    rows: npt.NDArray[np.int64]
+    """The measurement of each row of the table."""
+    columns: npt.NDArray[np.int64]
+    """The tensor of each row of the table."""
+    table: TensorSamples
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def grid(self, column: str) -> Series:
+        """Arrange a column of the table as [L, P]."""
+        values = np.full((len(self.steps), len(self.names)), np.nan)
+        values[self.rows, self.columns] = self.table.values[column]
+        return values
+
+    def scales(self) -> Series:
+        """Compute the root mean square of the weights, [L, P]."""
+        return self.grid("weight_norm") / np.sqrt(self.grid("elements"))
+
+    def update_ratios(self) -> Series:
+        """Compute the median matrix's update relative to its weights, [L]; NaN where no matrix is large enough."""
+        ratios = np.where((self.scales() >= _SMALLEST_SCALE) & self.matrices(), self.grid("update_ratio"), np.nan)
+        known = np.isfinite(ratios).any(1)
+        medians = np.full(len(self), np.nan)
+        medians[known] = np.nanmedian(ratios[known], axis=1)
+        return medians
+
+    def matrices(self) -> npt.NDArray[np.bool_]:
+        """Mark the tensors that multiply a signal, [L, P]: biases and norms have one dimension, tokens and positions three."""
+        dimensions = self.grid("dimensions")
+        return np.asarray((dimensions >= 2) & (dimensions != 3))
+
+
+def tensor_history(case: Case) -> TensorHistory:
+    """Read the first process's measurements; all processes hold the same weights."""
+    table = case.training.ranks[0].tensors
+    index = {name: number for number, name in enumerate(dict.fromkeys(table.tensors))}
+    steps, first, rows = np.unique(table.steps, return_index=True, return_inverse=True)
+    columns = np.fromiter((index[name] for name in table.tensors), np.int64, len(table.tensors))
+    return TensorHistory(
+        names=list(index), steps=steps, seconds=table.seconds[first], rows=rows, columns=columns, table=table
+    )
+
+
+def _few(history: TensorHistory, needed: int) -> NotJudged | None:
+    if len(history) >= needed:
+        return None
+    return NotJudged(
+        reason=(
+            f"{len(history)} measurements of the weights were recorded, and {needed} are needed "
+            "(evidence.tensors_every, evidence.tensors_budget)"
+        ),
+        too_short=len(history) > 0,  # the first step is always measured, unless measurements are turned off
+    )
+
+
+def _chosen(history: TensorHistory, flags: Flags) -> list[str]:
+    """List the tensors that flags [P] choose."""
+    return [name for name, is_chosen in zip(history.names, flags, strict=True) if is_chosen]
+
+
+@rule(
+    kind="training",
+    title="Poor initialisation",
+    needs="The measurement at the first step, before its update.",
+    fires=(
+        "A matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth root "
+        "of its elements); or its root mean square differs more than `largest_ratio` times from that of the same matrix in another block."
+    ),
+    advises="Drawing these weights as timm does, or starting from trained ones.",
+)
+def poor_initialisation(case: Case) -> Outcome:
+    limits, history = case.rules.poor_initialisation, tensor_history(case)
+    if answer := _few(history, 1) or start_unseen(case):
+        return answer
+    scales = np.where(history.matrices()[0], history.scales()[0], 0.0)
+    alike = (scales > 0) & (history.grid("weight_mean_abs")[0] > _ALIKE * scales)
+    gains = scales * history.grid("elements")[0] ** 0.25
+    # among tensors whose names differ in numbers only, the two whose scales are furthest apart
+    kinds: dict[str, list[int]] = {}
+    for number in np.flatnonzero(scales > 0).tolist():
+        kinds.setdefault(re.sub(r"\d+", "N", history.names[number]), []).append(number)
+    pairs = [(min(kind, key=scales.__getitem__), max(kind, key=scales.__getitem__)) for kind in kinds.values()]
+    least, most = max(pairs, key=lambda pair: float(scales[pair[1]] / scales[pair[0]]), default=(0, 0))
+    uneven = scales[most] / scales[least] if scales[least] else 1.0
+    if alike.any():
+        chosen, confidence = alike, 0.95
+        what = "start with all weights of the same size, so that their units learn the same thing"
+    elif gains.max() > limits.largest_gain:
+        chosen, confidence = gains > limits.largest_gain, 0.9
+        what = (
+            f"start far too large: they stretch a signal up to {gains.max():.3g} times (limit {limits.largest_gain:g})"
+        )
+    elif uneven > limits.largest_ratio:
+        chosen, confidence = np.isin(range(len(scales)), (least, most)), 0.8
+        what = f"start {uneven:.3g} times apart (limit {limits.largest_ratio:g}): {scales[least]:.2g} and {scales[most]:.2g}"
+    else:
+        return Healthy(
+            text=f"matrices stretch a signal {gains.max():.2g} times at most, and those of a kind differ {uneven:.2g} times at most"
+        )
+    names = _chosen(history, chosen)
+    return Finding(
+        severity="severe",
+        confidence=confidence,
+        text=f"{len(names)} of {len(history.names)} tensors of weights ({listed(names)}) {what}.",
+        advice=(
+            "Draw them as timm does (normal, standard deviation 0.02), or start from weights that were trained "
+            "(pretrain.weights, pretrain.mae.epochs)."
+        ),
+        numbers={"tensors": float(len(names))},
+        steps=(0, 0),
+    )
+
+
+@rule(
+    kind="training",
+    title="Vanishing gradients",
+    needs=f"{_FEWEST} measurements of the gradients.",
+    fires="More than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.",
+    advises="Finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.",
+)
+def vanishing_gradients(case: Case) -> Outcome:
+    limits, history = case.rules.vanishing_gradients, tensor_history(case)
+    if answer := _few(history, _FEWEST) or first_cause(case, poor_initialisation):
+        return answer
+    sizes = history.grid("gradient_mean_abs")
+    seen, small = ~np.isnan(sizes), sizes < limits.mean_abs
+    if not seen.any():
+        return NotJudged(reason="no tensor had a gradient")
+    share, typical = small.sum() / seen.sum(), float(np.nanmedian(sizes))
+    if share <= limits.share:
+        return Healthy(
+            text=f"the middle tensor's mean absolute gradient is {typical:.2g}; {share:.0%} of measurements are below {limits.mean_abs:g}"
+        )
+    names = _chosen(history, small.mean(0) > limits.share)
+    return Finding(
+        severity="severe",
+        confidence=0.9,
+        text=(
+            f"Gradients are too small to learn from: {share:.0%} of the measurements of tensors have a mean absolute gradient below "
+            f"{limits.mean_abs:g} (the middle one {typical:.2g}), such as those of {listed(names)}."
+        ),
+        advice=(
+            "Look for what shrinks the loss or its gradient: weights of the loss terms near 0, a detached tensor, saturated units; AdamW's "
+            "epsilon of 1e-8 swallows such gradients."
+        ),
+        saving=saving_after(case, float(history.seconds[0]), "little is learned"),
+        numbers={"looks_share": float(share), "median_mean_abs": typical},
+    )
+
+
+@rule(
+    kind="training",
+    title="Exploding gradients",
+    needs=f"Measurements of the weights and gradients; {_FEWEST} of them for growth.",
+    fires=(
+        "A gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two measurements in "
+        "a row more than `growth` times both its first one and its median before."
+    ),
+    advises="A lower learning rate, a smaller clip_norm, or precision=fp32; continuing from an earlier checkpoint.",
+)
+def exploding_gradients(case: Case) -> Outcome:
+    history, ended_s = tensor_history(case), case.training.ranks[0].record.ended_s
+    norms = history.grid("gradient_norm")
+    broken = (history.grid("gradient_nonfinite") > 0) | (history.grid("weight_nonfinite") > 0) | np.isinf(norms)
+    if broken.any():
+        first = int(broken.any(1).argmax())
+        names, seconds = _chosen(history, broken[first]), float(history.seconds[first])
+        return Finding(
+            severity="severe",
+            confidence=1.0,
+            text=(
+                f"At step {history.steps[first] + 1:.0f} {len(names)} of {len(history.names)} tensors ({listed(names)}) have gradients "
+                f"or weights that are not finite{_moved(history)}."
+            ),
+            advice=_calm(case, history),
+            saving=saving_after(case, seconds, "nothing is learned"),
+            numbers={"tensors": float(len(names))},
+            window_s=(seconds, ended_s),
+            steps=(int(history.steps[first]), int(history.steps[-1])),
+        )
+    if answer := _few(history, _FEWEST) or first_cause(case, poor_initialisation):
+        return answer
+    limit, norms = case.rules.exploding_gradients.growth, np.sqrt(np.nansum(norms**2, axis=1))
+    usual = np.array([max(norms[0], np.median(norms[:index]), _SMALL_NORM) for index in range(1, len(norms))])
+    growth = norms[1:] / usual
+    lasting = np.minimum(growth[:-1], growth[1:])
+    worst = int(lasting.argmax())
+    if lasting[worst] <= limit:
+        return Healthy(
+            text=f"all gradients and weights are finite; the gradient's norm grew {growth.max():.3g} times at most"
+        )
+    seconds = float(history.seconds[worst + 1])
+    return Finding(
+        severity="severe",
+        confidence=0.9,
+        text=(
+            f"The gradient's norm grew from {usual[worst]:.3g} to {norms[worst + 1]:.3g} at step {history.steps[worst + 1] + 1:.0f} and "
+            f"stayed {lasting[worst]:.3g} times as large (limit {limit:g}){_moved(history)}."
+        ),
+        advice=_calm(case, history),
+        saving=saving_after(case, seconds, "the weights are being destroyed"),
+        numbers={"growth": float(lasting[worst])},
+        window_s=(seconds, ended_s),
+        steps=(int(history.steps[worst + 1]), int(history.steps[-1])),
+    )
+
+
+def _moved(history: TensorHistory) -> str:
+    ratio = _largest_update(history)
+    return f"; steps moved the middle matrix by up to {ratio:.2g} times its own norm" if ratio else ""
+
+
+def _largest_update(history: TensorHistory) -> float:
+    """Return the largest update of the median matrix relative to its norm; 0 where it is not known."""
+    ratios = history.update_ratios()
+    return float(ratios[np.isfinite(ratios)].max(initial=0.0))
+
+
+def _calm(case: Case, history: TensorHistory) -> str:
+    settings = case.training.ranks[0].record.context.settings
+    rate, clip = settings.get("base_learning_rate"), settings.get("clip_norm")
+    factor = min(0.1, _USUAL_UPDATE / max(_largest_update(history), _USUAL_UPDATE))
+    lower = f" from {rate:g} to {rate * factor:.2g}" if isinstance(rate, int | float) else ""
+    limited = f", set {setting(case, 'clip_norm')}=1" if clip == 0 else ""
+    return (
+        f"Lower {setting(case, 'base_learning_rate')}{lower}{limited}, or try precision=fp32; continue from an earlier checkpoint, or "
+        "start again."
+    )
+
+
+@rule(
+    kind="training",
+    title="Update ratio",
+    needs=(
+        f"Measurements of weights and their updates, and the learning rate; {_FEWEST} of them near the peak learning rate for the lower "
+        "limit."
+    ),
+    fires=(
+        "A step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near the "
+        "peak learning rate is above `smallest`."
+    ),
+    advises="A lower learning rate, or a higher one.",
+)
+def update_ratio(case: Case) -> Outcome:
+    history = tensor_history(case)
+    if answer := _few(history, 1) or first_cause(case, poor_initialisation, exploding_gradients):
+        return answer
+    ratios = history.update_ratios()
+    if not np.isfinite(ratios).any():
+        return NotJudged(reason="no matrix was large enough for its update to be compared with it")
+    worst = int(np.nanargmax(ratios))
+    limits, largest = case.rules.update_ratio, float(ratios[worst])
+    if largest > limits.largest:
+        return Finding(
+            severity="severe",
+            confidence=0.9,
+            text=(
+                f"Step {history.steps[worst] + 1:.0f} moved the middle matrix by {largest:.3g} times its own norm (limit "
+                f"{limits.largest:g}); 0.001 is usual."
+            ),
+            advice=_calm(case, history),
+            numbers={"update_ratio": largest},
+            steps=(int(history.steps[worst]), int(history.steps[worst])),
+        )
+    warm = _is_warm(case, history.steps) & np.isfinite(ratios)
+    if warm.sum() < _FEWEST:
+        return NotJudged(
+            reason=f"{warm.sum()} measurements were at a learning rate near its peak, and {_FEWEST} are needed",
+            too_short=True,
+        )
+    if cause := first_cause(case, vanishing_gradients):
+        return cause
+    ratio = float(ratios[warm].max())
+    if ratio >= limits.smallest:
+        return Healthy(text=f"steps move the middle matrix by {ratio:.2g} times its own norm at most")
+    if ratio == 0:
+        return NotJudged(reason="no step changed the middle matrix at all")
+    return Finding(
+        severity="severe",
+        confidence=0.8,
+        text=f"No step moved the middle matrix by more than {ratio:.2g} times its own norm (limit {limits.smallest:g}); 0.001 is usual.",
+        advice=f"Raise {setting(case, 'base_learning_rate')} a thousand times or more: such steps are lost in the rounding of the weights.",
+        saving=saving_after(case, float(history.seconds[0]), "next to nothing changes"),
+        numbers={"update_ratio": ratio},
+    )
+
+
+def _is_warm(case: Case, steps: Series) -> Flags:
+    """Mark the steps whose learning rate is near its peak; all where it was not recorded."""
+    curve = case.training.metrics.get("learning_rate")
+    if curve is None or not len(curve.steps):
+        return np.ones(len(steps), bool)
+    settings = case.training.ranks[0].record.context.settings
+    peak = settings.get("base_learning_rate", 0) * settings.get("batch_size", 0) / 256
+    return np.asarray(np.interp(steps, curve.steps, curve.values) >= _WARM * max(peak, curve.values.max()))
+
+
+@rule(
+    kind="training",
+    title="Unchanged weights",
+    needs="`looks` measurements of the weights.",
+    fires="In `looks` measurements in a row no step changed an element of a tensor.",
+    advises="Letting the tensors be trained; a larger learning rate where none of them changes.",
+)
+def unchanged_weights(case: Case) -> Outcome:
+    needed, history = case.rules.unchanged_weights.looks, tensor_history(case)
+    if answer := _few(history, needed) or first_cause(case, poor_initialisation, vanishing_gradients):
+        return answer
+    still = history.grid("unchanged") >= 1
+    runs = np.stack([still[start : start + needed].all(0) for start in range(len(history) - needed + 1)])
+    frozen: Flags = np.any(runs, axis=0)
+    if not frozen.any():
+        return Healthy(text=f"each of {len(history.names)} tensors changed at least once in {needed} measurements")
+    matrices = history.matrices()[0]
+    if frozen[matrices].all():
+        return Finding(
+            severity="severe",
+            confidence=0.95,
+            text=(
+                f"No step changed any of {int(matrices.sum())} matrices of weights in {needed} measurements in a row: nothing is learned."
+            ),
+            advice=f"Raise {setting(case, 'base_learning_rate')}: its steps are 0, or lost in the rounding of the weights.",
+            saving=saving_after(case, float(history.seconds[int(runs.any(1).argmax())]), "nothing changes"),
+        )
+    if answer := first_cause(case, update_ratio):
+        return answer
+    names = _chosen(history, frozen)
+    return Finding(
+        severity="warning",
+        confidence=0.95,
+        text=(
+            f"{len(names)} of {len(history.names)} tensors of weights ({listed(names)}) did not change in {needed} measurements in a row, "
+            "while others did."
+        ),
+        advice="Let them be trained (requires_grad, a learning rate above 0 in their group), or leave them out of the model.",
+        numbers={"tensors": float(len(names))},
+    )
