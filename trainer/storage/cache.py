@@ -105,9 +105,18 @@ def adopt(folder: Path, key: str) -> None:
 
 def evict() -> None:
     """Remove the least recently used folders until the cache is within its limit; folders in use stay."""
-    limit, folders = _limit_bytes(), sorted(_folders())
+    limit = _limit_bytes()
+    folders: list[tuple[int, int, Path]] = []  # time of last use, bytes, path
+    for folder in root().iterdir():
+        try:
+            if folder.is_dir():
+                used = folder.stat().st_mtime_ns
+                size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                folders.append((used, size, folder))
+        except FileNotFoundError:  # another process has just moved, filled or removed it
+            continue
     total = sum(size for _, size, _ in folders)
-    for _, size, folder in folders:
+    for _, size, folder in sorted(folders):
         if total <= limit:
             return
         if _remove_unused(folder):
@@ -115,36 +124,22 @@ def evict() -> None:
             total -= size
 
 
-def _folders() -> Iterator[tuple[int, int, Path]]:
-    """Yield time of last use, bytes and path of every folder."""
-    for folder in root().iterdir():
-        try:
-            if folder.is_dir():
-                used = folder.stat().st_mtime_ns
-                yield used, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), folder
-        except FileNotFoundError:  # another process has just moved, filled or removed it
-            continue
-
-
 def _remove_unused(folder: Path) -> bool:
     """Remove a folder unless a process fills or uses it; returns whether it is gone."""
-    lock = _open(folder.with_name(f"{folder.name.removesuffix('.partial')}.lock"))
+    lock, user = _open(folder.with_name(f"{folder.name.removesuffix('.partial')}.lock")), None
     try:
-        return _locks(lock, fcntl.LOCK_EX) and _remove_unheld(folder)
-    finally:
-        os.close(lock)
-
-
-def _remove_unheld(folder: Path) -> bool:
-    if folder.is_dir():
-        user = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if not _locks(user, fcntl.LOCK_EX):
+        if not _locks(lock):
+            return False
+        if folder.is_dir():
+            user = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            if not _locks(user):
                 return False
             shutil.rmtree(folder)
-        finally:
+        return True
+    finally:
+        if user is not None:
             os.close(user)
-    return True
+        os.close(lock)
 
 
 @contextmanager
@@ -158,7 +153,7 @@ def _exclusively(key: str, what: str) -> Iterator[None]:
         raise OutputError(f"{error} ({CACHE_VARIABLE} names the folder for what is fetched)") from error
     try:
         start = said = time.monotonic()
-        while not _locks(descriptor, fcntl.LOCK_EX):
+        while not _locks(descriptor):
             if time.monotonic() - said >= LOG_INTERVAL_S:
                 said = time.monotonic()
                 logger.info("waiting for another process of this machine, which fetches %s: %.0f s", what, said - start)
@@ -169,10 +164,10 @@ def _exclusively(key: str, what: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _locks(descriptor: int, kind: int) -> bool:
+def _locks(descriptor: int) -> bool:
     """Take a lock if it is free; returns whether it was."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -1,4 +1,8 @@
-"""One object of the store, or one local file: names, content, listing, removal."""
+"""One object of the store, or one local file: names, content, listing, removal.
+
+Every function raises `StorageError` where the store does not answer or refuses, and those that write or remove `OutputError` where a file
+of this machine cannot be changed.
+"""
 
 from __future__ import annotations
 
@@ -79,11 +83,7 @@ def parent(uri: str | Path) -> str:
 
 
 def exists(uri: str | Path) -> bool:
-    """Return whether there is an object, or a file, of exactly this name.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-    """
+    """Return whether there is an object, or a file, of exactly this name."""
     if not is_remote(uri):
         return local_path(uri).is_file()
     system, path = locate(uri)
@@ -98,7 +98,7 @@ def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None
 
     Raises:
         ObjectNotFoundError: there is none.
-        StorageError: it cannot be read, or the store does not answer or refuses.
+        StorageError: it cannot be read.
     """
     if not is_remote(uri):
         with reading(uri):
@@ -114,7 +114,7 @@ def read_limited(uri: str | Path, limit: int) -> bytes:
     Raises:
         ObjectNotFoundError: there is none.
         ObjectTooLargeError: it has more bytes.
-        StorageError: it cannot be read, or the store does not answer or refuses.
+        StorageError: it cannot be read.
     """
     if not is_remote(uri):
         with reading(uri):
@@ -128,20 +128,12 @@ def read_limited(uri: str | Path, limit: int) -> bytes:
 
 
 def write_bytes(uri: str | Path, content: bytes) -> None:
-    """Write an object or a file atomically.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-        OutputError: the file cannot be written.
-    """
-    if not is_remote(uri):
-        _write_file(local_path(uri), content)
+    """Write an object or a file atomically."""
+    if is_remote(uri):
+        system, location = locate(uri)
+        call(str(uri), lambda: system.pipe_file(location, content))
         return
-    system, path = locate(uri)
-    call(str(uri), lambda: system.pipe_file(path, content))
-
-
-def _write_file(path: Path, content: bytes) -> None:
+    path = local_path(uri)
     make_directory(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with writing_to(path):
@@ -170,41 +162,28 @@ def flush(path: Path) -> None:
 
 
 def create_bytes(uri: str | Path, content: bytes) -> bool:
-    """Write a new object or file; returns whether it has this content now. One with another content is left as it is.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-        OutputError: the file cannot be written.
-    """
+    """Write a new object or file; returns whether it has this content now. One with another content is left as it is."""
     if not is_remote(uri):
-        return _create_file(local_path(uri), content)
+        file = local_path(uri)
+        make_directory(file.parent)
+        with writing_to(file):
+            try:
+                _write_through(file, "xb", content)
+            except FileExistsError:
+                return False
+        return True
     system, path = locate(uri)
     try:
         call(str(uri), lambda: system.pipe_file(path, content, mode="create"))
-    except ObjectExistsError:
-        return (
-            read_bytes(uri) == content
-        )  # a repeated request meets what the first has written, if only its answer was lost
-    return True
-
-
-def _create_file(path: Path, content: bytes) -> bool:
-    make_directory(path.parent)
-    with writing_to(path):
-        try:
-            _write_through(path, "xb", content)
-        except FileExistsError:
-            return False
+    except (
+        ObjectExistsError
+    ):  # also if a repeated request meets what the first has written, of which only the answer was lost
+        return read_bytes(uri) == content
     return True
 
 
 def write_checksummed(uri: str | Path, text: str) -> None:
-    """Write two lines, the SHA-256 of a JSON text and the text, whole or not at all.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-        OutputError: the file cannot be written.
-    """
+    """Write two lines, the SHA-256 of a JSON text and the text, whole or not at all."""
     write_bytes(uri, f"{_checksum(text.encode())}\n{text}\n".encode())
 
 
@@ -214,7 +193,6 @@ def read_checksummed(uri: str | Path) -> str:
     Raises:
         ObjectNotFoundError: there is none.
         ObjectDamagedError: it is not what was written.
-        StorageError: the store does not answer or refuses.
     """
     seal, _, text = read_bytes(uri).partition(b"\n")
     text = text.removesuffix(b"\n")
@@ -228,11 +206,7 @@ def _checksum(text: bytes) -> str:
 
 
 def files(uri: str | Path) -> dict[str, int]:
-    """Map the name of each file below a URI, relative to it, to its size in bytes; empty where there is nothing.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-    """
+    """Map the name of each file below a URI, relative to it, to its size in bytes; empty where there is nothing."""
     if not is_remote(uri):
         root = local_path(uri)
         found = sorted(path for path in root.rglob("*") if path.is_file())
@@ -255,29 +229,19 @@ def listing(uri: str | Path) -> Iterator[Listed]:
     """Yield all objects below a remote URI, in the store's order, which for S3 is that of the names.
 
     S3 lists a thousand objects per request. Each page is requested when it is needed, and one that fails is repeated alone.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
     """
-    if is_s3(uri):
-        yield from _s3_listing(str(uri))
+    if not is_s3(uri):
+        for name, info in _below(uri, "find").items():
+            # How the stores of fsspec call what changes with the content.
+            tag = next((str(info[key]) for key in ("ETag", "etag", "mtime") if info.get(key)), "")
+            yield Listed(name, int(info["size"]), tag)
         return
-    for name, info in _below(uri, "find").items():
-        tag = next((str(info[key]) for key in _TAGS if info.get(key)), "")
-        yield Listed(name, int(info["size"]), tag)
-
-
-_TAGS = ("ETag", "etag", "mtime")
-"""Names that the stores of fsspec give to what changes with the content."""
-
-
-def _s3_listing(uri: str) -> Iterator[Listed]:
     system, path = locate(uri)
     bucket, _, key = path.partition("/")
     prefix = f"{key.rstrip('/')}/" if key else ""
     where = {"Bucket": bucket, "Prefix": prefix}
     while True:
-        page = call(uri, functools.partial(system.call_s3, "list_objects_v2", **where))
+        page = call(str(uri), functools.partial(system.call_s3, "list_objects_v2", **where))
         for found in page.get("Contents", ()):
             if not found["Key"].endswith("/"):  # a placeholder for a folder
                 yield Listed(found["Key"].removeprefix(prefix), int(found["Size"]), found["ETag"])
@@ -300,11 +264,7 @@ def _below(uri: str | Path, listing: str) -> dict[str, Mapping[str, Any]]:
 
 
 def children(uri: str | Path) -> list[str]:
-    """List the names directly below a URI, sorted; none where there is nothing.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-    """
+    """List the names directly below a URI, sorted; none where there is nothing."""
     if not is_remote(uri):
         root = local_path(uri)
         return sorted(path.name for path in root.iterdir()) if root.is_dir() else []
@@ -312,11 +272,7 @@ def children(uri: str | Path) -> list[str]:
 
 
 def remove(uri: str | Path) -> None:
-    """Remove a file or an object, or all that is below it, if it exists.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-    """
+    """Remove a file or an object, or all that is below it, if it exists."""
     if not is_remote(uri):
         path = local_path(uri)
         if not path.is_dir():
@@ -331,11 +287,7 @@ def remove(uri: str | Path) -> None:
 
 
 def remove_file(uri: str | Path) -> None:
-    """Remove one file or object, if it exists.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-    """
+    """Remove one file or object, if it exists."""
     if not is_remote(uri):
         with writing_to(local_path(uri)):
             local_path(uri).unlink(missing_ok=True)
@@ -343,10 +295,6 @@ def remove_file(uri: str | Path) -> None:
     system, path = locate(uri)
     with suppress(ObjectNotFoundError):  # S3 answers a removal of nothing with success, other stores do not
         call(str(uri), lambda: system.rm_file(path))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# fsspec
 
 
 def locate(uri: str | Path) -> tuple[Any, str]:
@@ -357,7 +305,14 @@ def locate(uri: str | Path) -> tuple[Any, str]:
     """
     scheme, _, path = str(uri).partition("://")
     if scheme not in _S3_SCHEMES:
-        return _locate_elsewhere(str(uri), scheme)
+        try:
+            # `a::b` would read b through a, which may be an archive or a cache on this disk.
+            if scheme not in _OTHER_SCHEMES or "::" in str(uri):
+                raise ValueError(f"Protocol not known: {scheme}")
+            system, located = fsspec.core.url_to_fs(str(uri))
+        except Exception as error:  # each kind of store raises its own errors
+            raise StorageError(f"{uri}: {error}; give a local path, or a URI of s3:// or minio://") from error
+        return system, str(located)
     bucket, _, key = path.partition("/")
     if not bucket:
         raise StorageError(f"{uri}: names no bucket; write {scheme}://BUCKET/NAME")
@@ -376,17 +331,6 @@ def locate(uri: str | Path) -> tuple[Any, str]:
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
     with _making:
         return _s3(os.getpid(), settings), path
-
-
-def _locate_elsewhere(uri: str, scheme: str) -> tuple[Any, str]:
-    try:
-        # `a::b` would read b through a, which may be an archive or a cache on this disk.
-        if scheme not in _OTHER_SCHEMES or "::" in uri:
-            raise ValueError(f"Protocol not known: {scheme}")
-        system, located = fsspec.core.url_to_fs(uri)
-    except Exception as error:  # each kind of store raises its own errors
-        raise StorageError(f"{uri}: {error}; give a local path, or a URI of s3:// or minio://") from error
-    return system, str(located)
 
 
 @functools.lru_cache(maxsize=4)

@@ -36,23 +36,18 @@ class Outage:
     """Whether the store is away: logged once when it goes and once when it is back, for all threads together."""
 
     def __init__(self) -> None:
-        """Begin with a store that answers."""
         self._lock = threading.Lock()
-        self._since: float | None = None
+        self.since: float | None = None
+        """When a request failed since which the store has not answered; None while it answers."""
         self._failing: set[object] = set()
         """Requests whose last attempt has failed."""
-
-    @property
-    def lasts(self) -> bool:
-        """Whether the store has not answered since a request failed."""
-        return self._since is not None
 
     def failed(self, call: object, uri: str, error: Exception, attempts: int) -> None:
         """Note that an attempt of a request has failed in a way that may pass."""
         with self._lock:
             self._failing.add(call)
-            if self._since is None:
-                self._since = time.monotonic()
+            if self.since is None:
+                self.since = time.monotonic()
                 if attempts > 1:  # else the error says it all
                     logger.warning(
                         "%s: %s; %s is away or busy, so requests are tried again, each up to %d times",
@@ -66,9 +61,9 @@ class Outage:
         """Note that a request has ended; where it was answered the store is back, unless others still fail."""
         with self._lock:
             self._failing.discard(call)
-            if answered and self._since is not None and not self._failing:
-                logger.warning("%s answers again after %.0f s", _store(), time.monotonic() - self._since)
-                self._since = None
+            if answered and self.since is not None and not self._failing:
+                logger.warning("%s answers again after %.0f s", _store(), time.monotonic() - self.since)
+                self.since = None
 
 
 outage = Outage()
@@ -76,7 +71,7 @@ outage = Outage()
 
 def is_away() -> bool:
     """Return whether the store has not answered this process since a request of it failed."""
-    return outage.lasts
+    return outage.since is not None
 
 
 def call(uri: str, request: Callable[[], T]) -> T:
@@ -93,7 +88,10 @@ def call(uri: str, request: Callable[[], T]) -> T:
         StorageAwayError: the store kept failing.
         StorageError: the store refuses.
     """
-    attempts = _attempts()
+    text = os.environ.get(ATTEMPTS_VARIABLE) or str(ATTEMPTS)
+    if not text.isdecimal() or int(text) < 1:
+        raise StorageError(f"{ATTEMPTS_VARIABLE}={text}: must be a number >= 1; correct it or unset it")
+    attempts = int(text)
     start, this, answered = time.monotonic(), object(), False
 
     def failed(error: Exception, attempt: int) -> None:
@@ -103,7 +101,10 @@ def call(uri: str, request: Callable[[], T]) -> T:
             raise _refusal(uri, error) from error
         outage.failed(this, uri, error, attempts)
         if attempt == attempts:
-            raise _exhaustion(uri, error, attempts, time.monotonic() - start) from error
+            raise StorageAwayError(
+                f"{uri}: gave up after {attempts} attempts in {time.monotonic() - start:.0f} s; the last time: {_describe(error)}. See to "
+                f"{_store()} and the way there, then start again: what arrived whole is kept (more attempts: {ATTEMPTS_VARIABLE})"
+            ) from error
 
     try:
         result = RETRY(request, failed=failed)
@@ -111,13 +112,6 @@ def call(uri: str, request: Callable[[], T]) -> T:
         return result
     finally:
         outage.ended(this, answered=answered)
-
-
-def _attempts() -> int:
-    text = os.environ.get(ATTEMPTS_VARIABLE) or str(ATTEMPTS)
-    if not text.isdecimal() or int(text) < 1:
-        raise StorageError(f"{ATTEMPTS_VARIABLE}={text}: must be a number >= 1; correct it or unset it")
-    return int(text)
 
 
 def _passes(error: Exception) -> bool:
@@ -129,14 +123,8 @@ def _passes(error: Exception) -> bool:
         return _status(error) in _PASSING_STATUS or _code(error) == _CONFLICT
     if isinstance(error, (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)):
         return False
-    ways = (
-        exceptions.ConnectionError,
-        exceptions.HTTPClientError,
-        exceptions.IncompleteReadError,
-        ClientError,
-        OSError,
-    )
-    return isinstance(error, ways)
+    client_errors = (exceptions.ConnectionError, exceptions.HTTPClientError, exceptions.IncompleteReadError)
+    return isinstance(error, (*client_errors, ClientError, OSError))
 
 
 def _response(error: BaseException) -> dict[str, Any]:
@@ -157,7 +145,6 @@ def _code(error: Exception) -> str:
 
 
 def _describe(error: Exception) -> str:
-    """Describe what happened in a few words."""
     response = _response(error)
     if not response:
         return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
@@ -190,10 +177,3 @@ def _refusal(uri: str, error: Exception) -> StorageError:
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(f"{uri}: there is no such object at {_store()}; check the URI")
     return StorageError(f"{uri}: {_store()} cannot do that ({_describe(error)}); check the URI and AWS_ENDPOINT_URL_S3")
-
-
-def _exhaustion(uri: str, error: Exception, attempts: int, seconds: float) -> StorageAwayError:
-    return StorageAwayError(
-        f"{uri}: gave up after {attempts} attempts in {seconds:.0f} s; the last time: {_describe(error)}. See to {_store()} and the way "
-        f"there, then start again: what arrived whole is kept (more attempts: {ATTEMPTS_VARIABLE})"
-    )

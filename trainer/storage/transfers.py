@@ -194,42 +194,24 @@ def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord
     """
     present = files(uri)
     progress = _Progress(f"sending {uri}", sum(record["size"] for record in records.values()))
-    candidates = [
-        _Upload(file=directory / name, uri=join(uri, name), record=record, progress=progress)
-        for name, record in records.items()
-    ]
-    there = _in_parallel(
-        lambda name: present.get(name) == records[name]["size"] and _is_there(join(uri, name), records[name]), records
-    )
-    uploads = [upload for upload, is_there in zip(candidates, there, strict=True) if not is_there]
-    _in_parallel(_upload, [upload for upload in uploads if upload.count == 1])
-    for upload in uploads:  # one after the other, since the parts of each already travel concurrently
-        if upload.count > 1:
-            _upload_in_parts(upload)
 
+    def is_missing(name: str) -> bool:
+        return present.get(name) != records[name]["size"] or not _is_there(join(uri, name), records[name])
 
-@dataclass(frozen=True, kw_only=True)
-class _Upload:
-    """A file on its way."""
+    def send(name: str) -> None:
+        content = (directory / name).read_bytes()
+        if is_s3(uri):
+            _s3_call("put_object", join(uri, name), Body=content, Metadata={_DIGEST: records[name]["sha256"]})
+        else:
+            write_bytes(join(uri, name), content)
+        progress.add(len(content))
 
-    file: Path
-    uri: str
-    record: FileRecord
-    progress: _Progress
-
-    @property
-    def count(self) -> int:
-        """Number of its parts."""
-        return max(1, math.ceil(self.record["size"] / _part_bytes(self.record["size"]))) if is_s3(self.uri) else 1
-
-
-def _upload(upload: _Upload) -> None:
-    content = upload.file.read_bytes()
-    if is_s3(upload.uri):
-        _s3_call("put_object", upload.uri, Body=content, Metadata={_DIGEST: upload.record["sha256"]})
-    else:
-        write_bytes(upload.uri, content)
-    upload.progress.add(len(content))
+    missing = [name for name, lacks in zip(records, _in_parallel(is_missing, records), strict=True) if lacks]
+    large = {name for name in missing if is_s3(uri) and records[name]["size"] > _part_bytes(records[name]["size"])}
+    _in_parallel(send, [name for name in missing if name not in large])
+    for name in missing:  # one after the other, since the parts of each already travel concurrently
+        if name in large:
+            _upload_in_parts(directory / name, join(uri, name), records[name], progress)
 
 
 def _is_there(uri: str, record: FileRecord) -> bool:
@@ -244,34 +226,29 @@ def _s3_call(method: str, uri: str, **arguments: Any) -> Mapping[str, Any]:
     return answer
 
 
-def _upload_in_parts(upload: _Upload) -> None:
-    begun = _s3_call("create_multipart_upload", upload.uri, Metadata={_DIGEST: upload.record["sha256"]})
-    identity = begun["UploadId"]
+def _upload_in_parts(file: Path, uri: str, record: FileRecord, progress: _Progress) -> None:
+    step = _part_bytes(record["size"])
+    identity = _s3_call("create_multipart_upload", uri, Metadata={_DIGEST: record["sha256"]})["UploadId"]
+
+    def send(number: int) -> dict[str, Any]:
+        with file.open("rb") as opened:
+            opened.seek((number - 1) * step)
+            content = opened.read(step)
+        answer = _s3_call("upload_part", uri, UploadId=identity, PartNumber=number, Body=content)
+        progress.add(len(content))
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
     try:
-        parts = _in_parallel(partial(_upload_part, upload, identity), range(1, upload.count + 1))
-        _complete(upload, identity, parts)
+        parts = _in_parallel(send, range(1, math.ceil(record["size"] / step) + 1))
+        try:
+            _s3_call("complete_multipart_upload", uri, UploadId=identity, MultipartUpload={"Parts": parts})
+        except ObjectNotFoundError:
+            # The upload is also gone where an earlier attempt completed it and only the answer was lost.
+            if not _is_there(uri, record):
+                raise
     except BaseException:  # Ctrl-C and SIGTERM too: the store charges for parts of uploads that are never completed
         try:
-            _s3_call("abort_multipart_upload", upload.uri, UploadId=identity)
+            _s3_call("abort_multipart_upload", uri, UploadId=identity)
         except StorageError as error:
             logger.warning("the parts sent so far stay in the store until its own rules remove them: %s", error)
         raise
-
-
-def _complete(upload: _Upload, identity: str, parts: list[dict[str, Any]]) -> None:
-    try:
-        _s3_call("complete_multipart_upload", upload.uri, UploadId=identity, MultipartUpload={"Parts": parts})
-    except ObjectNotFoundError:
-        # The upload is also gone where an earlier attempt completed it and only the answer was lost.
-        if not _is_there(upload.uri, upload.record):
-            raise
-
-
-def _upload_part(upload: _Upload, identity: str, number: int) -> dict[str, Any]:
-    step = _part_bytes(upload.record["size"])
-    with upload.file.open("rb") as opened:
-        opened.seek((number - 1) * step)
-        content = opened.read(step)
-    answer = _s3_call("upload_part", upload.uri, UploadId=identity, PartNumber=number, Body=content)
-    upload.progress.add(len(content))
-    return {"PartNumber": number, "ETag": answer["ETag"]}
