@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainer.devices.cuda import CudaDevice
+from trainer.devices import CudaDevice
 
 DEVICE = CudaDevice(
     kind="cuda", torch_device=torch.device("cuda", 0), backend="nccl", has_bf16=True, compiles=False

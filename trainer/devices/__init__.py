@@ -1,7 +1,7 @@
 """Devices: what differs between a CPU, a GPU and an accelerator of XLA, behind one small adapter.
 
-`Device` is the adapter; what it does by itself is right for a CPU. A new kind of device is a module with a class of its own, a name in
-`run.device`, and a line in `choose_device`: torch's name of the device, the backend that its processes exchange by, whether it compiles.
+`Device` is the adapter; what it does by itself is right for a CPU. A new kind of device is a class of its own, a name in `run.device`,
+and a line in `choose_device`: torch's name of the device, the backend that its processes exchange by, whether it compiles.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trainer.config import DEVICE_VARIABLE, Compile, Precision
+from trainer.devices.torch_private import deterministic_kernels
 from trainer.errors import SettingsError
 
 Kind = Literal["cpu", "cuda", "xla"]
@@ -155,12 +156,49 @@ class Host(Device):
 
 @functools.cache
 def has_bf16_instructions() -> bool:
-    """Whether the processor multiplies bf16; where torch cannot say, it is taken to."""
+    """Return whether the processor multiplies bf16; where torch cannot say, it is taken to."""
     if not hasattr(torch.cpu, "get_capabilities"):  # torch 2.9, the last beside which there is a torch_xla
         return True
     processor = torch.cpu.get_capabilities()
     # The names of other architectures' instructions are not known here.
     return processor.get("architecture") != "x86_64" or any(processor.get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+HOST = Host(kind="cpu", torch_device=torch.device("cpu"), backend="gloo", has_bf16=False, compiles=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaDevice(Device):
+    """A GPU of NVIDIA."""
+
+    def seed(self, seed: int) -> None:
+        """Seed the CPU's generator and the GPU's."""
+        super().seed(seed)
+        torch.cuda.manual_seed(seed)
+
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """Only operations that add in the same order each time; one that has no such way ends the training with torch's message.
+
+        Convolutions, scattered sums and the backward pass of fused attention then go their deterministic way by themselves.
+        """
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # is read at the first matrix product
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads what was never written
+        torch.use_deterministic_algorithms(True)
+        try:
+            with deterministic_kernels():
+                yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def synchronize(self) -> None:
+        """Wait for all that was given to the GPU."""
+        torch.cuda.synchronize(self.torch_device)
+
+    @property
+    def pins_memory(self) -> bool:
+        """Copies from page-locked memory go over a stream of their own."""
+        return True
 
 
 class RowShardedOptimizer(torch.optim.Optimizer):
@@ -173,26 +211,36 @@ class RowShardedOptimizer(torch.optim.Optimizer):
     """Which rows these are."""
 
 
-HOST = Host(kind="cpu", torch_device=torch.device("cpu"), backend="gloo", has_bf16=False, compiles=False)
-
-
 def choose_device(local_rank: int = 0) -> Device:
-    """The device that `TRAINER_DEVICE` names; by default a GPU if there is one. `open` it before it is used.
+    """Return the device that `TRAINER_DEVICE` names; by default a GPU if there is one. `open` it before it is used.
 
     Raises:
-        SettingsError: the named device is not there.
+        SettingsError: the named device is not there, or there are more processes than GPUs.
     """
     wanted = os.environ.get(DEVICE_VARIABLE) or "auto"
     if wanted not in {"auto", "cpu", "cuda", "xla"}:
         raise SettingsError(f"{DEVICE_VARIABLE} must be auto, cpu, cuda or xla, got {wanted!r}")
     check_device(wanted)
     if wanted == "xla":
-        return _xla()
+        try:
+            from trainer.devices.xla import XlaDevice
+        except ImportError as error:
+            raise SettingsError(_no_xla(error)) from error
+        return XlaDevice.choose()
     if wanted == "cpu" or not torch.cuda.is_available():
         return HOST
-    from trainer.devices.cuda import choose_gpu
-
-    return choose_gpu(local_rank)
+    if local_rank >= torch.cuda.device_count():
+        raise SettingsError(
+            f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; start fewer processes a node"
+        )
+    torch.cuda.set_device(local_rank)
+    return CudaDevice(
+        kind="cuda",
+        torch_device=torch.device("cuda", local_rank),
+        backend="nccl",
+        has_bf16=torch.cuda.is_bf16_supported(including_emulation=False),  # emulated, it is slower than fp32
+        compiles=True,
+    )
 
 
 def check_device(wanted: str) -> None:
@@ -214,9 +262,39 @@ def _no_xla(reason: object) -> str:
     )
 
 
-def _xla() -> Device:
-    try:
-        from trainer.devices.xla import XlaDevice
-    except ImportError as error:
-        raise SettingsError(_no_xla(error)) from error
-    return XlaDevice.choose()
+class ReadBack:
+    """Tensors of one device on their way to the host, which need not wait for them.
+
+    On a CPU they are there; from a GPU they are copied into page-locked memory, behind the work before them; from XLA they are read when
+    the work after them has begun.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Send these tensors, each with its name."""
+        self._tensors, self._copied, self._in_flight = dict(tensors), None, None
+        kinds = {tensor.device.type for tensor in tensors.values()}
+        if "cuda" in kinds:
+            for name, tensor in tensors.items():
+                pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._tensors[name] = pinned.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        elif "xla" in kinds:
+            from trainer.devices.xla import InFlight
+
+            self._in_flight = InFlight([*tensors.values()])
+
+    @property
+    def arrived(self) -> bool:
+        """Whether they can be read without waiting."""
+        if self._in_flight is not None:
+            return self._in_flight.arrived
+        return self._copied is None or bool(self._copied.query())
+
+    def wait(self) -> Mapping[str, Tensor]:
+        """Return the tensors on the host."""
+        if self._in_flight is not None:
+            return dict(zip(self._tensors, self._in_flight.wait(), strict=True))
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensors

@@ -35,7 +35,7 @@ from trainer.data.batch import Batch, Recorded
 from trainer.data.loader import Views, make_loader
 from trainer.data.sampler import Indices, SampleSlice, partners
 from trainer.data.views.mixing import mixes
-from trainer.devices.readback import ReadBack
+from trainer.devices import ReadBack
 from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
 from trainer.distillation.frozen_teacher import FrozenTeacher

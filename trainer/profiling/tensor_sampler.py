@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from trainer.config import EvidenceSettings
-from trainer.devices.readback import ReadBack
+from trainer.devices import ReadBack
 from trainer.profiling.attention import AttentionEntropy
 from trainer.profiling.evidence_schema import TENSOR_COLUMNS
 from trainer.profiling.series import Series, ThinnedTable

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from trainer.devices.readback import ReadBack
+from trainer.devices import ReadBack
 from trainer.errors import TrainingError
 from trainer.profiling.recorder import Recorder
 from trainer.tracking import Tracker

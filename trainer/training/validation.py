@@ -15,8 +15,7 @@ from trainer.config import Precision, TrainingSettings
 from trainer.data.batch import Batch, to_device
 from trainer.data.dataset import Split
 from trainer.data.loader import make_loader
-from trainer.devices import Device
-from trainer.devices.readback import ReadBack
+from trainer.devices import Device, ReadBack
 from trainer.training.collective_watchdog import wait_limit_s
 from trainer.training.process_group import Processes
 from trainer.training.spec import ShouldStop
