@@ -60,19 +60,16 @@ class CardContent:
 def data_card(content: CardContent) -> str:
     """Build the page: self-contained HTML below 2 MB, equal for equal content."""
     settings = content.settings
+    kind, _, name = settings.source.partition(":")
+    # Without the folders above it, which differ between machines.
+    source = f"{kind} {PurePosixPath(name).name}" if name and kind != "hub" else settings.source
     lead = (
-        f"From {_short(settings.source)}: {sum(map(len, content.splits.values())):,} images of {len(content.classes):,} classes, "
+        f"From {source}: {sum(map(len, content.splits.values())):,} images of {len(content.classes):,} classes, "
         f"stored at {settings.image_size} x {settings.image_size} pixels "
         f"({'longer side cropped' if settings.fit == 'crop' else 'stretched'}, {settings.encoding})."
     )
     sections = [_overview(content), _samples(content), _classes(content), _sizes(content), _left_out(content)]
     return pages.render("Data card", lead, sections)
-
-
-def _short(source: str) -> str:
-    """Name a source without the folders above it, which differ between machines."""
-    kind, _, name = source.partition(":")
-    return f"{kind} {PurePosixPath(name).name}" if name and kind != "hub" else source
 
 
 def _overview(content: CardContent) -> PageSection:
@@ -86,18 +83,11 @@ def _overview(content: CardContent) -> PageSection:
     return PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, content.notes)])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Classes
-
-
-def _class_counts(content: CardContent) -> dict[SplitName, list[int]]:
-    """Count the images of each class: split -> [classes]."""
-    counts = {split: Counter(member.label for member in content.splits[split]) for split in _LABELED}
-    return {split: [count[label] for label in range(len(content.classes))] for split, count in counts.items()}
-
-
 def _classes(content: CardContent) -> PageSection:
-    counts = _class_counts(content)
+    counts: dict[SplitName, list[int]] = {}  # split -> images of each class
+    for split in _LABELED:
+        found = Counter(member.label for member in content.splits[split])
+        counts[split] = [found[label] for label in range(len(content.classes))]
     totals = [sum(of_class) for of_class in zip(*counts.values(), strict=True)]
     rows = [(*row, total) for *row, total in zip(content.classes, *counts.values(), totals, strict=True)]
     note = f"The largest class has {max(totals) / max(min(totals), 1):.1f} times as many images as the smallest."
@@ -137,10 +127,6 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Original sizes
-
-
 def _sizes(content: CardContent) -> PageSection:
     members = [member for split in content.splits.values() for member in split]
     width = np.array([member.width for member in members])
@@ -163,10 +149,6 @@ def _quantiles(values: np.typing.NDArray[np.int64] | np.typing.NDArray[np.float6
     return [value.item() for value in found]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pictures
-
-
 def _samples(content: CardContent) -> PageSection:
     chosen = np.unique(np.linspace(0, len(content.classes) - 1, STRIPS).round().astype(int)).tolist()
     of_class: dict[int, list[ImageCandidate]] = {label: [] for label in [*chosen, UNLABELED]}
@@ -176,7 +158,8 @@ def _samples(content: CardContent) -> PageSection:
                 of_class[member.label].append(member)
     photos = [
         Photo(
-            _strip(_drawn(members), content.read),
+            # A few that are not neighbours in the source: those with the smallest content keys.
+            _strip(sorted(members, key=lambda member: member.key)[:TILES], content.read),
             content.classes[label] if label != UNLABELED else "unlabelled",
             media_type="image/jpeg",
         )
@@ -185,11 +168,6 @@ def _samples(content: CardContent) -> PageSection:
     ]
     shown = f"{len(chosen)} of {len(content.classes):,} classes" if len(chosen) < len(content.classes) else "each class"
     return PageSection("Samples", [Paragraph(f"Training images of {shown}, as stored."), PhotoGrid(photos)])
-
-
-def _drawn(members: Sequence[ImageCandidate]) -> list[ImageCandidate]:
-    """Choose a few images of a class that are not neighbours in the source: those with the smallest content keys."""
-    return sorted(members, key=lambda member: member.key)[:TILES]
 
 
 def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> bytes:
@@ -202,10 +180,6 @@ def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> b
     buffer = io.BytesIO()
     strip.save(buffer, "JPEG", quality=80)
     return buffer.getvalue()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Left out
 
 
 def _left_out(content: CardContent) -> PageSection:

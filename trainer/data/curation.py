@@ -135,7 +135,11 @@ def take_missing_splits(
     train = [candidate for candidate in candidates if candidate.split == "train"]
     for members in _group(train, lambda candidate: candidate.label).values():
         keys = sorted((member.key for member in members), key=lambda key: (place(key, settings.split_seed), key))
-        test, val = _counts(len(keys), fractions["test"], fractions["val"])
+        test, val = (
+            max(round(fractions[split] * len(keys)), 1) if fractions[split] else 0 for split in ("test", "val")
+        )
+        while test + val >= len(keys) and max(test, val) > 1:  # one is left for train
+            test, val = (test - 1, val) if test >= val else (test, val - 1)
         moved |= dict.fromkeys(keys[:test], "test")
         moved |= dict.fromkeys(keys[test : test + val], "val")
     return [
@@ -148,14 +152,6 @@ def place(key: str, seed: int) -> float:
     """Return the fixed place in [0, 1) of an image with this content key: the upper 53 bits of SHA-256("SEED:KEY")."""
     first = hashlib.sha256(f"{seed}:{key}".encode()).digest()[:8]
     return (int.from_bytes(first, "big") >> 11) / 2**53
-
-
-def _counts(total: int, test_fraction: float, val_fraction: float) -> tuple[int, int]:
-    """Count a class's test and val images: their shares rounded, at least one each, and one left for train."""
-    test, val = (max(round(fraction * total), 1) if fraction else 0 for fraction in (test_fraction, val_fraction))
-    while test + val >= total and max(test, val) > 1:
-        test, val = (test - 1, val) if test >= val else (test, val - 1)
-    return test, val
 
 
 def check_classes(candidates: Iterable[ImageCandidate], classes: Sequence[str], settings: DataSettings) -> None:

@@ -102,10 +102,10 @@ class Split:
         """
         self.load()
         if self._decoded is None:
-            return _channels_first(self._decode_all(indices))
+            return self._decode_all(indices).permute(0, 3, 1, 2)
         images = empty_images(len(indices), self.image_size)
         torch.index_select(self._decoded, 0, torch.as_tensor(indices, dtype=torch.int64), out=images)
-        return _channels_first(images)
+        return images.permute(0, 3, 1, 2)
 
     def picture(self, index: int, *, shrink: int = 1) -> Tensor:
         """Read the image at `index` (0 <= index < N), which must not be changed: uint8 [3, E, E], the channels innermost in memory.
@@ -163,10 +163,6 @@ def empty_images(count: int, size: int) -> Tensor:
     if get_worker_info() is not None:
         images.set_(torch.UntypedStorage._new_shared(count * size * size * 3))
     return images.resize_(count, size, size, 3)
-
-
-def _channels_first(images: Tensor) -> Tensor:
-    return images.permute(0, 3, 1, 2)
 
 
 class PreparedDataset:

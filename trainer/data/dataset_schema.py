@@ -68,19 +68,15 @@ class DatasetDescription:
             found = cls(
                 classes=tuple(content["classes"]), image_size=content["image_size"], images=dict(content["images"])
             )
-            if not found.is_sound():
+            counts = [*found.images.values(), found.image_size]
+            if not (
+                all(isinstance(name, str) for name in (*found.classes, *found.images))
+                and all(type(count) is int and count >= 0 for count in counts)
+                and 0 < found.image_size <= LARGEST_SQUARE
+            ):
                 raise ValueError("a member is not what it should be")
         except (StorageError, ValueError, TypeError, KeyError) as error:
             raise ArtifactError(
                 f"dataset {directory}: {DESCRIPTION} does not describe a data set ({error!r}); prepare it again"
             ) from error
         return found
-
-    def is_sound(self) -> bool:
-        """Return whether names are text, and numbers are in their ranges."""
-        counts = [*self.images.values(), self.image_size]
-        return (
-            all(isinstance(name, str) for name in (*self.classes, *self.images))
-            and all(type(count) is int and count >= 0 for count in counts)
-            and 0 < self.image_size <= LARGEST_SQUARE
-        )

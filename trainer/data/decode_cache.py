@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
@@ -58,11 +58,6 @@ class _Image(StrictModel):
     key: str = ""
     width: int = 0
     height: int = 0
-
-    def outcome(self, item: Item) -> Outcome:
-        if self.reason:
-            return Quarantined(name=self.name, reason=self.reason)
-        return Decoded(item=item, key=self.key, width=self.width, height=self.height)
 
 
 class _Chunk(StrictModel):
@@ -104,17 +99,27 @@ class DecodeCache:
             DataError: reading an image failed.
             StorageError: the store does not answer or refuses.
         """
-        chunk = self._chunk(number)
-        if chunk is None or chunk.way != self.way:
+        try:
+            chunk = _Chunk.model_validate_json(storage.read_checksummed(self._uri(number, "jsonl")))
+        except ObjectDamagedError as error:
+            logger.warning("%s; decoding these images again", error)
             return None
-        if [(image.name, image.label) for image in chunk.images] != [(item.name, item.label) for item in items]:
+        except (ObjectNotFoundError, ValidationError):  # none, or one written by another version of this project
+            return None
+        named = [(image.name, image.label) for image in chunk.images]
+        if chunk.way != self.way or named != [(item.name, item.label) for item in items]:
             return None
         if not self._has_squares(number, chunk.squares):
             logger.warning("%s: its squares are not whole; decoding these images again", self._uri(number, "jsonl"))
             return None
         if any(image.content != content(item) for image, item in zip(chunk.images, items, strict=True)):
             return None
-        return [image.outcome(item) for image, item in zip(chunk.images, items, strict=True)]
+        return [
+            Quarantined(name=image.name, reason=image.reason)
+            if image.reason
+            else Decoded(item=item, key=image.key, width=image.width, height=image.height)
+            for image, item in zip(chunk.images, items, strict=True)
+        ]
 
     def keep(self, number: int, items: Sequence[Item], outcomes: Sequence[Outcome], contents: Sequence[str]) -> None:
         """Keep a chunk whose squares are in their file.
@@ -134,23 +139,19 @@ class DecodeCache:
             storage.write_bytes(self._uri(number, "arrow"), squares.read_bytes())
         else:
             _link(squares, storage.local_path(self._uri(number, "arrow")))
-        images = tuple(map(_image, items, outcomes, contents))
-        chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=images)
+        images = []
+        for item, outcome, content in zip(items, outcomes, contents, strict=True):
+            image = _Image(name=item.name, label=item.label, content=content)
+            if isinstance(outcome, Quarantined):
+                found: dict[str, Any] = {"reason": outcome.reason}
+            else:
+                found = {"key": outcome.key, "width": outcome.width, "height": outcome.height}
+            images.append(image.model_copy(update=found))
+        chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images))
         storage.write_checksummed(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
 
     def _uri(self, number: int, suffix: str) -> str:
         return storage.join(self.uri, f"{number:06d}.{suffix}")
-
-    def _chunk(self, number: int) -> _Chunk | None:
-        try:
-            return _Chunk.model_validate_json(storage.read_checksummed(self._uri(number, "jsonl")))
-        except ObjectNotFoundError:
-            return None
-        except ObjectDamagedError as error:
-            logger.warning("%s; decoding these images again", error)
-            return None
-        except ValidationError:  # written by another version of this project
-            return None
 
     def _has_squares(self, number: int, digest: str) -> bool:
         """Bring the squares into the folder; returns whether they are whole."""
@@ -179,16 +180,3 @@ def _link(source: Path, target: Path) -> None:
         except OSError:  # another disk, or a file system without links
             shutil.copyfile(source, temporary)
         os.replace(temporary, target)
-
-
-def _image(item: Item, outcome: Outcome, content: str) -> _Image:
-    if isinstance(outcome, Quarantined):
-        return _Image(name=item.name, label=item.label, content=content, reason=outcome.reason)
-    return _Image(
-        name=item.name,
-        label=item.label,
-        content=content,
-        key=outcome.key,
-        width=outcome.width,
-        height=outcome.height,
-    )

@@ -38,9 +38,6 @@ def encode(image: Image.Image, encoding: Literal["jpeg", "png"], jpeg_quality: i
     return buffer.getvalue()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stored squares
-
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -67,7 +64,15 @@ def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None 
     jpeg = is_jpeg(encoded)
     edge = -(-size // shrink) if jpeg else size
     try:
-        pixels = _decode_jpeg(encoded, size, edge, out) if jpeg else _decode_with_pillow(encoded, size)
+        if jpeg:  # at the smallest scale that has at least `edge` pixels
+            if out is None:  # where it is given, it bounds the decoded size
+                height, width, *_ = simplejpeg.decode_jpeg_header(encoded)
+                _check_square(width, height, size)
+            pixels: Pixels = simplejpeg.decode_jpeg(encoded, min_height=edge, min_width=edge, buffer=out)
+        else:
+            with Image.open(io.BytesIO(encoded), formats=["PNG"]) as image:
+                _check_square(*image.size, size)
+                pixels = np.array(image.convert("RGB"))
     except BadImageError:
         raise
     except Exception as error:  # decoders raise nearly anything for a damaged file
@@ -79,21 +84,6 @@ def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None 
     if not jpeg:
         out[:] = pixels
     return out
-
-
-def _decode_jpeg(encoded: bytes | memoryview, size: int, edge: int, out: Pixels | None) -> Pixels:
-    """Decode at the smallest scale that has at least `edge` pixels; into `out` where given, which bounds the decoded size."""
-    if out is None:
-        height, width, *_ = simplejpeg.decode_jpeg_header(encoded)
-        _check_square(width, height, size)
-    pixels: Pixels = simplejpeg.decode_jpeg(encoded, min_height=edge, min_width=edge, buffer=out)
-    return pixels
-
-
-def _decode_with_pillow(encoded: bytes | memoryview, size: int) -> Pixels:
-    with Image.open(io.BytesIO(encoded), formats=["PNG"]) as image:
-        _check_square(*image.size, size)
-        return np.array(image.convert("RGB"))
 
 
 def _check_square(width: int, height: int, size: int) -> None:

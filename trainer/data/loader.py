@@ -26,10 +26,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
-from trainer.data.batch import Batch, Recorded
+from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
 from trainer.data.dataset import Split, empty_images
 from trainer.data.dataset_schema import UNLABELED
-from trainer.data.gpu_decoding import check_gpu_decoding, join_files
 from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
 from trainer.data.views.geometry import crop_sample
 from trainer.data.views.mixing import draw_mixing
@@ -53,16 +52,13 @@ class RecordedOutputs(Protocol):
     @property
     def view_seed(self) -> int:
         """Seed of the recorded views."""
-        ...
 
     @property
     def view_count(self) -> int:
         """How many views of each sample were recorded."""
-        ...
 
     def read(self, indices: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Recorded:
         """Read the outputs for these samples (indices into the training set) and views."""
-        ...
 
 
 class LoaderObserver(Protocol):
@@ -70,11 +66,9 @@ class LoaderObserver(Protocol):
 
     def loader_processes(self, pids: Sequence[int]) -> None:
         """Note that they have been started."""
-        ...
 
     def batches_ready(self, count: float) -> None:
         """Note how many batches are ready as the training asks for one; NaN where the operating system cannot count them."""
-        ...
 
 
 class Samples:
@@ -196,7 +190,13 @@ class Views:
             seed=self.seed,
             settings=self.settings,
         )
-        images, lengths = self._images(shown, parameters)
+        lengths = None
+        if not self._on_device:
+            images = self._make(shown, parameters)
+        elif not self._encoded:
+            images = self.samples.read(shown)
+        else:
+            images, lengths = join_files([self.samples.encoded(index) for index in shown.tolist()])
         return Batch(
             images=images,
             labels=torch.from_numpy(labels),
@@ -206,14 +206,6 @@ class Views:
             mixing=mixing,
             lengths=lengths,
         )
-
-    def _images(self, indices: Indices, parameters: ViewParameters) -> tuple[Tensor, Tensor | None]:
-        """Return views, or the stored images or files for the device to make them of, and the files' lengths if it has to decode them."""
-        if not self._on_device:
-            return self._make(indices, parameters), None
-        if not self._encoded:
-            return self.samples.read(indices), None
-        return join_files([self.samples.encoded(index) for index in indices.tolist()])
 
     def _make(self, indices: Indices, parameters: ViewParameters) -> Tensor:
         """Make views, image by image into the batch: uint8 [B, 3, V, V]."""
@@ -234,12 +226,7 @@ def _shrink(box: Sequence[int], size: int) -> int:
 
 
 def makes_views_on_device(views_on: ViewsOn, device_kind: str) -> bool:
-    """Return whether the training device makes the views, which relieves the loaders where the device is a GPU.
-
-    Args:
-        views_on: the setting `data.views_on`.
-        device_kind: `cpu` or `cuda`.
-    """
+    """Return whether the training device makes the views, which relieves the loaders where the device is a GPU."""
     return views_on == "device" or (views_on == "auto" and device_kind == "cuda")
 
 
@@ -274,26 +261,19 @@ class MicroBatches(TorchDataset[Batch]):
         self._views, self._order, self._teacher_outputs = views, order, teacher_outputs
 
     def __getitem__(self, position: int) -> Batch:
-        taken = self._order.take(position, position + self._size(position))
-        batch = self._views.batch(taken)._replace(label_weights=self._label_weights(position, taken.indices))
-        if self._teacher_outputs is None:
-            return batch
-        return batch._replace(recorded=self._teacher_outputs.read(taken.indices, taken.numbers))
-
-    def _label_weights(self, position: int, indices: Indices) -> Tensor | None:
-        """Compute `Batch.label_weights`, which depend on the whole step of which this micro-batch is a part."""
+        # The last part of its step that begins at or before the position.
+        part = ((position % self.count + 1) * self._parts - 1) // self.count
+        taken = self._order.take(position, position + len(_shard(part, self.count, self._parts)))
+        batch = self._views.batch(taken)
         labelled = self._views.samples.labelled
-        if labelled is None:
-            return None
-        first = position - position % self.count
-        count = labelled[self._order.take(first, first + self.count).indices].sum()
-        return torch.from_numpy(labelled[indices] * np.float32(self.count / max(1, count)))
-
-    def _size(self, position: int) -> int:
-        part = (
-            (position % self.count + 1) * self._parts - 1
-        ) // self.count  # the last shard that begins at or before it
-        return len(_shard(part, self.count, self._parts))
+        if labelled is not None:  # the weights depend on the whole step
+            first = position - position % self.count
+            count = labelled[self._order.take(first, first + self.count).indices].sum()
+            weights = torch.from_numpy(labelled[taken.indices] * np.float32(self.count / max(1, count)))
+            batch = batch._replace(label_weights=weights)
+        if self._teacher_outputs is not None:
+            batch = batch._replace(recorded=self._teacher_outputs.read(taken.indices, taken.numbers))
+        return batch
 
 
 def _shard(part: int, count: int, parts: int) -> range:
@@ -371,12 +351,11 @@ def make_loader(
     )
     outcomes: Any = iter(loader)
     started = loader_processes(outcomes) if workers else []
-    observed = observer if workers else None
-    if observed is not None:
-        observed.loader_processes([process.pid for process in started])
+    if observer is not None and workers:
+        observer.loader_processes([process.pid for process in started])
     limit = _Limit(started, timeout_s)
     try:
-        while (outcome := _next(outcomes, workers, observed, limit)) is not None:
+        while (outcome := _next(outcomes, observer if workers else None, limit)) is not None:
             if isinstance(outcome, TrainerError):
                 raise outcome
             yield outcome
@@ -385,7 +364,7 @@ def make_loader(
             raise limit.error() from error
         raise
     finally:
-        limit.end()
+        limit.ended.set()
         if started:
             # Now, since an error's traceback would keep the iterator, and so the processes.
             end_loader_processes(outcomes)
@@ -408,13 +387,15 @@ class _Outcomes(TorchDataset[Batch | TrainerError]):
 
 
 class _Limit:
-    """A limit on the time of a batch that also holds while its process hands it over, for which torch waits without any limit."""
+    """A limit on the time of a batch that also holds while its process hands it over, for which torch waits without any limit.
+
+    0 seconds: no limit.
+    """
 
     def __init__(self, processes: Sequence[Any], seconds: float) -> None:
-        """Limit the batches of these processes; 0 seconds: no limit."""
         self.seconds, self.passed = seconds, False
-        self._processes, self._since = processes, math.inf
-        self._ended = threading.Event()
+        self.processes, self._since = processes, math.inf
+        self.ended = threading.Event()
         if processes and seconds:
             threading.Thread(target=self._watch, name="loader-limit", daemon=True).start()
 
@@ -424,13 +405,9 @@ class _Limit:
     def __exit__(self, *_: object) -> None:
         self._since = math.inf
 
-    def end(self) -> None:
-        """Stop watching."""
-        self._ended.set()
-
     def _watch(self) -> None:
         longest = _PATIENCE * self.seconds  # torch's own limit comes first, where it helps
-        while not self._ended.wait(_POLL_S):
+        while not self.ended.wait(_POLL_S):
             if time.monotonic() - self._since > longest:
                 self.passed = True
                 self.kill()  # so that the wait for the rest of a batch ends with an error
@@ -438,23 +415,22 @@ class _Limit:
 
     def kill(self) -> None:
         """End the processes, of which one hangs."""
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
 
     def join(self) -> None:
         """Wait until they have ended, so that torch raises no further errors about them."""
-        for process in self._processes:
+        for process in self.processes:
             process.join(_END_S)
 
     def error(self) -> LostProcessError:
-        """Make the error that says what is wrong and the next move."""
         return LostProcessError(
-            f"none of {len(self._processes)} loader processes had a batch within {self.seconds:g} s, so one of them hangs, probably where "
+            f"none of {len(self.processes)} loader processes had a batch within {self.seconds:g} s, so one of them hangs, probably where "
             "it waits for storage; check that the data set can be read, or set data.workers=0"
         )
 
 
-def _next(outcomes: Any, workers: int, observer: LoaderObserver | None, limit: _Limit) -> Batch | TrainerError | None:
+def _next(outcomes: Any, observer: LoaderObserver | None, limit: _Limit) -> Batch | TrainerError | None:
     if observer is not None:
         observer.batches_ready(batches_ready(outcomes))
     try:
@@ -470,8 +446,8 @@ def _next(outcomes: Any, workers: int, observer: LoaderObserver | None, limit: _
         if not str(error).startswith("DataLoader worker"):
             raise
         raise TrainingError(
-            f"one of {workers} loader processes died ({str(error).splitlines()[0]}), probably for lack of memory, or of shared memory "
-            "(/dev/shm), where they put their batches; lower data.workers or batch_size, or give the machine more"
+            f"one of {len(limit.processes)} loader processes died ({str(error).splitlines()[0]}), probably for lack of memory, or of "
+            "shared memory (/dev/shm), where they put their batches; lower data.workers or batch_size, or give the machine more"
         ) from error
 
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import PIL
 import pyarrow as pa
@@ -94,7 +94,9 @@ def prepare(
         SettingsError: `settings.source` is not a source.
         DataError: the source cannot be read, or its images, labels or splits are not usable.
     """
-    listing = _with_test(list_source(settings.source, outside=settings.outside), settings)
+    listing = list_source(settings.source, outside=settings.outside)
+    if settings.test_from == "val":
+        listing = _with_test(listing, settings)
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
     with _open_cache(settings, directory, cache_uri) as cache:
         outcomes = _decode_all(listing, settings, cache, processes)
@@ -103,9 +105,13 @@ def prepare(
         _check_quarantined(quarantined, len(listing.items), settings, directory / QUARANTINE)
         kept, dropped = curation.drop_copies(candidates)
         _write_json(directory / DROPPED, dropped)
-        splits = _split(kept, listing, settings)
+        curation.check_classes(kept, listing.classes, settings)
+        kept = curation.take_missing_splits(kept, {item.split for item in listing.items}, settings)
+        curation.check_splits(kept, listing.classes, {item.label for item in listing.items if item.split == "train"})
+        splits = {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
         squares = _open_squares(cache, len(_chunks(listing)))
         _write_splits(splits, squares, directory, processes)
+        squares = squares.with_format("arrow")
         content = CardContent(
             settings=settings,
             classes=listing.classes,
@@ -113,7 +119,7 @@ def prepare(
             splits=splits,
             quarantined=quarantined,
             dropped=dropped,
-            read=partial(_square, squares.with_format("arrow")),
+            read=lambda row: squares[row]["image"][0]["bytes"].as_py(),
         )
         (directory / CARD).write_text(data_card(content), encoding="utf-8")
     counts = {str(split): len(members) for split, members in splits.items()}
@@ -128,9 +134,9 @@ def prepare(
 
 
 def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
-    """Make val the test split where the settings ask for that and the source has no test split."""
+    """Make val the test split where the source has none."""
     splits = {item.split for item in listing.items}
-    if settings.test_from == "train" or "test" in splits:
+    if "test" in splits:
         return listing
     if "val" not in splits:
         raise DataError(
@@ -171,14 +177,6 @@ def _way(settings: DataSettings) -> str:
 # Decoding
 
 
-class _Chunk(NamedTuple):
-    """A chunk whose squares are in the decode cache."""
-
-    outcomes: list[Outcome]
-    was_there: bool
-    """Whether an earlier attempt has decoded it."""
-
-
 def _chunks(listing: SourceListing) -> list[Sequence[Item]]:
     """Cut the listing into chunks."""
     size = min(max(len(listing.items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
@@ -189,20 +187,27 @@ def _decode_all(listing: SourceListing, settings: DataSettings, cache: DecodeCac
     """Decode every image; good ones get the next rows of the decode cache, in the listing's order."""
     work = partial(_make_chunk, read=listing.read, settings=settings, schema=features().arrow_schema, cache=cache)
     outcomes: list[Outcome] = []
-    there = 0
-    with _progress(len(listing.items)) as advance:
-        for chunk in _map(work, _chunks(listing), processes=processes):
-            outcomes += chunk.outcomes
-            there += len(chunk.outcomes) * chunk.was_there
-            advance(len(chunk.outcomes))
+    total, there, logged_s = len(listing.items), 0, time.monotonic()
+    with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
+        for decoded, was_there in _map(work, _chunks(listing), processes=processes):
+            outcomes += decoded
+            there += len(decoded) * was_there
+            bar.update(len(decoded))
+            # Without a terminal, a line now and then.
+            if bar.disable and (len(outcomes) == total or time.monotonic() - logged_s >= LOG_INTERVAL_S):
+                logger.info("prepare: decoded %d of %d images", len(outcomes), total)
+                logged_s = time.monotonic()
     if there:
-        logger.info("prepare: %d of %d images had been decoded by an earlier attempt", there, len(listing.items))
+        logger.info("prepare: %d of %d images had been decoded by an earlier attempt", there, total)
     return outcomes
 
 
 def _map(
-    work: Callable[[int, Sequence[Item]], _Chunk], chunks: Sequence[Sequence[Item]], *, processes: int
-) -> Iterator[_Chunk]:
+    work: Callable[[int, Sequence[Item]], tuple[list[Outcome], bool]],
+    chunks: Sequence[Sequence[Item]],
+    *,
+    processes: int,
+) -> Iterator[tuple[list[Outcome], bool]]:
     """Yield every decoded chunk, in order."""
     if processes == 1:
         yield from map(work, count(), chunks)
@@ -225,11 +230,11 @@ def _map(
 
 def _make_chunk(
     number: int, items: Sequence[Item], *, read: Read, settings: DataSettings, schema: pa.Schema, cache: DecodeCache
-) -> _Chunk:
-    """Decode a chunk into the cache, unless an earlier attempt has done it."""
+) -> tuple[list[Outcome], bool]:
+    """Decode a chunk into the cache, unless an earlier attempt has done it; returns whether one has, too."""
     found = cache.find(number, items, partial(_content, read=read))
     if found is not None:
-        return _Chunk(found, was_there=True)
+        return found, True
     outcomes, contents, rows = [], [], []
     for item in items:
         content, outcome, square = _decode(item, read, settings)
@@ -238,17 +243,13 @@ def _make_chunk(
         if isinstance(outcome, Decoded):
             image = {"bytes": square, "path": None}
             rows.append({"image": image, "label": item.label, "key": outcome.key, "source": item.name})
-    _write_squares(cache.squares(number), pa.Table.from_pylist(rows, schema=schema))
-    cache.keep(number, items, outcomes, contents)
-    return _Chunk(outcomes, was_there=False)
-
-
-def _write_squares(file: Path, table: pa.Table) -> None:
-    """Write squares into a new file, since one of an earlier attempt may still be mapped into memory."""
+    file = cache.squares(number)
     with writing_to(file):
-        file.unlink(missing_ok=True)
-        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
+        file.unlink(missing_ok=True)  # a new file, since one of an earlier attempt may still be mapped into memory
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    cache.keep(number, items, outcomes, contents)
+    return outcomes, False
 
 
 def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcome, bytes]:
@@ -257,9 +258,16 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
     try:
         file = _read(item, read)
         content = hashlib.sha256(file).hexdigest()
-        return content, *_decode_item(item, file, settings)
+        try:
+            image = preprocessing.decode(file, max_pixels=settings.max_pixels, min_edge=settings.min_edge)
+        except MemoryError as error:
+            raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
+        how = Square(fit=settings.fit, size=settings.image_size, max_pixels=settings.max_pixels)
+        square = decoding.encode(preprocessing.to_square(image, how), settings.encoding, settings.jpeg_quality)
+        decoded = Decoded(item=item, key=decoding.content_key(image), width=image.width, height=image.height)
     except BadImageError as error:
         return content or str(error), Quarantined(name=item.name, reason=str(error)), b""
+    return content, decoded, square
 
 
 def _content(item: Item, read: Read) -> str:
@@ -285,34 +293,6 @@ def _read(item: Item, read: Read) -> bytes:
         ) from error
 
 
-def _decode_item(item: Item, content: bytes, settings: DataSettings) -> tuple[Decoded, bytes]:
-    try:
-        image = preprocessing.decode(content, max_pixels=settings.max_pixels, min_edge=settings.min_edge)
-    except MemoryError as error:
-        raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
-    how = Square(fit=settings.fit, size=settings.image_size, max_pixels=settings.max_pixels)
-    square = preprocessing.to_square(image, how)
-    decoded = Decoded(item=item, key=decoding.content_key(image), width=image.width, height=image.height)
-    return decoded, decoding.encode(square, settings.encoding, settings.jpeg_quality)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, or log a line now and then; yields a function that takes the number of images just decoded."""
-    with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
-        done, logged_s = 0, time.monotonic()
-
-        def advance(images: int) -> None:
-            nonlocal done, logged_s
-            done += images
-            bar.update(images)
-            if bar.disable and (done == total or time.monotonic() - logged_s >= LOG_INTERVAL_S):
-                logger.info("prepare: decoded %d of %d images", done, total)
-                logged_s = time.monotonic()
-
-        yield advance
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Deciding
 
@@ -322,22 +302,21 @@ def _separate(outcomes: Iterable[Outcome], classes: Sequence[str]) -> tuple[list
     bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
     decoded = [outcome for outcome in outcomes if isinstance(outcome, Decoded)]
     candidates, contradicting = curation.quarantine_contradictions(
-        (_candidate(row, one) for row, one in enumerate(decoded)), classes
+        (
+            ImageCandidate(
+                row=row,
+                name=one.item.name,
+                label=one.item.label,
+                split=one.item.split,
+                key=one.key,
+                width=one.width,
+                height=one.height,
+            )
+            for row, one in enumerate(decoded)
+        ),
+        classes,
     )
     return candidates, sorted(bad + contradicting, key=lambda one: one.name)
-
-
-def _candidate(row: int, decoded: Decoded) -> ImageCandidate:
-    item = decoded.item
-    return ImageCandidate(
-        row=row,
-        name=item.name,
-        label=item.label,
-        split=item.split,
-        key=decoded.key,
-        width=decoded.width,
-        height=decoded.height,
-    )
 
 
 def _check_quarantined(quarantined: Sequence[Quarantined], total: int, settings: DataSettings, file: Path) -> None:
@@ -350,16 +329,6 @@ def _check_quarantined(quarantined: Sequence[Quarantined], total: int, settings:
         f"{len(quarantined)} of {total} images are bad ({len(quarantined) / total:.1%}), more than data.max_bad_fraction="
         f"{settings.max_bad_fraction:g} allows: {reasons}. All are listed in {file}; mend or remove them, or raise the limit"
     )
-
-
-def _split(
-    candidates: Sequence[ImageCandidate], listing: SourceListing, settings: DataSettings
-) -> Mapping[SplitName, Sequence[ImageCandidate]]:
-    given: set[SplitName] = {item.split for item in listing.items}
-    curation.check_classes(candidates, listing.classes, settings)
-    kept = curation.take_missing_splits(candidates, given, settings)
-    curation.check_splits(kept, listing.classes, {item.label for item in listing.items if item.split == "train"})
-    return {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -379,17 +348,15 @@ def _open_squares(cache: DecodeCache, chunks: int) -> Any:
     )
 
 
-def _square(squares: Any, row: int) -> bytes:
-    """Return the encoded square of a row of a table in Arrow's format."""
-    encoded: bytes = squares[row]["image"][0]["bytes"].as_py()
-    return encoded
-
-
 def _write_splits(
     splits: Mapping[SplitName, Sequence[ImageCandidate]], squares: Any, directory: Path, processes: int
 ) -> None:
+    import datasets
+
     row_bytes = squares.data.nbytes / len(squares)
-    with _quiet():
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()  # since writing takes a small part of the time
+    try:
         for split, members in splits.items():
             # `datasets` would draw a fingerprint at random, and the files would differ from run to run.
             fingerprint = digest([[member.key, member.label] for member in members])[:16]
@@ -397,17 +364,6 @@ def _write_splits(
             shards = max(1, math.ceil(len(chosen) * row_bytes / SHARD_BYTES))
             workers = min(processes, shards)
             chosen.save_to_disk(str(directory / split), num_shards=shards, num_proc=workers if workers > 1 else None)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the progress bars of `datasets`, since writing takes a small part of the time."""
-    import datasets
-
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
     finally:
         if shown:
             datasets.enable_progress_bars()

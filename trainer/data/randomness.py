@@ -21,15 +21,11 @@ def random_bits(*words: Words) -> npt.NDArray[np.uint64]:
     state = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         for word in words:
-            state = _finalise((state ^ np.asarray(word).astype(np.uint64)) + _GAMMA)
+            state = (state ^ np.asarray(word).astype(np.uint64)) + _GAMMA
+            state = (state ^ (state >> np.uint64(30))) * _MIX_1
+            state = (state ^ (state >> np.uint64(27))) * _MIX_2
+            state = state ^ (state >> np.uint64(31))
     return np.asarray(state)
-
-
-def _finalise(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    value = (value ^ (value >> np.uint64(30))) * _MIX_1
-    value = (value ^ (value >> np.uint64(27))) * _MIX_2
-    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
-    return mixed
 
 
 def uniform(*words: Words) -> npt.NDArray[np.float64]:

@@ -61,12 +61,11 @@ def _kinds(count: int, labelled: Mask | None) -> list[Indices]:
 
 def _pairs(kinds: Sequence[Indices], seed: int, number: int) -> Indices:
     """Pair the samples of each kind for view `number`, [P, 2]; the last of an odd number is its own partner."""
-    return np.concatenate([_paired(kind, seed, number) for kind in kinds])
-
-
-def _paired(samples: Indices, seed: int, number: int) -> Indices:
-    shuffled = samples[np.argsort(random_bits(_PAIRS, seed, number, samples.astype(np.uint64)), kind="stable")]
-    return np.append(shuffled, shuffled[len(shuffled) - len(shuffled) % 2 :]).reshape(-1, 2)
+    pairs = []
+    for samples in kinds:
+        shuffled = samples[np.argsort(random_bits(_PAIRS, seed, number, samples.astype(np.uint64)), kind="stable")]
+        pairs.append(np.append(shuffled, shuffled[len(shuffled) - len(shuffled) % 2 :]).reshape(-1, 2))
+    return np.concatenate(pairs)
 
 
 def _beside(pairs: Indices, count: int) -> Indices:
@@ -153,20 +152,22 @@ class _SampleStream:
         return SampleSlice(indices, numbers, others)
 
     def _epoch(self, epoch: int) -> tuple[Indices, Indices]:
-        if epoch not in self._epochs:
-            if len(self._epochs) >= 2:  # a batch touches two epochs at most, unless it is larger than the set
-                self._epochs.clear()
-            self._epochs[epoch] = self._make_epoch(epoch)
-        return self._epochs[epoch]
-
-    def _make_epoch(self, epoch: int) -> tuple[Indices, Indices]:
         """Return the samples of an epoch in their order, and the partner of each sample (empty where views are not mixed)."""
-        if not self._is_paired:
-            return self._samples[self._shuffled(len(self._samples), epoch)], np.empty(0, dtype=np.int64)
-        pairs = _pairs(self._kinds, self._view_seed, epoch % self._views if self._views else epoch)
-        shuffled = pairs[self._shuffled(len(pairs), epoch)]
-        is_first_or_another = np.stack([np.ones(len(pairs), dtype=np.bool_), shuffled[:, 0] != shuffled[:, 1]], axis=1)
-        return shuffled[is_first_or_another], _beside(pairs, self._everyone)
+        if epoch in self._epochs:
+            return self._epochs[epoch]
+        if len(self._epochs) >= 2:  # a batch touches two epochs at most, unless it is larger than the set
+            self._epochs.clear()
+        order, partner = self._samples, np.empty(0, dtype=np.int64)
+        if self._is_paired:
+            pairs = _pairs(self._kinds, self._view_seed, epoch % self._views if self._views else epoch)
+            shuffled = pairs[self._shuffled(len(pairs), epoch)]
+            is_another = shuffled[:, 0] != shuffled[:, 1]
+            order = shuffled[np.stack([np.ones(len(pairs), dtype=np.bool_), is_another], axis=1)]
+            partner = _beside(pairs, self._everyone)
+        else:
+            order = order[self._shuffled(len(order), epoch)]
+        self._epochs[epoch] = order, partner
+        return order, partner
 
     def _shuffled(self, count: int, epoch: int) -> Indices:
         bits = random_bits(_ORDER, self._seed, epoch, np.arange(count, dtype=np.uint64))

@@ -21,7 +21,6 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import MicroBatches, Samples, Views, makes_views_on_device
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.mixing import mixes
-from trainer.data.workers import measure_loading
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.errors import SettingsError
@@ -31,6 +30,7 @@ from trainer.models import Classifier
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, reinforce
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
+from trainer.training.loader_workers import measure_loading
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.shared_artifact import shared_artifact
 from trainer.training.spec import TrainingSpec, fit_batch

@@ -12,8 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from trainer.data.batch import Batch, Mixing, Recorded
-from trainer.data.gpu_decoding import decode_jpegs
+from trainer.data.batch import Batch, Mixing, Recorded, decode_jpegs
 from trainer.data.loader import Views
 from trainer.data.views.mixing import mix
 from trainer.data.views.rendering import make_views

@@ -15,11 +15,11 @@ import torch
 
 from trainer.config import DistillSettings
 from trainer.data.loader import MicroBatches, micro_batch_size
-from trainer.data.workers import LoadingTime, measure_loading
 from trainer.profiling.recorder import Recorder
 from trainer.step_schedule import step_count
 from trainer.tracking import Tracker
 from trainer.training import loader_workers
+from trainer.training.loader_workers import LoadingTime, measure_loading
 from trainer.training.loop import Trainer
 from trainer.training.metric_logger import MetricLogger
 from trainer.training.process_group import Processes

@@ -17,10 +17,9 @@ from trainer import artifacts
 from trainer.config import TrainingSettings, ViewSettings
 from trainer.data import dataset as reading
 from trainer.data import loader as module
-from trainer.data.batch import Recorded
+from trainer.data.batch import Recorded, decode_jpegs
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import DatasetDescription, features
-from trainer.data.gpu_decoding import decode_jpegs
 from trainer.data.loader import (
     PREFETCHED,
     MicroBatches,

@@ -11,24 +11,58 @@ out of a source are refused unless `data.outside` says otherwise, names are made
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import io
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
+
+from PIL import Image
 
 from trainer import limits
 from trainer.config import Outside
 from trainer.data.dataset_schema import UNLABELED
-from trainer.data.sources.digits import BundledDigits
-from trainer.data.sources.files import read_file
 from trainer.data.sources.hub_dataset import HubDataset
 from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.image_manifest import ImageManifest
-from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError
+from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError, read_file
 from trainer.errors import DataError, SettingsError
 
 __all__ = ["ImageSource", "Item", "SourceListing", "list_source", "read_file", "source_version"]
 
 logger = logging.getLogger(__name__)
+
+
+class BundledDigits(ImageSource):
+    """`digits`, which scikit-learn ships, for trying everything without a download: 1,797 images of 8 x 8 pixels, without splits."""
+
+    def listing(self) -> SourceListing:
+        items = [
+            Item(name=f"digit {index:04d}", location=str(index), label=int(target), split="train")
+            for index, target in enumerate(_bundled_digits().target)
+        ]
+        return SourceListing(items=items, classes=tuple(str(digit) for digit in range(10)), read=_read_digit)
+
+    def version(self) -> str:
+        return f"scikit-learn {importlib.metadata.version('scikit-learn')}"
+
+
+@functools.cache
+def _bundled_digits() -> Any:
+    from sklearn.datasets import load_digits  # here, because it takes a second to import
+
+    return load_digits()
+
+
+def _read_digit(location: str) -> bytes:
+    """Encode a digit as a PNG file; its greys 0..16 are spread over 0..255."""
+    greys = (_bundled_digits().images[int(location)] * (255 / 16)).round().astype("uint8")
+    buffer = io.BytesIO()
+    Image.fromarray(greys).save(buffer, "PNG")
+    return buffer.getvalue()
+
 
 _SOURCES: Mapping[str, type[ImageSource]] = {
     "digits": BundledDigits,
@@ -47,7 +81,12 @@ def list_source(source: str, *, outside: Outside = "refuse") -> SourceListing:
         StorageError: it is in a store that does not answer or refuses.
     """
     listing = _open(source, outside).listing()
-    _check_class_names(source, listing.classes)
+    longest = max(listing.classes, key=len, default="")
+    if len(longest) > limits.NAME_CHARACTERS:
+        raise DataError(
+            f"data.source={source}: the name of a class has {len(longest):,} characters, more than {limits.NAME_CHARACTERS}: "
+            f"{longest[:40]!r}...; shorten it"
+        )
     if not listing.items:
         raise DataError(f"data.source={source}: holds no images; check the path")
     if all(item.label == UNLABELED for item in listing.items):
@@ -86,12 +125,3 @@ def _open(source: str, outside: Outside) -> ImageSource:
             f"data.source must be digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME[:CONFIG], got {source!r}"
         )
     return _SOURCES[kind](os.path.expanduser(name), outside)  # noqa: PTH111  # a Path would turn s3:// into s3:/
-
-
-def _check_class_names(source: str, classes: Sequence[str]) -> None:
-    longest = max(classes, key=len, default="")
-    if len(longest) > limits.NAME_CHARACTERS:
-        raise DataError(
-            f"data.source={source}: the name of a class has {len(longest):,} characters, more than {limits.NAME_CHARACTERS}: "
-            f"{longest[:40]!r}...; shorten it"
-        )

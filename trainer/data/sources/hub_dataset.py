@@ -11,9 +11,8 @@ from typing import Any
 
 from trainer import hub, limits, storage
 from trainer.data.dataset_schema import UNLABELED, SplitName
-from trainer.data.sources.files import read_file
 from trainer.data.sources.image_folder import ImageFolder
-from trainer.data.sources.source import SPLIT_NAMES, ImageSource, Item, SourceListing, UnknownVersionError
+from trainer.data.sources.source import SPLIT_NAMES, ImageSource, Item, SourceListing, UnknownVersionError, read_file
 from trainer.errors import DataError
 
 
@@ -24,7 +23,12 @@ class HubDataset(ImageSource):
         import datasets  # type: ignore[import-untyped]  # here, because it takes a second to import
 
         tables = self._tables()
-        image_column, label_column, classes = self._columns(next(iter(tables.values())).features)
+        columns = next(iter(tables.values())).features
+        images = [name for name, kind in columns.items() if isinstance(kind, datasets.Image)]
+        labels = [name for name, kind in columns.items() if isinstance(kind, datasets.ClassLabel)]
+        image_column = self._one_column(images, "Image", "image")
+        label_column = self._one_column(labels, "ClassLabel", "label")
+        classes = tuple(map(limits.printable_name, columns[label_column].names))
         items: list[Item] = []
         notes: list[str] = []
         for name, table in tables.items():
@@ -36,11 +40,8 @@ class HubDataset(ImageSource):
             else:
                 items += self._items(name, split, table[label_column][:])
         raw = {name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in tables.items()}
-        read = _TableReader(
-            {name: table.select_columns([image_column]) for name, table in raw.items()},
-            image_column,
-            self._folders(),
-        )
+        columns_of = {name: table.select_columns([image_column]) for name, table in raw.items()}
+        read = _TableReader(columns_of, image_column, self._folders())
         return SourceListing(items=items, classes=classes, read=read, notes=tuple(notes))
 
     def version(self) -> str:
@@ -65,15 +66,6 @@ class HubDataset(ImageSource):
                 f"hub data set {self.name}: cannot be loaded ({error}); check its name and configuration, the network, and HF_TOKEN"
             ) from error
         return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
-
-    def _columns(self, columns: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
-        """Return the image's column, the label's, and the names of the classes."""
-        import datasets
-
-        images = [name for name, kind in columns.items() if isinstance(kind, datasets.Image)]
-        labels = [name for name, kind in columns.items() if isinstance(kind, datasets.ClassLabel)]
-        image, label = self._one_column(images, "Image", "image"), self._one_column(labels, "ClassLabel", "label")
-        return image, label, tuple(map(limits.printable_name, columns[label].names))
 
     def _one_column(self, found: Sequence[str], kind: str, usual: str) -> str:
         if len(found) == 1 or usual in found:
@@ -126,9 +118,10 @@ class _TableReader:
         image = self.splits[split][int(index)][self.column]
         if image is None:
             return b""
-        return image["bytes"] if image["bytes"] is not None else self._read_named(image["path"])
-
-    def _read_named(self, path: str) -> bytes:
+        if image["bytes"] is not None:
+            encoded: bytes = image["bytes"]
+            return encoded
+        path = image["path"]
         real = "" if storage.is_remote(path) else os.path.realpath(path)
         if self.folders and not any(real.startswith(f"{folder}/") for folder in self.folders):
             raise PermissionError(errno.EPERM, f"lies outside of {' and '.join(self.folders)} (data.outside)", path)

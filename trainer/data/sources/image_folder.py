@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 from trainer import storage
 from trainer.artifacts import digest
 from trainer.data.dataset_schema import UNLABELED, SplitName
-from trainer.data.sources.files import SourceFile, list_files, read_file, remote_folder_version, size_and_mtime
-from trainer.data.sources.source import SPLIT_NAMES, ImageSource, Item, SourceListing
+from trainer.data.sources.source import (
+    SPLIT_NAMES,
+    ImageSource,
+    Item,
+    SourceListing,
+    list_files,
+    read_file,
+    remote_folder_version,
+    size_and_mtime,
+)
 from trainer.errors import DataError
 
 SUFFIXES = frozenset(
@@ -26,7 +33,9 @@ class ImageFolder(ImageSource):
     def listing(self) -> SourceListing:
         files = list_files(self.name, self.outside)
         images = [file for file in files if PurePosixPath(file.name).suffix.lower() in SUFFIXES]
-        has_splits = _has_splits(images)
+        # The topmost folders are splits where one is named train, or all but unlabeled/ are named like splits.
+        tops = {SPLIT_NAMES.get(file.name.split("/")[0].lower()) for file in images if "/" in file.name} - {"unlabeled"}
+        has_splits = "train" in tops or (bool(tops) and None not in tops)
         placed = [(file, *self._split_and_group(file.name, has_splits)) for file in images]
         names = self._class_names({group for _, split, group in placed if split != "unlabeled"})
         classes = tuple(sorted(set(names.values())))
@@ -73,9 +82,3 @@ class ImageFolder(ImageSource):
         last = {group: group.rsplit("/", 1)[-1] for group in groups}
         uses = Counter(last.values())
         return {group: name if uses[name] == 1 else group for group, name in last.items()}
-
-
-def _has_splits(images: Iterable[SourceFile]) -> bool:
-    """Return whether the topmost folders are splits: one is named train, or all but unlabeled/ are named like splits."""
-    tops = {SPLIT_NAMES.get(file.name.split("/")[0].lower()) for file in images if "/" in file.name} - {"unlabeled"}
-    return "train" in tops or (bool(tops) and None not in tops)

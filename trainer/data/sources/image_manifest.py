@@ -6,7 +6,7 @@ import csv
 import functools
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,16 @@ from trainer import limits, storage
 from trainer.artifacts import digest
 from trainer.config import Outside
 from trainer.data.dataset_schema import UNLABELED, SplitName
-from trainer.data.sources.files import ObjectsDigest, read_file, size_and_mtime
-from trainer.data.sources.source import SPLIT_NAMES, ImageSource, Item, SourceListing, UnknownVersionError
+from trainer.data.sources.source import (
+    SPLIT_NAMES,
+    ImageSource,
+    Item,
+    ObjectsDigest,
+    SourceListing,
+    UnknownVersionError,
+    read_file,
+    size_and_mtime,
+)
 from trainer.errors import DataError, StorageError
 
 LISTED_PER_IMAGE, LISTED_AT_LEAST = 20, 100_000
@@ -69,21 +77,19 @@ class ImageManifest(ImageSource):
         reader = csv.DictReader(io.StringIO(text, newline=""))
         folder = _ManifestFolder(self.name.rsplit("/", 1)[0] if "/" in self.name else ".", self.outside)
         try:
-            self._check_columns(reader.fieldnames or ())
+            columns = reader.fieldnames or ()
+            missing = {"path", "label"} - set(columns)
+            if missing:
+                raise DataError(
+                    f"manifest {self.name}: has no column {' and no '.join(sorted(missing))}; "
+                    f"its first line must be path,label,split, but is {limits.cut(','.join(columns), 200)!r}"
+                )
             for count, row in enumerate(reader):
                 if count == limits.SOURCE_IMAGES:
                     raise DataError(f"manifest {self.name}: lists more than {count:,} images; give a part of it")
                 yield _read_row(row, f"manifest {self.name}, line {reader.line_num}", folder)
         except csv.Error as error:
             raise DataError(f"manifest {self.name}, line {reader.line_num}: {error}; mend the line") from error
-
-    def _check_columns(self, columns: Sequence[str]) -> None:
-        missing = {"path", "label"} - set(columns)
-        if missing:
-            raise DataError(
-                f"manifest {self.name}: has no column {' and no '.join(sorted(missing))}; "
-                f"its first line must be path,label,split, but is {limits.cut(','.join(columns), 200)!r}"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,16 +110,12 @@ def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tup
     weights = (1 - (pixel - centre + 0.5).abs_() / support).clamp_(min=0)
     weights *= pixel < torch.minimum((centre + support + 0.5).floor_(), length)
     weights /= weights.sum(2, keepdim=True)
-    unit = _unit(weights.amax((1, 2), keepdim=True))
+    # The fixed-point 1: 2^14, 2^15 or 2^16, the least with which the doubled largest weight does not fit into 15 bits.
+    peak = weights.amax((1, 2), keepdim=True)
+    unit = torch.full_like(peak, 2.0**16)
+    for power in (15, 14):
+        unit = torch.where((peak * 2.0 ** (power + 1) + 0.5).floor() >= 2**15, 2.0**power, unit)
     weights = weights.mul_(unit).add_(0.5).floor_().float()
     dense = weights.new_zeros((len(start), size, stored + taps))  # a tap past the last pixel has no weight
     dense.scatter_(2, pixel.long() + start.view(-1, 1, 1), weights)
     return dense[:, :, :stored], unit.float()
-
-
-def _unit(peak: Tensor) -> Tensor:
-    """Return the fixed-point 1: 2^14, 2^15 or 2^16, the least with which the doubled largest weight does not fit into 15 bits."""
-    unit = torch.full_like(peak, 2.0**16)
-    for power in (15, 14):
-        unit = torch.where((peak * 2.0 ** (power + 1) + 0.5).floor() >= 2**15, 2.0**power, unit)
-    return unit

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.config import ViewSettings
 from trainer.data.batch import Mixing, cache_sized_slices
 from trainer.data.randomness import uniform
-from trainer.data.views.colour import levels
+from trainer.data.views.operations import levels
 
 _MIXING = 0x6D6978696E67
 """Keeps mixing's draws apart from those of the views."""
@@ -83,16 +83,12 @@ def mix(images: Tensor, mixing: Mixing) -> Tensor:
         uint8 [b, 3, V, V].
     """
     mixed = torch.empty_like(images[: len(mixing.partner)])
+    centre = (torch.arange(images.shape[-1], device=mixing.box.device) + 0.5) / images.shape[-1]  # of each pixel
     for rows in cache_sized_slices(mixed):
         own, partner = images[rows].float(), images[mixing.partner[rows]].float()
-        weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(_inside(mixing.box[rows], images.shape[-1]), 0)
+        left, top, right, bottom = mixing.box[rows].view(-1, 4, 1).unbind(1)
+        columns, lines = (centre >= left) & (centre < right), (centre >= top) & (centre < bottom)
+        inside = (lines.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)  # [b, 1, V, V]
+        weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(inside, 0)
         mixed[rows] = levels(own.sub_(partner).mul_(weight).add_(partner))
     return mixed
-
-
-def _inside(boxes: Tensor, size: int) -> Tensor:
-    """Mark the pixels whose centre lies in a box: float32 [b, 4] to bool [b, 1, V, V]."""
-    centre = (torch.arange(size, device=boxes.device) + 0.5) / size
-    left, top, right, bottom = boxes.view(-1, 4, 1).unbind(1)
-    columns, rows = (centre >= left) & (centre < right), (centre >= top) & (centre < bottom)
-    return (rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)

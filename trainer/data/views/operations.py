@@ -1,9 +1,10 @@
-"""RandAugment's operations (Cubuk et al. 2020), with torchvision's names, ranges and meanings, on those views of a batch that drew them.
+"""Brightness, contrast and saturation in one application; RandAugment's operations, on those views of a batch that drew them.
 
-Operations on whole numbers alone are torchvision's own functions. The others are ours, since torchvision's give other bits: they round
-down, not to the nearest level, and twice where they compute a grey first, which darkens a view with each operation.
+The operations (Cubuk et al. 2020) have torchvision's names, ranges and meanings. Those on whole numbers alone are torchvision's own
+functions. The others are ours, since torchvision's give other bits: they round down, not to the nearest level, and twice where they
+compute a grey first, which darkens a view with each operation.
 
-Shapes: n views, V x V pixels. An amount is signed, and 1 is the largest that torchvision has.
+Shapes: B or n views, V x V pixels. An amount is signed, and 1 is the largest that torchvision has.
 """
 
 from __future__ import annotations
@@ -17,12 +18,54 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as torchvision
 
 from trainer.data.batch import to_device
-from trainer.data.views.colour import adjust_colour, levels
 from trainer.data.views.parameters import OPERATIONS, ViewParameters
+
+GREY_WEIGHTS = (0.299, 0.587, 0.114)
+"""Shares of red, green and blue in grey (ITU-R BT.601)."""
 
 _Map = tuple[tuple[float, float, float], tuple[float, float, float]]
 
 _LARGEST_SHEAR, _LARGEST_SHIFT, _LARGEST_ANGLE, _LARGEST_CHANGE = 0.3, 150 / 331, math.radians(30), 0.9
+
+
+def adjust_colour(views: Tensor, factors: Tensor) -> Tensor:
+    """Change brightness, then contrast, then saturation, as torchvision's functions of these names do.
+
+    Sums over pixels are exact, so a view does not depend on the batch around it.
+
+    Args:
+        views: uint8 [B, 3, V, V].
+        factors: of brightness, contrast and saturation, at least 0; float32 [B, 3], on the CPU.
+
+    Returns:
+        uint8 [B, 3, V, V].
+    """
+    # torchvision's three functions take one factor for a whole batch, clip to 0..255 and round down after each, and the grey too. Each
+    # of the three is linear in the pixels, so together they are a factor for the pixel, one for its grey and an offset, of which the sum
+    # is clipped and rounded to the nearest level once.
+    brightness, contrast, saturation = to_device(factors, views.device).view(-1, 3, 1, 1, 1).unbind(1)
+    pixels = views.float()
+    gain = brightness * contrast
+    grey = _grey(pixels) * ((1 - saturation) * gain)
+    grey += (1 - contrast) * brightness * _grey(channel_means(views))
+    return levels(pixels.mul_(saturation * gain).add_(grey))
+
+
+def channel_means(views: Tensor) -> Tensor:
+    """Average each channel: uint8 [B, 3, V, V] to float32 [B, 3, 1, 1]; the sum is of whole numbers, so it is exact in any order."""
+    return views.sum((2, 3), keepdim=True, dtype=torch.int32).float() / (views.shape[-2] * views.shape[-1])
+
+
+def _grey(pixels: Tensor) -> Tensor:
+    """Weigh the channels: [B, 3, H, W] to [B, 1, H, W]."""
+    # Not torchvision's rgb_to_grayscale, which rounds the grey of uint8 images down to a whole level.
+    red, green, blue = (pixels[:, channel] * weight for channel, weight in enumerate(GREY_WEIGHTS))
+    return (red + green + blue).unsqueeze(1)
+
+
+def levels(pixels: Tensor) -> Tensor:
+    """Round float pixels to the nearest of the 256 levels; changes `pixels`."""
+    return pixels.round_().clamp_(0, 255).to(torch.uint8)
 
 
 def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float) -> Tensor:

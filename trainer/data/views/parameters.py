@@ -95,18 +95,7 @@ def draw_views(
 
     drawn = draw(np.arange(_OPERATIONS + 2 * rounds), slice(None))
     operations, negative = drawn[_OPERATIONS::2], drawn[_OPERATIONS + 1 :: 2]
-    return ViewParameters(
-        box=torch.from_numpy(_crops(draw, drawn, stored, settings)),
-        mirror=torch.from_numpy(settings.flip & (drawn[_MIRROR] < 0.5)),
-        colour=torch.from_numpy(1 + settings.color_jitter * (2 * drawn[_BRIGHTNESS : _SATURATION + 1].T - 1)).float(),
-        operations=torch.from_numpy((len(OPERATIONS) * operations.T).astype(np.int64)),
-        negative=torch.from_numpy(negative.T < 0.5),
-        erased=torch.from_numpy(_erased(draw, drawn, settings.erasing)).float(),
-    )
-
-
-def _crops(draw: Draw, drawn: Numbers, stored: int, settings: ViewSettings) -> npt.NDArray[np.int64]:
-    """Draw boxes [B, 4] as torchvision's RandomResizedCrop does; where no attempt fits, the box is the whole image."""
+    # The crop as torchvision's RandomResizedCrop draws it; where no attempt fits, it is the whole image.
     sides = _sides(
         draw,
         drawn[[_AREA, _ASPECT]],
@@ -116,9 +105,16 @@ def _crops(draw: Draw, drawn: Numbers, stored: int, settings: ViewSettings) -> n
         longest=1 + 0.5 / stored,  # what is rounded to the whole edge fits
     )
     pixels = np.clip(np.rint(stored * sides), 1, stored)
-    sides = np.where(np.isnan(sides), stored, pixels).astype(np.int64)
-    corner = drawn[[_LEFT, _TOP]].T * (stored - sides + 1)
-    return np.concatenate([corner.astype(np.int64), sides], axis=1)
+    edges = np.where(np.isnan(sides), stored, pixels).astype(np.int64)
+    corner = drawn[[_LEFT, _TOP]].T * (stored - edges + 1)
+    return ViewParameters(
+        box=torch.from_numpy(np.concatenate([corner.astype(np.int64), edges], axis=1)),
+        mirror=torch.from_numpy(settings.flip & (drawn[_MIRROR] < 0.5)),
+        colour=torch.from_numpy(1 + settings.color_jitter * (2 * drawn[_BRIGHTNESS : _SATURATION + 1].T - 1)).float(),
+        operations=torch.from_numpy((len(OPERATIONS) * operations.T).astype(np.int64)),
+        negative=torch.from_numpy(negative.T < 0.5),
+        erased=torch.from_numpy(_erased(draw, drawn, settings.erasing)).float(),
+    )
 
 
 def _sides(
