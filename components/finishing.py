@@ -54,12 +54,18 @@ def finish(pool: str, state: str, error: str) -> None:
         error: KFP's message, if they failed.
     """
     status = ENDS.get(state, "FAILED")
-    if status != "FINISHED" and _was_stopped():
+    if status != "FINISHED" and (workflow := os.environ.get(WORKFLOW)) and _was_stopped(workflow):
         status = "KILLED"
     logger.info("the run ended: %s%s", state, f" ({error})" if error else "")
     if pool:
+        from components.launch import identity, reaper
+        from components.launch.client import Cluster
+
         try:
-            _delete_jobs()
+            own = identity.from_environment("finish")
+            with Cluster.connect(own.namespace) as cluster:
+                for name in reaper.delete_jobs(cluster, own.run):
+                    logger.info("deleted the job %s, which was left", name)
         except LaunchError as failure:
             logger.warning("jobs of this run may be left: %s", failure)
     try:
@@ -68,23 +74,19 @@ def finish(pool: str, state: str, error: str) -> None:
         logger.warning("the run stays open in MLflow: %s", failure)
 
 
-def _was_stopped() -> bool:
-    """Check whether the run was stopped: KFP then leaves its Workflow no time."""
-    name = os.environ.get(WORKFLOW)
-    if not name:
-        return False
+def _was_stopped(workflow: str) -> bool:
     from components.launch.client import Cluster
 
     try:
         with Cluster.connect() as cluster:
-            workflow = cluster.get(WORKFLOWS, name)
+            return _is_stopped(cluster.get(WORKFLOWS, workflow))
     except LaunchError as failure:
         logger.warning("whether the run was stopped is not known: %s", failure)
         return False
-    return _is_stopped(workflow)
 
 
 def _is_stopped(workflow: Mapping[str, Any]) -> bool:
+    """Check whether a run was stopped: KFP then leaves its Workflow no time."""
     return bool(workflow["spec"].get("activeDeadlineSeconds") == 0)
 
 
@@ -114,20 +116,11 @@ def _is_left(workflow: Mapping[str, Any]) -> bool:
     if not status.get("finishedAt"):
         return False
     since_s = (datetime.now(UTC) - datetime.fromisoformat(status["finishedAt"])).total_seconds()
-    return LEFT_AFTER_S <= since_s <= LEFT_FOR_S and not any(map(_is_finish, (status.get("nodes") or {}).values()))
-
-
-def _is_finish(node: Mapping[str, Any]) -> bool:
-    """Check whether a node of a Workflow is the pod of `finish` that did its work: `....onExit(0).finish(0).executor(0)`."""
-    steps = {step.partition("(")[0] for step in node["name"].split(".")}
-    return node["type"] == "Pod" and node["phase"] == "Succeeded" and "finish" in steps
-
-
-def _delete_jobs() -> None:
-    from components.launch import identity, reaper
-    from components.launch.client import Cluster
-
-    own = identity.from_environment("finish")
-    with Cluster.connect(own.namespace) as cluster:
-        for name in reaper.delete_jobs(cluster, own.run):
-            logger.info("deleted the job %s, which was left", name)
+    if not LEFT_AFTER_S <= since_s <= LEFT_FOR_S:
+        return False
+    for node in (status.get("nodes") or {}).values():
+        steps = {step.partition("(")[0] for step in node["name"].split(".")}
+        # The pod of `finish` that did its work: `....onExit(0).finish(0).executor(0)`.
+        if node["type"] == "Pod" and node["phase"] == "Succeeded" and "finish" in steps:
+            return False
+    return True

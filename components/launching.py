@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from trainer import artifacts, storage
 from trainer.config import DEVICE_VARIABLE
@@ -114,47 +114,37 @@ def launch(training: TrainingTask) -> None:
         LaunchError: naming what failed, why, and the next move.
         SettingsError: there is no such pool.
     """
-    if training.place.pool:
-        _launch_on_a_pool(training)
-    else:
-        _launch_here(training)
-
-
-def _launch_here(training: TrainingTask) -> None:
-    place = training.place
+    stage, place = STAGES[training.stage], training.place
     spec = JobSpec(
-        stage=training.stage,
+        stage=stage.name,
         settings=json.loads(training.settings),
         inputs=training.inputs,
         outputs=training.outputs,
         nodes=place.nodes,
-        processes_per_node=place.processes(os.environ.get(DEVICE_VARIABLE) or "auto"),
+        processes_per_node=place.processes_per_node,
     )
-    record = storage.local_path(training.job)
-    record.mkdir(parents=True, exist_ok=True)
-    (record / JOB).write_text(json.dumps(asdict(spec), indent=2))
-    LocalLauncher().run(spec)
-
-
-def _launch_on_a_pool(training: TrainingTask) -> None:
+    if not place.pool:
+        spec = replace(spec, processes_per_node=place.processes(os.environ.get(DEVICE_VARIABLE) or "auto"))
+        record = storage.local_path(training.job)
+        record.mkdir(parents=True, exist_ok=True)
+        (record / JOB).write_text(json.dumps(asdict(spec), indent=2))
+        LocalLauncher().run(spec)
+        return
     from components.launch import identity, pools
     from components.launch.launcher import ClusterLauncher
 
-    stage, place = STAGES[training.stage], training.place
     pool, task = pools.get(place.pool), identity.from_environment(stage.name)
-    written = {name: _output_uri(uri, task.run, stage.name, name) for name, uri in training.outputs.items()}
-    spec = JobSpec(
-        stage=stage.name,
-        settings=json.loads(training.settings),
-        inputs={name: _shared(uri, stage.all_inputs[name]) for name, uri in training.inputs.items()},
-        outputs=written,
-        nodes=place.nodes,
-        processes_per_node=pool.processes(place.processes_per_node),
-    )
+    outputs = {
+        name: uri if storage.is_remote(uri) else storage.join(exchange_folder(), "runs", task.run, stage.name, name)
+        for name, uri in training.outputs.items()
+    }
+    inputs = {name: _shared(uri, stage.all_inputs[name]) for name, uri in training.inputs.items()}
+    processes = pool.processes(place.processes_per_node)
+    spec = replace(spec, inputs=inputs, outputs=outputs, processes_per_node=processes)
     ClusterLauncher(pool, task, record=training.job).run(spec)
     for name, uri in training.outputs.items():
-        if written[name] != uri:
-            artifacts.copy(written[name], uri, stage.outputs[name])
+        if outputs[name] != uri:
+            artifacts.copy(outputs[name], uri, stage.outputs[name])
 
 
 def _shared(uri: str, kind: Kind) -> str:
@@ -164,12 +154,6 @@ def _shared(uri: str, kind: Kind) -> str:
     copy = storage.join(exchange_folder(), "inputs", artifacts.manifest(uri, kind).fingerprint)
     artifacts.copy(uri, copy, kind)
     return copy
-
-
-def _output_uri(uri: str, run: str, stage: str, name: str) -> str:
-    if storage.is_remote(uri):
-        return uri
-    return storage.join(exchange_folder(), "runs", run, stage, name)
 
 
 def exchange_folder() -> str:

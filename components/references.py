@@ -44,23 +44,24 @@ def uris(references: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ArtifactError: one is gone, or another one stands in its place.
     """
-    return {name: _found(reference) for name, reference in references.items() if reference}
-
-
-def _found(reference: str) -> str:
-    uri, kind, fingerprint = _parts(reference).group("uri", "kind", "fingerprint")
-    if not artifacts.exists(uri):
-        raise ArtifactError(
-            f"{kind} {uri} is gone, though Kubeflow's cache has the task that made it as done (a rule of the store that removes old "
-            "objects? another store?); make everything again, without the cache: make deploy-pipeline RUN=1 FRESH=1"
-        )
-    now = artifacts.manifest(uri, cast("Kind", kind)).fingerprint
-    if now != fingerprint:
-        raise ArtifactError(
-            f"{kind} {uri} has the fingerprint {now[:12]}, but the task that made it left {fingerprint[:12]}: something else was "
-            "written there; make everything again, without the cache: make deploy-pipeline RUN=1 FRESH=1"
-        )
-    return uri
+    found = {}
+    for name, reference in references.items():
+        if not reference:
+            continue
+        uri, kind, fingerprint = _parts(reference).group("uri", "kind", "fingerprint")
+        if not artifacts.exists(uri):
+            raise ArtifactError(
+                f"{kind} {uri} is gone, though Kubeflow's cache has the task that made it as done (a rule of the store that removes old "
+                "objects? another store?); make everything again, without the cache: make deploy-pipeline RUN=1 FRESH=1"
+            )
+        now = artifacts.manifest(uri, cast("Kind", kind)).fingerprint
+        if now != fingerprint:
+            raise ArtifactError(
+                f"{kind} {uri} has the fingerprint {now[:12]}, but the task that made it left {fingerprint[:12]}: something else was "
+                "written there; make everything again, without the cache: make deploy-pipeline RUN=1 FRESH=1"
+            )
+        found[name] = uri
+    return found
 
 
 def is_whole(reference: str) -> bool:

@@ -7,7 +7,6 @@ import os
 import shlex
 import uuid
 from collections import namedtuple
-from collections.abc import Mapping
 
 from components.launching import Placement
 from trainer import artifacts, config, preflight, tracking
@@ -30,12 +29,9 @@ def resolve(
         SettingsError: an unknown recipe or setting, a value that is not allowed, or sections that do not fit together.
     """
     named = {"data.source": dataset, "pretrain.weights": teacher, "tracking.experiment": experiment}
-    return config.resolve_run(recipe, " ".join([overrides, *_as_overrides(named)]))
-
-
-def _as_overrides(named: Mapping[str, str]) -> list[str]:
-    """Quote each value twice: as TOML text, so that a name like `1` stays text, and for the shell's rules."""
-    return [shlex.quote(f"{key}={json.dumps(value)}") for key, value in named.items() if value]
+    # Each value is quoted twice: as TOML text, so that a name like `1` stays text, and for the shell's rules.
+    further = [shlex.quote(f"{key}={json.dumps(value)}") for key, value in named.items() if value]
+    return config.resolve_run(recipe, " ".join([overrides, *further]))
 
 
 def configure(
@@ -71,12 +67,17 @@ def configure(
         )
     place.check(warms_up=settings.warm_up.enabled)
     settings = preflight.checked(settings, trains_here=not place.pool, processes=place.processes(settings.run.device))
-    source_version = _source_version(settings.data)
-    resolved = settings.model_dump(mode="json")
+    known = sources.source_version(settings.data.source, outside=settings.data.outside)
+    # Where it cannot be known, a text of this run alone, so that no cache has a result for it.
+    source_version = known or f"not known ({uuid.uuid4().hex})"
+    resolved, tags = settings.model_dump(mode="json"), {"trainer.source_version": source_version}
+    on_cluster = "KFP_RUN_ID" in os.environ
+    if on_cluster:  # a link from MLflow to the run of Kubeflow Pipelines
+        address = os.environ.get(KUBEFLOW_UI, "").rstrip("/")
+        tags[tracking.NOTE_TAG] = f"Kubeflow: [{run_name}]({address}/#/runs/details/{os.environ['KFP_RUN_ID']})"
     with environment_variables(_experiment(settings.tracking)):
         tracking.check()
-        tags = {"trainer.source_version": source_version, **_link(run_name)}
-        tracking.start_parent(resolved, tags, name=run_name if _on_cluster() else "")
+        tracking.start_parent(resolved, tags, name=run_name if on_cluster else "")
     outputs = {
         **{stage: canonical_json(settings.for_stage(stage)) for stage in STAGES},
         "source_version": f"{source_version} {generation}".rstrip(),  # the first task that is cached reads it
@@ -87,24 +88,6 @@ def configure(
     # KFP takes each output by its name from a tuple of such a class, whatever their order.
     made: tuple[str, ...] = namedtuple("Sections", outputs)(**outputs)
     return made
-
-
-def _on_cluster() -> bool:
-    return "KFP_RUN_ID" in os.environ
-
-
-def _link(run_name: str) -> dict[str, str]:
-    """Return the tag that links from MLflow to a run of Kubeflow Pipelines."""
-    if not _on_cluster():
-        return {}
-    address = os.environ.get(KUBEFLOW_UI, "").rstrip("/")
-    return {tracking.NOTE_TAG: f"Kubeflow: [{run_name}]({address}/#/runs/details/{os.environ['KFP_RUN_ID']})"}
-
-
-def _source_version(settings: config.DataSettings) -> str:
-    """Return what identifies the images now; where that cannot be known, a text of this run alone, so that no cache has a result for it."""
-    known = sources.source_version(settings.source, outside=settings.outside)
-    return known or f"not known ({uuid.uuid4().hex})"
 
 
 def weights_version(weights: str) -> str:

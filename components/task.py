@@ -46,13 +46,23 @@ def reporting(name: str) -> Iterator[None]:
     Raises:
         SystemExit: in place of a `TrainerError`, whose message was reported, and of an interruption.
     """
-    _show_log()
+    # KFP's executor has put its own prefix on every line of the root logger.
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(limits.PrintableFormatter("%(message)s"))
+    for package in ("trainer", "components"):
+        logger = logging.getLogger(package)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
     try:
         with ended_by_sigterm():
             yield
     except TrainerError as error:
         message = str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}"
-        _tell(message)
+        file = os.environ.get(ERROR_FILE)
+        if file:
+            Path(file).write_text(message)
+        else:
+            print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201  # the message is what the task says last
         # Argo reads these, and tries a task again unless they begin with `error: ` (manifests/kfp).
         leave_last_words(f"{'for now' if error.passing else 'error'}: {message}")
         if os.environ.get(DEBUG):
@@ -60,24 +70,6 @@ def reporting(name: str) -> Iterator[None]:
         raise SystemExit(PREEMPTED_EXIT_CODE if isinstance(error, PreemptedError) else EXIT_CODE) from error
     except KeyboardInterrupt as interruption:
         raise SystemExit(INTERRUPTED_EXIT_CODE) from interruption
-
-
-def _tell(message: str) -> None:
-    file = os.environ.get(ERROR_FILE)
-    if file:
-        Path(file).write_text(message)
-    else:
-        print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201  # the message is what the task says last
-
-
-def _show_log() -> None:
-    """KFP's executor has put its own prefix on every line of the root logger."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(limits.PrintableFormatter("%(message)s"))
-    for name in ("trainer", "components"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO)
 
 
 def run_stage(stage: str, settings: str, inputs: Mapping[str, str], **further: object) -> tuple[str, ...]:
@@ -142,7 +134,7 @@ def train(
 
 
 def _places(stage: str) -> dict[str, str]:
-    """Keyword of each output of a stage -> its URI in this task's folder of the pipeline's root."""
+    """Return keyword of each output of a stage -> its URI in this task's folder of the pipeline's root."""
     return {name: _place(_BESIDE_ITS_PAGE.get(name, name)) for name in stages.STAGES[stage].outputs}
 
 

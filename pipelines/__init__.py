@@ -6,9 +6,8 @@ from components import extra
 from trainer.errors import EXIT_CODE
 
 if message := extra.missing("the package `pipelines`"):
-    if sys.argv[:1] == [
-        "-m"
-    ]:  # `python -m pipelines.deploy` is being located: this is a command, which ends in one message
+    # `python -m pipelines.deploy` is being located: this is a command, which ends in one message.
+    if sys.argv[:1] == ["-m"]:
         print(f"error: {message}", file=sys.stderr)
         sys.exit(EXIT_CODE)
     raise ModuleNotFoundError(message)

@@ -14,6 +14,7 @@ from kfp import compiler
 
 from components.image import IMAGE_VARIABLE
 from pipelines.distillation import NAME, definition
+from trainer.errors import DeployError
 from trainer.graph import OPTIONAL_STAGES
 
 COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"
@@ -32,20 +33,30 @@ def compiled_text(optional: Collection[str] = OPTIONAL_STAGES, generation: str =
         return path.read_text()
 
 
-def with_image(text: str, image: str) -> str:
-    """Put every task of a compiled pipeline on another image."""
-    return _changed(text, {"image": image})
+def committed_text() -> str:
+    """Return the compiled pipeline with all stages, as it is committed.
+
+    Raises:
+        DeployError: the file is not what the definition says now.
+    """
+    text = compiled_text()
+    if not COMPILED.is_file() or COMPILED.read_text() != text:
+        raise DeployError(
+            f"{COMPILED} is not what pipelines/distillation.py compiles to; run `make compile` and commit it"
+        )
+    return text
 
 
 def for_cluster(text: str, image: str) -> str:
     """Put every task of a compiled pipeline on an image, which the tasks find in `TRAINER_IMAGE` for their jobs."""
-    return _changed(text, {"image": image, "env": [{"name": IMAGE_VARIABLE, "value": image}]})
+    return with_image(text, image, env=[{"name": IMAGE_VARIABLE, "value": image}])
 
 
-def _changed(text: str, container: dict[str, Any]) -> str:
+def with_image(text: str, image: str, **container: Any) -> str:
+    """Put every task of a compiled pipeline on another image, and whatever else of its container is given."""
     specification, *platforms = yaml.safe_load_all(text)
     for executor in specification["deploymentSpec"]["executors"].values():
-        executor["container"] |= container
+        executor["container"] |= {"image": image, **container}
     return yaml.safe_dump_all([specification, *platforms], sort_keys=False)
 
 
@@ -74,13 +85,12 @@ def main(arguments: list[str] | None = None) -> int:
         COMPILED.parent.mkdir(exist_ok=True)
         COMPILED.write_text(compiled_text())
         return 0
-    if COMPILED.is_file() and COMPILED.read_text() == compiled_text():
-        return 0
-    print(
-        f"{COMPILED} is not what pipelines/distillation.py compiles to; run `make compile` and commit it",
-        file=sys.stderr,
-    )
-    return 1
+    try:
+        committed_text()
+    except DeployError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

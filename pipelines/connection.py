@@ -1,4 +1,4 @@
-"""The Kubeflow Pipelines API, found, asked and understood.
+"""The Kubeflow Pipelines API, found, asked and understood; each refusal is one message with the next move.
 
 The generated client is used and not `kfp.Client` on top of it, which repeats and prints of its own accord, writes into the home
 directory, and loses its way through the API server as soon as kubeconfig's user has a token.
@@ -15,18 +15,31 @@ from typing import Any
 import kfp_server_api
 from urllib3 import exceptions as transport
 
-from pipelines import places, refusals
-from pipelines.refusals import NOT_FOUND, RefusedError
+from pipelines import places
+from pipelines.places import AUTHORITY_VARIABLE, COOKIES_VARIABLE, HOST_VARIABLES, SERVICE, TOKEN_VARIABLE, Location
 from trainer.errors import DeployError
 
 TIMEOUT_S = (10, 60)
 """To connect, and to answer."""
+BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
+
+
+class RefusedError(DeployError):
+    """The API answered, and not with what was asked for."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class UnansweredError(DeployError):
+    """No answer: what was asked for may have been done or not."""
 
 
 class Api(kfp_server_api.ApiClient):  # type: ignore[misc]  # it has no types
     """The generated client; each of its requests has a time limit, and each refusal is a `DeployError`. A context manager."""
 
-    def __init__(self, place: places.Location) -> None:
+    def __init__(self, place: Location) -> None:
         super().__init__(place.configuration, cookie=place.cookies)
         self.place = place
         self.user_namespace: str | None = None
@@ -40,12 +53,12 @@ class Api(kfp_server_api.ApiClient):  # type: ignore[misc]  # it has no types
 
     @property
     def in_namespace(self) -> dict[str, str]:
-        """What a request says of the namespace."""
+        """Return what a request says of the namespace."""
         return {"namespace": self.user_namespace} if self.user_namespace else {}
 
     @property
     def pods_namespace(self) -> str:
-        """Where runs have their pods."""
+        """Return where runs have their pods."""
         return self.user_namespace or self.place.namespace
 
     def call_api(self, *arguments: Any, **named: Any) -> Any:
@@ -53,18 +66,21 @@ class Api(kfp_server_api.ApiClient):  # type: ignore[misc]  # it has no types
         try:
             return super().call_api(*arguments, **named)
         except kfp_server_api.ApiException as error:
-            raise refusals.refused(self.place, self.user_namespace, error) from error
+            raise _refused(self.place, self.user_namespace, error) from error
         except transport.HTTPError as error:
-            raise refusals.unanswered(self.place, error) from error
+            raise _unanswered(self.place, error) from error
 
     def request(self, *arguments: Any, **named: Any) -> Any:
         response = super().request(*arguments, **named)
         if "json" not in response.urllib3_response.headers.get("content-type", ""):
-            raise refusals.login_page(self.place)
+            raise DeployError(
+                f"{self.place.address} ({self.place.found}) answers with a page instead of the Kubeflow Pipelines API, most likely to "
+                f"log in; {_login_advice(self.place)}"
+            )
         return response
 
     def link(self, path: str) -> str:
-        """What to open in a browser for `runs/details/ID`, with what has to be done before."""
+        """Return what to open in a browser for `runs/details/ID`, with what has to be done before."""
         if self.place.ui:
             return f"{self.place.ui.rstrip('/')}/#/{path}"
         return f"{places.LOCAL_UI}/#/{path}  (after: {self.place.port_forward})"
@@ -75,17 +91,18 @@ class Api(kfp_server_api.ApiClient):  # type: ignore[misc]  # it has no types
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say where the API is."""
+    """Add the options that say where the API is."""
     group = parser.add_argument_group(
         "where Kubeflow Pipelines is",
         f"""Without --host: the service in this cluster, if this is a pod, or else through kubeconfig's API server.
-  {places.TOKEN_VARIABLE}, {places.COOKIES_VARIABLE}      a token, or the cookies of a browser that is logged in
+  {TOKEN_VARIABLE}, {COOKIES_VARIABLE}      a token, or the cookies of a browser that is logged in
   {places.TOKEN_FILE_VARIABLE}  a file with a token (default: {places.TOKEN_FILE})
-  {places.AUTHORITY_VARIABLE}                 PEM file of a certificate authority of your own
+  {AUTHORITY_VARIABLE}                 PEM file of a certificate authority of your own
   {places.UI_VARIABLE}    address of the UI for links, if it is another""",
     )
-    hosts = ", ".join(places.HOST_VARIABLES)
-    group.add_argument("--host", default="", metavar="URL", help=f"of its UI or its API (default: {hosts})")
+    group.add_argument(
+        "--host", default="", metavar="URL", help=f"of its UI or its API (default: {', '.join(HOST_VARIABLES)})"
+    )
     group.add_argument(
         "--namespace", default="", help=f"where the runs go (default: NAMESPACE, {places.DEFAULT_NAMESPACE})"
     )
@@ -124,9 +141,18 @@ def _user_namespace(api: Api, namespace: str) -> str | None:
     try:
         multi_user = api.health.healthz_service_get_healthz().multi_user
     except RefusedError as error:
-        if error.status == NOT_FOUND:
-            raise refusals.not_there(api.place) from error
-        raise
+        if error.status != NOT_FOUND:
+            raise
+        place = api.place
+        if place.proxied:
+            raise DeployError(
+                f"the cluster of {place.found.removeprefix('through ')} has no {place.address}: no such namespace, or another one is "
+                f"meant; name the one that Kubeflow Pipelines runs in, KFP_NAMESPACE=..., or its address, {HOST_VARIABLES[0]}=..."
+            ) from error
+        raise DeployError(
+            f"{place.address} ({place.found}) answers, but not as the Kubeflow Pipelines API (404 for /apis/v2beta1/healthz); "
+            "give the address that the UI has before the #, such as http://localhost:8080 or https://HOST/pipeline"
+        ) from error
     if not multi_user:
         if namespace and namespace != api.place.namespace:
             print(f"note: it serves one user and runs everything in its own namespace; {namespace} is not used")
@@ -139,7 +165,7 @@ def _user_namespace(api: Api, namespace: str) -> str | None:
 
 
 def every(method: Callable[..., Any], field: str, **arguments: Any) -> Iterator[Any]:
-    """All entries of a list that comes in pages.
+    """Yield all entries of a list that comes in pages.
 
     Args:
         method: lists them.
@@ -156,5 +182,67 @@ def every(method: Callable[..., Any], field: str, **arguments: Any) -> Iterator[
 
 
 def named(name: str) -> str:
-    """The filter of a list for what is shown under this name."""
+    """Return the filter of a list for what is shown under this name."""
     return json.dumps({"predicates": [{"key": "display_name", "operation": "EQUALS", "string_value": name}]})
+
+
+def _refused(place: Location, namespace: str | None, error: kfp_server_api.ApiException) -> DeployError:
+    """Make the message of an answer other than 2xx; `namespace` is the user's, where there are several users."""
+    try:
+        content = json.loads(error.body or "")
+    except ValueError:  # a page says nothing
+        content = {} if (error.body or "").lstrip().startswith("<") else {"message": error.body}
+    keys = ("message", "error_message", "error")  # of KFP, its upload, Kubernetes
+    text = next((content[key] for key in keys if content.get(key)), "") if isinstance(content, dict) else ""
+    line = " ".join(str(text).split())
+    status, who = int(error.status), f"{place.address} ({place.found})"
+    answer = f"{status}: {line[:400]}" if line else str(status)
+    if status == 401 or 300 <= status < 400:
+        return RefusedError(status, f"{who} wants a login ({answer}); {_login_advice(place)}")
+    if status == 403:
+        advice = (
+            f"is namespace {namespace} there, and yours? NAMESPACE=... names another"
+            if namespace
+            else "ask for the right"
+        )
+        return RefusedError(status, f"{who} forbids it ({answer}), asked {place.credentials}; {advice}")
+    if status >= 500:
+        return UnansweredError(
+            f"{who} failed ({answer}); try again, or read: kubectl logs --namespace {place.namespace} deployment/{SERVICE}"
+        )
+    return RefusedError(status, f"{who} refuses ({answer})")
+
+
+def _login_advice(place: Location) -> str:
+    if place.proxied:
+        return (
+            f"the API server does not hand on who asks; set {HOST_VARIABLES[0]} to its own address, "
+            f"with {TOKEN_VARIABLE} or {COOKIES_VARIABLE}"
+        )
+    return (
+        f"asked {place.credentials}; set {TOKEN_VARIABLE} to a valid token, or {COOKIES_VARIABLE} to those of a browser "
+        "that is logged in"
+    )
+
+
+def _unanswered(place: Location, error: transport.HTTPError) -> DeployError:
+    """Make the message of a connection's failure."""
+    reason = getattr(error, "reason", None) or error
+    where = f"{place.address} ({place.found})"
+    if isinstance(reason, transport.SSLError):
+        if "certificate" in str(reason).lower():
+            advice = f"set {AUTHORITY_VARIABLE} to the PEM file of its authority"
+            return DeployError(f"{where}: its certificate is not trusted ({reason}); {advice}")
+        return DeployError(f"{where}: it does not speak TLS ({reason}); give http:// instead of https://")
+    if isinstance(reason, transport.NameResolutionError):
+        return UnansweredError(f"{where}: no such host; check the name, and the network or VPN that knows it")
+    if isinstance(reason, transport.NewConnectionError):
+        return UnansweredError(
+            f"{where}: connection refused; if a port is forwarded there, start that again: {place.port_forward}"
+        )
+    text = str(reason).rsplit(">: ", maxsplit=1)[-1]  # without urllib3's `<Connection object at 0x...>: `
+    if isinstance(reason, transport.TimeoutError):
+        return UnansweredError(
+            f"{where}: no answer in time ({text}); check the address, the network and the service {SERVICE}"
+        )
+    return UnansweredError(f"{where}: the connection broke before the answer ({text}); http or https?")

@@ -20,9 +20,9 @@ from pathlib import Path
 from components import sections
 from components.image import IMAGE
 from pipelines import compile as compilation
-from pipelines import connection, pipeline_options, runs, schedules, versions
+from pipelines import connection, pipeline_options, runs, versions
 from trainer import commands
-from trainer.errors import DeployError, SettingsError
+from trainer.errors import SettingsError
 from trainer.graph import OPTIONAL_STAGES, needed_stages
 
 SERVICE_ACCOUNT = "vit-distillation"
@@ -31,11 +31,6 @@ DEFAULT_POOL = "cpu"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code. An error that the user can mend ends in one message."""
-    options = _parser().parse_args(arguments)
-    return commands.exit_code(lambda: deploy(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipelines.deploy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("the pipeline's parameters")
     pipeline_options.add(group, files=False, pool=DEFAULT_POOL, processes="the pool's own")
     connection.add_arguments(parser)
-    return parser
+    options = parser.parse_args(arguments)
+    return commands.exit_code(lambda: deploy(options))
 
 
 def deploy(options: argparse.Namespace) -> None:
@@ -64,62 +60,6 @@ def deploy(options: argparse.Namespace) -> None:
 
     Raises:
         TrainerError: a setting is wrong, before anything is sent; the API is not there or refuses; the run did not succeed.
-    """
-    given = _parameters(options)
-    settings = sections.resolve(**pipeline_options.values(options))
-    cron = schedules.cron_of(options.cron) if options.cron else ""
-    starts = bool(options.run or cron)
-    image, optional = options.image or IMAGE, needed_stages(settings) if starts else OPTIONAL_STAGES
-    content = versions.content_of(specification(image))
-    with connection.connect(options) as api:
-        generation = versions.next_generation() if options.fresh else versions.generation(api)
-        text = compilation.for_cluster(compilation.compiled_text(optional, generation), image)
-        version = versions.upload(api, versions.name_of(content, optional, generation), text)
-        _tell_of_tag(options.image)
-        if not starts:
-            return
-        job = runs.RunRequest(
-            version=version,
-            experiment_id=runs.experiment(api, settings.tracking.experiment),
-            parameters=given,
-            service_account=options.service_account,
-            experiment=settings.tracking.experiment,
-        )
-        if cron:
-            schedules.put(api, schedules.name_of(options.recipe), cron, job)
-        if options.run:
-            run = runs.start(api, runs.name_of(options.recipe), job)
-            if options.wait:
-                runs.follow(api, run.run_id, compilation.task_names(text), hours=options.hours)
-
-
-def _tell_of_tag(image: str) -> None:
-    """Say how to name an image of a registry for good."""
-    if "/" in image and "@" not in image:
-        print(
-            f"{image} is named by a tag, behind which another image may stand tomorrow; its digest names it for good: "
-            f"IMAGE=$(docker image inspect --format '{{{{index .RepoDigests 0}}}}' {image})"
-        )
-
-
-def specification(image: str) -> str:
-    """The compiled pipeline on an image, with all stages.
-
-    Raises:
-        DeployError: the compiled file is not what the definition says now.
-    """
-    file = compilation.COMPILED
-    text = compilation.compiled_text()
-    if not file.is_file() or file.read_text() != text:
-        raise DeployError(f"{file} is not what pipelines/distillation.py compiles to; run `make compile` and commit it")
-    return compilation.for_cluster(text, image)
-
-
-def _parameters(options: argparse.Namespace) -> dict[str, str | int]:
-    """The pipeline's parameters.
-
-    Raises:
-        TrainerError: one of them cannot work on a cluster.
     """
     if options.wait and not options.run:
         raise SettingsError("WAIT=1 follows a run; add RUN=1")
@@ -130,7 +70,35 @@ def _parameters(options: argparse.Namespace) -> dict[str, str | int]:
         )
     place = pipeline_options.place(options, default_pool=DEFAULT_POOL)
     place.check()
-    return {**pipeline_options.values(options), **dataclasses.asdict(place)}
+    settings = sections.resolve(**pipeline_options.values(options))
+    cron = versions.cron_of(options.cron) if options.cron else ""
+    starts = bool(options.run or cron)
+    image, optional = options.image or IMAGE, needed_stages(settings) if starts else OPTIONAL_STAGES
+    content = versions.content_of(image)
+    with connection.connect(options) as api:
+        generation = versions.next_generation() if options.fresh else versions.generation(api)
+        text = compilation.for_cluster(compilation.compiled_text(optional, generation), image)
+        version = versions.upload(api, versions.name_of(content, optional, generation), text)
+        if "/" in options.image and "@" not in options.image:
+            print(
+                f"{image} is named by a tag, behind which another image may stand tomorrow; its digest names it for good: "
+                f"IMAGE=$(docker image inspect --format '{{{{index .RepoDigests 0}}}}' {image})"
+            )
+        if not starts:
+            return
+        job = runs.RunRequest(
+            version=version,
+            experiment_id=runs.experiment(api, settings.tracking.experiment),
+            parameters={**pipeline_options.values(options), **dataclasses.asdict(place)},
+            service_account=options.service_account,
+            experiment=settings.tracking.experiment,
+        )
+        if cron:
+            versions.put_schedule(api, f"scheduled {options.recipe}", cron, job)
+        if options.run:
+            run = runs.start(api, runs.name_of(options.recipe), job)
+            if options.wait:
+                runs.follow(api, run.run_id, compilation.task_names(text), hours=options.hours)
 
 
 if __name__ == "__main__":

@@ -17,21 +17,62 @@ The exit handler costs a level in Kubeflow's UI and a driver's pod. It stays bec
 was lost or the run was stopped, and only then do jobs on the node pools and the run in MLflow need to be ended.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from kfp import dsl
+from kfp import dsl, kubernetes
 from kfp.dsl.base_component import BaseComponent
 from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
 from components import kfp_components
+from components.finishing import RUN_LABEL, WORKFLOW
+from components.sections import KUBEFLOW_UI
 from components.task import RECORDED
-from pipelines.pods import SMALL, WORK, on_cluster
-from trainer.graph import OPTIONAL_STAGES, STAGES, Stage
+from trainer.graph import OPTIONAL_STAGES, STAGES
 
 NAME = "distillation"
 KEPT_S = 7 * 24 * 3600
 """How long the pods of a run and their logs stay on the cluster after its end."""
+
+# The names of the ConfigMaps and Secrets are those of `manifests/base`.
+CONFIG_MAP = "vit-distillation"
+ENVIRONMENT = (
+    "MLFLOW_TRACKING_URI",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_DEFAULT_REGION",
+    "TRAINER_ARTIFACTS",
+    "TRAINER_CHECKPOINTS",
+    "NEURON_COMPILE_CACHE_URL",
+    KUBEFLOW_UI,
+)
+"""Keys of `CONFIG_MAP` that every task finds in its environment."""
+POOLS_CONFIG_MAP = "vit-distillation-pools"
+POOLS_FOLDER = "/etc/vit-distillation"
+STORE_SECRET = "vit-distillation-store"
+STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+TRACKING_SECRET = "vit-distillation-tracking"
+TRACKING_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+USER = 1000
+RETRIES = 2
+"""A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""
+TRIED_FOR = f"{30 * 24 * 3600}s"
+"""How long a task is tried again. Argo counts from the start of the first attempt, so the longest training has to fit into it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Resources of a pod: what it is scheduled by, and the most that it may use."""
+
+    cpu: str
+    cpu_limit: str
+    memory: str
+    memory_limit: str
+
+
+SMALL = Size(cpu="200m", cpu_limit="1", memory="512Mi", memory_limit="2Gi")
+"""For a task that only launches a job and follows it."""
+WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")
+"""For a task that does its work itself."""
 
 
 def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> BaseComponent:
@@ -75,7 +116,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
         """
         place = {"pool": pool, "nodes": nodes, "processes_per_node": processes_per_node}
         finishing = kfp_components.finish(pool=pool).set_caching_options(False).set_display_name("Finish")
-        with dsl.ExitHandler(on_cluster(finishing, SMALL), name="Distillation"):
+        with dsl.ExitHandler(_on_cluster(finishing, SMALL), name="Distillation"):
             configuring = kfp_components.configure(
                 recipe=recipe,
                 overrides=overrides,
@@ -87,34 +128,47 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
                 run_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
                 **place,
             ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
-            settings = on_cluster(configuring, WORK).set_display_name("Configure").outputs
+            settings = _on_cluster(configuring, WORK).set_display_name("Configure").outputs
 
             # What a task can take, by the name of its parameter. A stage that is left out hands on empty references.
             left_out = {spec.name: "" for stage in STAGES.values() for spec in stage.makes.values()}
             given = {**left_out, **settings, "recipe": recipe, "distill_teacher": RECORDED, **place}
             tasks: dict[str, dsl.PipelineTask] = {}
             for name, stage in STAGES.items():
-                if name in optional or not stage.needed_if:
-                    tasks[name] = _task(stage, given).after(*(tasks[other] for other in stage.after if other in tasks))
-                    given |= _handed_on(stage, tasks[name])
+                if stage.needed_if and name not in optional:
+                    continue
+                component = getattr(kfp_components, name)
+                wanted = component.component_spec.inputs  # and its own section of the settings
+                task = component(**{key: given[name if key == "settings" else key] for key in wanted})
+                if not stage.cached:
+                    task.set_caching_options(False)
+                _on_cluster(task, SMALL if stage.launched else WORK).set_display_name(stage.title)
+                tasks[name] = task.after(*(tasks[other] for other in stage.after if other in tasks))
+                # Later tasks can take references to what the stage makes, and its task's other outputs.
+                said = {key: out for key, out in task.outputs.items() if isinstance(out, PipelineParameterChannel)}
+                given |= said | {spec.name: said[f"{keyword}_uri"] for keyword, spec in stage.makes.items()}
 
     return distillation
 
 
-def _task(stage: Stage, given: Mapping[str, Any]) -> dsl.PipelineTask:
-    """Make a stage's task, with all that its component takes of what is given, and its own section of the settings."""
-    component = getattr(kfp_components, stage.name)
-    wanted = component.component_spec.inputs
-    task = component(**{name: given[stage.name if name == "settings" else name] for name in wanted})
-    if not stage.cached:
-        task.set_caching_options(False)
-    return on_cluster(task, SMALL if stage.launched else WORK).set_display_name(stage.title)
-
-
-def _handed_on(stage: Stage, task: dsl.PipelineTask) -> dict[str, PipelineParameterChannel]:
-    """Return what later tasks can take from this one: references to what its stage makes, and its other outputs."""
-    said = {name: output for name, output in task.outputs.items() if isinstance(output, PipelineParameterChannel)}
-    return said | {spec.name: said[f"{keyword}_uri"] for keyword, spec in stage.makes.items()}
+def _on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
+    """Set what a task's own pod is on a cluster: its size, its environment, its rights. `kfp.local` ignores all of it."""
+    task.set_cpu_request(size.cpu).set_cpu_limit(size.cpu_limit)
+    task.set_memory_request(size.memory).set_memory_limit(size.memory_limit)
+    task.set_retry(RETRIES, backoff_duration="30s", backoff_factor=2, backoff_max_duration=TRIED_FOR)
+    for variable, field in {
+        "KFP_RUN_ID": f"metadata.labels['{RUN_LABEL}']",
+        "TRAINER_RUN": f"metadata.labels['{RUN_LABEL}']",
+        "TRAINER_NAMESPACE": "metadata.namespace",
+        WORKFLOW: "metadata.labels['workflows.argoproj.io/workflow']",
+    }.items():
+        kubernetes.use_field_path_as_env(task, variable, field)
+    kubernetes.use_config_map_as_env(task, CONFIG_MAP, {name: name for name in ENVIRONMENT}, optional=True)
+    kubernetes.use_config_map_as_volume(task, POOLS_CONFIG_MAP, POOLS_FOLDER, optional=True)
+    kubernetes.use_secret_as_env(task, STORE_SECRET, {name: name for name in STORE_KEYS}, optional=True)
+    kubernetes.use_secret_as_env(task, TRACKING_SECRET, {name: name for name in TRACKING_KEYS}, optional=True)
+    kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
+    return task
 
 
 distillation = definition()

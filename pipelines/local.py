@@ -14,11 +14,10 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import components
 import trainer
@@ -38,37 +37,9 @@ CACHE = runner.RUNS / ".cache"
 CHECKPOINTS = runner.RUNS / ".checkpoints"
 """Where an interrupted training is found by the next run with the same settings and inputs."""
 
-_WITHOUT_GPU = 2
-"""Training processes here where there is no GPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalRun:
-    """What is to be run."""
-
-    parameters: Mapping[str, str]
-    """The pipeline's parameters, but for the place."""
-    place: Placement
-    """Where the trainings run."""
-    output: str | None
-    """The run's directory; None for a new one below `runs/`."""
-    fresh: bool
-    """Make everything again."""
-    debug: bool
-    """Show tracebacks."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code. An error that the user can mend ends in one message."""
-    request = _request(arguments)
-    return commands.exit_code(
-        lambda: run(request),
-        debug=request.debug,
-        interrupted="interrupted; what was written is kept, and finished stages are not repeated",
-    )
-
-
-def _request(arguments: Sequence[str] | None) -> LocalRun:
     parser = argparse.ArgumentParser(
         prog="python -m pipelines.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -82,46 +53,41 @@ def _request(arguments: Sequence[str] | None) -> LocalRun:
     parser.add_argument("--fresh", action="store_true", help="take nothing from earlier runs")
     commands.add_debug(parser)
     options = parser.parse_args(arguments)
-    return LocalRun(
-        parameters=pipeline_options.values(options),
-        place=pipeline_options.place(options),
-        output=options.output or None,
-        fresh=options.fresh,
+    return commands.exit_code(
+        lambda: run(options),
         debug=options.debug,
+        interrupted="interrupted; what was written is kept, and finished stages are not repeated",
     )
 
 
-def run(request: LocalRun) -> dict[str, Any]:
-    """Run the pipeline and print its progress and its results.
-
-    Returns:
-        The content of `summary.json`.
+def run(options: argparse.Namespace) -> None:
+    """Run the pipeline, print its progress and its results, and leave `summary.json` in the run's directory.
 
     Raises:
         TrainerError: a setting is wrong, before anything starts; or a stage failed, which has printed its own message.
     """
-    settings = sections.resolve(**request.parameters)
-    request.place.check(warms_up=settings.warm_up.enabled)
-    request = replace(request, place=with_processes(request.place, settings.run.device))
-    if request.place.pool:
-        storage.children(
-            launching.exchange_folder()
-        )  # a store that refuses, or is not there, is reported before the work
-    directory = runner.new_directory(request.parameters["recipe"], request.output)
+    settings = sections.resolve(**pipeline_options.values(options))
+    place = pipeline_options.place(options)
+    place.check(warms_up=settings.warm_up.enabled)
+    place = with_processes(place, settings.run.device)
+    if place.pool:
+        storage.children(launching.exchange_folder())  # a store that refuses, or is not there, is told before the work
+    directory = runner.new_directory(options.recipe, options.output or None)
     (directory / summaries.SUMMARY).unlink(missing_ok=True)
-    os.environ.update(_environment(settings, directory, request))
+    os.environ.update(_environment(settings, directory, place))
+    os.environ[task.DEBUG] = "1" if options.debug else ""
+    parameters = {**pipeline_options.values(options), **asdict(place)}
     try:
-        summary = _run_pipeline(request, directory, needed_stages(settings))
+        summary = _run_pipeline(parameters, directory, needed_stages(settings), fresh=options.fresh)
     except BaseException as error:
         _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
-    _print_results(summary, directory)
+    print(f"\n{summaries.table(summary)}\n\nAll of it: {directory / summaries.SUMMARY}")
     _close_tracking("FINISHED")
-    return summary
 
 
 def with_processes(place: Placement, device: str) -> Placement:
-    """The place with training processes, where none are asked for here: one for each GPU; two without, which shows what several do.
+    """Return the place with training processes, where none are asked for here: one for each GPU; two without, which shows what several do.
 
     Args:
         place: as asked for.
@@ -130,32 +96,29 @@ def with_processes(place: Placement, device: str) -> Placement:
     if place.pool or place.processes_per_node:
         return place
     gpus = launch.gpus() if device in {"auto", "cuda"} else 0
-    return replace(place, processes_per_node=gpus or _WITHOUT_GPU)
+    return replace(place, processes_per_node=gpus or 2)
 
 
-def _environment(settings: config.Settings, directory: Path, request: LocalRun) -> dict[str, str]:
-    """What the tasks read from the environment, for as parameters they would spoil the cache."""
+def _environment(settings: config.Settings, directory: Path, place: Placement) -> dict[str, str]:
+    """Return what the tasks read from the environment, for as parameters they would spoil the cache."""
     packages = [str(Path(trainer.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = runner.environment(settings, directory)
-    environment[config.CHECKPOINTS_VARIABLE] = _checkpoints(request.place)
+    checkpoints = str(CHECKPOINTS.resolve())
+    if place.pool:  # a job's lie in a store, in the folder that is named or beside what it exchanges
+        named = os.environ.get(config.CHECKPOINTS_VARIABLE, "")
+        checkpoints = named if storage.is_remote(named) else storage.join(launching.exchange_folder(), "checkpoints")
     return {
-        **environment,
+        **runner.environment(settings, directory),
+        config.CHECKPOINTS_VARIABLE: checkpoints,
         "PYTHONPATH": os.pathsep.join(packages),
         "PYTHONSAFEPATH": "1",  # a folder `trainer` where the user stands is not ours
         "PYTHONUNBUFFERED": "1",
-        task.DEBUG: "1" if request.debug else "",
     }
 
 
-def _checkpoints(place: Placement) -> str:
-    """Where the next run finds them too: a job's lie in a store, in the folder that is named or beside what it exchanges."""
-    if not place.pool:
-        return str(CHECKPOINTS.resolve())
-    named = os.environ.get(config.CHECKPOINTS_VARIABLE, "")
-    return named if storage.is_remote(named) else storage.join(launching.exchange_folder(), "checkpoints")
-
-
-def _run_pipeline(request: LocalRun, directory: Path, optional: Collection[str]) -> dict[str, Any]:
+def _run_pipeline(
+    parameters: Mapping[str, Any], directory: Path, optional: Collection[str], *, fresh: bool
+) -> dict[str, Any]:
+    """Run the pipeline with the optional stages that are named; gives the content of `summary.json`."""
     from pipelines import local_tasks
 
     pipeline = compilation.with_image(compilation.compiled_text(optional), tagged(f"local-{code_version(*CODE)}"))
@@ -165,21 +128,29 @@ def _run_pipeline(request: LocalRun, directory: Path, optional: Collection[str])
             try:
                 tasks = local_tasks.run(
                     pipeline,
-                    {**request.parameters, **asdict(request.place)},
+                    parameters,
                     directory=directory / "pipeline",
                     cache_root=CACHE,
-                    fresh=request.fresh,
+                    fresh=fresh,
                     log=log,
-                    reporter=_TaskReporter(sys.stdout),
+                    reporter=local_tasks.TaskReporter(sys.stdout),
                 )
             except local_tasks.TaskError as error:
                 raise LaunchError(str(error)) from error
     _check_all_ran(pipeline, tasks)
-    return _write_summary(directory, tasks)
+    # The register stage's summary beside the run's artifacts; a stage taken from the cache keeps its true seconds.
+    registration = Path(references.uri_of(tasks["register"].outputs["registration_uri"]))
+    summary: dict[str, Any] = json.loads((registration / summaries.SUMMARY).read_text())
+    for name, stage in summary["stages"].items():
+        task_name = name.replace("_", "-")  # as KFP has it
+        if task_name in tasks and tasks[task_name].cached:
+            stage["cached"] = True
+    storage.write_bytes(directory / summaries.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
+    return summary
 
 
 def code_version(*folders: Path) -> str:
-    """A text that changes with the code in these folders, as a cluster's image does: part of what a cached result depends on."""
+    """Return a text that changes with the code in these folders, as a cluster's image does: part of what a cached result depends on."""
     digest = hashlib.sha256()
     for root in folders:
         for path in sorted(path for path in root.rglob("*") if path.suffix in {".jinja", ".py", ".toml"}):
@@ -194,49 +165,12 @@ def _check_all_ran(pipeline: str, tasks: Mapping[str, Any]) -> None:
         raise LaunchError(f"the pipeline ended without running {', '.join(skipped)}; look into kfp.log of the run")
 
 
-def _write_summary(directory: Path, tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """The register stage's summary beside the run's artifacts; a stage taken from the cache keeps its true seconds."""
-    registration = Path(references.uri_of(tasks["register"].outputs["registration_uri"]))
-    summary: dict[str, Any] = json.loads((registration / summaries.SUMMARY).read_text())
-    for name, stage in summary["stages"].items():
-        task_name = name.replace("_", "-")  # as KFP has it
-        if task_name in tasks and tasks[task_name].cached:
-            stage["cached"] = True
-    storage.write_bytes(directory / summaries.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
-    return summary
-
-
 def _close_tracking(status: str) -> None:
     """End the parent run in MLflow; a server that went away must not hide what the run made or why it failed."""
     try:
         tracking.finish_parent(status)
     except TrackingError as error:
         print(f"warning: the run stays open in MLflow: {error}", file=sys.stderr)
-
-
-def _print_results(summary: Mapping[str, Any], directory: Path) -> None:
-    print(f"\n{summaries.table(summary)}\n\nAll of it: {directory / summaries.SUMMARY}")
-
-
-class _TaskReporter:
-    """One line when a task starts and one when it has ended, with the task's own lines between them."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._start, self._stream = time.monotonic(), stream
-
-    def started(self, name: str) -> None:
-        self._tell(name, "started")
-
-    def line(self, text: str) -> None:
-        self._stream.write(f"  {text}\n")
-        self._stream.flush()
-
-    def ended(self, task: Any) -> None:
-        self._tell(task.name, "cached, as an earlier run made it" if task.cached else f"done in {task.seconds:.1f} s")
-
-    def _tell(self, name: str, what: str) -> None:
-        self._stream.write(f"[{time.monotonic() - self._start:6.1f} s] {name}: {what}\n")
-        self._stream.flush()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import psutil
 from kfp import components, local
@@ -48,17 +48,25 @@ class Task:
     """Parameters, and artifacts as KFP's objects."""
 
 
-class Reporter(Protocol):
-    """What a run tells while it goes on."""
+class TaskReporter:
+    """Print one line when a task starts and one when it has ended, with the task's own lines between them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._start, self._stream = time.monotonic(), stream
 
     def started(self, name: str) -> None:
-        """A task starts; it may yet be found in the cache."""
+        self._tell(name, "started")
 
     def line(self, text: str) -> None:
-        """A line that the task printed."""
+        self._stream.write(f"  {text}\n")
+        self._stream.flush()
 
     def ended(self, task: Task) -> None:
-        """A task has ended well."""
+        self._tell(task.name, "cached, as an earlier run made it" if task.cached else f"done in {task.seconds:.1f} s")
+
+    def _tell(self, name: str, what: str) -> None:
+        self._stream.write(f"[{time.monotonic() - self._start:6.1f} s] {name}: {what}\n")
+        self._stream.flush()
 
 
 def run(
@@ -69,7 +77,7 @@ def run(
     cache_root: Path,
     fresh: bool,
     log: TextIO,
-    reporter: Reporter,
+    reporter: TaskReporter,
 ) -> dict[str, Task]:
     """Run a compiled pipeline on this machine, one task after the other.
 
@@ -96,8 +104,9 @@ def run(
         enable_caching=True,
         cache_root=str(cache_root),
     )
-    tasks = _Tasks(CheckedCache(cache_root, fresh=fresh), reporter, log, directory / "error.txt")
-    with _in_place_of_kfp(tasks), contextlib.redirect_stdout(log), warnings.catch_warnings():
+    tasks = _Tasks(reporter, log, directory / "error.txt")
+    checked = CheckedCache(cache_root, fresh=fresh)
+    with _in_place_of_kfp(tasks, checked), contextlib.redirect_stdout(log), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*custom or non-Python base image", category=RuntimeWarning)
         # What a pod on a cluster gets means nothing here.
         warnings.filterwarnings("ignore", message=".* have no effect in the current local runner", category=UserWarning)
@@ -114,47 +123,36 @@ class CheckedCache(cache.LocalCache):  # type: ignore[misc]  # kfp has no types
         self._fresh = fresh
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The outputs made under this key, if they are still whole."""
+        """Return the outputs made under this key, if they are still whole."""
         outputs: dict[str, Any] | None = None if self._fresh else super().get(key)
-        if outputs is None or all(_is_whole(output) for output in outputs.values()):
-            return outputs
-        return None
-
-
-def _is_whole(output: object) -> bool:
-    """Whether an output can be used again; only what names an artifact of ours can be checked."""
-    if not references.is_reference(output):
-        return True
-    try:
-        return references.is_whole(str(output))
-    except ArtifactError as error:
-        logging.getLogger(__name__).warning("made again: %s", error)
-        return False
+        # Only what names an artifact of ours can be checked.
+        made = [output for output in (outputs or {}).values() if references.is_reference(output)]
+        try:
+            return outputs if all(map(references.is_whole, made)) else None
+        except ArtifactError as error:
+            logging.getLogger(__name__).warning("made again: %s", error)
+            return None
 
 
 class _Tasks:
     """Stands between `kfp.local` and the tasks."""
 
-    def __init__(self, checked: CheckedCache, reporter: Reporter, log: TextIO, error_file: Path) -> None:
-        self.checked, self.reporter, self._log, self._error_file = checked, reporter, log, error_file
+    def __init__(self, reporter: TaskReporter, log: TextIO, error_file: Path) -> None:
+        self._reporter, self._log, self._error_file = reporter, log, error_file
         self.done: dict[str, Task] = {}
         self._name, self._ran = "", False
         self._execute = task_executor.execute_single_task
 
-    def cache(self) -> CheckedCache:
-        """For `kfp.local.cache.get_local_cache`."""
-        return self.checked
-
     def execute(self, task_name: str, **arguments: Any) -> tuple[dict[str, Any], Any]:
         """For `kfp.local.orchestrator.task_executor.execute_single_task`."""
-        self.reporter.started(task_name)
+        self._reporter.started(task_name)
         start, self._name, self._ran = time.monotonic(), task_name, False
         outputs, ended = self._execute(task_name=task_name, **arguments)
         if ended != status.Status.SUCCESS:
             raise TaskError(f"{task_name}: kfp.local could not run it; {self._log.name} tells why")
         seconds = time.monotonic() - start
         self.done[task_name] = Task(name=task_name, seconds=seconds, cached=not self._ran, outputs=outputs)
-        self.reporter.ended(self.done[task_name])
+        self._reporter.ended(self.done[task_name])
         return outputs, ended
 
     def run_subprocess(self, full_command: list[str], env_vars: Mapping[str, str] | None = None) -> int:
@@ -174,34 +172,26 @@ class _Tasks:
             ) as process,
             _ended(process),
         ):
-            for line in _without_kfp(process.stdout or ()):
-                self.reporter.line(line)
+            # Not those of KFP's executor: its log, and the JSON object that it logs at the start.
+            inside_json = False
+            for line in process.stdout or ():
+                if line.startswith("[KFP Executor "):
+                    inside_json = "Got executor_input:" in line
+                elif inside_json:
+                    inside_json = line.rstrip() != "}"
+                else:
+                    self._reporter.line(line.rstrip("\n"))
             exit_code = process.wait()
-        if exit_code != 0:
-            raise TaskError(self._message(exit_code))
-        return exit_code
-
-    def _message(self, exit_code: int) -> str:
+        if exit_code == 0:
+            return exit_code
         if self._error_file.is_file():
-            return self._error_file.read_text()
-        return f"{self._name}: ended with exit code {exit_code}; its last lines stand above"
-
-
-def _without_kfp(lines: Any) -> Iterator[str]:
-    """The lines of a task without those of KFP's executor: its log, and the JSON object that it logs at the start."""
-    inside_json = False
-    for line in lines:
-        if line.startswith("[KFP Executor "):
-            inside_json = "Got executor_input:" in line
-        elif inside_json:
-            inside_json = line.rstrip() != "}"
-        else:
-            yield line.rstrip("\n")
+            raise TaskError(self._error_file.read_text())
+        raise TaskError(f"{self._name}: ended with exit code {exit_code}; its last lines stand above")
 
 
 @contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Leave no process of a task behind, whatever ends the block."""
+    """Leave no process of a task behind, whatever ends the block: each is asked to end first, and forced after `GRACE_S`."""
     try:
         yield
     except BaseException:
@@ -210,7 +200,6 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and all below it: asked first, forced after `GRACE_S`."""
     try:
         parent = psutil.Process(process.pid)
         family = [*parent.children(recursive=True), parent]
@@ -227,10 +216,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def _in_place_of_kfp(tasks: _Tasks) -> Iterator[None]:
-    """Put the functions of `tasks` in the place of those of `kfp.local`, and put these back in the end."""
+def _in_place_of_kfp(tasks: _Tasks, checked: CheckedCache) -> Iterator[None]:
+    """Put our functions in the place of those of `kfp.local`, and put these back in the end."""
     places: list[tuple[Any, str, Any]] = [
-        (cache, "get_local_cache", tasks.cache),
+        (cache, "get_local_cache", lambda: checked),
         (task_executor, "execute_single_task", tasks.execute),
         (subprocess_task_handler, "run_local_subprocess", tasks.run_subprocess),
     ]

@@ -32,11 +32,11 @@ def add(options: commands.Options, *, files: bool, pool: str, processes: str) ->
 
 
 def values(options: argparse.Namespace) -> dict[str, str]:
-    """Those that `add` added, but for the place."""
+    """Return the values of those that `add` added, but for the place."""
     named = {name: getattr(options, name) for name in ("recipe", "dataset", "teacher", "experiment")}
     return {**named, "overrides": commands.as_text(options.overrides)}
 
 
 def place(options: argparse.Namespace, *, default_pool: str = "") -> Placement:
-    """Where the trainings run; not checked."""
+    """Return where the trainings run; not checked."""
     return Placement(pool=options.pool or default_pool, nodes=options.nodes, processes_per_node=options.processes)

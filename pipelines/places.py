@@ -52,17 +52,16 @@ class Location:
 
     @property
     def port_forward(self) -> str:
-        """The command that brings the UI to `LOCAL_UI`."""
-        return port_forward(self.namespace)
+        """Return the command that brings the UI to `LOCAL_UI`."""
+        return _port_forward(self.namespace)
 
 
-def port_forward(namespace: str) -> str:
-    """The command that brings the UI of a cluster, and the API with it, to `LOCAL_UI`."""
+def _port_forward(namespace: str) -> str:
     return f"kubectl port-forward --namespace {namespace} service/ml-pipeline-ui 8080:80"
 
 
 def find(host: str, namespace: str, environment: Mapping[str, str]) -> Location:
-    """Where the API is.
+    """Find where the API is.
 
     Args:
         host: as given on the command line, or empty.
@@ -72,106 +71,81 @@ def find(host: str, namespace: str, environment: Mapping[str, str]) -> Location:
     Raises:
         DeployError: nowhere, or what names it is wrong.
     """
-    namespace = namespace or DEFAULT_NAMESPACE
-    given = {"--host": host} | {name: environment.get(name, "") for name in HOST_VARIABLES}
-    for name, value in given.items():
-        if value:
-            return _at_host(name, value, namespace, environment)
-    if environment.get("KUBERNETES_SERVICE_HOST") and POD_FILES.is_dir():
-        return _in_cluster(namespace, environment)
-    return _through_kubeconfig(namespace, environment)
-
-
-def _at_host(name: str, host: str, namespace: str, environment: Mapping[str, str]) -> Location:
-    address = host.split("#")[0].rstrip("/")
-    if not re.match(r"https?://[^/]", address):
-        raise DeployError(f"{name} must start with http:// or https://, got {host!r}")
-    configuration = _configuration(address)
-    authority = environment.get(AUTHORITY_VARIABLE)
-    if authority:
-        if not Path(authority).is_file():
-            raise DeployError(f"{AUTHORITY_VARIABLE}={authority} is no file; name the certificate authority's PEM file")
-        configuration.ssl_ca_cert = authority
-    return Location(
-        configuration=configuration,
-        address=address,
-        found=f"from {name}",
-        namespace=namespace,
-        ui=environment.get(UI_VARIABLE) or address,
-        credentials=_authenticate(configuration, environment),
-        cookies=environment.get(COOKIES_VARIABLE) or None,
+    namespace, ui = namespace or DEFAULT_NAMESPACE, environment.get(UI_VARIABLE, "")
+    configuration = kfp_server_api.Configuration(host="")
+    # What may have arrived is not sent again, except for reading; a redirection leads to a login page, which we must see as such.
+    configuration.retries = urllib3.Retry(
+        connect=2, read=2, other=0, status=0, redirect=False, backoff_factor=0.2, allowed_methods=["GET"]
     )
-
-
-def _in_cluster(namespace: str, environment: Mapping[str, str]) -> Location:
-    configuration = _configuration(f"http://{SERVICE}.{namespace}.svc.cluster.local:8888")
+    given = {"--host": host} | {name: environment.get(name, "") for name in HOST_VARIABLES}
+    if name := next((name for name, value in given.items() if value), ""):
+        configuration.host = given[name].split("#")[0].rstrip("/")
+        if not re.match(r"https?://[^/]", configuration.host):
+            raise DeployError(f"{name} must start with http:// or https://, got {given[name]!r}")
+        if authority := environment.get(AUTHORITY_VARIABLE):
+            if not Path(authority).is_file():
+                raise DeployError(
+                    f"{AUTHORITY_VARIABLE}={authority} is no file; name the certificate authority's PEM file"
+                )
+            configuration.ssl_ca_cert = authority
+        found, ui = f"from {name}", ui or configuration.host
+    elif environment.get("KUBERNETES_SERVICE_HOST") and POD_FILES.is_dir():
+        configuration.host = f"http://{SERVICE}.{namespace}.svc.cluster.local:8888"
+        found = "the service in this cluster"
+    else:
+        return _through_kubeconfig(configuration, namespace, environment, ui)
     return Location(
         configuration=configuration,
         address=configuration.host,
-        found="the service in this cluster",
+        found=found,
         namespace=namespace,
-        ui=environment.get(UI_VARIABLE, ""),
+        ui=ui,
         credentials=_authenticate(configuration, environment),
         cookies=environment.get(COOKIES_VARIABLE) or None,
     )
 
 
-def _through_kubeconfig(namespace: str, environment: Mapping[str, str]) -> Location:
-    configuration = _configuration("")
+def _through_kubeconfig(
+    configuration: kfp_server_api.Configuration, namespace: str, environment: Mapping[str, str], ui: str
+) -> Location:
+    kubeconfig = environment.get("KUBECONFIG") or None
     try:
         context = proxy_to_service(
-            configuration,
-            kubeconfig=environment.get("KUBECONFIG") or None,
-            namespace=namespace,
-            service=SERVICE,
-            port="http",
+            configuration, kubeconfig=kubeconfig, namespace=namespace, service=SERVICE, port="http"
         )
     except NoKubeconfigError as error:
         raise DeployError(
             f"no Kubeflow Pipelines to be found: {HOST_VARIABLES[0]} is not set, this is no pod of a cluster, and {error}; "
-            f"set {HOST_VARIABLES[0]} to the address of its UI or API, such as {LOCAL_UI} after: {port_forward(namespace)}"
+            f"set {HOST_VARIABLES[0]} to the address of its UI or API, such as {LOCAL_UI} after: {_port_forward(namespace)}"
         ) from error
     return Location(
         configuration=configuration,
         address=f"service {namespace}/{SERVICE}",
         found=f"through kubeconfig's context {context}",
         namespace=namespace,
-        ui=environment.get(UI_VARIABLE, ""),
+        ui=ui,
         credentials="as kubeconfig's user",
         proxied=True,
     )
 
 
-def _configuration(address: str) -> kfp_server_api.Configuration:
-    configuration = kfp_server_api.Configuration(host=address)
-    # What may have arrived is not sent again, except for reading; a redirection leads to a login page, which we must see as such.
-    configuration.retries = urllib3.Retry(
-        connect=2, read=2, other=0, status=0, redirect=False, backoff_factor=0.2, allowed_methods=["GET"]
-    )
-    return configuration
-
-
 def _authenticate(configuration: kfp_server_api.Configuration, environment: Mapping[str, str]) -> str:
     """Set the token; gives in words as whom we ask."""
-    token, file = environment.get(TOKEN_VARIABLE, "").strip(), environment.get(TOKEN_FILE_VARIABLE) or TOKEN_FILE
+    token = environment.get(TOKEN_VARIABLE, "").strip()
+    file = environment.get(TOKEN_FILE_VARIABLE) or TOKEN_FILE
     used = []
     if token:
         configuration.api_key["authorization"] = token
         used.append(f"the token of {TOKEN_VARIABLE}")
     elif Path(file).is_file():
-        _read_token(configuration, Path(file))
+
+        def read_token(changed: kfp_server_api.Configuration) -> None:
+            changed.api_key["authorization"] = Path(file).read_text().strip()
+
+        read_token(configuration)
+        configuration.refresh_api_key_hook = read_token  # before each request: the kubelet renews it while we wait for a run
         used.append(f"the token in {file}")
     configuration.api_key_prefix["authorization"] = "Bearer"
     if environment.get(COOKIES_VARIABLE):
         used.append(f"the cookies of {COOKIES_VARIABLE}")
     return f"with {' and '.join(used)}" if used else "without token or cookies"
-
-
-def _read_token(configuration: kfp_server_api.Configuration, file: Path) -> None:
-    """Take the token from a file, again before each request: the kubelet renews it while we wait for a run."""
-
-    def read(changed: kfp_server_api.Configuration) -> None:
-        changed.api_key["authorization"] = file.read_text().strip()
-
-    read(configuration)
-    configuration.refresh_api_key_hook = read

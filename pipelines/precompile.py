@@ -21,21 +21,11 @@ from pathlib import Path
 from components import launching, sections
 from components.launching import TrainingTask
 from pipelines import pipeline_options
-from trainer import commands, config, limits, runner, stages, storage
+from trainer import commands, limits, runner, stages, storage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code. An error that the user can mend ends in one message."""
-    options = _parser().parse_args(arguments)
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(limits.PrintableFormatter("%(message)s"))
-    for name in ("trainer", "components"):
-        logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).setLevel(logging.INFO)
-    return commands.exit_code(lambda: warm_up(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipelines.precompile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,7 +35,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dataset", default="", metavar="URI", help="a prepared data set (default: the recipe's images, prepared here)"
     )
-    return parser
+    options = parser.parse_args(arguments)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(limits.PrintableFormatter("%(message)s"))
+    for name in ("trainer", "components"):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(logging.INFO)
+    return commands.exit_code(lambda: warm_up(options))
 
 
 def warm_up(options: argparse.Namespace) -> None:
@@ -61,23 +57,21 @@ def warm_up(options: argparse.Namespace) -> None:
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(options.recipe).stem}-warm-up"
     directory = runner.new_directory(options.recipe, str(runner.RUNS / name))
     os.environ.setdefault("TRAINER_RUN", name)
+    dataset = options.dataset
+    if not dataset:
+        dataset = str(directory / "dataset")
+        stages.call("prepare", json.dumps(settings.for_stage("prepare")), {"dataset": dataset})
     launching.launch(
         TrainingTask(
             stage="warm_up",
             settings=json.dumps(settings.for_stage("warm_up")),
-            inputs={"dataset": options.dataset or _prepared(settings, directory)},
+            inputs={"dataset": dataset},
             outputs={"warmed": str(directory / "warmed")},
             place=place,
             job=str(directory / "job"),
         )
     )
     print(f"what was compiled: {directory / 'warmed'}")
-
-
-def _prepared(settings: config.Settings, directory: Path) -> str:
-    dataset = str(directory / "dataset")
-    stages.call("prepare", json.dumps(settings.for_stage("prepare")), {"dataset": dataset})
-    return dataset
 
 
 if __name__ == "__main__":

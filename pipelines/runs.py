@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import re
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -18,10 +20,9 @@ from typing import Any
 
 import kfp_server_api
 
-from pipelines import connection, last_words
+from pipelines import connection
 from pipelines.compile import COMPILED, task_names
-from pipelines.connection import Api, every, named
-from pipelines.refusals import BAD_REQUEST, NOT_FOUND, RefusedError, UnansweredError
+from pipelines.connection import BAD_REQUEST, NOT_FOUND, Api, RefusedError, UnansweredError, every, named
 from trainer import commands
 from trainer.errors import DeployError
 
@@ -33,10 +34,12 @@ AWAY_S = 300.0
 DEFAULT_HOURS = 168.0
 MLFLOW_UI = "Open http://localhost:5000 after: kubectl --namespace kubeflow port-forward service/mlflow 5000"
 """The way to the MLflow that `manifests/install.sh` puts beside Kubeflow."""
+OF_A_TASK = re.compile(r"\b(?:error|for now): (.*)", re.DOTALL)
+"""What a task of ours says last, within what Argo and Kubernetes say around it."""
 
 
 def experiment(api: Api, name: str) -> str:
-    """The id of an experiment, which is made where it is missing."""
+    """Return the id of an experiment, which is made where it is missing."""
     listed = every(
         api.experiments.experiment_service_list_experiments, "experiments", filter=named(name), **api.in_namespace
     )
@@ -47,7 +50,7 @@ def experiment(api: Api, name: str) -> str:
 
 
 def name_of(recipe: str) -> str:
-    """A run's name, by which it is found again: `digits 2026-01-31 12:00:00 UTC`."""
+    """Make a run's name, by which it is found again: `digits 2026-01-31 12:00:00 UTC`."""
     return f"{recipe} {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
@@ -64,7 +67,7 @@ class RunRequest:
     """In MLflow too."""
 
     def fields(self) -> dict[str, Any]:
-        """As a run and a schedule name them."""
+        """Return what a run and a schedule have of it, as KFP names it."""
         return {
             "experiment_id": self.experiment_id,
             "pipeline_version_reference": kfp_server_api.V2beta1PipelineVersionReference(
@@ -81,31 +84,25 @@ def start(api: Api, name: str, job: RunRequest) -> Any:
     Raises:
         DeployError: the API refuses; or its answer was lost and no run of this name is there.
     """
+    description = f"In MLflow: run {name!r} of the experiment {job.experiment!r}. {MLFLOW_UI}"
+    wanted = kfp_server_api.V2beta1Run(display_name=name, description=description, **job.fields())
     try:
-        run = api.runs.run_service_create_run(_described(name, job))
+        run = api.runs.run_service_create_run(wanted)
     except UnansweredError as error:
-        run = _started_all_the_same(api, name, job.experiment_id, error)
+        listed = every(api.runs.run_service_list_runs, "runs", experiment_id=job.experiment_id, filter=named(name))
+        try:
+            run = next(listed, None)
+        except UnansweredError:
+            raise DeployError(
+                f"{error}; whether run {name!r} was started is not known: look before you start another"
+            ) from error
+        if run is None:
+            raise DeployError(
+                f"{error}; run {name!r} is not there; look once more before you start another"
+            ) from error
+        print(f"note: the answer to the start was lost, but the run is there ({error})")
     print(f"run {name}: {api.link(f'runs/details/{run.run_id}')}", flush=True)
     return run
-
-
-def _described(name: str, job: RunRequest) -> Any:
-    """A run with what a person needs who opens it."""
-    description = f"In MLflow: run {name!r} of the experiment {job.experiment!r}. {MLFLOW_UI}"
-    return kfp_server_api.V2beta1Run(display_name=name, description=description, **job.fields())
-
-
-def _started_all_the_same(api: Api, name: str, experiment_id: str, error: UnansweredError) -> Any:
-    try:
-        listed = list(every(api.runs.run_service_list_runs, "runs", experiment_id=experiment_id, filter=named(name)))
-    except UnansweredError:
-        raise DeployError(
-            f"{error}; whether run {name!r} was started is not known: look before you start another"
-        ) from error
-    if not listed:
-        raise DeployError(f"{error}; run {name!r} is not there; look once more before you start another") from error
-    print(f"note: the answer to the start was lost, but the run is there ({error})")
-    return listed[0]
 
 
 def follow(api: Api, run_id: str, tasks: Collection[str], *, hours: float = DEFAULT_HOURS) -> None:
@@ -121,9 +118,8 @@ def follow(api: Api, run_id: str, tasks: Collection[str], *, hours: float = DEFA
         DeployError: the run did not succeed, with what KFP says of each failed task; or the wait became too long.
         KeyboardInterrupt: the wait was broken off, and how to stop the run was said.
     """
-    follower = _RunFollower(api, run_id, tasks)
     try:
-        run = follower.wait(hours)
+        run = _RunFollower(api, run_id, tasks).wait(hours)
     except KeyboardInterrupt:
         print(
             f"\nthe run continues. Stop it: python -m pipelines.runs stop {run_id}    "
@@ -146,7 +142,8 @@ class _RunFollower:
         while True:
             run = self._look()
             if run is not None:
-                self._show(run)
+                for name, state in {**_states(run, self._tasks), "run": run.state}.items():
+                    self._tell(name, (state or "PENDING").lower())
                 if run.state in ENDED:
                     return run
             if time.monotonic() - self._start > hours * 3600:
@@ -155,7 +152,7 @@ class _RunFollower:
             interval = min(1.3 * interval, longest)
 
     def _look(self) -> Any | None:
-        """The run, or None while the API is away."""
+        """Return the run, or None while the API is away."""
         try:
             run = self._api.runs.run_service_get_run(self._run_id)
         except UnansweredError as error:
@@ -174,11 +171,6 @@ class _RunFollower:
     def _given_up(self, why: str) -> DeployError:
         return DeployError(f"{why}; the run continues, follow it again: python -m pipelines.runs follow {self._run_id}")
 
-    def _show(self, run: Any) -> None:
-        for name, task in _details(run, self._tasks).items():
-            self._tell(name, (task.state or "PENDING").lower())
-        self._tell("run", (run.state or "PENDING").lower())
-
     def _tell(self, name: str, state: str) -> None:
         if self._states.get(name) != state:
             self._states[name] = state
@@ -186,22 +178,44 @@ class _RunFollower:
             print(f"[{elapsed}] {name}: {state}", flush=True)
 
 
-def _details(run: Any, tasks: Collection[str]) -> dict[str, Any]:
-    """Task -> what KFP knows of it."""
+def _states(run: Any, tasks: Collection[str]) -> dict[str, str | None]:
     listed = (run.run_details and run.run_details.task_details) or []
-    return {task.display_name: task for task in listed if task.display_name in tasks}
+    return {task.display_name: task.state for task in listed if task.display_name in tasks}
 
 
 def _failure(api: Api, run: Any, tasks: Collection[str]) -> str:
-    states = {name: task.state for name, task in _details(run, tasks).items()}
-    words = {name: text for name, text in _last_words(api, run, tasks).items() if states.get(name) != "SUCCEEDED"}
+    """Say how a run ended, and what its failed tasks said last, as Kubeflow Pipelines keeps it.
+
+    A task writes its message where Kubernetes takes it for the pod's termination message, Argo puts that into the Workflow, and KFP keeps
+    the Workflow as it was when the run ended. The details of a run in KFP's v2 API have states without messages, so this asks the v1 API,
+    which KFP 2.17 serves beside it.
+    """
+    states = _states(run, tasks)
+    words: dict[str, str] = {}
+    try:
+        detail = api.call_api(
+            "/apis/v1beta1/runs/{run_id}",
+            "GET",
+            path_params={"run_id": run.run_id},
+            response_type="object",
+            auth_settings=["Bearer"],
+            _return_http_data_only=True,
+        )
+        manifest = (detail.get("pipeline_runtime") or {}).get("workflow_manifest") or "{}"
+        said = last_words(json.loads(manifest), tasks)
+        words = {name: text for name, text in said.items() if states.get(name) != "SUCCEEDED"}
+    except DeployError as error:
+        print(f"note: what the tasks said last is not known: {error}", file=sys.stderr)
     failed = [name for name in states if states[name] in ("FAILED", "CANCELED")]
     reasons = [
         f"{name} {(states.get(name) or 'FAILED').lower()}{f': {words[name]}' if name in words else ''}"
         for name in dict.fromkeys([*failed, *words])
     ]
+    # KFP puts the message of a run beside its state or into its history, or says nothing.
+    errors = [run.error, *(status.error for status in reversed(run.state_history or []))]
+    message = next((error.message for error in errors if error and error.message), "")
     return (
-        f"run {run.display_name} ended as {run.state}{_message(run)}"
+        f"run {run.display_name} ended as {run.state}{f': {_in_one_line(message)}' if message else ''}"
         + "".join(f"\n  {reason}" for reason in reasons)
         + f"\n  look at {api.link(f'runs/details/{run.run_id}')}"
         + f"\n  or read: kubectl logs --namespace {api.pods_namespace} --selector pipeline/runid={run.run_id} --container main "
@@ -209,19 +223,28 @@ def _failure(api: Api, run: Any, tasks: Collection[str]) -> str:
     )
 
 
-def _last_words(api: Api, run: Any, tasks: Collection[str]) -> dict[str, str]:
-    try:
-        return last_words.of_run(api, run.run_id, tasks)
-    except DeployError as error:
-        print(f"note: what the tasks said last is not known: {error}", file=sys.stderr)
-        return {}
+def last_words(workflow: Mapping[str, Any], tasks: Collection[str]) -> dict[str, str]:
+    """Return task -> what its last pod that failed said, or what Kubernetes said of that; of tasks with such a pod.
+
+    Args:
+        workflow: Argo's, of the run.
+        tasks: their names.
+    """
+    nodes = (workflow.get("status") or {}).get("nodes") or {}
+    failed = [node for node in nodes.values() if node["type"] == "Pod" and node["phase"] in ("Failed", "Error")]
+    words = {}
+    for node in sorted(failed, key=lambda node: node.get("startedAt") or ""):
+        # `distillation-x7k2p.root.exit-handler-1.pretrain.executor(0)` or, of a task's driver, `....pretrain-driver`
+        steps = (step.partition("(")[0].removesuffix("-driver") for step in reversed(node["name"].split(".")))
+        task = next((step for step in steps if step in tasks), None)
+        if task and node.get("message"):
+            own = OF_A_TASK.search(node["message"])
+            words[task] = _in_one_line(own[1] if own else node["message"])
+    return words
 
 
-def _message(run: Any) -> str:
-    """The message of a run, `: text`; KFP puts it beside the state or into its history, or says nothing."""
-    errors = [run.error, *(status.error for status in reversed(run.state_history or []))]
-    text = next((error.message for error in errors if error and error.message), "")
-    return f": {' '.join(text.split())}" if text else ""
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def stop(api: Api, run_id: str) -> None:
@@ -251,29 +274,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_wait(parser)
     connection.add_arguments(parser)
     options = parser.parse_args(arguments)
-    return commands.exit_code(lambda: _act(options))
+
+    def act() -> None:
+        with connection.connect(options) as api:
+            try:
+                if options.action == "stop":
+                    stop(api, options.run_id)
+                else:
+                    follow(api, options.run_id, task_names(COMPILED.read_text()), hours=options.hours)
+            except RefusedError as error:
+                if error.status != NOT_FOUND:
+                    raise
+                raise DeployError(
+                    f"there is no run {options.run_id} at {api.place.address}; its id stands in the link to it"
+                ) from error
+
+    return commands.exit_code(act)
 
 
 def add_wait(parser: argparse._ActionsContainer) -> None:
-    """The option that limits a wait."""
+    """Add the option that limits a wait."""
     parser.add_argument(
         "--hours", type=float, default=DEFAULT_HOURS, help="how long to wait for the run's end (default: %(default)g)"
     )
-
-
-def _act(options: argparse.Namespace) -> None:
-    with connection.connect(options) as api:
-        try:
-            if options.action == "stop":
-                stop(api, options.run_id)
-            else:
-                follow(api, options.run_id, task_names(COMPILED.read_text()), hours=options.hours)
-        except RefusedError as error:
-            if error.status != NOT_FOUND:
-                raise
-            raise DeployError(
-                f"there is no run {options.run_id} at {api.place.address}; its id stands in the link to it"
-            ) from error
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from components.image import IMAGE
-from pipelines import connection, schedules, versions
+from pipelines import connection, versions
 from pipelines.connection import Api
-from pipelines.deploy import specification
 from pipelines.distillation import NAME
 from trainer import commands
 
@@ -42,32 +41,33 @@ def undeploy(options: argparse.Namespace) -> None:
     Raises:
         TrainerError: the API is not there or refuses.
     """
-    content = "" if options.all or options.version else versions.content_of(specification(options.image or IMAGE))
+    content = "" if options.all or options.version else versions.content_of(options.image or IMAGE)
     with connection.connect(options) as api:
         pipeline = versions.pipeline(api)
         if pipeline is None:
             print(f"pipeline {NAME} is not there; nothing to remove")
         elif options.all:
-            for schedule in schedules.of_pipeline(api, pipeline.pipeline_id):  # also of versions that are gone
-                schedules.remove(api, schedule)
+            for schedule in versions.schedules(api, pipeline.pipeline_id):  # also of versions that are gone
+                versions.remove_schedule(api, schedule)
             _remove(api, pipeline.pipeline_id, versions.versions(api, pipeline.pipeline_id))
             api.pipelines.pipeline_service_delete_pipeline(pipeline.pipeline_id)
             print(f"removed: pipeline {NAME}")
         else:
             there = versions.versions(api, pipeline.pipeline_id)
-            doomed = {name for name in there if name == options.version or (content and versions.is_of(name, content))}
-            _remove(api, pipeline.pipeline_id, {name: there[name] for name in sorted(doomed)})
+            wanted = options.version or content
+            doomed = sorted(name for name in there if name == wanted or (content and name.startswith(f"{content}-")))
+            _remove(api, pipeline.pipeline_id, {name: there[name] for name in doomed})
             if not doomed:
-                wanted, others = options.version or content, ", ".join(there) or "no version"
+                others = ", ".join(there) or "no version"
                 print(f"version {wanted} is not there; nothing to remove; there: {others}")
 
 
 def _remove(api: Api, pipeline_id: str, doomed: Mapping[str, Any]) -> None:
     """Remove these versions, and before them the schedules that start them."""
     ids = {version.pipeline_version_id for version in doomed.values()}
-    for schedule in schedules.of_pipeline(api, pipeline_id):
+    for schedule in versions.schedules(api, pipeline_id):
         if schedule.pipeline_version_reference.pipeline_version_id in ids:
-            schedules.remove(api, schedule)
+            versions.remove_schedule(api, schedule)
     for name, version in doomed.items():
         api.pipelines.pipeline_service_delete_pipeline_version(pipeline_id, version.pipeline_version_id)
         print(f"removed: version {name}")

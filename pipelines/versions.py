@@ -1,4 +1,4 @@
-"""The pipeline and its versions, as Kubeflow Pipelines keeps them."""
+"""The pipeline, its versions and its schedules, as Kubeflow Pipelines keeps them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from typing import Any
 
 import kfp_server_api
 
-from pipelines.connection import Api, every
+from pipelines import compile as compilation
+from pipelines.connection import CONFLICT, NOT_FOUND, Api, RefusedError, every
 from pipelines.distillation import NAME
-from pipelines.refusals import CONFLICT, NOT_FOUND, RefusedError
+from pipelines.runs import RunRequest
 from trainer import __version__
+from trainer.errors import SettingsError
 from trainer.graph import OPTIONAL_STAGES
 
 _GENERATION = re.compile(r"-fresh-(\d{8}t\d{6}z)$")
+_CRON_FIELDS = (("minute", 0, 59), ("hour", 0, 23), ("day", 1, 31), ("month", 1, 12), ("weekday", 0, 6))
 
 
-def content_of(text: str) -> str:
-    """Name the versions of one content: by the project's version and a digest of the whole compiled pipeline with its image."""
+def content_of(image: str) -> str:
+    """Name the versions of one content: by the project's version and a digest of the whole compiled pipeline with its image.
+
+    Raises:
+        DeployError: the compiled file is not what the definition says now.
+    """
+    text = compilation.for_cluster(compilation.committed_text(), image)
     return f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -36,11 +44,6 @@ def name_of(content: str, optional: Collection[str], generation: str) -> str:
     """
     stages = "" if set(optional) == set(OPTIONAL_STAGES) else f"-{'-'.join(optional) or 'plain'}".replace("_", "-")
     return f"{content}{stages}{f'-fresh-{generation}' if generation else ''}"
-
-
-def is_of(name: str, content: str) -> bool:
-    """Check whether a version of this name is one of a content's."""
-    return name == content or name.startswith(f"{content}-")
 
 
 def generation(api: Api) -> str:
@@ -81,38 +84,118 @@ def upload(api: Api, name: str, text: str) -> Any:
     Raises:
         DeployError: the API refuses.
     """
-    found = pipeline(api) or _create(api)
-    version = versions(api, found.pipeline_id).get(name)
-    known = version is not None
+    found: Any = pipeline(api)
+    if found is None:
+        body = kfp_server_api.V2beta1Pipeline(
+            name=NAME, display_name=NAME, description="Distil a vision transformer", **api.in_namespace
+        )
+        try:
+            found = api.pipelines.pipeline_service_create_pipeline(body)
+        except RefusedError as error:
+            if error.status != CONFLICT:  # someone else was faster
+                raise
+            found = pipeline(api)
+    version, state = versions(api, found.pipeline_id).get(name), "version already there"
     if version is None:
-        version, known = _upload(api, found.pipeline_id, name, text)
-    state = "version already there" if known else "uploaded"
-    print(
-        f"{NAME} {name}: {state}; {api.link(f'pipelines/details/{version.pipeline_id}/version/{version.pipeline_version_id}')}"
-    )
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory) / f"{NAME}.yaml"
+            file.write_text(text)
+            try:
+                version = api.uploads.upload_pipeline_version(str(file), name=name, pipelineid=found.pipeline_id)
+                state = "uploaded"
+            except RefusedError as error:
+                if error.status != CONFLICT:  # someone else was faster
+                    raise
+                version = versions(api, found.pipeline_id)[name]
+    link = api.link(f"pipelines/details/{version.pipeline_id}/version/{version.pipeline_version_id}")
+    print(f"{NAME} {name}: {state}; {link}")
     return version
 
 
-def _create(api: Api) -> Any:
-    body = kfp_server_api.V2beta1Pipeline(
-        name=NAME, display_name=NAME, description="Distil a vision transformer", **api.in_namespace
+def cron_of(text: str) -> str:
+    """Return KFP's form of a cron expression: it has a field for seconds before the usual five.
+
+    KFP takes five fields too, and reads them as seconds, minutes, hours, days, months: "0 3 * * *" would run every hour.
+
+    Args:
+        text: minute, hour, day, month, weekday.
+
+    Raises:
+        SettingsError: it is none.
+    """
+    fields = text.split()
+    if len(fields) != len(_CRON_FIELDS):
+        raise SettingsError(
+            f'CRON must have five fields, minute hour day month weekday, such as "0 3 * * *" for every night at three (UTC); got {text!r}'
+        )
+    for field, (name, low, high) in zip(fields, _CRON_FIELDS, strict=True):
+        for part in field.split(","):
+            match = re.fullmatch(r"(\*|(\d+)(?:-(\d+))?)(?:/([1-9]\d*))?", part)
+            bounds = [int(number) for number in match.group(2, 3) if number] if match else []
+            if not match or bounds != sorted(bounds) or not all(low <= bound <= high for bound in bounds):
+                raise SettingsError(
+                    f"CRON={text!r}: the {name} must be *, a number from {low} to {high}, a range 1-5, a step */15, or a list of "
+                    f"these; got {field!r}"
+                )
+    return " ".join(["0", *fields])
+
+
+def put_schedule(api: Api, name: str, cron: str, job: RunRequest) -> None:
+    """Have one schedule of this name, as it is given here: KFP cannot change one, so another is made and the old one removed.
+
+    Args:
+        api: the API.
+        name: the schedule's.
+        cron: when, in KFP's form.
+        job: what it starts.
+
+    Raises:
+        DeployError: the API refuses.
+    """
+    wanted = kfp_server_api.V2beta1RecurringRun(
+        display_name=name,
+        **job.fields(),
+        trigger=kfp_server_api.V2beta1Trigger(cron_schedule=kfp_server_api.V2beta1CronSchedule(cron=cron)),
+        mode=kfp_server_api.RecurringRunMode.ENABLE,
+        max_concurrency="1",
+        no_catchup=True,
     )
-    try:
-        return api.pipelines.pipeline_service_create_pipeline(body)
-    except RefusedError as error:
-        if error.status != CONFLICT:  # someone else was faster
-            raise
-        return pipeline(api)
+
+    def essence(of: Any) -> tuple[Any, ...]:
+        return (
+            of.experiment_id,
+            of.pipeline_version_reference.pipeline_version_id,
+            of.runtime_config and of.runtime_config.parameters,
+            of.service_account,
+            of.trigger and of.trigger.cron_schedule and of.trigger.cron_schedule.cron,
+            of.max_concurrency,
+            of.no_catchup,
+        )
+
+    there = [schedule for schedule in schedules(api, job.version.pipeline_id) if schedule.display_name == name]
+    alike = (schedule for schedule in there if schedule.status == "ENABLED" and essence(schedule) == essence(wanted))
+    same = next(alike, None)
+    kept = same or api.schedules.recurring_run_service_create_recurring_run(wanted)
+    for schedule in there:
+        if schedule is not same:
+            remove_schedule(api, schedule)
+    state = "already there" if same else "made"
+    print(
+        f"schedule {name!r} at {cron!r} (seconds first): {state}; {api.link(f'recurringrun/details/{kept.recurring_run_id}')}"
+    )
 
 
-def _upload(api: Api, pipeline_id: str, name: str, text: str) -> tuple[Any, bool]:
-    """Upload a version; gives it, and whether it was uploaded by someone else at the same time."""
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / f"{NAME}.yaml"
-        file.write_text(text)
-        try:
-            return api.uploads.upload_pipeline_version(str(file), name=name, pipelineid=pipeline_id), False
-        except RefusedError as error:
-            if error.status != CONFLICT:
-                raise
-    return versions(api, pipeline_id)[name], True
+def remove_schedule(api: Api, schedule: Any) -> None:
+    """Remove a schedule, and say so; its runs stay."""
+    api.schedules.recurring_run_service_delete_recurring_run(schedule.recurring_run_id)
+    print(f"removed: schedule {schedule.display_name!r}")
+
+
+def schedules(api: Api, pipeline_id: str) -> list[Any]:
+    """List the schedules that start any version of a pipeline."""
+    listed = every(api.schedules.recurring_run_service_list_recurring_runs, "recurring_runs", **api.in_namespace)
+    return [
+        schedule
+        for schedule in listed
+        if schedule.pipeline_version_reference and schedule.pipeline_version_reference.pipeline_id == pipeline_id
+    ]

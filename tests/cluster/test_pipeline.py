@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pipelines import connection, schedules, versions
+from pipelines import connection, versions
 from tests.cluster.conftest import LONG, NAMESPACE, eventually, image, kubectl, objects
 from tests.cluster.faults import registered
 
@@ -144,9 +144,9 @@ def schedule():
     parser = argparse.ArgumentParser()
     connection.add_arguments(parser)
     with connection.connect(parser.parse_args(["--namespace", NAMESPACE])) as api:
-        for one in schedules.of_pipeline(api, versions.pipeline(api).pipeline_id):
-            if one.display_name == schedules.name_of("grocery"):
-                schedules.remove(api, one)
+        for one in versions.schedules(api, versions.pipeline(api).pipeline_id):
+            if one.display_name == "scheduled grocery":
+                versions.remove_schedule(api, one)
 
 
 def test_a_schedule_starts_runs(schedule):

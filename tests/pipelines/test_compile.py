@@ -13,7 +13,7 @@ import yaml
 from components.image import IMAGE, IMAGE_VARIABLE
 from components.launching import Placement
 from pipelines import compile as compilation
-from pipelines.pods import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
+from pipelines.distillation import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
 from trainer.graph import OPTIONAL_STAGES, STAGES
 
 

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from pipelines import connection, places
-from pipelines.refusals import RefusedError, UnansweredError
+from pipelines.connection import RefusedError, UnansweredError
 from tests.stand_ins.pipelines_api import PipelinesApi
 from trainer.errors import DeployError
 

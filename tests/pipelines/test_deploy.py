@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipelines import compile as compilation
-from pipelines import deploy, last_words, runs, schedules, undeploy, versions
+from pipelines import deploy, runs, undeploy, versions
 from pipelines.distillation import NAME
 from tests.stand_ins.pipelines_api import PipelinesApi, state
 from trainer import __version__
@@ -272,7 +272,7 @@ def failed_pod(name, message, **further):
 )
 def test_the_last_words_of_a_task(nodes, words):
     workflow = {"status": {"nodes": {str(index): node for index, node in enumerate(nodes)}}}
-    assert last_words.of_workflow(workflow, {"pretrain", "distill"}) == words
+    assert runs.last_words(workflow, {"pretrain", "distill"}) == words
 
 
 @pytest.mark.parametrize("ended", ["CANCELED", "SKIPPED"])
@@ -401,7 +401,7 @@ def test_an_old_schedule_outlives_a_new_one_that_is_refused(api, command):
 
 @pytest.mark.parametrize("text", ["* * * * *", "*/15 0-6 1,15 * 1-5", "59 23 31 12 6"])
 def test_cron_gets_its_seconds(text):
-    assert schedules.cron_of(text) == f"0 {text}"
+    assert versions.cron_of(text) == f"0 {text}"
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_cron_gets_its_seconds(text):
 )
 def test_a_wrong_cron(text, message):
     with pytest.raises(SettingsError, match=message):
-        schedules.cron_of(text)
+        versions.cron_of(text)
 
 
 def test_a_run_says_how_it_is_found_in_mlflow(api, command):
@@ -437,7 +437,7 @@ def test_undeploying_removes_this_contents_version_and_its_schedules(api, comman
     assert code == 0
     assert output.splitlines()[1:] == [
         "removed: schedule 'scheduled digits'",
-        f"removed: version {versions.content_of(deploy.specification(deploy.IMAGE))}-plain",
+        f"removed: version {versions.content_of(deploy.IMAGE)}-plain",
     ]
     (left,) = api.store.versions.values()
     assert [schedule.display_name for schedule in api.store.schedules.values()] == ["scheduled grocery"]
@@ -450,7 +450,7 @@ def test_undeploying_removes_this_contents_version_and_its_schedules(api, comman
 
 
 def test_undeploying_removes_every_version_of_a_content(api, command):
-    content = versions.content_of(deploy.specification(deploy.IMAGE))
+    content = versions.content_of(deploy.IMAGE)
     command(deploy.main)
     command(deploy.main, "--run", "--fresh", "--set", "distill.teacher=recorded")
     names = [version.name for version in api.store.versions.values()]

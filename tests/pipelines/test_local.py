@@ -110,9 +110,8 @@ def test_the_checkpoints_of_an_interrupted_run_lie_where_the_next_run_looks(monk
     monkeypatch.setenv("TRAINER_ARTIFACTS", "s3://bucket/x")
     monkeypatch.setenv("TRAINER_CHECKPOINTS", named)
     place = Placement(pool=pool)
-    request = local.LocalRun(parameters={}, place=place, output=None, fresh=False, debug=False)
     for directory in (Path("runs/1"), Path("runs/2")):
-        assert local._environment(config.resolve("digits"), directory, request)["TRAINER_CHECKPOINTS"] == expected
+        assert local._environment(config.resolve("digits"), directory, place)["TRAINER_CHECKPOINTS"] == expected
 
 
 def test_debug_adds_the_traceback(tmp_path):
