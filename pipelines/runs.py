@@ -97,9 +97,7 @@ def start(api: Api, name: str, job: RunRequest) -> Any:
                 f"{error}; whether run {name!r} was started is not known: look before you start another"
             ) from error
         if run is None:
-            raise DeployError(
-                f"{error}; run {name!r} is not there; look once more before you start another"
-            ) from error
+            raise DeployError(f"{error}; run {name!r} is not there; look once more before you start another") from error
         print(f"note: the answer to the start was lost, but the run is there ({error})")
     print(f"run {name}: {api.link(f'runs/details/{run.run_id}')}", flush=True)
     return run

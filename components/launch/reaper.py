@@ -25,8 +25,8 @@ from trainer.errors import SettingsError
 logger = logging.getLogger(__name__)
 
 ORPHANED_AFTER_S = 120.0
-"""How long after the end of its task's pod a job is an orphan: KFP waits a minute at most (`pipelines/distillation.py`) before it retries the
-task, whose new pod then adopts the job."""
+"""How long after the end of its task's pod a job is an orphan: KFP waits a minute at most (`pipelines/distillation.py`) before it retries
+the task, whose new pod then adopts the job."""
 
 _SECONDS: Mapping[str, int] = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

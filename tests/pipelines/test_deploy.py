@@ -185,8 +185,10 @@ def test_several_users(command, monkeypatch):
 
 
 def test_parameters_that_the_version_does_not_have_are_refused(api, command, monkeypatch):
-    known = deploy._parameters
-    monkeypatch.setattr(deploy, "_parameters", lambda options: {**known(options), "colour": "red"})
+    known = runs.RunRequest
+    monkeypatch.setattr(
+        runs, "RunRequest", lambda parameters, **rest: known(parameters={**parameters, "colour": "red"}, **rest)
+    )
     code, _, errors = command(deploy.main, "--run")
     assert code == 2
     assert "parameter(s) provided are not required by pipeline: colour" in errors
