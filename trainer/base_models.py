@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -54,3 +55,13 @@ class Section(StrictModel):
                 "in the environment, such as AWS_SECRET_ACCESS_KEY, MLFLOW_TRACKING_PASSWORD or HF_TOKEN"
             )
         return value
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Ask whether the nearest names were meant, `; did you mean A or B?`; empty where none is near."""
+    candidates = list(known)
+    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
+    if not close:  # the right name in the wrong section
+        last = name.rsplit(".", 1)[-1]
+        close = [candidate for candidate in candidates if candidate.rsplit(".", 1)[-1] == last][:3]
+    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -1,109 +1,46 @@
-"""Every setting, and how a recipe and overrides become the settings of a run. Nothing here imports torch.
+"""Every setting (`settings`), and how a recipe and overrides become the settings of a run (`resolution`). Nothing here imports torch."""
 
-`training_settings` declares what all trainings share, `settings` the sections and `Settings`; `checks` explains wrong values, and
-`resolution` reads recipes and overrides.
-"""
-
-from __future__ import annotations
-
-from trainer.config.checks import AnySection, validate, walk
-from trainer.config.resolution import (
-    RECIPES,
-    load_recipe,
-    parse_overrides,
-    recipes,
-    recording_mistakes,
-    resolve,
-    resolve_run,
-)
-from trainer.config.settings import (
-    CHECKPOINTS_VARIABLE,
-    DEVICE_VARIABLE,
-    TIMM,
-    TOP_K,
-    WAIT_VARIABLE,
-    ClassReference,
-    DataSettings,
-    DistillSettings,
-    EvaluateSettings,
-    FinetuneSettings,
-    GateSettings,
-    MaeSettings,
-    Outside,
-    PretrainSettings,
-    ProfileSettings,
-    RegisterSettings,
-    ReinforceSettings,
-    RunSettings,
-    Settings,
-    TimmWeights,
-    TrackingSettings,
-    TuneSettings,
-    WarmUpSettings,
-    validate_section,
-)
-from trainer.config.training_settings import (
-    LOADING,
-    Compile,
-    DecodeOn,
-    EvidenceSettings,
-    LoadingSettings,
-    ModelSettings,
-    Precision,
-    RuleNames,
-    TrainingSettings,
-    ViewSettings,
-    ViewsOn,
-    WatchSettings,
-    Workers,
-)
-
-__all__ = [
-    "CHECKPOINTS_VARIABLE",
-    "DEVICE_VARIABLE",
-    "LOADING",
-    "RECIPES",
-    "TIMM",
-    "TOP_K",
-    "WAIT_VARIABLE",
-    "AnySection",
-    "ClassReference",
-    "Compile",
-    "DataSettings",
-    "DecodeOn",
-    "DistillSettings",
-    "EvaluateSettings",
-    "EvidenceSettings",
-    "FinetuneSettings",
-    "GateSettings",
-    "LoadingSettings",
-    "MaeSettings",
-    "ModelSettings",
-    "Outside",
-    "Precision",
-    "PretrainSettings",
-    "ProfileSettings",
-    "RegisterSettings",
-    "ReinforceSettings",
-    "RuleNames",
-    "RunSettings",
-    "Settings",
-    "TimmWeights",
-    "TrackingSettings",
-    "TrainingSettings",
-    "TuneSettings",
-    "ViewSettings",
-    "ViewsOn",
-    "WarmUpSettings",
-    "WatchSettings",
-    "Workers",
-    "load_recipe",
-    "parse_overrides",
-    "recipes",
-    "recording_mistakes",
-    "resolve",
-    "resolve_run",
-    "validate",
-    "validate_section",
-    "walk",
-]
+from trainer.config.resolution import RECIPES as RECIPES
+from trainer.config.resolution import load_recipe as load_recipe
+from trainer.config.resolution import parse_overrides as parse_overrides
+from trainer.config.resolution import recipes as recipes
+from trainer.config.resolution import recording_mistakes as recording_mistakes
+from trainer.config.resolution import resolve as resolve
+from trainer.config.resolution import resolve_run as resolve_run
+from trainer.config.resolution import validate as validate
+from trainer.config.resolution import validate_section as validate_section
+from trainer.config.resolution import walk as walk
+from trainer.config.settings import CHECKPOINTS_VARIABLE as CHECKPOINTS_VARIABLE
+from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
+from trainer.config.settings import LOADING as LOADING
+from trainer.config.settings import TIMM as TIMM
+from trainer.config.settings import TOP_K as TOP_K
+from trainer.config.settings import WAIT_VARIABLE as WAIT_VARIABLE
+from trainer.config.settings import ClassReference as ClassReference
+from trainer.config.settings import Compile as Compile
+from trainer.config.settings import DataSettings as DataSettings
+from trainer.config.settings import DecodeOn as DecodeOn
+from trainer.config.settings import DistillSettings as DistillSettings
+from trainer.config.settings import EvaluateSettings as EvaluateSettings
+from trainer.config.settings import EvidenceSettings as EvidenceSettings
+from trainer.config.settings import FinetuneSettings as FinetuneSettings
+from trainer.config.settings import GateSettings as GateSettings
+from trainer.config.settings import LoadingSettings as LoadingSettings
+from trainer.config.settings import MaeSettings as MaeSettings
+from trainer.config.settings import ModelSettings as ModelSettings
+from trainer.config.settings import Outside as Outside
+from trainer.config.settings import Precision as Precision
+from trainer.config.settings import PretrainSettings as PretrainSettings
+from trainer.config.settings import ProfileSettings as ProfileSettings
+from trainer.config.settings import RegisterSettings as RegisterSettings
+from trainer.config.settings import ReinforceSettings as ReinforceSettings
+from trainer.config.settings import Settings as Settings
+from trainer.config.settings import TimmWeights as TimmWeights
+from trainer.config.settings import TrackingSettings as TrackingSettings
+from trainer.config.settings import TrainingSettings as TrainingSettings
+from trainer.config.settings import TuneSettings as TuneSettings
+from trainer.config.settings import ViewSettings as ViewSettings
+from trainer.config.settings import ViewsOn as ViewsOn
+from trainer.config.settings import WarmUpSettings as WarmUpSettings
+from trainer.config.settings import WatchSettings as WatchSettings
+from trainer.config.settings import Workers as Workers

@@ -1,4 +1,4 @@
-"""From a recipe and overrides to the settings of a run.
+"""From a recipe and overrides to the settings of a run, all checked, with a message that names each wrong one.
 
 A recipe (`trainer/recipes/NAME.toml`) states only what differs from the defaults; overrides are text (`distill.temperature=2`).
 `resolve` turns both into one frozen `Settings`, and fills in what sections take from one another.
@@ -6,15 +6,19 @@ A recipe (`trainer/recipes/NAME.toml`) states only what differs from the default
 
 from __future__ import annotations
 
+import functools
+import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from trainer import limits, local_files
-from trainer.config.checks import AnySection, nearest, validate
-from trainer.config.settings import TOP_K, DistillSettings, ReinforceSettings, Settings
-from trainer.config.training_settings import ViewSettings, WatchSettings
+from trainer.base_models import Section, nearest
+from trainer.config.settings import TOP_K, DistillSettings, ReinforceSettings, Settings, ViewSettings, WatchSettings
 from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -22,11 +26,8 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 def recipes() -> dict[str, str]:
     """List the recipes: name -> the first line of its text."""
-    return {path.stem: _first_comment(path) for path in sorted(RECIPES.glob("*.toml"))}
-
-
-def _first_comment(path: Path) -> str:
-    return path.read_text().split("\n", 1)[0].removeprefix("#").strip()
+    paths = sorted(RECIPES.glob("*.toml"))
+    return {path.stem: path.read_text().split("\n", 1)[0].removeprefix("#").strip() for path in paths}
 
 
 def load_recipe(recipe: str) -> dict[str, Any]:
@@ -67,16 +68,12 @@ def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise SettingsError(f"override {item!r}: is not key=value, such as distill.temperature=2")
-        parsed[key] = _parse_value(text)
+        try:
+            found = limits.parse_toml(f"value = {text}")
+        except ValueError:
+            found = {}
+        parsed[key] = found["value"] if len(found) == 1 else text  # after a line break there may be more
     return parsed
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        found = limits.parse_toml(f"value = {text}")
-    except ValueError:
-        return text
-    return found["value"] if len(found) == 1 else text  # after a line break there may be more
 
 
 def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
@@ -87,7 +84,17 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
     """
     values = load_recipe(recipe) if recipe else {}
     for key, value in parse_overrides(overrides).items():
-        _set(values, key, value)
+        *path, last = key.split(".")
+        if len(path) > limits.NESTING:
+            raise SettingsError(
+                f"override {limits.cut(key, 200)}: names more than {limits.NESTING} groups within one another"
+            )
+        group = values
+        for part in path:
+            group = group.setdefault(part, {})
+            if not isinstance(group, dict):
+                raise SettingsError(f"override {key}: {part} is a value, not a group of settings")
+        group[last] = value
     return _inherit(validate(Settings, _merge(Settings().model_dump(), values)))
 
 
@@ -160,14 +167,12 @@ def _inherit(settings: Settings) -> Settings:
     sections: dict[str, Any] = {
         stage: _filled(getattr(settings, stage), inherited) for stage in ("pretrain", "reinforce", "distill")
     }
-    rules = (
-        settings.profile.rules
-    )  # those of `watch` stay as they are: a recording that is not made changes no training
+    # Those of `watch` stay as they are: a recording that is not made changes no training.
+    rules = settings.profile.rules
     teacher_share = _filled(rules.teacher_share, {"views": settings.reinforce.views})
     rules = rules.model_copy(update={"teacher_share": teacher_share})
     sections["profile"] = settings.profile.model_copy(update={"rules": rules})
-    run = settings.run
-    budgets = {"budget_usd": run.budget_usd, "budget_hours": run.budget_hours}
+    budgets = {"budget_usd": settings.run.budget_usd, "budget_hours": settings.run.budget_hours}
     tune = _filled(settings.tune, {"distill": sections["distill"], "reinforce": sections["reinforce"], **budgets})
     is_limited = bool(tune.budget_usd or tune.budget_hours)
     sections["tune"] = tune.model_copy(update={"enabled": tune.enabled or is_limited})
@@ -182,14 +187,151 @@ def _filled(section: AnySection, values: Mapping[str, Any]) -> AnySection:
     return section.model_copy(update=missing)
 
 
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    if len(path) > limits.NESTING:
-        raise SettingsError(
-            f"override {limits.cut(key, 200)}: names more than {limits.NESTING} groups within one another"
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+_MOST_EXPLAINED = 30
+"""Wrong settings that a message explains."""
+
+
+def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: str = "") -> AnySection:
+    """Check the values of a section.
+
+    Raises:
+        SettingsError: every wrong value with its full name, itself, and what is allowed.
+    """
+    unprintable = [
+        f"{name} has characters that cannot be shown: {text!r}" for name, text in _unprintable(values, prefix)
+    ]
+    if unprintable:
+        raise SettingsError("\n".join(unprintable))
+    try:
+        return section.model_validate(dict(values))
+    except ValidationError as error:
+        # One setting may have several errors, one for each alternative that it has, of which none is met.
+        wrong: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+        for details in error.errors():
+            location = details["loc"]
+            if len(location) > 1 and _ALTERNATIVE.fullmatch(str(location[-1])):
+                details["loc"] = location[:-1]
+            wrong.setdefault(details["loc"], []).append(details)
+        explained = list(wrong.values())[:_MOST_EXPLAINED]
+        messages = [_explain(section, alternatives, prefix) for alternatives in explained]
+        more = [f"and {len(wrong) - _MOST_EXPLAINED} more"] if len(wrong) > _MOST_EXPLAINED else []
+        raise SettingsError("\n".join(messages + more)) from error
+
+
+def validate_section(name: str, values: Mapping[str, Any]) -> Section:
+    """Check the values of a section of `Settings`; raises as `validate`."""
+    section: type[Section] = type(Settings.model_fields[name].get_default())
+    return validate(section, values, prefix=name)
+
+
+def _unprintable(value: object, name: str) -> Iterator[tuple[str, str]]:
+    """Find each setting that a terminal or a page would not show as it is: full name and text."""
+    if isinstance(value, str) and limits.printable_name(value) != value:
+        yield name, value
+    elif isinstance(value, Mapping):
+        for member, one in value.items():
+            yield from _unprintable(one, f"{name}.{member}" if name else str(member))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _unprintable(one, name)
+
+
+_ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")
+"""What pydantic adds to the location of an error in a setting that has alternatives, such as a whole number or auto."""
+
+
+_COMPARISONS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+_LIMITS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
+_TYPE_NAMES = {
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+}
+
+
+def _explain(section: type[Section], alternatives: Sequence[ErrorDetails], prefix: str) -> str:
+    """Make the message for a setting; of the errors there is one for each alternative that it has."""
+    details = alternatives[0]
+    name = ".".join(([prefix] if prefix else []) + [str(part) for part in details["loc"]])
+    kind, value = details["type"], details.get("input")
+    if kind == "extra_forbidden":
+        known = [full for full, *_ in walk(section, prefix)]
+        return f"unknown setting {name}{nearest(name, known)}; `python -m trainer config RECIPE` lists all"
+    allowed = [text for one in alternatives if (text := _allowed(one))]
+    if allowed:
+        return f"{name} must be {' or '.join(allowed)}, got {value!r}"
+    if kind == "model_type":
+        return (
+            f"{name} is a group of settings and cannot be {value!r}; set one of its members, such as {name}.NAME=VALUE"
         )
-    for part in path:
-        values = values.setdefault(part, {})
-        if not isinstance(values, dict):
-            raise SettingsError(f"override {key}: {part} is a value, not a group of settings")
-    values[last] = value
+    if kind == "value_error":
+        return f"{name}: {details['ctx']['error']}"
+    return f"{name}: {details['msg']}, got {value!r}"
+
+
+def _allowed(details: ErrorDetails) -> str:
+    """Return what a value must be; empty where that is not what the error is about."""
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in _COMPARISONS:
+        return f"{_COMPARISONS[kind]} {context[_LIMITS[kind]]}"
+    if kind == "literal_error":
+        expected: str = context["expected"]
+        return expected.strip("'") if expected.count("'") == 2 else expected  # a single one is quoted for no reason
+    return _TYPE_NAMES.get(kind, "")
+
+
+def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[str, Any, str, str]]:
+    """Walk through every setting below a section: (full name, value or default, type and limits as text, meaning)."""
+    model = section if isinstance(section, type) else type(section)
+    for name, field in model.model_fields.items():
+        full = f"{prefix}.{name}" if prefix else name
+        value = field.get_default(call_default_factory=True) if isinstance(section, type) else getattr(section, name)
+        annotation = field.annotation
+        if isinstance(value, Section):
+            yield from walk(value, full)
+        elif isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from walk(annotation, full)
+        else:
+            yield full, value, _schema_text(_properties(model)[name]), field.description or ""
+
+
+@functools.cache
+def _properties(model: type[Section]) -> Mapping[str, Any]:
+    """Return the JSON schema of each setting of a group."""
+    properties: Mapping[str, Any] = model.model_json_schema()["properties"]
+    return properties
+
+
+def _schema_text(schema: Mapping[str, Any]) -> str:
+    """Describe a property of a JSON schema: `whole number, >= 1`."""
+    if "anyOf" in schema:
+        return " or ".join(text for option in schema["anyOf"] if (text := _schema_text(option)) != "null")
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "$ref" in schema:
+        return "group"
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "true or false",
+        "array": "list",
+    }
+    text = names.get(schema.get("type", ""), "group" if schema.get("type") == "object" else schema.get("type", ""))
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
+    return ", ".join([text, *limits])
