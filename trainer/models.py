@@ -28,7 +28,7 @@ from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
 from trainer.config import ModelSettings
 from trainer.errors import ModelError, StorageError
-from trainer.served_student.network_input import Preprocessing
+from trainer.served_student.pyfunc import Preprocessing
 from trainer.served_student.preprocessing import Square
 
 CONFIG = "config.json"

@@ -69,31 +69,22 @@ def measure(
     with torch.inference_mode():
         for batch_size in batch_sizes:
             batch = images[torch.arange(batch_size) % len(images)]
-            seconds = _alternate(models, batch, runs)
-            for name in models:
-                latencies[name].append(_latency(batch_size, seconds[name]))
+            seconds: dict[str, list[float]] = {name: [] for name in models}
+            for _, (name, model) in itertools.product(range(_WARM_UP_RUNS + runs), models.items()):
+                start = time.perf_counter()
+                model(batch)
+                seconds[name].append(time.perf_counter() - start)
+            for name, all_runs in seconds.items():
+                timed = all_runs[_WARM_UP_RUNS:]
+                p50, p95 = np.percentile(timed, [50, 95])
+                latency = Latency(
+                    batch_size=batch_size,
+                    p50_ms=float(p50) * 1e3,
+                    p95_ms=float(p95) * 1e3,
+                    images_per_second=batch_size * len(timed) / sum(timed),
+                )
+                latencies[name].append(latency)
     return latencies
-
-
-def _alternate(models: Mapping[str, nn.Module], batch: Tensor, runs: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for run, (name, model) in itertools.product(range(_WARM_UP_RUNS + runs), models.items()):
-        start = time.perf_counter()
-        model(batch)
-        elapsed = time.perf_counter() - start
-        if run >= _WARM_UP_RUNS:
-            seconds[name].append(elapsed)
-    return seconds
-
-
-def _latency(batch_size: int, seconds: Sequence[float]) -> Latency:
-    p50, p95 = np.percentile(seconds, [50, 95])
-    return Latency(
-        batch_size=batch_size,
-        p50_ms=float(p50) * 1e3,
-        p95_ms=float(p95) * 1e3,
-        images_per_second=batch_size * len(seconds) / sum(seconds),
-    )
 
 
 def multiply_accumulates(model: nn.Module, image: Tensor) -> int:

@@ -55,12 +55,14 @@ def render(
     outcome = "passed" if verdict["passed"] else "did not pass"
     images = int(teacher.matrix.sum())
     both = {"teacher": teacher, "student": student}
+    passed = Paragraph("Passed: every condition of the gate holds.", style="good")
+    refused = [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])]
     return pages.render(
         f"Evaluation: the student {outcome}",
         f"{student.figures['architecture']} distilled from {teacher.figures['architecture']}, "
         f"{images:,} test images, {len(classes)} classes",
         [
-            _verdict(verdict),
+            PageSection("Verdict", [passed] if verdict["passed"] else refused),
             _comparison(teacher, student, images),
             _latency(both, machine),
             _calibration(both),
@@ -70,14 +72,9 @@ def render(
     )
 
 
-def _verdict(verdict: Mapping[str, Any]) -> PageSection:
-    if verdict["passed"]:
-        return PageSection("Verdict", [Paragraph("Passed: every condition of the gate holds.", style="good")])
-    return PageSection("Verdict", [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])])
-
-
 def _comparison(teacher: Measured, student: Measured, images: int) -> PageSection:
     one, other = teacher.figures, student.figures
+    sizes = {"parameters": "parameters", "multiply-accumulates an image": "macs", "bytes of weights": "size_bytes"}
     rows = [
         ("architecture", one["architecture"], other["architecture"], ""),
         ("test top-1", _interval(one, images), _interval(other, images), _points(one, other, "top1")),
@@ -86,14 +83,11 @@ def _comparison(teacher: Measured, student: Measured, images: int) -> PageSectio
         ("expected calibration error", f"{one['test']['ece']:.4f}", f"{other['test']['ece']:.4f}", ""),
         *(
             (name, f"{one[key]:,}", f"{other[key]:,}", summary.ratio(one[key], other[key], "smaller", "larger"))
-            for name, key in _SIZES.items()
+            for name, key in sizes.items()
         ),
     ]
     note = f"In brackets: the 95 % interval (Wilson) that {images:,} test images allow."
     return PageSection("Teacher against student", [Table(["", "teacher", "student", ""], rows), Paragraph(note)])
-
-
-_SIZES = {"parameters": "parameters", "multiply-accumulates an image": "macs", "bytes of weights": "size_bytes"}
 
 
 def _interval(figures: Mapping[str, Any], images: int) -> str:
@@ -122,8 +116,13 @@ def _latency(both: Mapping[str, Measured], machine: Machine) -> PageSection:
 
 def _calibration(both: Mapping[str, Measured]) -> PageSection:
     drawn = [
-        ReliabilityCurve(name=name, confidence=one.confidence, accuracy=one.accuracy, counts=one.counts)
-        for name, one in ((name, measured.calibration) for name, measured in both.items())
+        ReliabilityCurve(
+            name=name,
+            confidence=one.calibration.confidence,
+            accuracy=one.calibration.accuracy,
+            counts=one.calibration.counts,
+        )
+        for name, one in both.items()
     ]
     legend = [
         (f"g{series}", f"{name}, error {measured.calibration.error:.3f}")
@@ -136,11 +135,10 @@ def _calibration(both: Mapping[str, Measured]) -> PageSection:
 def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Example]) -> PageSection:
     blocks: list[Block] = []
     for example in examples:
-        truth, predicted = (
-            isolated(classes[label]) for label in (example.confusion.truth, example.confusion.predicted)
-        )
-        of_class = int(student.matrix[example.confusion.truth].sum())
-        caption = f"{truth} taken for {predicted}: {example.confusion.count} of its {of_class} test images"
+        found = example.confusion
+        truth, predicted = isolated(classes[found.truth]), isolated(classes[found.predicted])
+        of_class = int(student.matrix[found.truth].sum())
+        caption = f"{truth} taken for {predicted}: {found.count} of its {of_class} test images"
         blocks.append(Photo(strip(example.images), caption))
     if not blocks:
         blocks.append(Paragraph("No test image was taken for another class."))
@@ -160,9 +158,8 @@ def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:
     """
     sharp = Image.Resampling.NEAREST if images.shape[-1] < edge else Image.Resampling.LANCZOS
     gap = 4
-    picture = Image.new(
-        "RGBA", (len(images) * (edge + gap) - gap, edge), (255, 255, 255, 0)
-    )  # a gap shows the page's own colour
+    size = (len(images) * (edge + gap) - gap, edge)
+    picture = Image.new("RGBA", size, (255, 255, 255, 0))  # a gap shows the page's own colour
     for position, pixels in enumerate(images):
         tile = Image.fromarray(pixels.transpose(1, 2, 0)).resize((edge, edge), sharp)
         picture.paste(tile, (position * (edge + gap), 0))
@@ -175,20 +172,13 @@ def _classes(both: Mapping[str, Measured], classes: Sequence[str]) -> PageSectio
     precision = {name: metrics.precision(measured.matrix) for name, measured in both.items()}
     recall = {name: metrics.recall(measured.matrix) for name, measured in both.items()}
     images = both["student"].matrix.sum(axis=1)
-    rows = [
-        (
-            classes[index],
-            int(images[index]),
-            *(_share(values[name][index]) for name in both for values in (precision, recall)),
-        )
-        for index in np.argsort(recall["student"], kind="stable")
-    ]
+    rows = []
+    for index in np.argsort(recall["student"], kind="stable"):
+        shares = [values[name][index] for name in both for values in (precision, recall)]
+        shown = ["-" if np.isnan(share) else f"{share:.1%}" for share in shares]
+        rows.append((classes[index], int(images[index]), *shown))
     headers = ["class", "test images", *(f"{name} {figure}" for name in both for figure in ("precision", "recall"))]
     chart = curves.recalls(recall, classes, "Recall of each class")
     legend = Legend([("g0", "teacher"), ("g1", "student")])
     figure = Figure(chart, "Recall, the student's worst classes first")
     return PageSection("Classes", [legend, figure, Table(headers, rows)])
-
-
-def _share(value: float) -> str:
-    return "-" if np.isnan(value) else f"{value:.1%}"

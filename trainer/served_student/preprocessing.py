@@ -121,11 +121,19 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int = 1) -> Image.Image
         raise BadImageError("empty file")
     if is_jpeg(content) and content.count(_JPEG_SCAN) > JPEG_SCANS:
         raise BadImageError(f"too many scans: more than {JPEG_SCANS}")
+    Image.init()
+    known = [name for name in FORMATS if name in Image.OPEN]
     try:
-        with _at_most(max_pixels), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
-            _check_size(image, max_pixels, min_edge)
+        with _at_most(max_pixels), Image.open(io.BytesIO(content), formats=known) as image:
+            width, height = image.size
+            if width * height > max_pixels:
+                raise BadImageError(f"too many pixels: {width} x {height}")
+            if min(width, height) < min_edge:
+                raise BadImageError(f"too small: {width} x {height} pixels")
             image.load()
-            return _to_rgb(_upright(image))
+            # Not by ImageOps.exif_transpose, which also rewrites the other tags, and fails where one of them is damaged.
+            turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+            return _to_rgb(image if turn is None else image.transpose(turn))
     except (BadImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:
@@ -150,11 +158,6 @@ def reason(error: Exception) -> str:
     return f"{kind}: {printable or type(error).__name__}"
 
 
-def _known_formats() -> list[str]:
-    Image.init()
-    return [name for name in FORMATS if name in Image.OPEN]
-
-
 @contextmanager
 def _at_most(max_pixels: int) -> Iterator[None]:
     """Let Pillow itself refuse larger pictures, wherever it reads a size, and hide its other warnings, which are not for users."""
@@ -170,37 +173,18 @@ def _at_most(max_pixels: int) -> Iterator[None]:
             Image.MAX_IMAGE_PIXELS = before
 
 
-def _check_size(image: Image.Image, max_pixels: int, min_edge: int) -> None:
-    width, height = image.size
-    if width * height > max_pixels:
-        raise BadImageError(f"too many pixels: {width} x {height}")
-    if min(width, height) < min_edge:
-        raise BadImageError(f"too small: {width} x {height} pixels")
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """Undo the EXIF orientation."""
-    # Not by ImageOps.exif_transpose, which also rewrites the other tags, and fails where one of them is damaged.
-    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    return image if turn is None else image.transpose(turn)
-
-
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in _SIXTEEN_BIT or image.mode == "I":
-        return _from_sixteen_bit(image)
+        greys = np.asarray(image)
+        if greys.min() < 0 or greys.max() > 0xFFFF:
+            raise BadImageError("32-bit pixels: their range is not known")
+        return from_array(greys.astype(np.uint16))
     if image.mode == "F":
         raise BadImageError(_UNKNOWN_RANGE)
     if image.has_transparency_data:
         with_alpha = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), with_alpha).convert("RGB")
     return image.convert("RGB")
-
-
-def _from_sixteen_bit(image: Image.Image) -> Image.Image:
-    greys = np.asarray(image)
-    if greys.min() < 0 or greys.max() > 0xFFFF:
-        raise BadImageError("32-bit pixels: their range is not known")
-    return from_array(greys.astype(np.uint16))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 A photo is processed like those that the student was measured on: upright 8-bit RGB, a square as `prepare` stores it, the network's input.
 One thing differs: `prepare` stores squares as JPEG files unless `data.encoding` is png, and that loss is absent here.
 
-Shapes: B images, H x W pixels of any size, C channels, K labels.
+Shapes: B images, H x W pixels of any size, C channels, S the edge of the network's input, K labels.
 """
 
 from __future__ import annotations
@@ -12,22 +12,64 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 import safetensors.torch
 import timm
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from .network_input import Preprocessing
 from .preprocessing import BadImageError, Square, decode, from_array, to_square
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Photo: TypeAlias = npt.NDArray[np.generic] | bytes | os.PathLike[str]
 """An array [H, W] or [H, W, C] (`preprocessing.from_array`), an image file's bytes, or its path."""
 
 _BATCH_SIZE = 128
+_ADVICE = "give an array, the bytes of an image file, or a pathlib.Path"
+"""Text is not taken for a path, since a request over the network could then name any file of the server."""
+
+
+class Preprocessing(nn.Module):
+    """Turns raw images into a network's input; a module, so that its statistics move to the device with the model that holds it."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, size: int, mean: Sequence[float], std: Sequence[float], interpolation: str) -> None:
+        """Take the arguments from a model's card.
+
+        Args:
+            size: edge S, in pixels.
+            mean: mean of each channel, with pixels in [0, 1].
+            std: standard deviation of each channel, with pixels in [0, 1].
+            interpolation: how images of another size are resized, with antialiasing.
+        """
+        super().__init__()
+        self._size = size
+        self._interpolation = interpolation
+        self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1) * 255, persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1) * 255, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Resize and normalise.
+
+        Args:
+            images: uint8 or float pixels in 0..255, [B, 3, H, W].
+
+        Returns:
+            float32 [B, 3, S, S].
+        """
+        pixels = images.float()
+        size = (self._size, self._size)
+        if images.shape[-2:] != size:
+            pixels = F.interpolate(pixels, size=size, mode=self._interpolation, antialias=True, align_corners=False)
+        return (pixels - self.mean) / self.std
 
 
 class ServedStudent:
@@ -58,6 +100,8 @@ class ServedStudent:
         Raises:
             BadImageError: one of them is not an image, or cannot be used; it is named, and none is classified.
         """
+        import pandas as pd  # here, because every training loads this module for `Preprocessing`
+
         photos = _each(images)
         batches = [torch.empty(0, len(self.labels))]
         with torch.inference_mode():
@@ -82,10 +126,6 @@ class ServedStudent:
         except (BadImageError, OSError) as error:
             raise BadImageError(f"image {index}: {error}") from error
         return np.asarray(to_square(picture, self._square))
-
-
-_ADVICE = "give an array, the bytes of an image file, or a pathlib.Path"
-"""Text is not taken for a path, since a request over the network could then name any file of the server."""
 
 
 def _each(images: Any) -> Sequence[Any]:

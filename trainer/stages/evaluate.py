@@ -18,9 +18,10 @@ from trainer.config import EvaluateSettings
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
-from trainer.evaluation import gates, latency, metrics, report
+from trainer.evaluation import latency, metrics, report
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
+from trainer.tracking.stage_runs import stage_run
 
 METRICS = "metrics.json"
 CONFUSION = "confusion.json"
@@ -61,7 +62,7 @@ def run(
     split = _test_split(data)
     parents = {"dataset": data.fingerprint, **{subject.name: subject.fingerprint for subject in subjects}}
     values = settings.model_dump(mode="json")
-    with tracking.stage_run("evaluate", values) as tracker:
+    with stage_run("evaluate", values) as tracker:
         with artifacts.create(evaluation, "evaluation", settings=values, parents=parents) as draft:
             draft.figures.update(_evaluate(settings, data.classes, split, subjects, draft.path))
         tracker.metrics(0, tracking.numbers(draft.figures))
@@ -114,7 +115,7 @@ def _evaluate(
     }
     agreement = metrics.agreement(logits["student"], logits["teacher"])
     measured["student"].figures["test"]["agreement"] = agreement
-    verdict = asdict(gates.judge(settings.gate, _gate_figures(measured)))
+    verdict = asdict(metrics.judge(settings.gate, _gate_figures(measured)))
     machine = latency.machine()
     student_matrix = measured["student"].matrix
     examples = _examples(settings, split, logits["student"], student_matrix)
@@ -173,9 +174,9 @@ def _measured(
     return Measured(figures=figures, matrix=matrix, calibration=calibration, latencies=latencies)
 
 
-def _gate_figures(measured: Mapping[str, Measured]) -> gates.GateFigures:
+def _gate_figures(measured: Mapping[str, Measured]) -> metrics.GateFigures:
     teacher, student = measured["teacher"].figures, measured["student"].figures
-    return gates.GateFigures(
+    return metrics.GateFigures(
         teacher_top1=teacher["test"]["top1"],
         student_top1=student["test"]["top1"],
         teacher_parameters=teacher["parameters"],
