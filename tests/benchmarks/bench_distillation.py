@@ -41,7 +41,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.benchmarks.photos import write_photos
-from trainer import artifacts, models, tracking
+from trainer import artifacts, models
 from trainer.config import (
     DEVICE_VARIABLE,
     DataSettings,
@@ -63,6 +63,7 @@ from trainer.distillation.reinforcement import UnitBatches, parts_of, record_bat
 from trainer.distillation.shards import Unit
 from trainer.errors import TrainerError
 from trainer.stages import prepare, reinforce
+from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import cross_entropy
 from trainer.training.kernels import use_fast_kernels
@@ -239,7 +240,7 @@ def our_loop(
     """Seconds of the timed steps in the real loop."""
     training = bench.training(settings, teacher, recording)
     stopwatch = Stopwatch(training.objective, bench.case.steps)
-    with tracking.stage_run("distill", {}, active=False) as tracker, suppress(EnoughError):
+    with stage_run("distill", {}, active=False) as tracker, suppress(EnoughError):
         Trainer(replace(training, objective=stopwatch)).train(tracker)
     return stopwatch.seconds
 

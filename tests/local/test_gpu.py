@@ -14,7 +14,7 @@ from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import GRAPH_BATCH, FrozenTeacher
 from trainer.distillation.objective import DistillObjective
 from trainer.profiling.evidence import read_evidence
-from trainer.tracking import stage_run
+from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes

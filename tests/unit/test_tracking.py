@@ -21,6 +21,7 @@ from trainer import tracking
 from trainer.config import TrackingSettings
 from trainer.errors import PreemptedError, TrackingAwayError, TrackingError
 from trainer.tracking import stage_runs
+from trainer.tracking.stage_runs import STAGE_TAG, UNSENT, stage_run
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -81,7 +82,7 @@ def test_switched_off_hides_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv(tracking.URI, off[tracking.URI])
     tracking.check()
     assert tracking.start_parent({}, {}) is None
-    with tracking.stage_run("distill", {}) as tracker:
+    with stage_run("distill", {}) as tracker:
         tracker.metrics(0, {"loss": 1.0})
         assert tracker.run_id is None
 
@@ -89,7 +90,7 @@ def test_switched_off_hides_the_environment(monkeypatch, tmp_path):
 def test_nothing_tracked_imports_no_mlflow():
     code = (
         "import sys; from trainer import tracking; tracking.check()\n"
-        "with tracking.stage_run('distill', {}) as tracker: tracker.metrics(0, {'loss': 1.0})\n"
+        "with stage_run('distill', {}) as tracker: tracker.metrics(0, {'loss': 1.0})\n"
         "assert 'mlflow' not in sys.modules"
     )
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
@@ -196,9 +197,9 @@ def test_a_store_that_cannot_be_used_is_reported_at_once(monkeypatch, tmp_path, 
 def test_stages_are_nested_in_one_parent(store, request):
     tracking.check()
     parent = tracking.start_parent({"run": {"seed": 3}}, {"recipe": "digits"})
-    with tracking.stage_run("pretrain", {"mae": {"epochs": 4}}) as pretrain:
+    with stage_run("pretrain", {"mae": {"epochs": 4}}) as pretrain:
         pass
-    with tracking.stage_run("distill", {}) as distill:
+    with stage_run("distill", {}) as distill:
         pass
     assert tracking.parent_run() == parent
     run = store.get_run(parent)
@@ -208,7 +209,7 @@ def test_stages_are_nested_in_one_parent(store, request):
     for stage, tracker in (("pretrain", pretrain), ("distill", distill)):
         nested = store.get_run(tracker.run_id)
         assert nested.data.tags["mlflow.parentRunId"] == parent
-        assert nested.data.tags[tracking.STAGE_TAG] == stage
+        assert nested.data.tags[STAGE_TAG] == stage
         assert nested.info.status == "FINISHED"
     assert store.get_run(pretrain.run_id).data.params == {"mae.epochs": "4"}
     tracking.finish_parent()
@@ -239,7 +240,7 @@ def test_injected_parent_is_used_and_left_running(store, monkeypatch):
     monkeypatch.setenv(tracking.RUN_ID, injected)
     tracking.check()
     assert tracking.start_parent({"a": 1}, {}) == injected
-    with tracking.stage_run("distill", {}) as tracker:
+    with stage_run("distill", {}) as tracker:
         pass
     nested = store.get_run(tracker.run_id)
     assert nested.data.tags["mlflow.parentRunId"] == injected
@@ -256,9 +257,9 @@ def test_an_injected_parent_that_does_not_exist_is_reported(store, monkeypatch):
 
 
 def test_the_end_of_a_stage_tells_how_it_ended(store):
-    with pytest.raises(ValueError, match="loss"), tracking.stage_run("distill", {}) as failed:
+    with pytest.raises(ValueError, match="loss"), stage_run("distill", {}) as failed:
         raise ValueError("loss is not finite")
-    with pytest.raises(KeyboardInterrupt), tracking.stage_run("distill", {}) as killed:
+    with pytest.raises(KeyboardInterrupt), stage_run("distill", {}) as killed:
         raise KeyboardInterrupt
     assert store.get_run(failed.run_id).info.status == "FAILED"
     assert store.get_run(failed.run_id).data.tags[tracking.ERROR_TAG] == "ValueError: loss is not finite"
@@ -275,12 +276,12 @@ def descend(tracker, place, steps, error=None):
 
 
 def test_a_training_that_goes_on_continues_its_run_without_gaps_or_doubled_steps(store, tmp_path):
-    with pytest.raises(PreemptedError), tracking.stage_run("distill", {}, training="t1") as first:
+    with pytest.raises(PreemptedError), stage_run("distill", {}, training="t1") as first:
         descend(first, tmp_path, range(4), PreemptedError("asked to end"))
     assert store.get_run(first.run_id).info.status == "KILLED"
-    with pytest.raises(ValueError, match="bug"), tracking.stage_run("distill", {}, training="t1") as second:
+    with pytest.raises(ValueError, match="bug"), stage_run("distill", {}, training="t1") as second:
         descend(second, tmp_path, range(2, 6), ValueError("bug"))  # from a checkpoint after two steps
-    with tracking.stage_run("distill", {}, training="t1") as third:
+    with stage_run("distill", {}, training="t1") as third:
         descend(third, tmp_path, range(5, 8))
     assert first.run_id == second.run_id == third.run_id
     points = store.get_metric_history(first.run_id, "loss")
@@ -294,12 +295,12 @@ def test_a_training_that_goes_on_continues_its_run_without_gaps_or_doubled_steps
 
 def test_points_that_were_not_sent_when_the_checkpoint_was_written_are_sent_by_the_next_try(store, tmp_path):
     place = str(tmp_path)
-    with tracking.stage_run("distill", {}, training="killed") as known:
+    with stage_run("distill", {}, training="killed") as known:
         known.metrics(0, {"loss": 3.0})
     client = tracking.client()
     client.update_run(known.run_id, status="RUNNING")  # as SIGKILL leaves it
-    (tmp_path / tracking.UNSENT).write_text(json.dumps([["loss", 3.0, 5, 0], ["loss", 2.0, 6, 1], ["rate", 0.5, 6, 1]]))
-    with tracking.stage_run("distill", {}, training="killed") as tracker:
+    (tmp_path / UNSENT).write_text(json.dumps([["loss", 3.0, 5, 0], ["loss", 2.0, 6, 1], ["rate", 0.5, 6, 1]]))
+    with stage_run("distill", {}, training="killed") as tracker:
         tracker.go_on(place)
         tracker.metrics(1, {"loss": 2.0, "rate": 0.5})
         tracker.metrics(2, {"loss": 1.0, "rate": 0.25})
@@ -313,33 +314,33 @@ def test_points_that_were_not_sent_when_the_checkpoint_was_written_are_sent_by_t
 def test_what_the_server_has_not_got_is_kept_beside_the_checkpoint(store, tmp_path, monkeypatch):
     monkeypatch.setattr(stage_runs._Sender, "start", lambda self: None)  # a server that takes nothing
     monkeypatch.setattr(stage_runs._Sender, "join", lambda self, timeout: None)
-    with tracking.stage_run("distill", {}, training="kept") as tracker:
+    with stage_run("distill", {}, training="kept") as tracker:
         tracker.keep()
-        assert not (tmp_path / tracking.UNSENT).exists()
+        assert not (tmp_path / UNSENT).exists()
         tracker.go_on(str(tmp_path))
         tracker.metrics(7, {"loss": 0.5})
         tracker.keep()
-        ((name, value, time_ms, step),) = json.loads((tmp_path / tracking.UNSENT).read_text())
+        ((name, value, time_ms, step),) = json.loads((tmp_path / UNSENT).read_text())
     assert (name, value, step) == ("loss", 0.5, 7)
     assert abs(time_ms / 1000 - time.time()) < 60
 
 
 @pytest.mark.parametrize("content", ["[", '[["loss", "x", 1, 2]]', '{"a": 1}'])
 def test_kept_points_that_can_not_be_read_are_named_and_left_out(store, tmp_path, caplog, content):
-    (tmp_path / tracking.UNSENT).write_text(content)
-    with tracking.stage_run("distill", {}, training=content[:1]) as tracker:
+    (tmp_path / UNSENT).write_text(content)
+    with stage_run("distill", {}, training=content[:1]) as tracker:
         tracker.go_on(str(tmp_path))
         tracker.metrics(0, {"loss": 1.0})
-    assert str(tmp_path / tracking.UNSENT) in caplog.text
+    assert str(tmp_path / UNSENT) in caplog.text
     assert [point.step for point in store.get_metric_history(tracker.run_id, "loss")] == [0]
 
 
 def test_another_training_or_one_that_was_finished_gets_a_new_run(store):
-    with tracking.stage_run("distill", {}, training="one") as first:
+    with stage_run("distill", {}, training="one") as first:
         pass
     with (
-        tracking.stage_run("distill", {}, training="one") as again,
-        tracking.stage_run("distill", {}, training="two") as other,
+        stage_run("distill", {}, training="one") as again,
+        stage_run("distill", {}, training="two") as other,
     ):
         pass
     assert len({first.run_id, again.run_id, other.run_id}) == 3
@@ -347,7 +348,7 @@ def test_another_training_or_one_that_was_finished_gets_a_new_run(store):
 
 def test_other_ranks_record_nothing(store):
     before = len(store.search_runs([experiment.experiment_id for experiment in store.search_experiments()]))
-    with tracking.stage_run("distill", {}, active=False) as tracker:
+    with stage_run("distill", {}, active=False) as tracker:
         tracker.metrics(0, {"loss": 1.0})
         tracker.files(Path("/nowhere"))
     assert tracker.run_id is None
@@ -356,7 +357,7 @@ def test_other_ranks_record_nothing(store):
 
 def test_metrics_arrive_with_their_steps_and_cost_little(store):
     values = [1 / (step + 1) for step in range(2500)]
-    with tracking.stage_run("distill", {}) as tracker:
+    with stage_run("distill", {}) as tracker:
         start = time.thread_time()  # what other programs have of the cores does not count
         for step, value in enumerate(values):
             tracker.metrics(step, {"loss": value})
@@ -367,7 +368,7 @@ def test_metrics_arrive_with_their_steps_and_cost_little(store):
 
 
 def test_system_metrics_land_in_the_stage(store):
-    with tracking.stage_run("distill", {}) as tracker:
+    with stage_run("distill", {}) as tracker:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             if "system/cpu_utilization_percentage" in store.get_run(tracker.run_id).data.metrics:
@@ -379,14 +380,14 @@ def test_system_metrics_land_in_the_stage(store):
 
 
 def test_values_that_are_not_finite_do_not_hold_up_the_others(store):
-    with tracking.stage_run("distill", {}) as tracker:
+    with stage_run("distill", {}) as tracker:
         tracker.metrics(0, {"loss": float("nan")})
         tracker.metrics(1, {"loss": 2.0})
     assert store.get_run(tracker.run_id).data.metrics["loss"] == 2.0
 
 
 def test_a_refused_batch_does_not_hold_up_the_next(store, caplog):
-    with tracking.stage_run("distill", {}) as tracker:
+    with stage_run("distill", {}) as tracker:
         tracker.metrics(0, {"a name that MLflow refuses?": 1.0})
         time.sleep(2.5)
         tracker.metrics(1, {"loss": 2.0})
@@ -395,7 +396,7 @@ def test_a_refused_batch_does_not_hold_up_the_next(store, caplog):
 
 
 def test_tags_arrive_also_where_points_are_refused(store):
-    with tracking.stage_run("distill", {}) as tracker:
+    with stage_run("distill", {}) as tracker:
         tracker.tag("trainer.finding.distill.overfitting", "first")
         tracker.metrics(0, {"x" * 300: 1.0})  # MLflow refuses names of more than 250 letters
         tracker.tag("long", "y" * 10_000)
@@ -407,7 +408,7 @@ def test_tags_arrive_also_where_points_are_refused(store):
 def test_files_are_kept_beside_the_store(store, directory, tmp_path):
     (tmp_path / "reports").mkdir()
     (tmp_path / "reports" / "page.html").write_text("<p>page</p>")
-    with tracking.stage_run("evaluate", {}) as tracker:
+    with stage_run("evaluate", {}) as tracker:
         tracker.files(tmp_path / "reports")
     assert [file.path for file in store.list_artifacts(tracker.run_id, "reports")] == ["reports/page.html"]
     assert list((directory / "mlartifacts").rglob("page.html"))
@@ -415,7 +416,7 @@ def test_files_are_kept_beside_the_store(store, directory, tmp_path):
 
 def test_more_and_longer_settings_than_mlflow_takes_at_once(store):
     settings = {"section": {f"setting{index}": index for index in range(250)}, "long": "x" * 10_000}
-    with tracking.stage_run("distill", settings) as tracker:
+    with stage_run("distill", settings) as tracker:
         pass
     params = store.get_run(tracker.run_id).data.params
     assert len(params) == 251
@@ -448,7 +449,7 @@ def test_other_settings_open_a_new_parent_that_names_the_former_one(store, caplo
     assert new in line
     assert former in line
     assert "seed" in line
-    with tracking.stage_run("distill", {}) as tracker:  # in another process, which knows no settings of the run
+    with stage_run("distill", {}) as tracker:  # in another process, which knows no settings of the run
         pass
     assert store.get_run(tracker.run_id).data.tags["mlflow.parentRunId"] == new
     assert tracking.start_parent({"seed": 2}, {}) == new
@@ -536,7 +537,7 @@ def test_a_server_that_dies_costs_points_but_not_the_training(server, store, cap
     monkeypatch.setattr(stage_runs, "_EXIT_S", 3.0)
     caplog.set_level(logging.WARNING)
     tracking.check()
-    with tracking.stage_run("distill", {"epochs": 2}) as tracker:
+    with stage_run("distill", {"epochs": 2}) as tracker:
         for step in range(50):
             tracker.metrics(step, {"loss": 1.0 / (step + 1)})
         deadline = time.monotonic() + 30
@@ -554,7 +555,7 @@ def test_a_server_that_dies_costs_points_but_not_the_training(server, store, cap
     waits = [record for record in caplog.records if "the training continues" in record.getMessage()]
     assert len(waits) == 1, "one warning for one failure"
     assert any("points and tags were not sent" in record.getMessage() for record in caplog.records)
-    with pytest.raises(TrackingError, match="connection refused"), tracking.stage_run("evaluate", {}):
+    with pytest.raises(TrackingError, match="connection refused"), stage_run("evaluate", {}):
         raise AssertionError("a stage does not start without its server")
 
 

@@ -18,7 +18,7 @@ from trainer.profiling.rules import judge
 from trainer.profiling.rules.lifecycle import hanging, stalled_training
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.spans import span
-from trainer.tracking import Tracker
+from trainer.tracking.stage_runs import Tracker
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from trainer import artifacts, storage, tracking
 from trainer.artifacts import Artifact
 from trainer.config import LOADING, DataSettings
 from trainer.data.preparation import decode_cache_uri, prepare
+from trainer.tracking.stage_runs import stage_run
 
 
 def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
@@ -25,7 +26,7 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
     values = settings.model_dump(mode="json", exclude=set(LOADING))
     cache_uri = decode_cache_uri(settings, artifacts.unfinished(dataset))
     with (
-        tracking.stage_run("prepare", values) as tracker,
+        stage_run("prepare", values) as tracker,
         artifacts.create(dataset, "dataset", settings=values) as draft,
     ):
         draft.figures |= prepare(settings, draft.path, cache_uri=cache_uri)

@@ -17,6 +17,7 @@ from trainer.profiling import findings
 from trainer.profiling import report as page
 from trainer.profiling.evidence import Evidence, read_evidence
 from trainer.profiling.training_summary import TrainingSummary, summarize
+from trainer.tracking.stage_runs import stage_run
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def run(
     parents = {name: source.fingerprint for name, source in sources.items()}
     values = settings.model_dump(mode="json")
     with (
-        tracking.stage_run("profile", values) as tracker,
+        stage_run("profile", values) as tracker,
         artifacts.create(report, "report", settings=values, parents=parents) as draft,
     ):
         verdict = write(draft, settings, list(sources.values()), bill)

@@ -30,6 +30,7 @@ from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import evaluate
 from trainer.summary import SUMMARY, Registered
+from trainer.tracking.stage_runs import stage_run
 from trainer.tuning.tuning_schema import Tuning, read_tuning
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def _register(
         return Registered()
     tracking.check()
     figures = inputs["evaluation"].figures
-    with tracking.stage_run("register", settings.model_dump(mode="json")) as tracker, tracking.uploading():
+    with stage_run("register", settings.model_dump(mode="json")) as tracker, tracking.uploading():
         with tracking.explained():
             run_id = tracking.start_parent(resolved, {"recipe": recipe}) or str(tracker.run_id)
             client = tracking.client()

@@ -18,6 +18,7 @@ from trainer.distillation.recording import RecordingDescription
 from trainer.distillation.reinforcement import RecordedWork, Reinforcement, plan_of
 from trainer.distillation.shards import ShardStore
 from trainer.models import Classifier
+from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.shared_artifact import shared_artifact
@@ -43,7 +44,7 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
     values = settings.model_dump(mode="json")
     with (
         join_processes(deterministic=settings.deterministic) as processes,
-        tracking.stage_run("reinforce", values, active=processes.is_first) as tracker,
+        stage_run("reinforce", values, active=processes.is_first) as tracker,
     ):
         job = _prepare(settings, data, dataset, model, processes, parents, checkpoint_root(teacher_outputs))
         with shared_artifact(processes, teacher_outputs, "teacher_outputs", settings=values, parents=parents) as draft:

@@ -29,6 +29,7 @@ from trainer.host import usable_cores
 from trainer.models import Classifier
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, reinforce
+from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
 from trainer.training.loader_workers import measure_loading
 from trainer.training.process_group import Processes, join_processes
@@ -96,7 +97,7 @@ def run(
     deterministic = settings.distill is not None and settings.distill.deterministic
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes(deterministic=deterministic))
-        tracker = stack.enter_context(tracking.stage_run(NAME, values, active=processes.is_first))
+        tracker = stack.enter_context(stage_run(NAME, values, active=processes.is_first))
         forecast.check_budget(measurement.place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
         trial_log = TrialLog(_trial_log_uri(settings, parents, processes, tuning), processes)
@@ -360,7 +361,7 @@ def _tune(
     subject: Subject,
     settings: TuneSettings,
     trial_log: TrialLog,
-    tracker: tracking.Tracker,
+    tracker: Tracker,
     root: str,
     elsewhere: Sequence[Tuning],
 ) -> Tuning:

@@ -20,7 +20,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-from trainer import artifacts, models, storage, tracking
+from trainer import artifacts, models, storage
 from trainer.artifacts import Draft
 from trainer.base_models import StrictModel
 from trainer.config import (
@@ -37,6 +37,7 @@ from trainer.models import Classifier
 from trainer.profiling.evidence_schema import RankRecord
 from trainer.profiling.startup import Startup
 from trainer.stages import distill, pretrain, reinforce
+from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import Session
@@ -162,7 +163,7 @@ class Rehearsal:
 
     def _session(self, stage: str, settings: PretrainSettings | DistillSettings, part: TrainingSettings) -> Session:
         """The surroundings of one training: images for its first steps, and nothing of it tracked or kept."""
-        with tracking.stage_run(stage, {}, active=False) as untracked:
+        with stage_run(stage, {}, active=False) as untracked:
             return Session(
                 stage=stage,
                 processes=self.processes,

@@ -8,25 +8,28 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from trainer import storage
 from trainer.errors import PreemptedError, TrainerError
 from trainer.retry import Retry
-from trainer.tracking.parent_runs import ERROR_TAG, PARAM_LENGTH, find_parent, record_params
-from trainer.tracking.server import (
+from trainer.tracking import (
+    ERROR_TAG,
+    PARAM_LENGTH,
     STAGE_LIMITS,
     TIMEOUT_VARIABLE,
     client,
     experiment_id,
     explained,
+    find_parent,
     http_limits,
     reason_of,
+    record_params,
     uri,
 )
 
@@ -55,12 +58,11 @@ _POINTS_KEPT = 100_000
 _POINTS_A_BATCH, _TAGS_A_BATCH = 1000, 100  # MLflow's limits
 
 
-class Tracker(Protocol):
-    """Records what a stage measures while it works."""
+class Tracker:
+    """Records what a stage measures while it works; this one records nothing."""
 
-    @property
-    def run_id(self) -> str | None:
-        """MLflow's id of the stage's run; None if nothing is tracked."""
+    run_id: str | None = None
+    """MLflow's id of the stage's run; None if nothing is tracked."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; takes microseconds, never waits for a server and never raises."""
@@ -78,30 +80,14 @@ class Tracker(Protocol):
         """Write the points that the server lacks beside a checkpoint; waits for the store, and only warns if that fails."""
 
 
-class _NoTracker:
-    run_id = None
+class _RunTracker(Tracker):
+    run_id: str
 
-    def go_on(self, place: str) -> None:
-        pass
-
-    def keep(self) -> None:
-        pass
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-    def tag(self, name: str, text: str) -> None:
-        pass
-
-    def files(self, path: Path) -> None:
-        pass
-
-
-class _RunTracker:
     def __init__(self, mlflow: MlflowClient, run_id: str, last_steps: Mapping[str, int]) -> None:
         """Record to a run; `last_steps` maps each metric that it has already to its last step."""
         self._mlflow = mlflow
-        self._sender = _Sender(mlflow, run_id, samples=_samples(last_steps))
+        system_steps = [step for name, step in last_steps.items() if name.startswith(_SYSTEM)]
+        self._sender = _Sender(mlflow, run_id, samples=1 + max(system_steps, default=-1))
         self._last_steps = dict(last_steps)
         self._kept_at = ""
         self.run_id = run_id
@@ -112,7 +98,15 @@ class _RunTracker:
 
     def go_on(self, place: str) -> None:
         self._kept_at = storage.join(place, UNSENT)
-        for name, value, time_ms, step in _read_points(self._kept_at):
+        points: Iterable[tuple[str, float, int, int]] = ()
+        try:
+            if storage.exists(self._kept_at):
+                points = _POINTS.validate_json(storage.read_bytes(self._kept_at))
+        except (TrainerError, ValidationError) as error:
+            logger.warning(
+                "points for MLflow of an earlier attempt are lost: %s cannot be read (%s)", self._kept_at, error
+            )
+        for name, value, time_ms, step in points:
             if step > self._last_steps.get(name, -1):
                 self._sender.add(step, {name: value}, time_ms)
                 self._last_steps[name] = step
@@ -156,19 +150,6 @@ def _warned(consequence: str) -> Iterator[None]:
         logger.warning("%s: %s", consequence, reason_of(error))
 
 
-def _samples(last_steps: Mapping[str, int]) -> int:
-    """Count the system samples that a run has already."""
-    return 1 + max((step for name, step in last_steps.items() if name.startswith(_SYSTEM)), default=-1)
-
-
-def _read_points(place: str) -> Iterable[tuple[str, float, int, int]]:
-    try:
-        return _POINTS.validate_json(storage.read_bytes(place)) if storage.exists(place) else ()
-    except (TrainerError, ValidationError) as error:
-        logger.warning("points for MLflow of an earlier attempt are lost: %s cannot be read (%s)", place, error)
-        return ()
-
-
 @contextmanager
 def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True, training: str = "") -> Iterator[Tracker]:
     """Open a stage's run, nested in the parent run; it ends FINISHED, or FAILED by an exception, or KILLED by an interruption.
@@ -183,7 +164,7 @@ def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True, t
         TrackingError: MLflow does not answer or refuses when the stage starts. Later failures are warnings.
     """
     if not active or uri() is None:
-        yield _NoTracker()
+        yield Tracker()
         return
     with http_limits(STAGE_LIMITS):
         tracker = _start_stage(stage, settings, training)
@@ -210,11 +191,16 @@ def _start_stage(stage: str, settings: Mapping[str, Any], training: str) -> _Run
         parent = find_parent(mlflow)
         tags = {STAGE_TAG: stage} | ({MLFLOW_PARENT_RUN_ID: parent} if parent else {})
         experiment = mlflow.get_run(parent).info.experiment_id if parent else experiment_id(mlflow)
-        run = _unfinished(mlflow, experiment, tags | {TRAINING_TAG: training}) if training else None
-        if run is None:
-            tags |= {TRAINING_TAG: training} if training else {}
+        found: Sequence[Run] = []
+        if training:
+            tags |= {TRAINING_TAG: training}
+            wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+            newest = ["start_time DESC"]
+            found = mlflow.search_runs([experiment], filter_string=wanted, order_by=newest, max_results=1)
+        if not found or found[0].info.status == "FINISHED":
             run = mlflow.create_run(experiment, run_name=stage, tags=tags)
         else:
+            run = found[0]
             mlflow.update_run(run.info.run_id, status="RUNNING")
             if ERROR_TAG in run.data.tags:  # of the attempt before
                 mlflow.delete_tag(run.info.run_id, ERROR_TAG)
@@ -223,13 +209,6 @@ def _start_stage(stage: str, settings: Mapping[str, Any], training: str) -> _Run
         record_params(mlflow, run_id, settings)
         last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         return _RunTracker(mlflow, run_id, last_steps)
-
-
-def _unfinished(mlflow: MlflowClient, experiment: str, tags: Mapping[str, str]) -> Run | None:
-    """Find the newest run with these tags, unless it is finished."""
-    wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-    found = mlflow.search_runs([experiment], filter_string=wanted, order_by=["start_time DESC"], max_results=1)
-    return found[0] if found and found[0].info.status != "FINISHED" else None
 
 
 class _Sender(threading.Thread):
@@ -259,10 +238,8 @@ class _Sender(threading.Thread):
 
     def unsent(self) -> list[tuple[str, float, int, int]]:
         """List name, value, time in ms and step of the points that the server may lack, without system samples."""
-        points = [
-            *list(self._waiting),
-            *list(self._batch),
-        ]  # in this order a point that is moved meanwhile is not missed
+        # In this order a point that is moved meanwhile is not missed.
+        points = [*list(self._waiting), *list(self._batch)]
         return [
             (point.key, point.value, point.timestamp, point.step)
             for point in sorted(points, key=lambda point: (point.timestamp, point.step))
@@ -281,11 +258,8 @@ class _Sender(threading.Thread):
         self.join(timeout=_EXIT_S + float(os.environ[TIMEOUT_VARIABLE]))
         left = len(self._batch) + len(self._waiting) + len(self._tags)
         if left:
-            logger.warning(
-                "MLflow run %s: %d points and tags were not sent, since the server did not take them",
-                self._run_id,
-                left,
-            )
+            lost = "MLflow run %s: %d points and tags were not sent, since the server did not take them"
+            logger.warning(lost, self._run_id, left)
 
     def run(self) -> None:
         self._start_system_metrics()

@@ -26,7 +26,7 @@ from trainer.profiling.recorder import LoaderStats, Recorder, Sources
 from trainer.profiling.spans import span
 from trainer.profiling.startup import Startup
 from trainer.step_schedule import is_checkpoint_step, is_validation_step
-from trainer.tracking import Tracker
+from trainer.tracking.stage_runs import Tracker
 from trainer.training.attempts import Attempts
 from trainer.training.averages import AveragedModel, running_statistics
 from trainer.training.checkpoints import newest

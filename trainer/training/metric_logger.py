@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.devices import ReadBack
 from trainer.errors import TrainingError
 from trainer.profiling.recorder import Recorder
-from trainer.tracking import Tracker
+from trainer.tracking.stage_runs import Tracker
 from trainer.training.process_group import Processes
 from trainer.training.progress_bar import ProgressBar
 from trainer.training.spec import TrainingSpec

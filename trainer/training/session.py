@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from trainer import artifacts, models, storage, tracking
+from trainer import artifacts, models, storage
 from trainer.artifacts import Draft
 from trainer.config import (
     DistillSettings,
@@ -31,7 +31,7 @@ from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.startup import Startup
 from trainer.served_student.preprocessing import Square
-from trainer.tracking import Tracker
+from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared
 from trainer.training.checkpoints.compatibility import compatible
 from trainer.training.loop import Trainer
@@ -288,9 +288,7 @@ def open_session(
             processes = stack.enter_context(join_processes(deterministic=settings.deterministic))
         root = checkpoint_root(model)
         identity = artifacts.digest({"settings": compatible(values), "parents": parents, "checkpoints": root})
-        tracker = stack.enter_context(
-            tracking.stage_run(stage, values, active=processes.is_first, training=identity[:16])
-        )
+        tracker = stack.enter_context(stage_run(stage, values, active=processes.is_first, training=identity[:16]))
         with (
             shared_artifact(processes, evidence, "evidence", settings=values, parents=parents) as evidence_draft,
             shared_artifact(processes, model, "model", settings=values, parents=parents) as model_draft,

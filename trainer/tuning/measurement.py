@@ -10,7 +10,7 @@ from trainer.config import DistillSettings
 from trainer.costs import THIS_MACHINE, Machines, place_here
 from trainer.forecast import Measurement
 from trainer.step_schedule import step_count
-from trainer.tracking import Tracker
+from trainer.tracking.stage_runs import Tracker
 from trainer.training.process_group import Processes
 from trainer.tuning.step_timer import StepTimer
 from trainer.tuning.trials import MakeTraining, endless, measure_steps, warm_steps

@@ -17,7 +17,7 @@ from trainer.config import DistillSettings
 from trainer.data.loader import MicroBatches, micro_batch_size
 from trainer.profiling.recorder import Recorder
 from trainer.step_schedule import step_count
-from trainer.tracking import Tracker
+from trainer.tracking.stage_runs import Tracker
 from trainer.training import loader_workers
 from trainer.training.loader_workers import LoadingTime, measure_loading
 from trainer.training.loop import Trainer

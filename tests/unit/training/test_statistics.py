@@ -20,7 +20,7 @@ from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
 from trainer.models import Classifier, ModelCard
 from trainer.pretraining.finetuning import FinetuneObjective
-from trainer.tracking import stage_run
+from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.devices import Device
 from trainer.training.loop import Trainer
