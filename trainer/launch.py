@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -71,19 +71,15 @@ class JobSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of every process."""
 
-    def arguments(self) -> list[str]:
-        """Return what follows `python` in every process."""
-        return self._arguments("--worker")
+    def arguments(self, role: str = "--worker") -> list[str]:
+        """Return what follows `python` in every process, or on every node of a cluster's job, where `join_node` starts the processes."""
+        places = {**self.inputs, **self.outputs}
+        directories = [text for name, uri in places.items() for text in (f"--{flag(name)}", uri)]
+        return ["-m", "trainer", "stage", self.stage, role, "--settings", json.dumps(self.settings), *directories]
 
     def node_arguments(self) -> list[str]:
-        """Return what follows `python` on every node of a cluster's job, where `join_node` starts the processes."""
-        return self._arguments("--node")
-
-    def _arguments(self, role: str) -> list[str]:
-        directories = [
-            text for name, uri in {**self.inputs, **self.outputs}.items() for text in (f"--{flag(name)}", uri)
-        ]
-        return ["-m", "trainer", "stage", self.stage, role, "--settings", json.dumps(self.settings), *directories]
+        """Return what follows `python` on every node of a cluster's job."""
+        return self.arguments("--node")
 
 
 def flag(name: str) -> str:
@@ -149,17 +145,23 @@ def join_node(spec: JobSpec) -> None:
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    with environment_variables(_master()):
+    # Where the first node is under torchrun's own names, taken from the general ones where only those are set.
+    general = {f"PET_{name}": os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+    with environment_variables({name: value for name, value in general.items() if name not in os.environ}):
         config = _config_of_node(spec)
-        node = _name_of_node(config)
+        node = ""
+        if config.max_nodes > 1:  # in an elastic job a node has no fixed number
+            place = f"{_node_rank()} of {config.max_nodes}" if _is_static(config) else socket.gethostname()
+            node = f"node {place}"
+            logger.info("%s: joining the others at %s", node, config.rdzv_endpoint)
+        # The first process makes a new store for each start of an elastic job: the one that torch's agents share keeps earlier keys.
+        store = {} if _is_static(config) else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         part = replace(
             spec,
             nodes=config.max_nodes,
             processes_per_node=config.nproc_per_node,
-            environment={**_elastic(config), **spec.environment},
+            environment={**store, **spec.environment},
         )
-        if node:
-            logger.info("%s: joining the others at %s", node, config.rdzv_endpoint)
         _wait_for_first_node(config, spec, node)
         try:
             _run_agent(config, part, launched_unix=started_unix(), node=node)
@@ -170,13 +172,6 @@ def join_node(spec: JobSpec) -> None:
             ) from error
 
 
-def _name_of_node(config: LaunchConfig) -> str:
-    """Name this node for messages, where there may be others; in an elastic job it has no fixed number."""
-    if config.max_nodes == 1:
-        return ""
-    return f"node {_node_rank()} of {config.max_nodes}" if _is_static(config) else f"node {socket.gethostname()}"
-
-
 def _node_rank() -> int:
     return int(os.environ.get("PET_NODE_RANK", "0"))
 
@@ -184,17 +179,6 @@ def _node_rank() -> int:
 def _is_static(config: LaunchConfig) -> bool:
     """Check whether all nodes take part from the beginning to the end; else they come and go."""
     return bool(config.rdzv_backend == "static")
-
-
-def _elastic(config: LaunchConfig) -> dict[str, str]:
-    """Let the first process make a new store for each start of an elastic job: the one that torch's agents share keeps earlier keys."""
-    return {} if _is_static(config) else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def _master() -> dict[str, str]:
-    """Return where the first node is under torchrun's own names, taken from the general ones where only those are set."""
-    names = {f"PET_{name}": os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
-    return {name: value for name, value in names.items() if name not in os.environ}
 
 
 def _config_of_node(spec: JobSpec) -> LaunchConfig:
@@ -238,32 +222,26 @@ def _wait_for_first_node(config: LaunchConfig, spec: JobSpec, node: str) -> None
 
 
 def _hindrance(config: LaunchConfig) -> str:
-    """Return what keeps this node from joining the first one; empty if nothing does, or if torch takes this one for the first."""
-    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
-
-    host, _, port = config.rdzv_endpoint.rpartition(":")
-    if _is_static(config):
-        return _hindrance_of_number(host, int(port), _node_rank()) if _node_rank() else ""
-    try:
-        if not _matches_machine_hostname(host):
-            socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def _hindrance_of_number(host: str, port: int, rank: int) -> str:
-    """What keeps node `rank` from joining the first one, which serves there; if nothing does, that one has noted that it came.
+    """Return what keeps this node from joining the first one; empty if nothing does, or if torch takes this one for the first.
 
     Where a node's container was started again, the first node may not have noticed yet and still serve the group that is lost. Who
-    joined that one would wait for processes that never come, while the first node, started again too, waits for this one.
+    joined that one would wait for processes that never come, while the first node, started again too, waits for this one. So each node
+    of a static job notes on the first one that it came.
     """
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # public, torch documents it
 
+    from trainer.elastic_private import is_this_machine
+
+    host, _, port = config.rdzv_endpoint.rpartition(":")
     try:
-        socket.create_connection((host, port), timeout=5).close()
-        store = TCPStore(host, port, timeout=timedelta(seconds=5), wait_for_workers=False)
-        came = store.add(f"trainer/node-{rank}", 1)
+        is_first = _node_rank() == 0 if _is_static(config) else is_this_machine(host)
+        if is_first:
+            return ""
+        socket.create_connection((host, int(port)), timeout=5).close()
+        if not _is_static(config):
+            return ""
+        store = TCPStore(host, int(port), timeout=timedelta(seconds=5), wait_for_workers=False)
+        came = store.add(f"trainer/node-{_node_rank()}", 1)
     except (OSError, DistError) as error:  # not there yet, or its name is not known yet
         return str(error)
     return "it still runs from before this node was started again" if came > 1 else ""
@@ -285,23 +263,20 @@ def _run_agent(config: LaunchConfig, spec: JobSpec, *, launched_unix: float, nod
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from trainer import agent
+    from trainer import elastic_private
 
     config.shutdown_timeout = SHUTDOWN_TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="trainer-") as failures, quiet_agent():
-        given = {"OMP_NUM_THREADS": _threads(spec.processes_per_node), **spec.environment}
+        # Each process has its share of the cores, unless the user has said otherwise.
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // spec.processes_per_node))
+        given = {"OMP_NUM_THREADS": threads, **spec.environment}
         try:
             with environment_variables({**given, FAILURES_VARIABLE: failures, LAUNCHED_VARIABLE: str(launched_unix)}):
-                agent.run(config, spec.arguments())
+                elastic_private.run(config, spec.arguments())
         except SignalException as error:
             raise (Terminated if error.sigval == signal.SIGTERM else KeyboardInterrupt) from error
         except ChildFailedError as error:
             raise _explain(spec, Path(failures), _first_exit_codes(error), node=node) from error
-
-
-def _threads(processes: int) -> str:
-    """Return the threads of each process: its share of the cores, unless the user has set them."""
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // processes))
 
 
 @contextmanager
@@ -360,41 +335,46 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, no
         exit_codes: rank on this node -> exit code, of the failed processes.
         node: names this machine, where there are others.
     """
-    if _was_asked_to_end(failures, exit_codes):
+    reported = _reported(failures)
+    missed = {rank for rank, failure in reported if _LOST_CONNECTION.search(failure["message"])}
+    if PREEMPTED_EXIT_CODE in exit_codes.values() and all(
+        code == PREEMPTED_EXIT_CODE or rank in missed for rank, code in exit_codes.items()
+    ):  # one was asked to end, and the others were too, or report a lost connection
         return PreemptedError(
             f"{spec.stage}: was asked to end; what was written is kept, and the same command continues from there"
         )
-    rank, message, trace = _culprit(failures, exit_codes)
+    rank, message, trace = _culprit(reported, missed, exit_codes)
     print(trace, end="", file=sys.stderr)
     if node and _LOST_CONNECTION.search(message):
         message += f"; {MISSED_ANOTHER}"
     process = f"process {rank} of {spec.processes_per_node}" if spec.processes_per_node > 1 else ""
     where = ", ".join(filter(None, [node, process]))
     kind = LaunchError if exit_codes.get(rank) == EXIT_CODE else CrashError
-    stage = (
-        "" if message.startswith(f"{spec.stage}: ") and not where else spec.stage
-    )  # a training of the same name has said so
-    return kind(": ".join(filter(None, [stage, where, message])))
+    is_named = message.startswith(f"{spec.stage}: ") and not where  # by a training of the same name
+    return kind(": ".join(filter(None, ["" if is_named else spec.stage, where, message])))
 
 
-def _culprit(failures: Path, exit_codes: Mapping[int, int]) -> tuple[int, str, str]:
+def _culprit(
+    reported: Sequence[tuple[int, dict[str, Any]]], missed: Set[int], exit_codes: Mapping[int, int]
+) -> tuple[int, str, str]:
     """Find the process at fault: its rank on this node, its message, its traceback.
 
     A process that was killed is at fault first, because the others then fail when they miss it; else the earliest that left a message
     since the processes were last started. NCCL's watchdog aborts a process that misses another one, so a message is the better reason.
+
+    Args:
+        reported: as `_reported` returns them.
+        missed: those of them that report a lost connection.
+        exit_codes: rank on this node -> exit code, of the failed processes.
     """
-    reported = _reported(failures)
-    missed = [entry for entry in reported if _LOST_CONNECTION.search(entry[1]["message"])]
     harmless = {signal.SIGTERM, signal.SIGABRT} if len(reported) > len(missed) else {signal.SIGTERM}
     killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in harmless]
     if killed:
         name = signal.Signals(-exit_codes[killed[0]]).name
-        advice = (
-            "; the machine may be out of memory: lower batch_size or raise accumulation" if name == "SIGKILL" else ""
-        )
-        return killed[0], f"was ended by {name}{advice}", ""
+        advice = "; the machine may be out of memory: lower batch_size or raise accumulation"
+        return killed[0], f"was ended by {name}{advice if name == 'SIGKILL' else ''}", ""
     if reported:
-        rank, failure = next((entry for entry in reported if entry not in missed), reported[0])
+        rank, failure = next((entry for entry in reported if entry[0] not in missed), reported[0])
         return rank, failure["message"], failure["trace"]
     others = [entry for entry in exit_codes.items() if entry[1] != PREEMPTED_EXIT_CODE]  # they were not asked to end
     rank, code = others[0]
@@ -407,15 +387,6 @@ def _reported(failures: Path) -> list[tuple[int, dict[str, Any]]]:
     written = [(int(path.stem), json.loads(path.read_text())) for path in paths]
     last_start = max((failure["start"] for _, failure in written), default=0)
     return [entry for entry in written if entry[1]["start"] == last_start]
-
-
-def _was_asked_to_end(failures: Path, exit_codes: Mapping[int, int]) -> bool:
-    """Check whether a process ended because it was asked to, and the others did too, or report a lost connection."""
-    reported = _reported(failures)
-    missed = {rank for rank, failure in reported if _LOST_CONNECTION.search(failure["message"])}
-    return PREEMPTED_EXIT_CODE in exit_codes.values() and all(
-        code == PREEMPTED_EXIT_CODE or rank in missed for rank, code in exit_codes.items()
-    )
 
 
 def gpus() -> int:

@@ -259,7 +259,7 @@ def test_a_node_of_an_elastic_job_waits_for_the_one_where_all_meet(monkeypatch):
     port, slept = free_port(), []
     config = SimpleNamespace(rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs={"timeout": 1})
     launch._wait_for_first_node(config, spec(), "node worker-0")  # this machine: it serves the others itself
-    monkeypatch.setattr("torch.distributed.elastic.rendezvous.utils._matches_machine_hostname", lambda _host: False)
+    monkeypatch.setattr("trainer.elastic_private.is_this_machine", lambda _host: False)
     with pytest.raises(CrashError, match=f"distill: node worker-1: the first node did not answer at 127.0.0.1:{port}"):
         launch._wait_for_first_node(config, spec(), "node worker-1")
     with socket.socket() as listener:

@@ -1,14 +1,15 @@
-"""Which ends of its processes the agent answers with another start."""
+"""What torch does not document of its agent does what it is used for, and which ends of its processes get another start."""
 
 from __future__ import annotations
 
+import socket
 import uuid
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api
 
-from trainer import agent, host, launch
+from trainer import elastic_private, host, launch
 from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE
 
 ENDS = """
@@ -40,7 +41,7 @@ def starts(tmp_path, monkeypatch):
         failed = 0
         try:
             with launch.quiet_agent():
-                agent.run(config, ["-c", ENDS, str(tmp_path / "notes"), *map(str, codes)])
+                elastic_private.run(config, ["-c", ENDS, str(tmp_path / "notes"), *map(str, codes)])
         except ChildFailedError as error:
             failed = error.get_first_failure()[1].exitcode
         return [float(text) for text in (tmp_path / "notes").read_text().split()], failed
@@ -69,3 +70,9 @@ def test_an_error_of_the_trainers_own_is_not_tried_again(starts):
 def test_in_a_job_that_is_not_elastic_nothing_is_started_again(starts, code):
     launched, failed = starts(code, max_restarts=0)
     assert (len(launched), failed) == (1, code)
+
+
+def test_a_machine_knows_its_own_names():
+    assert elastic_private.is_this_machine("localhost")
+    assert elastic_private.is_this_machine(socket.gethostname())
+    assert not elastic_private.is_this_machine("192.0.2.1")  # reserved for documentation

@@ -1,6 +1,7 @@
-"""Torch's elastic agent, which starts this machine's processes and, in an elastic job, restarts them as nodes come and go.
+"""All that launching uses of torch's elastic agent beyond its documented interface.
 
-A module of its own, since torch.distributed takes seconds to import and only the process that starts others needs it.
+The agent starts this machine's processes and, in an elastic job, restarts them as nodes come and go. Imported where a job is launched,
+since torch.distributed takes seconds to import. `tests/unit/test_elastic_private.py` calls all of it with the torch that is installed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.launcher import api
 
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE
@@ -51,29 +52,20 @@ def run(config: api.LaunchConfig, arguments: Sequence[str]) -> None:
         SignalException: this process was asked to end; all of them have ended.
         RendezvousError: the other nodes did not come.
     """
-    with _in_place_of_torchs_agent(), _signal_handlers_restored():
-        api.elastic_launch(config, sys.executable)(*arguments)
-
-
-@contextmanager
-def _signal_handlers_restored() -> Iterator[None]:
-    """Restore the handlers of signals that torch's agent replaces; only in the main thread can it have replaced them."""
+    # Torch's agent replaces these handlers. None is one that is not Python's, which Python cannot restore.
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    # None is a handler that is not Python's, which Python cannot restore.
     before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
+    # `elastic_launch` has no parameter for the agent; it imports the name, and does not export it.
+    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:
-        yield
+        api.elastic_launch(config, sys.executable)(*arguments)
     finally:
-        if threading.current_thread() is threading.main_thread():
+        api.LocalElasticAgent = LocalElasticAgent  # type: ignore[attr-defined]
+        if threading.current_thread() is threading.main_thread():  # only there can they have been replaced
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
-@contextmanager
-def _in_place_of_torchs_agent() -> Iterator[None]:
-    """Let `elastic_launch`, which has no parameter for the agent, use ours."""
-    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # imported there, not exported
-    try:
-        yield
-    finally:
-        api.LocalElasticAgent = LocalElasticAgent  # type: ignore[attr-defined]  # likewise
+def is_this_machine(host: str) -> bool:
+    """Return whether torch takes this machine for the one of that name, which serves the others."""
+    return bool(_matches_machine_hostname(host))
