@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,37 +93,30 @@ def load_model(place: str | Path) -> PhotoClassifier:
 
 
 def _student_of(run: str) -> str:
-    """Where a run of `python -m trainer run` or of `make run` has its student.
+    """Find where a run of `python -m trainer run` or of `make run` has its student."""
+    from trainer.summary import SUMMARY
 
-    Raises:
-        ArtifactError: it is no run with a student.
-    """
     places = [storage.join(run, "student")]
     if not storage.is_remote(run):
         # kfp.local names a folder for each run of the pipeline, and has one in it for each task.
         places += sorted(map(str, Path(run).glob("pipeline/*/distill/student")))
-    places += _beside_report(run)
+    file = storage.join(run, SUMMARY)
+    if storage.exists(file):
+        # A pipeline's run that took its distillation from the cache has it beside the task that made the report.
+        try:
+            page = limits.parse_json(storage.read_limited(file, limits.JSON_BYTES))["reports"]["profile"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"{file}: is not the summary of a run ({error}); give the directory of a model"
+            ) from error
+        task = storage.parent(storage.parent(str(page)))
+        places.append(storage.join(storage.parent(task), "distill/student"))
     for place in places:
         if artifacts.exists(place):
             return place
     raise ArtifactError(
         f"{run}: no student at {' nor at '.join(places)}; give the directory of a completed run, or that of a model"
     )
-
-
-def _beside_report(run: str) -> Iterator[str]:
-    """Where a pipeline's run that took its distillation from the cache has it: beside the task that made the report."""
-    from trainer.summary import SUMMARY
-
-    file = storage.join(run, SUMMARY)
-    if not storage.exists(file):
-        return
-    try:
-        page = limits.parse_json(storage.read_limited(file, limits.JSON_BYTES))["reports"]["profile"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(f"{file}: is not the summary of a run ({error}); give the directory of a model") from error
-    task = storage.parent(storage.parent(str(page)))
-    yield storage.join(storage.parent(task), "distill/student")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,22 +167,18 @@ def run_stage(
 
 
 def _stage(name: str, directories: Mapping[str, object]) -> stages.Stage:
-    """The stage, if it takes exactly these directories.
-
-    Raises:
-        SettingsError: naming what does not fit.
-    """
+    """Return the stage, if it takes exactly these directories."""
     stage = stages.STAGES.get(name)
     if stage is None:
         raise SettingsError(f"stage {name!r}: there is none of this name; choose from {', '.join(stages.STAGES)}")
     needed = [*stage.inputs, *stage.outputs]
+    known = [*needed, *stage.optional_inputs]
     missing = [keyword for keyword in needed if keyword not in directories]
     if missing:
         raise SettingsError(f"stage {name}: needs the directory {missing[0]}; give {', '.join(needed)}")
-    foreign = sorted(directories.keys() - {*needed, *stage.optional_inputs})
+    foreign = sorted(directories.keys() - {*known})
     if foreign:
-        known = ", ".join([*needed, *stage.optional_inputs])
-        raise SettingsError(f"stage {name}: has no directory {foreign[0]}; it takes {known}")
+        raise SettingsError(f"stage {name}: has no directory {foreign[0]}; it takes {', '.join(known)}")
     return stage
 
 

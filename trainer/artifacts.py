@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -222,24 +222,22 @@ def copy(source: str | Path, target: str | Path, kind: Kind) -> Manifest:
         OutputError: the target cannot be written.
     """
     content = manifest(source, kind)
-    if _fingerprint(target, kind) == content.fingerprint:
-        return content
+    with suppress(ArtifactError):  # there is none yet
+        if manifest(target, kind).fingerprint == content.fingerprint:
+            return content
     path = read(source, kind).path
     storage.remove_file(storage.join(target, MANIFEST))
     if storage.is_remote(target):
         storage.upload_directory(path, str(target), content.files)
     else:
-        _copy_files(path, storage.local_path(target), content.files)
+        folder = storage.local_path(target)
+        with writing_to(folder):
+            for name in content.files:
+                make_directory((folder / name).parent)
+                shutil.copyfile(path / name, folder / name)
+            _keep_written(folder, content.files)
     storage.write_bytes(storage.join(target, MANIFEST), storage.read_bytes(storage.join(source, MANIFEST)))
     return content
-
-
-def _fingerprint(uri: str | Path, kind: Kind) -> str:
-    """Return the fingerprint of the artifact at a URI; empty where there is no complete one."""
-    try:
-        return manifest(uri, kind).fingerprint
-    except ArtifactError:
-        return ""
 
 
 def _keep_written(folder: Path, names: Collection[str]) -> None:
@@ -249,14 +247,6 @@ def _keep_written(folder: Path, names: Collection[str]) -> None:
     paths = [folder / name for name in names]
     for path in [*paths, *{path.parent for path in paths}]:
         storage.flush(path)
-
-
-def _copy_files(source: Path, target: Path, names: Collection[str]) -> None:
-    with writing_to(target):
-        for name in names:
-            make_directory((target / name).parent)
-            shutil.copyfile(source / name, target / name)
-        _keep_written(target, names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,10 +272,22 @@ def read(uri: str | Path, kind: Kind) -> Artifact:
         StorageError: the store does not answer or refuses.
     """
     content = manifest(uri, kind)
-    path = _fetch(str(uri), content) if storage.is_remote(uri) else storage.local_path(uri)
-    if not storage.is_remote(uri):
-        for name, expected in content.files.items():
-            _check_file(path, kind, name, expected)
+    if storage.is_remote(uri):
+        return Artifact(path=_fetch(str(uri), content), **vars(content))
+    path = storage.local_path(uri)
+    for name, expected in content.files.items():
+        file = path / name
+        if not file.resolve().is_relative_to(path.resolve()):
+            raise ArtifactError(f"{kind} {path}: its manifest names the file {name!r} outside of it; do not use it")
+        if not file.is_file():
+            raise ArtifactError(f"{kind} {path}: the file {name} is missing; make it again or copy it whole")
+        size = file.stat().st_size
+        if size != expected["size"]:
+            raise ArtifactError(
+                f"{kind} {path}: the file {name} has {size} bytes instead of {expected['size']}; make it again or copy it whole"
+            )
+        if storage.file_digest(file) != expected["sha256"]:
+            raise ArtifactError(f"{kind} {path}: the file {name} is damaged (checksum); make it again or copy it whole")
     return Artifact(path=path, **vars(content))
 
 
@@ -334,31 +336,20 @@ def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
     try:
         content = limits.parse_json(storage.read_limited(storage.join(uri, MANIFEST), limits.JSON_BYTES))
     except ObjectNotFoundError as error:
-        raise ArtifactError(f"{kind} {uri}: {_lack(uri)}") from error
+        lack = f"no {MANIFEST}, so it was never completed, or its removal has begun"
+        if storage.is_remote(uri) and not storage.children(uri):
+            lack = "nothing is there: it was removed, by a lifecycle rule or with its store, or never made"
+        cached = f"; {_WITHOUT_CACHE}" if storage.is_remote(uri) else ""
+        raise ArtifactError(f"{kind} {uri}: {lack}; run the stage that makes it again{cached}") from error
     except ValueError as error:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error
-    if not _is_manifest(content):
-        raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not the manifest of an artifact; make it again")
-    found: dict[str, Any] = content
-    return found
-
-
-def _lack(uri: str | Path) -> str:
-    """Say why there is no manifest, as far as that is known, and the next move."""
-    again, cached = "run the stage that makes it again", f"; {_WITHOUT_CACHE}" if storage.is_remote(uri) else ""
-    if storage.is_remote(uri) and not storage.children(uri):
-        return (
-            f"nothing is there: it was removed, by a lifecycle rule or with its store, or never made; {again}{cached}"
-        )
-    return f"no {MANIFEST}, so it was never completed, or its removal has begun; {again}{cached}"
-
-
-def _is_manifest(content: object) -> bool:
-    return (
+    if not (
         isinstance(content, dict)
         and all(isinstance(content.get(name), kinds) for name, kinds in _MEMBERS.items())
         and all(isinstance(parent, str) for parent in content["parents"].values())
-    )
+    ):
+        raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not the manifest of an artifact; make it again")
+    return content
 
 
 def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> None:
@@ -371,11 +362,8 @@ def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> 
         )
     if digest({key: content[key] for key in _COVERED}) != content["fingerprint"]:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} was altered (its fingerprint does not fit); make it again")
-    _check_files(uri, kind, content["files"])
-
-
-def _check_files(uri: str | Path, kind: Kind, files: Mapping[str, Any]) -> None:
-    """Refuse names that lead out of the artifact or into one another, and records of another form."""
+    # Names may not lead out of the artifact or into one another, and records have one form.
+    files = content["files"]
     if len(files) > limits.ARTIFACT_FILES:
         raise ArtifactError(
             f"{kind} {uri}: its manifest names {len(files):,} files, more than the {limits.ARTIFACT_FILES:,} that an artifact may have; "
@@ -387,7 +375,13 @@ def _check_files(uri: str | Path, kind: Kind, files: Mapping[str, Any]) -> None:
             raise ArtifactError(
                 f"{kind} {uri}: its manifest names the file {name!r} outside of it, or in a way that no stage does; do not use it"
             )
-        if not _is_record(record):
+        if not (
+            isinstance(record, dict)
+            and record.keys() == FileRecord.__annotations__.keys()
+            and type(record["size"]) is int
+            and 0 <= record["size"] <= limits.FILE_BYTES
+            and _CHECKSUM.fullmatch(str(record["sha256"]))
+        ):
             raise ArtifactError(f"{kind} {uri}: its manifest says of the file {name!r} {record!r}; do not use it")
 
 
@@ -401,25 +395,3 @@ def _is_inside(name: str) -> bool:
         and len(name.encode()) <= _LONGEST_NAME
         and not any(part in ("", ".", "..") or len(part.encode()) > _LONGEST_PART for part in parts)
     )
-
-
-def _is_record(record: object) -> bool:
-    if not isinstance(record, dict) or record.keys() != FileRecord.__annotations__.keys():
-        return False
-    size, checksum = record["size"], record["sha256"]
-    return type(size) is int and 0 <= size <= limits.FILE_BYTES and bool(_CHECKSUM.fullmatch(str(checksum)))
-
-
-def _check_file(path: Path, kind: Kind, name: str, expected: Mapping[str, Any]) -> None:
-    file = path / name
-    if not file.resolve().is_relative_to(path.resolve()):
-        raise ArtifactError(f"{kind} {path}: its manifest names the file {name!r} outside of it; do not use it")
-    if not file.is_file():
-        raise ArtifactError(f"{kind} {path}: the file {name} is missing; make it again or copy it whole")
-    size = file.stat().st_size
-    if size != expected["size"]:
-        raise ArtifactError(
-            f"{kind} {path}: the file {name} has {size} bytes instead of {expected['size']}; make it again or copy it whole"
-        )
-    if storage.file_digest(file) != expected["sha256"]:
-        raise ArtifactError(f"{kind} {path}: the file {name} is damaged (checksum); make it again or copy it whole")

@@ -35,7 +35,6 @@ PARTS: Mapping[str, str] = {
 }
 """What a stage's time goes for -> its name in tables. Start-up lasts until a training begins; `work` is of stages that do not train; the
 recorder's is what evidence cost; lost work was done again after a failure; `ending` is writing the result."""
-_SHOWN = 0.005
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -99,7 +98,11 @@ def stage_bill(stage: str, manifest: Manifest, evidence: Evidence | None = None)
         evidence: what its trainings recorded, if it trains.
     """
     records = [training.ranks[0].record for training in evidence.trainings] if evidence else []
-    parts = _parts_of_trainings(records, manifest) if records else _parts_of_work(manifest)
+    parts = {}  # of a stage that ran in its task's own process only the total is known
+    if records:
+        parts = _parts_of_trainings(records, manifest)
+    elif manifest.startup_seconds is not None:
+        parts = {"startup": manifest.startup_seconds, "work": manifest.seconds}
     seconds = sum(parts.values()) if parts else manifest.seconds
     place = (records[-1].place if records else None) or manifest.place
     trained = [(record, _parts_of_recording(record)["training"]) for record in records if record.steps.count]
@@ -120,11 +123,6 @@ def bill_here(stage: str, seconds: float) -> StageBill:
     """Bill a stage that runs in this process, when it is nearly at its end."""
     place = place_here()
     return StageBill(stage=stage, seconds=seconds, place=place, dollars=place.dollars(seconds) if place else None)
-
-
-def _parts_of_work(manifest: Manifest) -> dict[str, float]:
-    """Of a launched stage that records no evidence; nothing is known of one that ran in its task's own process."""
-    return {} if manifest.startup_seconds is None else {"startup": manifest.startup_seconds, "work": manifest.seconds}
 
 
 def _parts_of_trainings(records: Sequence[RankRecord], manifest: Manifest) -> dict[str, float]:
@@ -175,23 +173,19 @@ def make_bill(stages: Sequence[StageBill], forecast: Forecast | None = None) -> 
         forecast: what was expected of the distillation, where somebody measured.
     """
     priced = [one.dollars for one in stages if one.dollars is not None]
+    unpriced = [one for one in stages if one.dollars is None]
+    doubts = dict.fromkeys(one.place.price.doubt() for one in stages if one.place and one.place.price)
+    notes = [doubt for doubt in doubts if doubt]
+    if priced and unpriced:
+        names, spent = ", ".join(one.stage for one in unpriced), duration_text(sum(one.seconds for one in unpriced))
+        notes.insert(0, f"the dollars are without {names} ({spent}): the price of where they ran is not known")
     return Bill(
         stages=tuple(stages),
         seconds=sum(one.seconds for one in stages),
         dollars=sum(priced) if priced else None,
         forecast=forecast,
-        notes=tuple(_notes(stages)),
+        notes=tuple(notes),
     )
-
-
-def _notes(stages: Sequence[StageBill]) -> list[str]:
-    unpriced = [one for one in stages if one.dollars is None]
-    doubts = dict.fromkeys(one.place.price.doubt() for one in stages if one.place and one.place.price)
-    notes = [doubt for doubt in doubts if doubt]
-    if unpriced and len(unpriced) < len(stages):
-        names, spent = ", ".join(one.stage for one in unpriced), duration_text(sum(one.seconds for one in unpriced))
-        notes.insert(0, f"the dollars are without {names} ({spent}): the price of where they ran is not known")
-    return notes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,20 +193,14 @@ def _notes(stages: Sequence[StageBill]) -> list[str]:
 
 
 def rows(bill: Bill) -> list[tuple[str, ...]]:
-    """Heading, a row for each stage, and the total: stage, where, time, dollars, what the time went for."""
-    shown = [
-        (one.stage, str(one.place or ""), duration_text(one.seconds), dollars_text(one.dollars), _split(one))
-        for one in bill.stages
-    ]
-    total = ("total", "", duration_text(bill.seconds), dollars_text(bill.dollars), "")
-    return [("stage", "where", "time", "dollars", "for"), *shown, total]
-
-
-def _split(one: StageBill) -> str:
-    """The parts with their shares, the largest first."""
-    large = {part: spent / one.seconds for part, spent in one.parts.items() if spent >= _SHOWN * one.seconds > 0}
-    ordered = sorted(large.items(), key=lambda entry: -entry[1])
-    return ", ".join(f"{PARTS[part]} {share:.0%}" for part, share in ordered)
+    """Return a heading, a row for each stage, and the total: stage, where, time, dollars, what the time went for."""
+    shown: list[tuple[str, ...]] = [("stage", "where", "time", "dollars", "for")]
+    for one in bill.stages:
+        shares = {part: spent / one.seconds for part, spent in one.parts.items() if spent >= 0.005 * one.seconds > 0}
+        largest = sorted(shares.items(), key=lambda entry: -entry[1])
+        split = ", ".join(f"{PARTS[part]} {share:.0%}" for part, share in largest)
+        shown.append((one.stage, str(one.place or ""), duration_text(one.seconds), dollars_text(one.dollars), split))
+    return [*shown, ("total", "", duration_text(bill.seconds), dollars_text(bill.dollars), "")]
 
 
 def forecast_text(bill: Bill) -> str:

@@ -66,39 +66,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not worker and not node:
             raise
-        return _crash(f"{type(error).__name__}: {error} (its traceback stands above)", worker=worker)
+        # The launcher of this process waits for a message.
+        message = f"{type(error).__name__}: {error} (its traceback stands above)"
+        if worker:
+            launch.record_failure(message, traceback.format_exc())
+        else:
+            traceback.print_exc()
+            launch.leave_last_words(message)
+            print(f"error: {message}", file=sys.stderr)
+        return CRASH_EXIT_CODE
     return 0
 
 
 def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool, node: bool) -> int:
+    """Report an error.
+
+    The exit code tells whoever started this process whether to start it again: not after what would come again, such as the user's own
+    mistake.
+    """
+    preempted = isinstance(error, PreemptedError)
+    code = PREEMPTED_EXIT_CODE if preempted else CRASH_EXIT_CODE if error.passing else EXIT_CODE
     if worker:
-        if not isinstance(error, PreemptedError):
+        if not preempted:
             launch.record_failure(str(error), traceback.format_exc() if options.debug else "")
-        return _exit_code(error)
+        return code
     if options.debug:
         traceback.print_exc()
     if node:
         launch.leave_last_words(str(error))
-    print(f"{'ended' if isinstance(error, PreemptedError) else 'error'}: {error}", file=sys.stderr)
-    return CRASHED_NODE_EXIT_CODE if node and isinstance(error, CrashError) else _exit_code(error)
-
-
-def _exit_code(error: TrainerError) -> int:
-    """Tells whoever started this process whether to start it again: not after what would come again, such as the user's own mistake."""
-    if isinstance(error, PreemptedError):
-        return PREEMPTED_EXIT_CODE
-    return CRASH_EXIT_CODE if error.passing else EXIT_CODE
-
-
-def _crash(message: str, *, worker: bool) -> int:
-    """Report an unexpected exception of a process whose launcher waits for a message."""
-    if worker:
-        launch.record_failure(message, traceback.format_exc())
-    else:
-        traceback.print_exc()
-        launch.leave_last_words(message)
-        print(f"error: {message}", file=sys.stderr)
-    return CRASH_EXIT_CODE
+    print(f"{'ended' if preempted else 'error'}: {error}", file=sys.stderr)
+    return CRASHED_NODE_EXIT_CODE if node and isinstance(error, CrashError) else code
 
 
 def _set_up_logging(*, quiet: bool) -> None:
@@ -140,7 +137,7 @@ def _add_run(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     )
     commands.add_recipe(parser, "recipe")
     commands.add_overrides(parser)
-    _add_debug(parser)
+    commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.add_argument("--output", metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
     commands.add_processes(parser, number=commands.positive)
     parser.set_defaults(command=_run)
@@ -152,35 +149,27 @@ def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     )
     names = parser.add_subparsers(title="stages", required=True, metavar="NAME")
     for stage in stages.STAGES.values():
-        _add_one_stage(names, stage)
-
-
-def _add_one_stage(names: Subparsers[argparse.ArgumentParser], stage: stages.Stage) -> None:
-    text = f"{stage.summary[0].upper()}{stage.summary[1:]}."
-    parser = names.add_parser(stage.name, help=stage.summary, description=text)
-    source = parser.add_mutually_exclusive_group()
-    commands.add_recipe(source, default="")
-    source.add_argument(
-        "--settings",
-        metavar="JSON",
-        help="the stage's settings as a JSON object, as another stage's manifest shows them",
-    )
-    commands.add_overrides(parser)
-    _add_debug(parser)
-    for name, kind in stage.inputs.items():
-        parser.add_argument(f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"input: a {kind} directory")
-    for name, kind in stage.optional_inputs.items():
-        parser.add_argument(f"--{launch.flag(name)}", metavar="DIR", help=f"input, if needed: a {kind} directory")
-    for name, kind in stage.outputs.items():
-        parser.add_argument(
-            f"--{launch.flag(name)}", required=True, metavar="DIR", help=f"output: the {kind} directory to write"
-        )
-    if stage.launched:
-        commands.add_processes(parser, number=commands.positive)
-        # How a launcher calls this: one training process; one node of a cluster's job, which starts such processes.
-        parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-        parser.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(command=_stage, stage=stage)
+        text = f"{stage.summary[0].upper()}{stage.summary[1:]}."
+        parser = names.add_parser(stage.name, help=stage.summary, description=text)
+        source = parser.add_mutually_exclusive_group()
+        commands.add_recipe(source, default="")
+        text = "the stage's settings as a JSON object, as another stage's manifest shows them"
+        source.add_argument("--settings", metavar="JSON", help=text)
+        commands.add_overrides(parser)
+        commands.add_debug(parser, default=argparse.SUPPRESS)
+        directories = [
+            *((name, True, f"input: a {kind} directory") for name, kind in stage.inputs.items()),
+            *((name, False, f"input, if needed: a {kind} directory") for name, kind in stage.optional_inputs.items()),
+            *((name, True, f"output: the {kind} directory to write") for name, kind in stage.outputs.items()),
+        ]
+        for name, required, text in directories:
+            parser.add_argument(f"--{launch.flag(name)}", required=required, metavar="DIR", help=text)
+        if stage.launched:
+            commands.add_processes(parser, number=commands.positive)
+            # How a launcher calls this: one training process; one node of a cluster's job, which starts such processes.
+            parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+            parser.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
+        parser.set_defaults(command=_stage, stage=stage)
 
 
 def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -193,7 +182,7 @@ def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("before", metavar="A")
     parser.add_argument("after", metavar="B")
     parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
-    _add_debug(parser)
+    commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.set_defaults(command=_compare)
 
 
@@ -220,13 +209,8 @@ def _add_forecast(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         metavar="E",
         help="speed-up of twice as many nodes, as a share of 2, where only one number was tried (default: %(default)s)",
     )
-    _add_debug(parser)
-    parser.set_defaults(command=_forecast)
-
-
-def _add_debug(parser: argparse.ArgumentParser) -> None:
-    """Also behind the command."""
     commands.add_debug(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(command=_forecast)
 
 
 def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -242,7 +226,7 @@ def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         metavar="NAME",
         help=f"all runs of an MLflow experiment, too ({tracking.URI}, or else runs/mlflow.db)",
     )
-    _add_debug(parser)
+    commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.set_defaults(command=_bill)
 
 
@@ -254,7 +238,7 @@ def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     )
     commands.add_recipe(parser, "recipe", default="", nargs="?")
     commands.add_overrides(parser)
-    _add_debug(parser)
+    commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the values alone, as JSON")
     parser.set_defaults(command=_config)
 
@@ -281,7 +265,19 @@ def _stage(options: argparse.Namespace) -> None:
     stage: stages.Stage = options.stage
     settings = config.resolve(options.recipe, options.overrides)
     os.environ.setdefault(config.DEVICE_VARIABLE, settings.run.device)
-    section = json.dumps(settings.for_stage(stage.name)) if options.settings is None else _checked_json(options)
+    section = json.dumps(settings.for_stage(stage.name))
+    if options.settings is not None:
+        if options.overrides:
+            raise SettingsError(
+                "--settings gives all settings of the stage, so --set cannot change them; use --recipe with --set"
+            )
+        section = options.settings
+        try:
+            values = limits.parse_json(section)
+        except ValueError as error:
+            raise SettingsError(f"--settings {section!r} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise SettingsError(f"--settings {section!r} is not a JSON object")
     given = {name: getattr(options, name) for name in stage.all_inputs}
     inputs = {name: value for name, value in given.items() if value is not None}
     outputs = {name: getattr(options, name) for name in stage.outputs}
@@ -301,20 +297,6 @@ def _stage(options: argparse.Namespace) -> None:
         return
     further = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.takes_recipe else {}
     stages.call(stage.name, section, {**inputs, **outputs}, **further)
-
-
-def _checked_json(options: argparse.Namespace) -> str:
-    if options.overrides:
-        raise SettingsError(
-            "--settings gives all settings of the stage, so --set cannot change them; use --recipe with --set"
-        )
-    try:
-        values = limits.parse_json(options.settings)
-    except ValueError as error:
-        raise SettingsError(f"--settings {options.settings!r} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
-    return str(options.settings)
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -25,11 +25,6 @@ OLD_DAYS = 180
 """A price is doubtful when it is older."""
 
 
-def _as_text(value: object) -> object:
-    """A date that TOML has as such, as text."""
-    return value.isoformat() if isinstance(value, datetime.date) else value
-
-
 def _month_or_day(text: str) -> str:
     try:
         _first_day(text)
@@ -50,7 +45,11 @@ class Price(_Group):
     """What a node costs."""
 
     dollars_an_hour: Annotated[float, Field(gt=0)]
-    date: Annotated[str, BeforeValidator(_as_text), AfterValidator(_month_or_day)]
+    date: Annotated[
+        str,
+        BeforeValidator(lambda given: given.isoformat() if isinstance(given, datetime.date) else given),  # TOML's
+        AfterValidator(_month_or_day),
+    ]
     """The month or the day when it was so, such as 2026-11."""
     region: Annotated[str, Field(min_length=1)]
     source: Annotated[str, Field(min_length=1)]
@@ -117,14 +116,7 @@ def place_here() -> Machines | None:
 
 
 def local_place(processes: int) -> Machines:
-    """This machine, with the name and the price that its user's `TRAINER_PLACE` gives it.
-
-    Args:
-        processes: how many run together.
-
-    Raises:
-        SettingsError: the variable is no `Machines`.
-    """
+    """Return this machine with so many processes, and with the name and the price that its user's `TRAINER_PLACE` gives it."""
     given = place_here() or Machines(pool=THIS_MACHINE)
     return given.model_copy(update={"nodes": 1, "processes_per_node": processes})
 

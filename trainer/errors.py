@@ -1,29 +1,7 @@
-"""The exceptions a user can meet.
+"""The exceptions a user can meet: each is a `TrainerError`, whose text is the whole message for the user.
 
-    TrainerError                every error below; its text is the whole message for the user
-    ├── SettingsError           a recipe, a setting or an override is wrong
-    ├── DataError               the images, labels or splits are not usable
-    ├── ArtifactError           a directory handed from one stage to another is missing, damaged or of another kind
-    ├── ModelError              a model cannot be built, or does not fit the data set
-    ├── TrainingError           a training stopped: loss not finite, processes that do not form one group
-    │   ├── LostProcessError    a process of the group did not come to a rendezvous, or is gone
-    │   └── SupersededError     a later attempt of the same training has begun
-    ├── PreemptedError          a training was asked to end; its checkpoint is written, and the same command continues it
-    ├── LaunchError             a launched process or job failed
-    │   └── CrashError          a launched process crashed or was killed, and had no message of its own
-    ├── BudgetError             the forecast is over the budget, or cannot be held against it
-    ├── DeployError             Kubeflow Pipelines is not found or refuses, or a run there did not succeed
-    ├── TrackingError           MLflow does not answer or refuses
-    ├── StorageError            the object store does not answer, refuses, or has lost something
-    │   ├── StorageAwayError    it did not answer, or not in time, and may again
-    │   ├── ObjectNotFoundError there is no object, or file, of that name
-    │   ├── ObjectExistsError   there is one already where a new one was to be made
-    │   ├── ObjectDamagedError  an object is not what its checksum says
-    │   └── ObjectTooLargeError an object, or file, is larger than what is read of its kind
-    └── OutputError             an output cannot be written: disk full, read-only
-
-A message names the thing, the value and the next move. `python -m trainer` prints it without a
-traceback (`--debug` shows that too) and exits with `EXIT_CODE`.
+A message names the thing, the value and the next move. `python -m trainer` prints it without a traceback (`--debug` shows that too) and
+exits with `EXIT_CODE`.
 """
 
 from __future__ import annotations

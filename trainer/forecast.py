@@ -129,12 +129,7 @@ def mean_interval(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def work_of(settings: DistillSettings, samples: int) -> WorkCount:
-    """Count the work of a distillation with these settings.
-
-    Args:
-        settings: section `distill`.
-        samples: training images.
-    """
+    """Count the work of a distillation with these settings on so many training images."""
     steps, evidence = step_schedule.step_count(settings, samples), settings.evidence
     return WorkCount(
         steps=steps,
@@ -144,17 +139,14 @@ def work_of(settings: DistillSettings, samples: int) -> WorkCount:
     )
 
 
-def forecast(measurement: Measurement, work: WorkCount) -> Forecast:
+def forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[str] = ()) -> Forecast:
     """Add up the measured time of each part. The interval is that of the step; the rest was measured once.
 
     Args:
         measurement: the trial.
         work: work of the whole distillation.
+        assumptions: what was not measured.
     """
-    return _forecast(measurement, work, ())
-
-
-def _forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[str]) -> Forecast:
     beside_s = (
         measurement.startup_s
         + (measurement.recording_s or 0.0)
@@ -162,11 +154,8 @@ def _forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[s
         + work.checkpoints * measurement.checkpoint_s
         + work.windows * measurement.window_s
     )
-
-    def hours(step_s: float) -> float:
-        return (beside_s + work.steps * step_s) / 3600
-
-    expected, low, high = map(hours, (measurement.step_s, measurement.step_low_s, measurement.step_high_s))
+    steps_s = (measurement.step_s, measurement.step_low_s, measurement.step_high_s)
+    expected, low, high = ((beside_s + work.steps * step_s) / 3600 for step_s in steps_s)
     place = measurement.place
     doubt = place.price.doubt() if place.price else ""
     return Forecast(
@@ -217,9 +206,7 @@ def on_nodes(
             "recording_s": None if nearest.recording_s is None else nearest.recording_s / speedup,
         }
     )
-    return _forecast(
-        scaled, work, (source, f"start-up, validation and checkpoints as on {_nodes(nearest.place.nodes)}")
-    )
+    return forecast(scaled, work, (source, f"start-up, validation and checkpoints as on {_nodes(nearest.place.nodes)}"))
 
 
 def _efficiency(by_nodes: Mapping[int, Measurement], nodes: int, assumed: float) -> tuple[float, str]:
@@ -313,7 +300,8 @@ def refuse_over_budget(
     limits = {"budget_usd": budget_usd, "budget_hours": budget_hours}
     said = " and ".join(f"run.{name}={limit:g}" for name, limit in limits.items() if limit)
     if _is_within(expected, **limits):
-        if not _is_within(_at_worst(expected), **limits):
+        at_worst = expected.model_copy(update={"hours": expected.hours_high, "dollars": expected.dollars_high})
+        if not _is_within(at_worst, **limits):
             logger.warning("%s is near the forecast: %s on %s", said, expected, expected.place)
         return
     fitting = [_option(name, one) for name, one in alternatives.items() if _is_within(one, **limits)]
@@ -331,10 +319,6 @@ def _is_within(one: Forecast, *, budget_usd: float | None, budget_hours: float |
     """Return whether a forecast is within the budget; unknown dollars are within no budget of dollars."""
     costs_too_much = bool(budget_usd) and (one.dollars is None or one.dollars > (budget_usd or 0.0))
     return not costs_too_much and not (budget_hours and one.hours > budget_hours)
-
-
-def _at_worst(one: Forecast) -> Forecast:
-    return one.model_copy(update={"hours": one.hours_high, "dollars": one.dollars_high})
 
 
 def _option(name: str, one: Forecast) -> str:

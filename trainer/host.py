@@ -29,19 +29,15 @@ def processor_name() -> str:
 def usable_cores(cgroups: Path = _CGROUPS) -> int:
     """Count the cores that this process may use: those it may run on, or fewer where a container's CPU limit is lower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, period = _cpu_limit(cgroups)
-    return max(1, min(cores, quota // period)) if quota > 0 else cores
-
-
-def _cpu_limit(cgroups: Path) -> tuple[int, int]:
-    """Read the microseconds of CPU time that the container has in each period, and the period; -1 where there is no limit."""
-    second, first = cgroups / "cpu.max", cgroups / "cpu"  # versions 2 and 1 of Linux's control groups
+    # The microseconds of CPU time that the container has in each period, and the period: control groups of version 2, or of version 1.
+    second, first = cgroups / "cpu.max", cgroups / "cpu"
+    quota, period = "max", "1"
     if second.exists():
         quota, period = second.read_text().split()
-        return (-1 if quota == "max" else int(quota)), int(period)
-    if (first / "cpu.cfs_quota_us").exists():
-        return int((first / "cpu.cfs_quota_us").read_text()), int((first / "cpu.cfs_period_us").read_text())
-    return -1, 1
+    elif (first / "cpu.cfs_quota_us").exists():
+        quota, period = (first / "cpu.cfs_quota_us").read_text(), (first / "cpu.cfs_period_us").read_text()
+    is_limited = quota != "max" and int(quota) > 0
+    return max(1, min(cores, int(quota) // int(period))) if is_limited else cores
 
 
 def started_unix() -> float:
@@ -51,9 +47,8 @@ def started_unix() -> float:
     """
     if sys.platform != "linux":
         return psutil.Process().create_time()
-    ticks = int(
-        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    )  # field 22, after the name in brackets
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # those after the name in brackets
+    ticks = int(fields[19])  # field 22 of all
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -48,12 +48,13 @@ def dataset_revision(name: str) -> str | None:
 
 
 def _revision(asked: str, repository: str, kind: str, wanted: str) -> str | None:
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx's own, whichever is used
         HFValidationError,
         HTTPError,
         OfflineModeIsEnabled,
     )
+    from huggingface_hub.file_download import repo_folder_name
 
     api = HfApi()
     ask: Callable[..., Any] = api.model_info if kind == "model" else api.dataset_info
@@ -63,18 +64,11 @@ def _revision(asked: str, repository: str, kind: str, wanted: str) -> str | None
         logger.warning("%s: the Hub has no such name (%s)", asked, error)
         return None
     except (HTTPError, OfflineModeIsEnabled) as error:
-        cached = _cached(repository, kind, wanted)
+        # The commit that the Hub's client falls back to offline.
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type=kind)
+        reference = folder / "refs" / (wanted or constants.DEFAULT_REVISION)
+        cached = reference.read_text().strip() if reference.is_file() else None
         found = f"cached here: {cached}" if cached else "none is cached"
         logger.warning("%s: the Hub does not say its revision (%s); %s", asked, " ".join(str(error).split()), found)
         return cached
     return answer
-
-
-def _cached(repository: str, kind: str, wanted: str) -> str | None:
-    """Return the commit that the Hub's client falls back to offline."""
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type=kind)
-    reference = folder / "refs" / (wanted or constants.DEFAULT_REVISION)
-    return reference.read_text().strip() if reference.is_file() else None

@@ -11,7 +11,6 @@ import logging
 import math
 import re
 import tomllib
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 JSON_BYTES = 32 * 2**20
@@ -48,18 +47,17 @@ MESSAGE_CHARACTERS = 10_000
 
 _UNPRINTABLE = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 """Control characters, which a terminal obeys, marks that reverse the direction of text, and surrogates."""
-_IN_TEXT = re.compile(f"[{_UNPRINTABLE}]")
-_IN_A_NAME = re.compile(f"[{_UNPRINTABLE}\t\n]")
+_TOO_DEEP = f"it is nested deeper than {NESTING} levels"
 
 
 def printable(text: str) -> str:
     """Escape characters that are not text, such as those that a terminal obeys; line breaks stay."""
-    return _IN_TEXT.sub(_escape, text)
+    return re.sub(f"[{_UNPRINTABLE}]", _escape, text)
 
 
 def printable_name(text: str) -> str:
     """Escape like `printable`, and line breaks too."""
-    return _IN_A_NAME.sub(_escape, text)
+    return re.sub(f"[{_UNPRINTABLE}\t\n]", _escape, text)
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -115,9 +113,6 @@ def parse_toml(text: str) -> dict[str, Any]:
     return value
 
 
-_TOO_DEEP = f"it is nested deeper than {NESTING} levels"
-
-
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -127,20 +122,13 @@ def _check(value: object) -> None:
     level = [value]
     for _ in range(NESTING + 1):
         groups = [one for one in level if isinstance(one, dict)]
-        _check_texts([one for one in level if isinstance(one, str)])
-        _check_numbers([one for one in level if isinstance(one, int)])
+        "\n".join(one for one in level if isinstance(one, str)).encode()  # raises a ValueError for a surrogate
+        numbers = [one for one in level if isinstance(one, int)]
+        if numbers and not -(2**63) <= min(numbers) <= max(numbers) < 2**64:
+            raise ValueError("a whole number needs more than 64 bits")
         level = [member for one in level if isinstance(one, list) for member in one]
         for group in groups:
             level += [*group.keys(), *group.values()]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
-
-
-def _check_texts(texts: Sequence[str]) -> None:
-    "\n".join(texts).encode()  # raises a ValueError for a surrogate
-
-
-def _check_numbers(numbers: Sequence[int]) -> None:
-    if numbers and not -(2**63) <= min(numbers) <= max(numbers) < 2**64:
-        raise ValueError("a whole number needs more than 64 bits")

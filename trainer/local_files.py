@@ -8,7 +8,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from trainer import limits
 from trainer.errors import ObjectNotFoundError, ObjectTooLargeError, StorageError
@@ -66,7 +65,12 @@ def read_file(path: Path, start: int | None = None, end: int | None = None, *, l
         OSError: it cannot be read.
         ObjectTooLargeError: the file has more bytes than the limit, where there is one.
     """
-    with _open_regular(path) as file:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        # The text may become the reason in a data set's quarantine.json, which its fingerprint covers: it stays as it is.
+        raise PermissionError(errno.EPERM, "it is no regular file", str(path))
+    with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if limit is not None:
             check_size(size, limit, path)
@@ -74,15 +78,6 @@ def read_file(path: Path, start: int | None = None, end: int | None = None, *, l
         file.seek(start or 0)
         # Python allocates all that is asked for, even past the end of the file.
         return file.read(-1 if end is None else max(0, min(end, size + 1) - (start or 0)))
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        # The text may become the reason in a data set's quarantine.json, which its fingerprint covers: it stays as it is.
-        raise PermissionError(errno.EPERM, "it is no regular file", str(path))
-    return os.fdopen(descriptor, "rb")
 
 
 def check_size(size: int, limit: int, name: str | Path) -> None:

@@ -28,8 +28,8 @@ from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
 from trainer.config import ModelSettings
 from trainer.errors import ModelError, StorageError
-from trainer.served_student.pyfunc import Preprocessing
 from trainer.served_student.preprocessing import Square
+from trainer.served_student.pyfunc import Preprocessing
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -123,11 +123,9 @@ def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float =
     architecture, args = settings.architecture, settings.args
     check_architecture(architecture)
     check_arguments(architecture, args)
-    further: dict[str, Any] = {**args, "num_classes": len(labels)} | (
-        {"drop_path_rate": drop_path} if drop_path else {}
-    )
+    further: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
     try:
-        network: Any = timm.create_model(architecture, **further)
+        network: Any = timm.create_model(architecture, **{**args, "num_classes": len(labels), **further})
     except Exception as error:  # timm passes any argument on to any model
         raise ModelError(
             f"architecture {architecture!r} with the arguments {dict(args)} cannot be built: {error}"
@@ -295,30 +293,38 @@ def outline(uri: str | Path) -> Classifier:
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         try:
             for name in files.keys() & {CONFIG, WEIGHTS}:
-                _fetch_beginning(storage.join(uri, name), Path(folder) / name, files[name]["size"])
+                # The description, or the header of the weights, in a sparse file of the whole file's size.
+                file, path, size = storage.join(uri, name), Path(folder) / name, files[name]["size"]
+                end = min(size, limits.JSON_BYTES)
+                if name == WEIGHTS:
+                    header = int.from_bytes(storage.read_bytes(file, 0, 8), "little")
+                    end = 8 + min(header, limits.WEIGHTS_HEADER_BYTES)
+                path.write_bytes(storage.read_bytes(file, 0, end))
+                os.truncate(path, size)
             return _outline(Path(folder))
         except ModelError as error:
             raise ModelError(str(error).replace(folder, str(uri))) from error
 
 
-def _fetch_beginning(uri: str, path: Path, size: int) -> None:
-    """Fetch a JSON file, or the header of a safetensors file, into a sparse file of the whole file's size."""
-    end = size
-    if path.name == WEIGHTS:
-        end = 8 + min(int.from_bytes(storage.read_bytes(uri, 0, 8), "little"), limits.WEIGHTS_HEADER_BYTES)
-    path.write_bytes(storage.read_bytes(uri, 0, min(end, limits.JSON_BYTES)))
-    os.truncate(path, size)
-
-
 def _outline(path: Path) -> Classifier:
-    card = _read_card(path)
+    try:
+        content = limits.parse_json(storage.read_limited(path / CONFIG, limits.JSON_BYTES))
+        card = TypeAdapter(ModelCard).validate_python(content)
+    except (StorageError, ValueError) as error:
+        raise ModelError(
+            f"model {path}: {CONFIG} is not the description of a model ({limits.cut(str(error), 500)}); make it again"
+        ) from error
     with _fitting(path, card):
-        shapes = _shapes(path / WEIGHTS)
+        given = _shapes(path / WEIGHTS)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             # Without memory, since the description may ask for any amount of it.
             model = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels)
         wanted = {name: tuple(tensor.shape) for name, tensor in model.network.state_dict().items()}
-        _check_shapes(shapes, wanted)
+        for name in sorted({*given, *wanted}):
+            if given.get(name) != wanted.get(name):
+                raise ValueError(
+                    f"{name}: its shape is {given.get(name, 'missing')} instead of {wanted.get(name, 'none')}"
+                )
         return Classifier(model.network, card).to("meta")
 
 
@@ -333,19 +339,6 @@ def _fitting(path: Path, card: ModelCard) -> Iterator[None]:
         ) from error
 
 
-_CARD = TypeAdapter(ModelCard)
-
-
-def _read_card(path: Path) -> ModelCard:
-    try:
-        content = limits.parse_json(storage.read_limited(path / CONFIG, limits.JSON_BYTES))
-        return _CARD.validate_python(content)
-    except (StorageError, ValueError) as error:
-        raise ModelError(
-            f"model {path}: {CONFIG} is not the description of a model ({limits.cut(str(error), 500)}); make it again"
-        ) from error
-
-
 def _shapes(weights: Path) -> dict[str, tuple[int, ...]]:
     """Read the shape of each tensor in a safetensors file from its header."""
     with weights.open("rb") as file:
@@ -356,12 +349,6 @@ def _shapes(weights: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # not a mapping
 
 
-def _check_shapes(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    for name in sorted({*given, *wanted}):
-        if given.get(name) != wanted.get(name):
-            raise ValueError(f"{name}: its shape is {given.get(name, 'missing')} instead of {wanted.get(name, 'none')}")
-
-
 def check_labels(model: Classifier, classes: Sequence[str], name: str) -> None:
     """Make sure that a model's logits mean the data set's classes.
 
@@ -369,14 +356,9 @@ def check_labels(model: Classifier, classes: Sequence[str], name: str) -> None:
         ModelError: naming the first difference.
     """
     labels = model.card.labels
+    advice = "give a model that was fine-tuned on this data set, or fine-tune it (pretrain.finetune.epochs)"
     if len(labels) != len(classes):
-        raise ModelError(
-            f"{name}: has {len(labels)} classes, but the data set has {len(classes)}; "
-            "give a model that was fine-tuned on this data set, or fine-tune it (pretrain.finetune.epochs)"
-        )
+        raise ModelError(f"{name}: has {len(labels)} classes, but the data set has {len(classes)}; {advice}")
     for index, (label, wanted) in enumerate(zip(labels, classes, strict=True)):
         if label != wanted:
-            raise ModelError(
-                f"{name}: its class {index} is {label!r}, but the data set's is {wanted!r}; "
-                "give a model that was fine-tuned on this data set, or fine-tune it (pretrain.finetune.epochs)"
-            )
+            raise ModelError(f"{name}: its class {index} is {label!r}, but the data set's is {wanted!r}; {advice}")

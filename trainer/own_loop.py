@@ -56,8 +56,17 @@ class LoopRecording:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._recorder.__exit__(kind, error, trace)
+        evidence, settings = self._output / "evidence", ProfileSettings()
         try:
-            self._write()
+            with artifacts.create(evidence, "evidence", settings={}) as draft:
+                self._recorder.write(draft.path)
+            recorded = read_evidence(evidence)
+            bill = make_bill([stage_bill(self._name, artifacts.manifest(evidence, "evidence"), recorded)])
+            values, parents = settings.model_dump(mode="json"), {"evidence": recorded.fingerprint}
+            with artifacts.create(self.report.parent, "report", settings=values, parents=parents) as draft:
+                verdict = profile.write(draft, settings, [recorded], bill)
+                self.verdict = verdict.text
+                draft.figures |= {"verdict": verdict.text, "outcome": verdict.outcome}
         except TrainerError as unwritten:
             if error is None:
                 raise
@@ -122,20 +131,3 @@ class LoopRecording:
         """Points of the training's curves, such as `loss`; of the step that it is called in, or that has just ended."""
         step = self._step if self._recorder.timeline.inside_step else max(0, self._step - 1)
         self._recorder.metrics(step, values)
-
-    def _write(self) -> None:
-        """Write evidence and report.
-
-        Raises:
-            OutputError: the directory cannot be written.
-        """
-        evidence, settings = self._output / "evidence", ProfileSettings()
-        with artifacts.create(evidence, "evidence", settings={}) as draft:
-            self._recorder.write(draft.path)
-        recorded = read_evidence(evidence)
-        bill = make_bill([stage_bill(self._name, artifacts.manifest(evidence, "evidence"), recorded)])
-        values, parents = settings.model_dump(mode="json"), {"evidence": recorded.fingerprint}
-        with artifacts.create(self.report.parent, "report", settings=values, parents=parents) as draft:
-            verdict = profile.write(draft, settings, [recorded], bill)
-            self.verdict = verdict.text
-            draft.figures |= {"verdict": verdict.text, "outcome": verdict.outcome}

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainer import limits, storage
-from trainer.config import DataSettings, DistillSettings, PretrainSettings, Settings, TrainingSettings
+from trainer.config import PretrainSettings, Settings, TrainingSettings
 from trainer.data import sources
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
@@ -47,16 +47,22 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
         from trainer.devices import check_device
 
         check_device(settings.run.device)
-    listing = _listing(settings.data)
+    from trainer import models
+
+    source = settings.data.source
+    kind, _, place = source.partition(":")
+    is_listed = kind != "hub" and not storage.is_remote(place)  # else it takes long, or fetches the source
+    listing = sources.list_source(source, outside=settings.data.outside) if is_listed else None
     classes = listing.classes if listing else ()
     teacher = _teacher(settings.pretrain, classes, trains_here=trains_here)
-    student = _student(settings.distill, classes)
+    with _tried("distill.student"):
+        student = models.create(
+            settings.distill.student, classes or _SOME_CLASSES, drop_path=settings.distill.drop_path
+        )
+        _step(student)
     _check_features(settings, teacher, student)
     _check_sizes(settings, teacher, student)
-    trainings = _trainings(settings, listing)
-    if listing:
-        _warn_of_batches(trainings, settings.data.source)
-    _check_batches(trainings, processes)
+    _check_batches(settings, listing, processes)
     return settings
 
 
@@ -76,14 +82,6 @@ def pinned(settings: Settings) -> Settings:
     if warm_up.pretrain == settings.pretrain:
         warm_up = warm_up.model_copy(update={"pretrain": pretrain})
     return settings.model_copy(update={"pretrain": pretrain, "warm_up": warm_up})
-
-
-def _listing(settings: DataSettings) -> SourceListing | None:
-    """List the source; none where listing it takes long, or fetches it."""
-    kind, _, place = settings.source.partition(":")
-    if kind == "hub" or storage.is_remote(place):
-        return None
-    return sources.list_source(settings.source, outside=settings.outside)
 
 
 def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here: bool) -> Classifier | None:
@@ -116,15 +114,6 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
             patches = autoencoder.encoder.patch_embed.num_patches
             autoencoder(torch.empty(2, 3, size, size, dtype=torch.uint8), torch.empty(2, patches))
     return model
-
-
-def _student(settings: DistillSettings, classes: Sequence[str]) -> Classifier:
-    from trainer import models
-
-    with _tried("distill.student"):
-        model = models.create(settings.student, classes or _SOME_CLASSES, drop_path=settings.drop_path)
-        _step(model)
-        return model
 
 
 def _check_features(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
@@ -162,43 +151,34 @@ def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classi
         )
 
 
-def _trainings(settings: Settings, listing: SourceListing | None) -> list[tuple[str, TrainingSettings, int | None]]:
-    """List full name and settings of each training, and how many images the source has for it before val and test are taken, if known."""
+def _check_batches(settings: Settings, listing: SourceListing | None, processes: int) -> None:
+    """Make sure that each process has an image in each of its micro-batches, as far as the images are known.
+
+    Name the trainings whose batch will be clamped even if all images of the source could be trained on.
+    """
+    from trainer.data.loader import micro_batch_size
+
     items = listing.items if listing else ()
     unlabeled = sum(item.label == UNLABELED for item in items)
     labelled = sum(item.split == "train" for item in items if item.label != UNLABELED)
-    trainings: list[tuple[str, TrainingSettings, bool]] = [
-        ("pretrain.mae", settings.pretrain.mae, True),
-        ("pretrain.finetune", settings.pretrain.finetune, False),
-        ("distill", settings.distill, settings.distill.reads_unlabeled),
+    trainings: list[tuple[str, TrainingSettings, int]] = [
+        ("pretrain.mae", settings.pretrain.mae, labelled + unlabeled),
+        ("pretrain.finetune", settings.pretrain.finetune, labelled),
+        ("distill", settings.distill, labelled + unlabeled * settings.distill.reads_unlabeled),
     ]
-    return [
-        (name, training, labelled + unlabeled * reads_unlabeled if listing else None)
-        for name, training, reads_unlabeled in trainings
-        if training.epochs
-    ]
-
-
-def _warn_of_batches(trainings: Sequence[tuple[str, TrainingSettings, int | None]], source: str) -> None:
-    """Name the trainings whose batch will be clamped even if all images of the source could be trained on."""
+    trainings = [entry for entry in trainings if entry[1].epochs]
     for name, training, most in trainings:
-        if most is not None and training.batch_size > most:
+        if listing and training.batch_size > most:
             logger.warning(
                 "%s.batch_size = %d, but %s has %d images for it before val and test are taken; it will be clamped to those that are left",
                 name,
                 training.batch_size,
-                source,
+                settings.data.source,
                 most,
             )
-
-
-def _check_batches(trainings: Sequence[tuple[str, TrainingSettings, int | None]], processes: int) -> None:
-    """Make sure that each process has an image in each of its micro-batches, as far as the images are known."""
-    from trainer.data.loader import micro_batch_size
-
     for name, training, most in trainings:
         try:
-            micro_batch_size(training if most is None else training.for_images(most), processes)
+            micro_batch_size(training.for_images(most) if listing else training, processes)
         except SettingsError as error:
             raise SettingsError(f"{name}.{error}") from error
 

@@ -52,7 +52,8 @@ def load(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
     overlay = None
     if revision and source.hf_hub_id:
         # custom_load says how the file is read, and timm resets it where another repository is given.
-        overlay = {"hf_hub_id": _at(source.hf_hub_id, revision), "custom_load": source.custom_load}
+        repository = source.hf_hub_id.partition("@")[0]
+        overlay = {"hf_hub_id": f"{repository}@{revision}", "custom_load": source.custom_load}
     try:
         network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **args)
     except Exception as error:  # timm passes any argument on to any model, and the hub client raises its own kinds
@@ -101,11 +102,6 @@ def _source(name: str) -> PretrainedCfg:
             f"{TIMM}{name}: timm has no such weights" + (f"; similar: {', '.join(known)}" if known else "")
         )
     return source
-
-
-def _at(repository: str, revision: str) -> str:
-    """Append a revision to a repository's name, as timm reads it."""
-    return f"{repository.partition('@')[0]}@{revision}"
 
 
 def _labels(name: str, network: Any) -> tuple[str, ...]:

@@ -18,8 +18,6 @@ from trainer.summary import SUMMARY, aligned
 
 STAGES = ("warm_up", "reinforce", "distill")
 """Stages that count as the distillation."""
-_TEXT = ("run", "where", "price of", "")
-"""Columns of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,10 @@ def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}: is not the summary of a run ({error}); give the directory of a run") from error
-    return entry(_name(path), bill, accuracy=accuracy, epochs=epochs), bill
+    # The name of the run's directory, also where its registration or a link to it was given.
+    folder = path.rpartition("/")[0] if storage.is_remote(path) else str(storage.local_path(path).resolve().parent)
+    name = folder.removesuffix("/registration").rpartition("/")[2]
+    return entry(name, bill, accuracy=accuracy, epochs=epochs), bill
 
 
 def read_experiment(name: str) -> list[PricedRun]:
@@ -106,12 +107,6 @@ def read_experiment(name: str) -> list[PricedRun]:
         )
         for run in runs
     ]
-
-
-def _name(path: str) -> str:
-    """Return the name of the run's directory, also where its registration or a link to it was given."""
-    folder = path.rpartition("/")[0] if storage.is_remote(path) else str(storage.local_path(path).resolve().parent)
-    return folder.removesuffix("/registration").rpartition("/")[2]
 
 
 def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None) -> PricedRun:
@@ -144,6 +139,16 @@ def rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
     Speeds are relative to the first run. The last column names the cheapest, the fastest and the most accurate run.
     """
     first = entries[0]
+    known = {
+        "cheapest": [(one.dollars, one) for one in entries if one.dollars is not None],
+        "fastest": [(one.seconds, one) for one in entries],
+        "most accurate": [(-one.accuracy, one) for one in entries if one.accuracy is not None],
+    }
+    winners = {
+        title: min(pairs, key=lambda pair: pair[0])[1]
+        for title, pairs in known.items()
+        if len({value for value, _ in pairs}) > 1  # where runs differ
+    }
     columns: Mapping[str, Callable[[PricedRun], str]] = {
         "run": lambda one: one.name,
         "where": lambda one: str(one.place or ""),
@@ -159,24 +164,9 @@ def rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
         "price of": lambda one: one.place.price.date if one.place and one.place.price else "",
         "": lambda one: ", ".join(title for title, best in winners.items() if one is best),
     }
-    winners = _winners(entries)
     shown = {title: [cell(one) for one in entries] for title, cell in columns.items()}
     kept = {title: cells for title, cells in shown.items() if any(cells)}
     return [tuple(kept), *(tuple(cells[index] for cells in kept.values()) for index in range(len(entries)))]
-
-
-def _winners(entries: Sequence[PricedRun]) -> dict[str, PricedRun]:
-    """Find the cheapest, the fastest and the most accurate run, where runs differ."""
-    known = {
-        "cheapest": [(one.dollars, one) for one in entries if one.dollars is not None],
-        "fastest": [(one.seconds, one) for one in entries],
-        "most accurate": [(-one.accuracy, one) for one in entries if one.accuracy is not None],
-    }
-    return {
-        title: min(pairs, key=lambda pair: pair[0])[1]
-        for title, pairs in known.items()
-        if len({value for value, _ in pairs}) > 1
-    }
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
@@ -187,8 +177,9 @@ def lines(entries: Sequence[PricedRun]) -> list[str]:
     """Format the table as text, with a note on what it covers and doubts about the prices."""
     doubts = dict.fromkeys(one.place.price.doubt() for one in entries if one.place and one.place.price)
     table = rows(entries)
+    text = ("run", "where", "price of", "")
     return [
-        *aligned(table, right={index for index, title in enumerate(table[0]) if title not in _TEXT}),
+        *aligned(table, right={index for index, title in enumerate(table[0]) if title not in text}),
         "",
         f"Time and dollars: {', '.join(STAGES)}, with start-up and compilation. Rates: while it trained.",
         *(f"  - {doubt}" for doubt in doubts if doubt),

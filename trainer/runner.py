@@ -8,8 +8,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -72,15 +71,22 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     resolved = settings.model_dump(mode="json")
     tracking.check()
     tracking.start_parent(resolved, {"recipe": recipe})
-    with _closed_if_it_fails():
+    try:
         for stage in STAGES.values():
             if not stage.is_needed(settings):
                 continue
             directories = {keyword: str(directory / folder) for keyword, folder in folders(stage, settings).items()}
             further = {"recipe": recipe, "resolved": resolved} if stage.takes_recipe else {}
             _run_stage(stage, settings.for_stage(stage.name), directories, processes=processes, further=further)
-            if stage.name == "tune":
-                settings = _tuned(settings, directories["tuning"])
+            if stage.name == "tune":  # it chose the settings of the distillation, or was given them
+                section = config.DistillSettings.model_validate(read_tuning(directories["tuning"]).settings)
+                settings = settings.model_copy(update={"distill": section})
+    except BaseException as error:  # register ends the parent run otherwise
+        try:
+            tracking.finish_parent("FAILED" if isinstance(error, Exception) else "KILLED")
+        except TrackingError as closing:
+            logger.warning("the run stays open in MLflow: %s", closing)
+        raise
     summary = (directory / "registration" / SUMMARY).read_bytes()
     storage.write_bytes(directory / SUMMARY, summary)
     content: dict[str, Any] = json.loads(summary)
@@ -95,39 +101,17 @@ def folders(stage: Stage, settings: config.Settings) -> dict[str, str]:
     return inputs | {keyword: spec.folder for keyword, spec in stage.makes.items()}
 
 
-def _tuned(settings: config.Settings, tuning: str) -> config.Settings:
-    """Return the settings with those of the distillation that tune chose, or was given."""
-    section = config.DistillSettings.model_validate(read_tuning(tuning).settings)
-    return settings.model_copy(update={"distill": section})
-
-
-@contextmanager
-def _closed_if_it_fails() -> Iterator[None]:
-    """End the parent run in MLflow when the block ends with an exception; register ends it otherwise."""
-    try:
-        yield
-    except BaseException as error:
-        try:
-            tracking.finish_parent("FAILED" if isinstance(error, Exception) else "KILLED")
-        except TrackingError as closing:
-            logger.warning("the run stays open in MLflow: %s", closing)
-        raise
-
-
 def environment(settings: config.Settings, directory: Path) -> dict[str, str]:
     """Return the environment variables that the stages of a run read."""
-    tracked = tracking.environment(
-        settings.tracking, directory=directory.parent.resolve(), run=directory.name, identity=_identity(directory)
-    )
-    return tracked | {config.DEVICE_VARIABLE: settings.run.device}
-
-
-def _identity(directory: Path) -> str:
-    """Return what distinguishes this directory's run from others of its name, on any machine; made once, and kept there."""
+    # What distinguishes this directory's run from others of its name, on any machine, is made once and kept there.
     file = directory / IDENTITY
     if not storage.exists(file):
         storage.write_bytes(file, uuid.uuid4().hex.encode())
-    return storage.read_bytes(file).decode().strip()
+    identity = storage.read_bytes(file).decode().strip()
+    tracked = tracking.environment(
+        settings.tracking, directory=directory.parent.resolve(), run=directory.name, identity=identity
+    )
+    return tracked | {config.DEVICE_VARIABLE: settings.run.device}
 
 
 def _run_stage(

@@ -14,10 +14,6 @@ from trainer.billing import Bill
 from trainer.forecast import Forecast
 
 SUMMARY = "summary.json"
-DATASET_KEYS = ("train", "val", "test", "unlabeled", "classes", "quarantined")
-TEACHER_KEYS = ("architecture", "parameters", "latency_ms")
-PROFILE_KEYS = ("verdict", "outcome")
-STUDENT_KEYS = ("architecture", "parameters", "test", "latency_ms", "size_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +52,19 @@ def build(
         reports: name -> path.
     """
     teacher, student = evaluation["teacher"], evaluation["student"]
+    of_dataset = ("train", "val", "test", "unlabeled", "classes", "quarantined")
+    of_teacher = ("architecture", "parameters", "latency_ms")
+    of_student = ("architecture", "parameters", "test", "latency_ms", "size_bytes")
     return {
         "recipe": recipe,
         "settings": dict(settings),
         "stages": {one.stage: {"seconds": round(one.seconds, 3)} for one in bill.stages},
         "bill": bill.model_dump(mode="json"),
-        "dataset": {key: dataset[key] for key in DATASET_KEYS},
+        "dataset": {key: dataset[key] for key in of_dataset},
         **({"teacher_outputs": dict(recording)} if recording is not None else {}),
-        "teacher": {**{key: teacher[key] for key in TEACHER_KEYS}, "test": {"top1": teacher["test"]["top1"]}},
-        "student": {key: student[key] for key in STUDENT_KEYS},
-        "profile": {key: profile.get(key, "") for key in PROFILE_KEYS},
+        "teacher": {**{key: teacher[key] for key in of_teacher}, "test": {"top1": teacher["test"]["top1"]}},
+        "student": {key: student[key] for key in of_student},
+        "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
         "verdict": dict(evaluation["verdict"]),
         "mlflow": asdict(registered),
         "reports": dict(reports),
@@ -74,8 +73,20 @@ def build(
 
 def table(summary: Mapping[str, Any]) -> str:
     """Format a summary as text: the stages, what they cost, teacher against student, the verdict, and where to look."""
-    bill = Bill.model_validate(summary["bill"])
-    parts = [_stages(summary), bill_table(bill), _comparison(summary), _verdict(summary["verdict"]), _places(summary)]
+    verdict = ["The student passed every condition of the gate."]
+    if not summary["verdict"]["passed"]:
+        reasons = summary["verdict"]["reasons"]
+        verdict = ["The student did not pass the gate:", *(f"  - {reason}" for reason in reasons)]
+    places, mlflow = [*summary["reports"].items()], summary["mlflow"]
+    if mlflow["tracking_uri"]:
+        places.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']})"))
+    parts = [
+        _stages(summary),
+        bill_table(Bill.model_validate(summary["bill"])),
+        _comparison(summary),
+        verdict,
+        ["Where to look:", *(f"  {line}" for line in aligned(places))],
+    ]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -86,38 +97,27 @@ def bill_table(bill: Bill) -> list[str]:
 
 
 def _stages(summary: Mapping[str, Any]) -> list[str]:
-    figures = _main_figures(summary)
-    rows = [(name, f"{stage['seconds']:.1f}", figures.get(name, "")) for name, stage in summary["stages"].items()]
-    return aligned([("stage", "seconds", "main figure"), *rows], right={1})
-
-
-def _main_figures(summary: Mapping[str, Any]) -> dict[str, str]:
     data, teacher, student, verdict = (summary[key] for key in ("dataset", "teacher", "student", "verdict"))
     version = summary["mlflow"]["model_version"]
     promoted = "promoted" if verdict["passed"] else "not promoted"
-    recorded = {"reinforce": _recorded(summary["teacher_outputs"])} if "teacher_outputs" in summary else {}
-    return recorded | {
+    named = f"{summary['mlflow']['model_name']} version {version}, {promoted}"
+    forecast, outputs = summary["bill"]["forecast"], summary.get("teacher_outputs")
+    figures = {
         "prepare": f"{data['train']:,} train, {data['val']:,} val, {data['test']:,} test images of {data['classes']:,} classes",
         "pretrain": f"teacher {teacher['test']['top1']:.1%} test top-1",
         "distill": f"student {student['test']['top1']:.1%} test top-1, agrees with the teacher on {student['test']['agreement']:.1%}",
-        "tune": _expected(summary["bill"]["forecast"]),
+        "tune": f"forecast {Forecast.model_validate(forecast)}" if forecast else "",
         "profile": summary["profile"]["verdict"] or summary["reports"].get("profile", ""),
         "evaluate": "gate passed" if verdict["passed"] else "gate not passed",
-        "register": f"{summary['mlflow']['model_name']} version {version}, {promoted}"
-        if version
-        else "nothing is tracked",
+        "register": named if version else "nothing is tracked",
     }
-
-
-def _expected(forecast: Mapping[str, Any] | None) -> str:
-    return f"forecast {Forecast.model_validate(forecast)}" if forecast else ""
-
-
-def _recorded(outputs: Mapping[str, Any]) -> str:
-    return (
-        f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {outputs['top_k']} logits a view hold "
-        f"{outputs['mass']['t1']['mean']:.2%} of the probability"
-    )
+    if outputs is not None:
+        figures["reinforce"] = (
+            f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {outputs['top_k']} logits a view "
+            f"hold {outputs['mass']['t1']['mean']:.2%} of the probability"
+        )
+    rows = [(name, f"{stage['seconds']:.1f}", figures.get(name, "")) for name, stage in summary["stages"].items()]
+    return aligned([("stage", "seconds", "main figure"), *rows], right={1})
 
 
 def _comparison(summary: Mapping[str, Any]) -> list[str]:
@@ -146,28 +146,8 @@ def ratio(teacher: float, student: float, less: str, more: str) -> str:
     return f"{teacher / student:.1f}x {less}" if teacher >= student else f"{student / teacher:.1f}x {more}"
 
 
-def _verdict(verdict: Mapping[str, Any]) -> list[str]:
-    if verdict["passed"]:
-        return ["The student passed every condition of the gate."]
-    return ["The student did not pass the gate:", *(f"  - {reason}" for reason in verdict["reasons"])]
-
-
-def _places(summary: Mapping[str, Any]) -> list[str]:
-    mlflow = summary["mlflow"]
-    rows = [*summary["reports"].items()]
-    if mlflow["tracking_uri"]:
-        rows.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']})"))
-    return ["Where to look:", *(f"  {line}" for line in aligned(rows))]
-
-
 def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
     """Format lines with columns as wide as their widest cell, two spaces apart; those in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    aligned = [
-        [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    return ["  ".join(row).rstrip() for row in aligned]
+    forms = [f"{'>' if column in right else '<'}{width}" for column, width in enumerate(widths)]
+    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
