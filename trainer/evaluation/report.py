@@ -55,8 +55,8 @@ def render(
     outcome = "passed" if verdict["passed"] else "did not pass"
     images = int(teacher.matrix.sum())
     both = {"teacher": teacher, "student": student}
-    passed = Paragraph("Passed: every condition of the gate holds.", style="good")
-    refused = [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])]
+    passed: Block = Paragraph("Passed: every condition of the gate holds.", style="good")
+    refused: list[Block] = [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])]
     return pages.render(
         f"Evaluation: the student {outcome}",
         f"{student.figures['architecture']} distilled from {teacher.figures['architecture']}, "
