@@ -89,7 +89,7 @@ def test_switched_off_hides_the_environment(monkeypatch, tmp_path):
 
 def test_nothing_tracked_imports_no_mlflow():
     code = (
-        "import sys; from trainer import tracking; tracking.check()\n"
+        "import sys; from trainer import tracking; from trainer.tracking.stage_runs import stage_run; tracking.check()\n"
         "with stage_run('distill', {}) as tracker: tracker.metrics(0, {'loss': 1.0})\n"
         "assert 'mlflow' not in sys.modules"
     )
