@@ -23,7 +23,7 @@ from trainer.pages import Block, PageSection
 from trainer.profiling import compare, labels
 from trainer.profiling.compared_run import ComparedRun, read_compared_run
 from trainer.profiling.findings import ranked_findings, verdict
-from trainer.profiling.report import comparison, judged, over_time, step_times
+from trainer.profiling.report import comparison, findings, over_time, step_times
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -113,7 +113,7 @@ def parts(before: ComparedRun, after: ComparedRun) -> Mapping[str, list[Block | 
         answers = [answer for answer in side.answers if answer.training == TRAINING]
         numbered = list(enumerate(ranked_findings(answers), start=1))
         title = PageSection(f"{labels.training(TRAINING)}, {when}")
-        shown[f"{when}-findings"] = [judged.section(answers, [summary])]
+        shown[f"{when}-findings"] = [findings(answers, [summary])]
         shown[f"{when}-step"] = [title, step_times.phases(summary)]
         shown[f"{when}-course"] = [title, over_time.section(side.evidence[TRAINING], summary, numbered)]
     return shown
@@ -125,7 +125,7 @@ def report_parts(side: ComparedRun) -> list[Block | None]:
         raise ArtifactError(f"{side.name}: it has no distillation; give the directory of a run")
     summary = side.trainings[TRAINING]
     answers = [answer for answer in side.answers if answer.training == TRAINING]
-    return [judged.section(answers, [summary]), step_times.phases(summary)]
+    return [findings(answers, [summary]), step_times.phases(summary)]
 
 
 def main() -> int:

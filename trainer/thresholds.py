@@ -273,58 +273,30 @@ class RuleSettings(Section):
     """When the rules fire; docs/rules.md describes them."""
 
     batch_size: BatchSize = BatchSize()
-    """Batch size."""
     cpu_bottleneck: CpuBottleneck = CpuBottleneck()
-    """CPU bottleneck."""
     io_bottleneck: IoBottleneck = IoBottleneck()
-    """I/O bottleneck."""
     loader_workers: LoaderWorkers = LoaderWorkers()
-    """Loader workers."""
     gpu_memory_growth: GpuMemoryGrowth = GpuMemoryGrowth()
-    """Memory growth."""
     load_balance: LoadBalance = LoadBalance()
-    """Load balance."""
     gpu_utilization: GpuUtilization = GpuUtilization()
-    """GPU utilisation."""
     start_up: StartUp = StartUp()
-    """Start-up."""
     step_outliers: StepOutliers = StepOutliers()
-    """Step outliers."""
     host_to_device: HostToDevice = HostToDevice()
-    """Host to device."""
     teacher_share: TeacherShare = TeacherShare()
-    """Teacher in every step."""
     communication: Communication = Communication()
-    """Communication."""
     host_syncs: HostSyncs = HostSyncs()
-    """Host syncs."""
     stragglers: Stragglers = Stragglers()
-    """Stragglers."""
     recompilation: Recompilation = Recompilation()
-    """Recompilation."""
     own_overhead: OwnOverhead = OwnOverhead()
-    """Own overhead."""
     vanishing_gradients: VanishingGradients = VanishingGradients()
-    """Vanishing gradients."""
     exploding_gradients: ExplodingGradients = ExplodingGradients()
-    """Exploding gradients."""
     update_ratio: UpdateRatio = UpdateRatio()
-    """Update ratio."""
     loss_not_falling: LossNotFalling = LossNotFalling()
-    """Loss not falling."""
     overfitting: Overfitting = Overfitting()
-    """Overfitting."""
     unchanged_weights: UnchangedWeights = UnchangedWeights()
-    """Unchanged weights."""
     poor_initialisation: PoorInitialisation = PoorInitialisation()
-    """Poor initialisation."""
     class_imbalance: ClassImbalance = ClassImbalance()
-    """Class imbalance."""
     stalled_training: StalledTraining = StalledTraining()
-    """Stalled training."""
     weak_teacher: WeakTeacher = WeakTeacher()
-    """Weak teacher."""
     vanishing_loss_term: VanishingLossTerm = VanishingLossTerm()
-    """Vanishing loss term."""
     low_recorded_mass: LowRecordedMass = LowRecordedMass()
-    """Low recorded mass."""

@@ -27,7 +27,7 @@ from tests.benchmarks.photos import write_photos
 from trainer import artifacts, config, models
 from trainer.config import DataSettings, ModelSettings, TuneSettings
 from trainer.data.dataset import open_dataset
-from trainer.profiling.startup import Startup
+from trainer.profiling.recorder import Startup
 from trainer.stages import prepare
 from trainer.stages.tune import Subject, open_subject
 from trainer.training.process_group import join_processes

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from trainer.profiling.clocks import HostClock
 from trainer.profiling.spans import recording_to
-from trainer.profiling.timeline import Timeline
+from trainer.profiling.timeline import HostClock, Timeline
 
 torch.set_num_threads(1)  # other processes of the tests want a core too
 

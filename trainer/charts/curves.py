@@ -54,11 +54,11 @@ def reliability(models: Sequence[ReliabilityCurve], title: str) -> Markup:
         content += [line(0, y, edge, y, "grid"), text(-8, y + 4, short(tick), "soft end")]
     content.append(line(0, edge, edge, 0, "edge e-plain"))
     for series, model in enumerate(models):
-        points = [
-            (confidence * edge, (1 - accuracy) * edge, _calibration_hint(model.name, confidence, accuracy, count))
-            for confidence, accuracy, count in zip(model.confidence, model.accuracy, model.counts, strict=True)
-            if confidence is not None and accuracy is not None
-        ]
+        points = []
+        for confidence, accuracy, count in zip(model.confidence, model.accuracy, model.counts, strict=True):
+            if confidence is not None and accuracy is not None:
+                about = f"of {count:,} images with a confidence of about {percent(confidence)}, {percent(accuracy)} are right"
+                points.append((confidence * edge, (1 - accuracy) * edge, f"{model.name}: {about}"))
         if points:
             content.append(path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in points), f"line m{series}"))
         content += [_dot(x, y, f"g{series}", hint) for x, y, hint in points]
@@ -67,12 +67,6 @@ def reliability(models: Sequence[ReliabilityCurve], title: str) -> Markup:
     bottom = edge + gap + lower
     content += [text(edge / 2, bottom + 36, "confidence", "soft mid"), text(0, edge + gap - 8, "images", "soft")]
     return drawing(bottom + 60, group(left, 18, text(0, -6, "accuracy", "soft"), *content), title=title, width=500)
-
-
-def _calibration_hint(name: str, confidence: float, accuracy: float, images: int) -> str:
-    return (
-        f"{name}: of {images:,} images with a confidence of about {percent(confidence)}, {percent(accuracy)} are right"
-    )
 
 
 def _dot(x: float, y: float, style: str, hint: str) -> Markup:

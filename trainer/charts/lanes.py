@@ -55,11 +55,21 @@ class MarkedTime:
 
 def over_time(lanes: Sequence[Lane], duration_s: float, title: str, *, windows: Sequence[MarkedTime] = ()) -> Markup:
     """Draw lanes below one another, on one time axis; windows are marked through all of them where they begin and end."""
-    divisor, unit = _time_unit(duration_s)
+    units = (
+        (300, 1.0, "seconds"),
+        (3 * 3600, 60.0, "minutes"),
+        (4 * 86400, 3600.0, "hours"),
+        (math.inf, 86400.0, "days"),
+    )
+    divisor, unit = next((divisor, unit) for below, divisor, unit in units if duration_s < below)
     gap, y = 14.0, 8.0
     content = []
     for lane in lanes:
-        content += [text(0, y + 13, lane.title), text(0, y + 29, lane.unit, "soft"), *_line_labels(lane, y + 45)]
+        content += [text(0, y + 13, lane.title), text(0, y + 29, lane.unit, "soft")]
+        x = 0.0
+        for style, label in lane.labels:
+            content += [path(f"M{x:.0f} {y + 41:.1f}h10", f"line {style}"), text(x + 14, y + 45, label, "soft")]
+            x += 22 + 6.2 * len(label)
         content.append(group(LEFT, y, *lane.content))
         y += lane.height + gap
     axis = y - gap + 5
@@ -73,22 +83,6 @@ def over_time(lanes: Sequence[Lane], duration_s: float, title: str, *, windows: 
         content += [line(x, axis, x, axis + 4, "axis"), text(x, axis + 17, short(tick), "soft mid")]
     content.append(text(0, axis + 17, f"time in {unit}", "soft"))
     return drawing(axis + 24, *content, title=title)
-
-
-def _line_labels(lane: Lane, y: float) -> list[Markup]:
-    content, x = [], 0.0
-    for style, label in lane.labels:
-        content += [path(f"M{x:.0f} {y - 4:.1f}h10", f"line {style}"), text(x + 14, y, label, "soft")]
-        x += 22 + 6.2 * len(label)
-    return content
-
-
-def _time_unit(duration_s: float) -> tuple[float, str]:
-    if duration_s < 300:
-        return 1.0, "seconds"
-    if duration_s < 3 * 3600:
-        return 60.0, "minutes"
-    return (3600.0, "hours") if duration_s < 4 * 86400 else (86400.0, "days")
 
 
 def line_lane(
@@ -123,16 +117,12 @@ def line_lane(
     for curve in curves:
         x = curve.seconds / duration_s * PLOT
         y_values = height * (1 - (curve.values - bottom) / (top - bottom))
-        content.append(path(_points(x, y_values), f"line {curve.style}", _extremes(curve, unit)))
+        known, hint = curve.values[np.isfinite(curve.values)], ""
+        if len(known):
+            hint = f"{curve.label}: {short(float(known.min()))} to {short(float(known.max()))} ({unit})"
+        content.append(path(_points(x, y_values), f"line {curve.style}", hint))
     labels = [(curve.style, curve.label) for curve in curves] if len(curves) > 1 else []
     return Lane(title=title, unit=unit, height=height, content=content, labels=labels)
-
-
-def _extremes(curve: ChartLine, unit: str) -> str:
-    known = curve.values[np.isfinite(curve.values)]
-    if not len(known):
-        return ""
-    return f"{curve.label}: {short(float(known.min()))} to {short(float(known.max()))} ({unit})"
 
 
 def _points(x: Floats, y: Floats) -> str:
@@ -184,18 +174,13 @@ def stack_lane(
     scale = f"scale({PLOT / bins:.4f} {height})"
     for name, values in shares.items():
         upper = lower + values
-        band = _band(lower, upper)
-        content.append(path(band, colour_class(name), labels[name], shape_rendering="crispEdges", transform=scale))
+        pieces = []  # the area between two step functions, downwards from 1: one for each bin that has an area
+        for index in np.flatnonzero(upper - lower > 1e-3).tolist():
+            pieces.append(f"M{index} {1 - upper[index]:.3f}h1v{upper[index] - lower[index]:.3f}h-1z")
+        content.append(
+            path("".join(pieces), colour_class(name), labels[name], shape_rendering="crispEdges", transform=scale)
+        )
         lower = upper
     for percent in (0, 50, 100):
         content.append(text(-7, height * (1 - percent / 100) + (9 if percent == 100 else 4), percent, "soft end"))
     return Lane(title=title, unit=unit, height=height, content=content)
-
-
-def _band(lower: Floats, upper: Floats) -> str:
-    """Write the area between two step functions, downwards from 1: a piece for each bin that has an area."""
-    pieces = []
-    for index in np.flatnonzero(upper - lower > 1e-3).tolist():
-        top, depth = 1 - upper[index], upper[index] - lower[index]
-        pieces.append(f"M{index} {top:.3f}h1v{depth:.3f}h-1z")
-    return "".join(pieces)

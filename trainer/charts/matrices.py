@@ -125,8 +125,11 @@ def confusion(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> 
     content = [rectangle(0, 0, edge, edge, "panel")]
     if counted:
         content += _counted_cells(counts, shares, classes, cell)
-    else:
-        content += _faint_cells(shares, edge, cell)
+    else:  # the largest cells; the smallest share still has the first level, or a matrix of many classes would be white
+        known = shares[shares > 0]
+        least = np.partition(known, -MOST_CELLS)[-MOST_CELLS] if len(known) > MOST_CELLS else 0.0
+        levels = np.where((shares > 0) & (shares >= least), np.ceil(shares * _LEVELS), 0)
+        content += cells(levels / _LEVELS, edge, cell)
     if named:
         style = "end" if counted else "small end"
         for index, name in enumerate(classes):
@@ -159,14 +162,6 @@ def _counted_cells(counts: NDArray[np.int64], shares: Floats, classes: Sequence[
         )
         drawn.append(hinted(hint, element("rect", class_="scale", **place), number))
     return drawn
-
-
-def _faint_cells(shares: Floats, edge: float, cell: float) -> list[Markup]:
-    """Draw the largest cells; the smallest share still has the first level, or a matrix of many classes would be white."""
-    known = shares[shares > 0]
-    least = np.partition(known, -MOST_CELLS)[-MOST_CELLS] if len(known) > MOST_CELLS else 0.0
-    levels = np.where((shares > 0) & (shares >= least), np.ceil(shares * _LEVELS), 0)
-    return cells(levels / _LEVELS, edge, cell)
 
 
 def _row_hint(counts: NDArray[np.int64], classes: Sequence[str], row: int, edge: float, cell: float) -> Markup:

@@ -81,14 +81,24 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
             "give two that trained the same"
         )
     pairs = [Pair(name=name, before=before.trainings[name], after=after.trainings[name]) for name in names]
-    same_data = _is_of_same_data(before, after)
+    counts = [side.run.get("dataset") if side.run else None for side in (before, after)]
+    same_data = (
+        False if all(counts) and counts[0] != counts[1] else None
+    )  # if neither fingerprints nor counts are recorded
+    if before.dataset and after.dataset:
+        same_data = before.dataset == after.dataset
+    accuracy = ""
+    if before.run is not None and after.run is not None and same_data is not False:
+        first, second = (_at(run, ("student", "test", "top1")) for run in (before.run, after.run))
+        if first is not None and second is not None:
+            accuracy = f"; the student's test top-1: {first:.1%} before and {second:.1%} after"
     general = [_outcome(before, after, same_data), _settings(before, after), _findings(before, after)]
     return Comparison(
         before=before,
         after=after,
         pairs=pairs,
         differences=[] if all(pair.before == pair.after for pair in pairs) else _differences(same_data, pairs),
-        verdict=_verdict(pairs[-1], _accuracy(before, after) if same_data is not False else ""),
+        verdict=_verdict(pairs[-1], accuracy),
         general=[table for table in general if table.rows],
         tables={
             pair.name: [table for table in _tables(pair) if table.rows] for pair in pairs if pair.before != pair.after
@@ -130,45 +140,28 @@ def change(before: float | None, after: float | None) -> str:
 # What keeps the two apart
 
 
-def _is_of_same_data(before: ComparedRun, after: ComparedRun) -> bool | None:
-    """Decide whether both trained and tested on the same images; None if neither fingerprints nor counts are recorded."""
-    if before.dataset and after.dataset:
-        return before.dataset == after.dataset
-    counts = [side.run.get("dataset") if side.run else None for side in (before, after)]
-    return False if all(counts) and counts[0] != counts[1] else None
-
-
 def _differences(same_data: bool | None, pairs: Sequence[Pair]) -> list[str]:
     differences = []
     if same_data is None:
         differences.append("Whether both sides are of the same data was not recorded.")
     elif not same_data:
         differences.append("Other data: the two sides are of different data sets, so their accuracy is not compared.")
-    for what, described in (("hardware", _hardware), ("processes", _processes)):
-        seen = dict.fromkeys(described(pair) for pair in pairs)
-        differences += [f"Other {what}: {text}." for text in seen if text]
+    hardware = dict.fromkeys(_hardware(pair) for pair in pairs)
+    differences += [f"Other hardware: {text}." for text in hardware if text]
+    processes = dict.fromkeys((pair.before.world_size, pair.after.world_size) for pair in pairs)
+    differences += [f"Other processes: {a} before, {b} after." for a, b in processes if a != b]
     return differences
 
 
 def _hardware(pair: Pair) -> str:
     """Describe the machines if they differ; what one side did not record is not compared."""
-    sides = (pair.before, pair.after)
-    facts = [
-        (_device(one), f"{one.cores} cores", one.processor, one.place.instance if one.place else "") for one in sides
-    ]
+    facts = []
+    for one in (pair.before, pair.after):
+        kind, _, model = one.device.partition(" ")  # `cuda:0 (NVIDIA A100-SXM4-40GB)`, shown without its index
+        device = f"{kind.partition(':')[0]} {model}".rstrip()
+        facts.append((device, f"{one.cores} cores", one.processor, one.place.instance if one.place else ""))
     alike = all(a == b or not a or not b for a, b in zip(*facts, strict=True))
     return "" if alike else "{} before, {} after".format(*(", ".join(filter(None, fact)) for fact in facts))
-
-
-def _device(one: TrainingSummary) -> str:
-    """Name a device without its index: `cuda (NVIDIA A100-SXM4-40GB)`."""
-    kind, _, model = one.device.partition(" ")
-    return f"{kind.partition(':')[0]} {model}".rstrip()
-
-
-def _processes(pair: Pair) -> str:
-    a, b = pair.before.world_size, pair.after.world_size
-    return "" if a == b else f"{a} before, {b} after"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,31 +180,15 @@ def _verdict(pair: Pair, accuracy: str) -> str:
     speed = (
         summary.ratio(first, second, "as fast", "slower") if abs(second / first - 1) >= _ALIKE else "as fast as before"
     )
-    moved = _mover(pair, faster=second < first)
-    return f"{name}: {speed}, {formatting.short(first)} before and {formatting.short(second)} {pair.unit} after{moved}{accuracy}."
-
-
-def _accuracy(before: ComparedRun, after: ComparedRun) -> str:
-    if before.run is None or after.run is None:
-        return ""
-    first, second = (_at(run, ("student", "test", "top1")) for run in (before.run, after.run))
-    return (
-        ""
-        if first is None or second is None
-        else f"; the student's test top-1: {first:.1%} before and {second:.1%} after"
-    )
-
-
-def _mover(pair: Pair, *, faster: bool) -> str:
     before, after = _phase_ms(pair, pair.before), _phase_ms(pair, pair.after)
-    moves = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
-    if not moves:
-        return ""
-    name = min(moves, key=lambda key: moves[key] if faster else -moves[key])
-    if (moves[name] < 0) != faster:
-        return ""
-    label = labels.label(name)
-    return f"; most of it in “{label}” ({formatting.short(before.get(name, 0.0))} before, {formatting.short(after.get(name, 0.0))} after)"
+    moves = {phase: after.get(phase, 0.0) - before.get(phase, 0.0) for phase in {**before, **after}}
+    moved, faster = "", second < first
+    if moves:
+        most = min(moves, key=lambda phase: moves[phase] if faster else -moves[phase])
+        if (moves[most] < 0) == faster:
+            times = [formatting.short(side.get(most, 0.0)) for side in (before, after)]
+            moved = "; most of it in “{}” ({} before, {} after)".format(labels.label(most), *times)
+    return f"{name}: {speed}, {formatting.short(first)} before and {formatting.short(second)} {pair.unit} after{moved}{accuracy}."
 
 
 def _phase_ms(pair: Pair, one: TrainingSummary) -> dict[str, float]:
@@ -371,20 +348,19 @@ def _at(content: Mapping[str, Any], keys: Sequence[str]) -> float | None:
 def _settings(before: ComparedRun, after: ComparedRun) -> Table:
     """List the settings that differ."""
     whole = before.run is not None and after.run is not None
-    a, b = (dict(_flat(_recorded_settings(side, whole=whole))) for side in (before, after))
+    sides = [
+        side.run["settings"]
+        if whole and side.run is not None
+        else {name: training.settings for name, training in side.trainings.items()}
+        for side in (before, after)
+    ]
+    a, b = (dict(_flat(settings)) for settings in sides)
     rows: list[Row] = []
     for name in {**a, **b}:
         repeats = name.removeprefix("tune.distill.") != name  # what tune would start from is distill's
         if a.get(name) != b.get(name) and not repeats:
             rows.append((name, *(str(values[name]) if name in values else "not there" for values in (a, b))))
     return Table(("setting", "before", "after"), rows, title="Settings that differ")
-
-
-def _recorded_settings(side: ComparedRun, *, whole: bool) -> Mapping[str, Any]:
-    if whole and side.run is not None:
-        settings: Mapping[str, Any] = side.run["settings"]
-        return settings
-    return {name: training.settings for name, training in side.trainings.items()}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -405,11 +381,10 @@ def _findings(before: ComparedRun, after: ComparedRun) -> Table:
     rows: list[Row] = []
     for key in {**a, **b}:
         state = "still there"
-        if key not in a or key not in b:
-            other = judged[1 if key in a else 0]
-            state = (
-                ("gone" if key in a else "new") if key in other else f"not judged {'after' if key in a else 'before'}"
-            )
+        if key not in b:
+            state = "gone" if key in judged[1] else "not judged after"
+        elif key not in a:
+            state = "new" if key in judged[0] else "not judged before"
         title, training = (a.get(key) or b[key])[0].title, labels.training(key[1])
         rows.append((title, training, _saving(a.get(key)), _saving(b.get(key)), state))
     return Table(("finding", "training", "saving before", "saving after", ""), rows, title="Findings")

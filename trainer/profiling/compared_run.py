@@ -50,23 +50,26 @@ def read_compared_run(uri: str) -> ComparedRun:
         StorageError: the store does not answer or refuses.
     """
     if artifacts.exists(uri):
-        return _read_artifact(uri)
+        kind = _json(storage.join(uri, artifacts.MANIFEST)).get("kind")
+        if kind == "report":
+            return _read_report(uri)
+        if kind == "registration":
+            return _read_run(uri)
+        if kind != "evidence":
+            raise ArtifactError(f"{uri}: is a {kind}; {_CHOICE}")
+        evidence = read_evidence(uri)
+        return ComparedRun(
+            name=uri,
+            trainings={training.name: summarize(training) for training in evidence.trainings},
+            answers=findings.judged(evidence, RuleSettings()),
+            evidence={training.name: training for training in evidence.trainings},
+            dataset=_dataset_of([uri]),
+        )
     if storage.exists(storage.join(uri, SUMMARY)):
         return _read_run(uri)
     if not storage.is_remote(uri) and not Path(uri).is_dir():
         raise ArtifactError(f"{uri}: no such directory; {_CHOICE}")
     raise ArtifactError(f"{uri}: holds neither {SUMMARY}, as a completed run does, nor {artifacts.MANIFEST}; {_CHOICE}")
-
-
-def _read_artifact(uri: str) -> ComparedRun:
-    kind = _json(storage.join(uri, artifacts.MANIFEST)).get("kind")
-    if kind == "report":
-        return _read_report(uri)
-    if kind == "evidence":
-        return _read_evidence(uri)
-    if kind == "registration":
-        return _read_run(uri)
-    raise ArtifactError(f"{uri}: is a {kind}; {_CHOICE}")
 
 
 def _read_report(uri: str) -> ComparedRun:
@@ -84,24 +87,17 @@ def _read_report(uri: str) -> ComparedRun:
     return ComparedRun(name=uri, trainings=trainings, answers=answers, dataset=report.figures.get("dataset"))
 
 
-def _read_evidence(uri: str) -> ComparedRun:
-    evidence = read_evidence(uri)
-    return ComparedRun(
-        name=uri,
-        trainings={training.name: summarize(training) for training in evidence.trainings},
-        answers=findings.judged(evidence, RuleSettings()),
-        evidence={training.name: training for training in evidence.trainings},
-        dataset=_dataset_of([uri]),
-    )
-
-
 def _read_run(uri: str) -> ComparedRun:
     content = _json(storage.join(uri, SUMMARY))
     if not {"settings", "stages", "student", "teacher", "reports"} <= content.keys():
         raise ArtifactError(f"{storage.join(uri, SUMMARY)}: is not the summary of a run; {_CHOICE}")
     report = _report_of(uri, content)
     read = _read_report(report)
-    places = _evidence_of(uri, report)
+    tasks = storage.parent(storage.parent(report))
+    places = [storage.join(above, name) for above, names in ((uri, _EVIDENCE), (tasks, _TASKS)) for name in names]
+    wanted = set(artifacts.manifest(report, "report").parents.values())
+    places = [place for place in places if artifacts.exists(place)]
+    places = [place for place in places if artifacts.manifest(place, "evidence").fingerprint in wanted]
     recorded = [read_evidence(place).trainings for place in places]
     evidence = {training.name: training for trainings in recorded for training in trainings}
     dataset = read.dataset or _dataset_of(places)
@@ -124,15 +120,6 @@ def _report_of(uri: str, content: Mapping[str, Any]) -> str:
         if artifacts.exists(place):
             return place
     raise ArtifactError(f"{uri}: its report is not at {' nor at '.join(places)}; give the directory of the report")
-
-
-def _evidence_of(uri: str, report: str) -> list[str]:
-    """Find the evidence that the report is on, as far as it is at hand."""
-    tasks = storage.parent(storage.parent(report))
-    places = [storage.join(above, name) for above, names in ((uri, _EVIDENCE), (tasks, _TASKS)) for name in names]
-    wanted = set(artifacts.manifest(report, "report").parents.values())
-    there = [place for place in places if artifacts.exists(place)]
-    return [place for place in there if artifacts.manifest(place, "evidence").fingerprint in wanted]
 
 
 def _json(path: str) -> dict[str, Any]:

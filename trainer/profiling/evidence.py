@@ -115,39 +115,25 @@ def write_rank(directory: str | Path, training: TrainingEvidence) -> None:
     prefix = f"rank{rank.record.rank}"
     with writing_to(path):
         path.mkdir(parents=True, exist_ok=True)
-        _write_arrow(path / f"{prefix}-steps.arrow", _step_table(rank.steps))
-        _write_arrow(path / f"{prefix}-spans.arrow", _span_table(rank.spans))
-        _write_arrow(path / f"{prefix}-tensors.arrow", _tensor_table(rank.tensors))
-        _write_arrow(path / f"{prefix}-system.arrow", pa.table(_numbers(rank.system)))
+        kinds = {"step": pa.int64(), "images": pa.int64(), "profiled": pa.bool_()}
+        whole = {name: pa.array(rank.steps[name].astype(kind.to_pandas_dtype())) for name, kind in kinds.items()}
+        _write_arrow(path / f"{prefix}-steps.arrow", _numbers(rank.steps) | whole)
+        spans = {"start_s": rank.spans.start_s, "seconds": rank.spans.seconds}
+        names = {"range": pa.array(rank.spans.names, pa.string())}
+        _write_arrow(path / f"{prefix}-spans.arrow", names | _numbers(spans))
+        samples = {
+            "step": pa.array(rank.tensors.steps.astype(np.int64)),
+            "seconds": pa.array(rank.tensors.seconds),
+            "tensor": pa.array(rank.tensors.tensors, pa.string()),
+        }
+        _write_arrow(path / f"{prefix}-tensors.arrow", samples | _numbers(rank.tensors.values))
+        _write_arrow(path / f"{prefix}-system.arrow", _numbers(rank.system))
         if rank.record.rank == 0:
-            _write_arrow(path / "metrics.arrow", _metric_table(training.metrics))
+            _write_arrow(path / "metrics.arrow", _metric_columns(training.metrics))
         storage.write_bytes(path / f"{prefix}.json", rank.record.model_dump_json(indent=2).encode())
 
 
-def _step_table(steps: Mapping[str, Series]) -> pa.Table:
-    kinds = {"step": pa.int64(), "images": pa.int64(), "profiled": pa.bool_()}
-    exact = {name: pa.array(steps[name].astype(kind.to_pandas_dtype())) for name, kind in kinds.items()}
-    return pa.table(_numbers(steps) | exact)
-
-
-def _span_table(spans: Spans) -> pa.Table:
-    return pa.table(
-        {"range": pa.array(spans.names, pa.string()), **_numbers({"start_s": spans.start_s, "seconds": spans.seconds})}
-    )
-
-
-def _tensor_table(samples: TensorSamples) -> pa.Table:
-    return pa.table(
-        {
-            "step": pa.array(samples.steps.astype(np.int64)),
-            "seconds": pa.array(samples.seconds),
-            "tensor": pa.array(samples.tensors, pa.string()),
-            **_numbers(samples.values),
-        }
-    )
-
-
-def _metric_table(curves: Mapping[str, Curve]) -> pa.Table:
+def _metric_columns(curves: Mapping[str, Curve]) -> dict[str, pa.Array]:
     """All points in the order of time."""
     steps, seconds, values = (
         np.concatenate([np.empty(0), *(getattr(curve, column) for curve in curves.values())])
@@ -155,14 +141,12 @@ def _metric_table(curves: Mapping[str, Curve]) -> pa.Table:
     )
     names = np.repeat(np.array(list(curves), dtype=object), [len(curve.steps) for curve in curves.values()])
     order = np.argsort(seconds, kind="stable")
-    return pa.table(
-        {
-            "step": pa.array(steps[order].astype(np.int64)),
-            "seconds": pa.array(seconds[order]),
-            "name": pa.array(names[order], pa.string()),
-            "value": pa.array(values[order]),
-        }
-    )
+    return {
+        "step": pa.array(steps[order].astype(np.int64)),
+        "seconds": pa.array(seconds[order]),
+        "name": pa.array(names[order], pa.string()),
+        "value": pa.array(values[order]),
+    }
 
 
 def _numbers(columns: Mapping[str, Series]) -> dict[str, pa.Array]:
@@ -171,8 +155,8 @@ def _numbers(columns: Mapping[str, Series]) -> dict[str, pa.Array]:
     }
 
 
-def _write_arrow(path: Path, table: pa.Table) -> None:
-    buffer = io.BytesIO()
+def _write_arrow(path: Path, columns: Mapping[str, pa.Array]) -> None:
+    table, buffer = pa.table(columns), io.BytesIO()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_file(buffer, table.schema, options=options) as writer:
         writer.write_table(table)
@@ -204,10 +188,17 @@ def _read_training(directory: Path) -> TrainingEvidence:
             f"evidence {directory}: holds the ranks {[record.rank for record in records]}, but the training had "
             f"{len(expected)} processes; run the training again, with an output that all of them can write to"
         )
+    metrics = _read_arrow(directory / "metrics.arrow", METRIC_COLUMNS)
+    names = np.asarray(metrics.column("name").to_pylist(), dtype=object)
+    columns = [_values(metrics, name) for name in ("step", "seconds", "value")]
+    curves = {}
+    for name in dict.fromkeys(names):
+        steps, seconds, values = (column[names == name] for column in columns)
+        curves[str(name)] = Curve(steps=steps, seconds=seconds, values=values)
     return TrainingEvidence(
         name=directory.name,
         ranks=[_read_rank(directory, record) for record in records],
-        metrics=_curves(_read_arrow(directory / "metrics.arrow", METRIC_COLUMNS)),
+        metrics=curves,
     )
 
 
@@ -268,14 +259,3 @@ def _values(table: pa.Table, column: str) -> Series:
 
 def _series(table: pa.Table) -> dict[str, Series]:
     return {name: _values(table, name) for name in table.column_names}
-
-
-def _curves(table: pa.Table) -> dict[str, Curve]:
-    names = np.asarray(table.column("name").to_pylist(), dtype=object)
-    columns = [_values(table, name) for name in ("step", "seconds", "value")]
-    curves = {}
-    for name in dict.fromkeys(names):
-        chosen = names == name
-        steps, seconds, values = (column[chosen] for column in columns)
-        curves[str(name)] = Curve(steps=steps, seconds=seconds, values=values)
-    return curves

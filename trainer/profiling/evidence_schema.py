@@ -19,7 +19,8 @@ ranges are times on the device, the `host_` columns times on the host; on a CPU 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -27,7 +28,6 @@ from trainer.base_models import StrictModel
 from trainer.config import EvidenceSettings
 from trainer.costs import Machines
 from trainer.graph import SCHEMA_VERSIONS
-from trainer.profiling.operators import OperatorTable
 
 SCHEMA_VERSION = SCHEMA_VERSIONS["evidence"]
 
@@ -72,6 +72,11 @@ TENSOR_COLUMNS = (
 of the gradient before clipping; share of elements that are not finite, or zero; norm of the step's update against the norm of the
 weights, NaN where that is 0; share of elements that the step did not change. What is of the gradient is NaN where there is none."""
 METRIC_COLUMNS = ("step", "seconds", "name", "value")
+
+Category = Literal[
+    "matrix product", "attention", "convolution", "normalisation", "copy", "communication", "optimiser", "other"
+]
+"""The kinds of work that operators do."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
@@ -170,6 +175,31 @@ class ContextRecord(StrictModel):
     teacher_val_top1: float | None = None
     recorded_mass: Mapping[str, float] | None = None
     """Temperature, as text -> mean probability of the classes that the teacher's recorded outputs hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """All calls of one operator or kernel within the window."""
+
+    name: str
+    kind: Literal["operator", "kernel"]
+    """`operator`: called on the host; `kernel`: what ran on the device (its time is also counted with the operator that called it)."""
+    category: Category
+    calls: int
+    self_cpu_ms: float
+    """Time on the host, without the operators that it calls."""
+    self_device_ms: float
+    """Time on the device of the kernels that it started itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorTable:
+    """What torch.profiler saw."""
+
+    steps: int
+    """Steps in the window."""
+    operators: tuple[Operator, ...]
+    """By time, the longest first."""
 
 
 class RankRecord(StrictModel):

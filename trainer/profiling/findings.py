@@ -48,19 +48,15 @@ class RankedFinding:
 def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
     """Let every rule judge every training of an evidence artifact."""
     before: Sequence[TrainingEvidence | None] = [None, *evidence.trainings[:-1]]
-    stage_s = sum(map(_seconds_with_startup, evidence.trainings))
+    # The length of each recording with what came before it: the parts of the start-up end with the first step, within the recording.
+    records = [training.ranks[0].record for training in evidence.trainings]
+    stage_s = sum(one.ended_s + max(0.0, sum(one.startup.values()) - (one.first_step_s or 0.0)) for one in records)
     judgements = [
         judgement
         for earlier, training in zip(before, evidence.trainings, strict=False)
         for judgement in judge(Case(training=training, rules=rules, before=earlier, stage_s=stage_s))
     ]
     return answers(judgements, [summarize(training) for training in evidence.trainings])
-
-
-def _seconds_with_startup(training: TrainingEvidence) -> float:
-    """Add what came before the recording to its length: the parts of the start-up end with the first step, within the recording."""
-    record = training.ranks[0].record
-    return record.ended_s + max(0.0, sum(record.startup.values()) - (record.first_step_s or 0.0))
 
 
 def answers(judgements: Sequence[Judgement], summaries: Sequence[TrainingSummary]) -> list[Answer]:
@@ -86,13 +82,12 @@ def answers(judgements: Sequence[Judgement], summaries: Sequence[TrainingSummary
 def ranked_findings(given: Sequence[Answer]) -> list[RankedFinding]:
     """Sort the findings: severe ones first, notes last, and among each those that save most."""
     findings = [RankedFinding(answer=one, finding=one.outcome) for one in given if isinstance(one.outcome, Finding)]
-    return sorted(findings, key=_weight, reverse=True)
 
+    def weight(one: RankedFinding) -> tuple[int, float, float]:
+        seconds = one.finding.saving.seconds if one.finding.saving else 0.0
+        return _SEVERITIES.index(one.finding.severity), seconds, one.finding.confidence
 
-def _weight(one: RankedFinding) -> tuple[int, float, float]:
-    finding = one.finding
-    seconds = finding.saving.seconds if finding.saving else 0.0
-    return _SEVERITIES.index(finding.severity), seconds, finding.confidence
+    return sorted(findings, key=weight, reverse=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +107,15 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
     every = ranked_findings(given)
     findings = [one for one in every if one.finding.severity != "note"]
     if findings:
-        text = _of_finding(findings, {summary.name: summary for summary in summaries})
+        answer, finding = findings[0].answer, findings[0].finding
+        text = f"{labels.training(answer.training)}: “{answer.title}”"
+        if finding.severity == "severe":
+            text += ", so continuing it is of no use"
+        elif finding.saving is None:
+            text += " was found; what it costs in time is not known"
+        else:
+            saving = saving_text(findings[0], {summary.name: summary for summary in summaries})
+            text += f" costs the most; curing it would save about {saving}"
         return Verdict(outcome="findings", text=f"{text}{_below(len(findings) - 1, 'more finding')}.")
     failed = next((one for one in summaries if one.failed), None)
     if failed:
@@ -120,7 +123,13 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
     notes = _below(len(every), "note")
     short = [one for one in (count_rules(given, summary) for summary in summaries) if one.is_too_short]
     if short:
-        return Verdict(outcome="too_short", text=f"{_of_short(short)}{notes}.")
+        each = [
+            f"{one.too_short} of {_counted(one.rules, 'rule')} on {labels.training(one.training)} ({_counted(one.steps, 'step')})"
+            for one in short
+        ]
+        settings = ", ".join(setting_of(one.training, "epochs") for one in short)
+        advice = f"train longer ({settings}) before you trust that nothing was found"
+        return Verdict(outcome="too_short", text=f"Too short to judge: {', '.join(each)}; {advice}{notes}.")
     judged = {one.rule for one in given if isinstance(one.outcome, Healthy)}
     unjudged = {one.rule for one in given} - judged - {one.answer.rule for one in every}
     looked = f"{_counted(len(judged), 'rule')} looked and found nothing" if judged else "no rule could judge it"
@@ -136,16 +145,6 @@ def _counted(count: int, what: str) -> str:
 
 def _below(count: int, what: str) -> str:
     return f"; {_counted(count, what)} below" if count else ""
-
-
-def _of_finding(findings: Sequence[RankedFinding], summaries: Mapping[str, TrainingSummary]) -> str:
-    answer, finding = findings[0].answer, findings[0].finding
-    name = f"{labels.training(answer.training)}: “{answer.title}”"
-    if finding.severity == "severe":
-        return f"{name}, so continuing it is of no use"
-    if finding.saving is None:
-        return f"{name} was found; what it costs in time is not known"
-    return f"{name} costs the most; curing it would save about {saving_text(findings[0], summaries)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,16 +184,6 @@ def count_rules(given: Sequence[Answer], summary: TrainingSummary) -> RuleCount:
     return RuleCount(training=summary.name, steps=summary.steps, judged=judged, too_short=short, rules=len(outcomes))
 
 
-def _of_short(counts: Sequence[RuleCount]) -> str:
-    """Say which trainings were too short: `Too short to judge: 11 of 28 rules on Distillation (40 steps), ...`."""
-    each = [
-        f"{one.too_short} of {_counted(one.rules, 'rule')} on {labels.training(one.training)} ({_counted(one.steps, 'step')})"
-        for one in counts
-    ]
-    settings = [setting_of(one.training, "epochs") for one in counts]
-    return f"Too short to judge: {', '.join(each)}; train longer ({', '.join(settings)}) before you trust that nothing was found"
-
-
 def saving_text(one: RankedFinding, summaries: Mapping[str, TrainingSummary]) -> str:
     """Format a saving: `41 s (12 % of the training, $0.40)`."""
     assert one.finding.saving is not None
@@ -232,13 +221,10 @@ def from_json(text: str, source: str) -> list[Answer]:
         ArtifactError: it is something else; names `source`.
     """
     try:
-        return [_answer(row) for row in TypeAdapter(list[dict[str, Any]]).validate_json(text)]
+        rows = TypeAdapter(list[dict[str, Any]]).validate_json(text)
+        outcomes = [TypeAdapter(_OUTCOMES[row.pop("outcome")]).validate_python(row.pop("told")) for row in rows]
+        return [Answer(outcome=outcome, **row) for outcome, row in zip(outcomes, rows, strict=True)]
     except (ValidationError, KeyError, TypeError) as error:
         raise ArtifactError(
             f"{source}: does not hold the answers of rules ({error}); run the stage profile again"
         ) from error
-
-
-def _answer(row: Mapping[str, Any]) -> Answer:
-    outcome = TypeAdapter(_OUTCOMES[row["outcome"]]).validate_python(row["told"])
-    return Answer(outcome=outcome, **{key: value for key, value in row.items() if key not in ("outcome", "told")})

@@ -51,7 +51,6 @@ class CpuSignal:
         self.columns = [*(f"cpu{core}_percent" for core in range(len(self._last))), "iowait_percent"]
 
     def read(self) -> Sequence[float]:
-        """Percent busy of each core, then percent of waiting."""
         # psutil.cpu_percent keeps its last reading in a global, which anything else in this process would reset.
         now = psutil.cpu_times(percpu=True)
         spent = [np.subtract(after[:8], before[:8]) for before, after in zip(self._last, now, strict=True)]
@@ -71,7 +70,6 @@ class MemorySignal:
     columns = ("memory_used_bytes",)
 
     def read(self) -> Sequence[float]:
-        """Total less available."""
         memory = psutil.virtual_memory()
         return (memory.total - memory.available,)
 
@@ -87,7 +85,6 @@ class ProcessSignal:
         self._last = (time.perf_counter(), time.process_time())
 
     def read(self) -> Sequence[float]:
-        """Memory, CPU time."""
         now = (time.perf_counter(), time.process_time())
         share = (now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9)
         self._last = now
@@ -108,7 +105,6 @@ class LoadersSignal:
         self._last = (time.perf_counter(), math.nan)
 
     def read(self) -> Sequence[float]:
-        """CPU time."""
         now = (time.perf_counter(), self._cpu_seconds())
         share = (now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9)
         self._last = now
@@ -138,7 +134,6 @@ class CounterSignal:
         self._last = (time.perf_counter(), *counters())
 
     def read(self) -> Sequence[float]:
-        """Bytes a second since the last call."""
         now = (time.perf_counter(), *self._counters())
         seconds = max(now[0] - self._last[0], 1e-9)
         rates = ((now[1] - self._last[1]) / seconds, (now[2] - self._last[2]) / seconds)
@@ -259,7 +254,13 @@ class Monitor:
         self._origin_ns = origin_ns
         self._signals: list[Signal] = []
         for name, setup in setups.items():
-            self._set_up(name, setup)
+            try:
+                signal = setup()
+                signal.read()
+            except Exception as error:  # noqa: BLE001  # whatever a driver answers, the training continues
+                self.missing[name] = str(error) or type(error).__name__
+            else:
+                self._signals.append(signal)
         self.columns = ["end_s", *(column for signal in self._signals for column in signal.columns)]
         self._values = np.full((samples_kept, len(self.columns)), np.nan)
         self._kept = 0
@@ -267,17 +268,7 @@ class Monitor:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-monitor", daemon=True)
 
-    def _set_up(self, name: str, setup: Callable[[], Signal]) -> None:
-        try:
-            signal = setup()
-            signal.read()
-        except Exception as error:  # noqa: BLE001  # whatever a driver answers, the training continues
-            self.missing[name] = str(error) or type(error).__name__
-        else:
-            self._signals.append(signal)
-
     def start(self) -> None:
-        """Begin to sample."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -298,28 +289,22 @@ class Monitor:
     def _sample(self) -> None:
         row = [(time.perf_counter_ns() - self._origin_ns) * 1e-9]
         for signal in self._signals:
-            row.extend(self._read(signal))
+            values: Sequence[float] = [np.nan] * len(signal.columns)
+            if signal.name not in self.missing:
+                try:
+                    values = signal.read()
+                except Exception as error:  # noqa: BLE001  # as at the set-up; it is not asked again
+                    self.missing[signal.name] = f"stopped during the training: {str(error) or type(error).__name__}"
+            row.extend(values)
         with self._table:
-            if self._kept == len(self._values):
-                self._halve()
+            if self._kept == len(self._values):  # average neighbours, and sample half as often
+                self._kept //= 2
+                pairs = self._values[: 2 * self._kept].reshape(self._kept, 2, -1)
+                merged = pairs.mean(axis=1)
+                merged[:, 0] = pairs[:, 1, 0]
+                self._values[: self._kept] = merged
+                self._values[self._kept :] = np.nan
+                self.interval_s *= 2
             self._values[self._kept] = row
             self._kept += 1
         self.spent_s = time.thread_time()
-
-    def _read(self, signal: Signal) -> Sequence[float]:
-        if signal.name not in self.missing:
-            try:
-                return signal.read()
-            except Exception as error:  # noqa: BLE001  # as in `_set_up`; it is not asked again
-                self.missing[signal.name] = f"stopped during the training: {str(error) or type(error).__name__}"
-        return [np.nan] * len(signal.columns)
-
-    def _halve(self) -> None:
-        half = len(self._values) // 2
-        pairs = self._values[: 2 * half].reshape(half, 2, -1)
-        merged = pairs.mean(axis=1)
-        merged[:, 0] = pairs[:, 1, 0]
-        self._values[:half] = merged
-        self._values[half:] = np.nan
-        self._kept = half
-        self.interval_s *= 2

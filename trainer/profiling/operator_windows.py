@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.profiling.operators import Operator, OperatorTable, category_of
+from trainer.profiling.evidence_schema import Category, Operator, OperatorTable
 
 _OUTLINE = re.compile(r"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]")
+
+_CATEGORIES: Mapping[Category, re.Pattern[str]] = {
+    "communication": re.compile(
+        r"c10d|gloo|nccl|all_?reduce|all_?gather|reduce_scatter|broadcast_|DistributedDataParallel", re.I
+    ),
+    "optimiser": re.compile(r"^Optimizer\.|^aten::_foreach_|^aten::_fused_(adam|sgd)|multi_tensor_apply", re.I),
+    "attention": re.compile(r"attention|flash_(fwd|bwd)|fmha", re.I),
+    "convolution": re.compile(r"conv(olution|\d|_|$)|(fprop|dgrad|wgrad)", re.I),
+    "normalisation": re.compile(r"(layer|batch|group|rms|instance)_?norm", re.I),
+    "matrix product": re.compile(
+        r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass", re.I
+    ),
+    "copy": re.compile(
+        r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray", re.I
+    ),
+}
+"""The first pattern that fits decides: NCCL's kernels are communication although they copy."""
 
 
 class OperatorWindows:
@@ -59,7 +75,8 @@ class OperatorWindows:
         """Stop the profiler after a step and add what it saw."""
         profiled = self._stop()
         if profiled is not None:
-            self._add(_operators(profiled))
+            for row in profiled.key_averages():
+                self._add(row)
             self._seen += step + 1 - self._opened
 
     def finish(self, steps_seen: int) -> None:
@@ -83,35 +100,24 @@ class OperatorWindows:
             return None
         return profiled
 
-    def _add(self, operators: Iterable[Operator]) -> None:
-        for row in operators:
-            known = self._operators.get((row.kind, row.name))
-            self._operators[row.kind, row.name] = row if known is None else _sum(known, row)
+    def _add(self, row: Any) -> None:
+        """Add a row of torch.profiler's averages, whose class has no public name."""
+        name = str(row.key)
+        kind: Literal["operator", "kernel"] = "operator" if row.device_type.name == "CPU" else "kernel"
+        cpu_ms, device_ms = float(row.self_cpu_time_total) / 1000, float(row.self_device_time_total) / 1000
+        if not (cpu_ms or device_ms) or _OUTLINE.search(name):
+            return
+        known = self._operators.get((kind, name))
+        self._operators[kind, name] = Operator(
+            name=name,
+            kind=kind,
+            category=category_of(name),
+            calls=int(row.count) + (known.calls if known else 0),
+            self_cpu_ms=cpu_ms + (known.self_cpu_ms if known else 0.0),
+            self_device_ms=device_ms + (known.self_device_ms if known else 0.0),
+        )
 
 
-def _sum(one: Operator, other: Operator) -> Operator:
-    return replace(
-        one,
-        calls=one.calls + other.calls,
-        self_cpu_ms=one.self_cpu_ms + other.self_cpu_ms,
-        self_device_ms=one.self_device_ms + other.self_device_ms,
-    )
-
-
-def _operators(profiled: profile) -> Iterator[Operator]:
-    for row in profiled.key_averages():
-        operator = _operator(row)
-        if (operator.self_cpu_ms or operator.self_device_ms) and not _OUTLINE.search(operator.name):
-            yield operator
-
-
-def _operator(row: Any) -> Operator:
-    """One row of torch.profiler's averages, whose class has no public name."""
-    return Operator(
-        name=str(row.key),
-        kind="operator" if row.device_type.name == "CPU" else "kernel",
-        category=category_of(str(row.key)),
-        calls=int(row.count),
-        self_cpu_ms=float(row.self_cpu_time_total) / 1000,
-        self_device_ms=float(row.self_device_time_total) / 1000,
-    )
+def category_of(name: str) -> Category:
+    """Tell the kind of work that an operator or kernel does by its name."""
+    return next((category for category, pattern in _CATEGORIES.items() if pattern.search(name)), "other")

@@ -6,8 +6,8 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,15 +20,15 @@ from torch import nn
 
 from trainer.config import EvidenceSettings
 from trainer.costs import place_here
-from trainer.host import processor_name, started_unix, usable_cores
-from trainer.profiling.clocks import Clock, CudaClock, HostClock
-from trainer.profiling.compilation import Compilations
+from trainer.devices.torch_private import CompileHooks
+from trainer.host import processor_name, seconds_since_launch, started_unix, usable_cores
 from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorSamples, TrainingEvidence, write_rank
 from trainer.profiling.evidence_schema import (
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
     AttemptRecord,
     CommunicationRecord,
+    CompilationRecord,
     ContextRecord,
     OutsideRecord,
     ProcessRecord,
@@ -39,13 +39,87 @@ from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.spans import recording_to, seconds_of_a_mark
-from trainer.profiling.startup import IMPORTED_UNIX, Startup
 from trainer.profiling.tensor_sampler import TensorSampler
 from trainer.profiling.throughput import images_per_second
-from trainer.profiling.timeline import PROFILER, Timeline
+from trainer.profiling.timeline import PROFILER, Clock, CudaClock, HostClock, Timeline
 
 if TYPE_CHECKING:
     from trainer.profiling.xla_counters import XlaCounters
+
+
+class Compilations:
+    """Counts and times what torch compiles within the steps of a recording, backward passes too."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        """While `timeline` records."""
+        self._timeline = timeline
+        self._graphs: dict[int, int] = {}
+        self._seconds: dict[int, float] = {}
+        self._began = 0.0
+        self._hooks = CompileHooks(self._started, self._ended)
+
+    def start(self) -> None:
+        self._hooks.add()
+
+    def stop(self) -> None:
+        self._hooks.remove()
+
+    @property
+    def records(self) -> tuple[CompilationRecord, ...]:
+        """A record for each step that compiled something."""
+        return tuple(
+            CompilationRecord(step=step, graphs=graphs, seconds=self._seconds[step])
+            for step, graphs in self._graphs.items()
+        )
+
+    def _started(self) -> None:
+        self._began = time.perf_counter()
+
+    def _ended(self) -> None:
+        if self._timeline.inside_step:
+            step = self._timeline.steps_completed
+            self._graphs[step] = self._graphs.get(step, 0) + 1
+            self._seconds[step] = self._seconds.get(step, 0.0) + time.perf_counter() - self._began
+
+
+IMPORTED_UNIX = time.time()
+"""When torch and most of the trainer were loaded, by whom this module is loaded last."""
+
+
+class Startup:
+    """Splits the time from the launch of the job, or else the start of the process, to a training's recording into parts."""
+
+    _imports_counted = False
+
+    def __init__(self) -> None:
+        """Begin; the first of a process counts its imports too."""
+        self._parts: dict[str, float] = {}
+        self._began_unix = time.time()
+        if not Startup._imports_counted:
+            started = started_unix()
+            launching = seconds_since_launch() - (time.time() - started)
+            # What lies between the imports and here is left out: an interpreter may have waited for a person.
+            self._parts = {"launch": max(0.0, launching), "imports": max(0.0, IMPORTED_UNIX - started)}
+            Startup._imports_counted = True
+        self._counted = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count a block for a part of the start-up, such as `fetch` or `join`."""
+        began = time.time()
+        yield
+        seconds = max(0.0, time.time() - began)
+        self._parts[name] = self._parts.get(name, 0.0) + seconds
+        self._counted += seconds
+
+    def until(self, recording_unix: float) -> dict[str, float]:
+        """Seconds of each part before the recording began; what no part covers is `preparation`."""
+        return self._parts | {"preparation": max(0.0, recording_unix - self._began_unix - self._counted)}
+
+    def begin_again(self) -> None:
+        """A training has ended; what follows prepares the next one."""
+        self._parts, self._counted, self._began_unix = {}, 0.0, time.time()
+
 
 METRIC_POINTS_KEPT = 4096
 """Points of each metric; a longer curve is thinned evenly."""
@@ -245,14 +319,28 @@ class Recorder:
             raise RuntimeError("nothing was recorded; use `with recorder:` first")
         self.tensor_sampler.take_in()
         steps, samples = self.timeline.steps, self._monitor.samples()
+        names, spans = list(self.timeline.outside), self.timeline.spans
+        tensors, (moments, values) = self.tensor_sampler.tensors, self.tensor_sampler.table()
+        sampled_steps, sampled_s = np.repeat(moments, len(tensors), axis=0).T
+        curves = {name: table.array().T for name, table in self._metrics.items()}
         rank = RankEvidence(
             record=self._record(self._monitor),
             steps=dict(zip(steps.columns, steps.array().T, strict=True)),
-            spans=self._spans(),
-            tensors=self._tensor_looks(),
+            spans=Spans(
+                names=[names[int(index)] for index in spans.column("range")],
+                start_s=spans.column("start_s"),
+                seconds=spans.column("seconds"),
+            ),
+            tensors=TensorSamples(
+                steps=sampled_steps,
+                seconds=sampled_s,
+                tensors=[*tensors] * len(moments),
+                values={name: values[:, :, index].ravel() for index, name in enumerate(TENSOR_COLUMNS)},
+            ),
             system=dict(zip(self._monitor.columns, samples.T, strict=True)),
         )
-        return TrainingEvidence(name=self.name, ranks=[rank], metrics=self._curves())
+        metrics = {name: Curve(steps=curve[0], seconds=curve[1], values=curve[2]) for name, curve in curves.items()}
+        return TrainingEvidence(name=self.name, ranks=[rank], metrics=metrics)
 
     def write(self, directory: str | Path) -> None:
         """Write this rank's files below `directory`/NAME, an evidence artifact in the making.
@@ -261,32 +349,6 @@ class Recorder:
             OutputError: the directory cannot be written.
         """
         write_rank(directory, self.snapshot())
-
-    def _spans(self) -> Spans:
-        names, spans = list(self.timeline.outside), self.timeline.spans
-        return Spans(
-            names=[names[int(index)] for index in spans.column("range")],
-            start_s=spans.column("start_s"),
-            seconds=spans.column("seconds"),
-        )
-
-    def _tensor_looks(self) -> TensorSamples:
-        moments, values = self.tensor_sampler.table()
-        names = self.tensor_sampler.tensors
-        steps, seconds = np.repeat(moments, len(names), axis=0).T
-        return TensorSamples(
-            steps=steps,
-            seconds=seconds,
-            tensors=[*names] * len(moments),
-            values={name: values[:, :, index].ravel() for index, name in enumerate(TENSOR_COLUMNS)},
-        )
-
-    def _curves(self) -> dict[str, Curve]:
-        curves = {}
-        for name, table in self._metrics.items():
-            steps, seconds, values = table.array().T
-            curves[name] = Curve(steps=steps, seconds=seconds, values=values)
-        return curves
 
     def _record(self, monitor: Monitor) -> RankRecord:
         timeline, totals = self.timeline, self.timeline.totals
@@ -351,25 +413,15 @@ class Recorder:
         if self._mark_s is None and self._ended_s:
             clock = HostClock() if self._failed else self.timeline.clock
             self._mark_s = seconds_of_a_mark(clock, _xla_counters() if self._counters else None)
-        marks = {} if self._mark_s is None else {"marks": self._mark_s * self.timeline.totals.marks}
-        return (
-            self._costs
-            | marks
-            | {
-                "tensors": self.tensor_sampler.spent_s,
-                "monitor": monitor.spent_s,
-                "operators": self._seconds_of_windows(),
-            }
-        )
-
-    def _seconds_of_windows(self) -> float:
-        """Opening and closing the operator windows, and by how much longer their steps took than the others."""
         timeline, totals = self.timeline, self.timeline.totals
-        opening = timeline.outside[PROFILER].seconds if PROFILER in timeline.outside else 0.0
+        marks = {} if self._mark_s is None else {"marks": self._mark_s * totals.marks}
+        # opening and closing the operator windows, and by how much longer their steps took than the others
+        windows_s = timeline.outside[PROFILER].seconds if PROFILER in timeline.outside else 0.0
         plain = timeline.steps.column("seconds")[timeline.steps.column("profiled") == 0]
-        if not len(plain) or not totals.profiled:
-            return opening
-        return opening + max(0.0, totals.profiled_seconds - totals.profiled * float(np.median(plain)))
+        if len(plain) and totals.profiled:
+            windows_s += max(0.0, totals.profiled_seconds - totals.profiled * float(np.median(plain)))
+        parts = {"tensors": self.tensor_sampler.spent_s, "monitor": monitor.spent_s, "operators": windows_s}
+        return self._costs | marks | parts
 
 
 def _device_name(device: torch.device) -> str:

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-from trainer.profiling.clocks import Clock
-from trainer.profiling.timeline import PHASES, StepCounter, Timeline
+from trainer.profiling.timeline import PHASES, Clock, StepCounter, Timeline
 
 _recording: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
 _NO_SPAN: AbstractContextManager[None] = nullcontext()

@@ -19,17 +19,118 @@ exclusive, nothing is counted twice, and the ranges of a step with `OTHER` sum t
 from __future__ import annotations
 
 import math
+import os
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import add
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from trainer.profiling.clocks import Clock, ThreadTime
+import torch
+
 from trainer.profiling.evidence_schema import SPAN_COLUMNS, STEP_COLUMNS
 from trainer.profiling.series import ThinnedTable
+
+Mark = TypeVar("Mark")
+
+
+class Clock(Protocol[Mark]):
+    """Marks points in the training's course and says, later, how far they lie apart."""
+
+    def mark(self) -> Mark:
+        """Mark this point."""
+        ...
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether the device has come to the mark; never waits."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Wait until the device has come to the mark."""
+        ...
+
+    def intervals(self, marks: Sequence[Mark]) -> list[float]:
+        """Seconds between neighbours of marks that were passed."""
+        ...
+
+    def release(self, marks: Sequence[Mark]) -> None:
+        """These marks are no longer needed."""
+        ...
+
+
+class HostClock:
+    """Marks are nanoseconds of the host's clock."""
+
+    def __init__(self, nanoseconds: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.mark = nanoseconds
+
+    def passed(self, mark: int) -> bool:  # noqa: ARG002  # other clocks look at it
+        """Always: the host computes in the order of the program."""
+        return True
+
+    def wait(self, mark: int) -> None:
+        """Nothing to wait for."""
+
+    def intervals(self, marks: Sequence[int]) -> list[float]:
+        """Seconds between neighbours."""
+        return [(end - start) * 1e-9 for start, end in pairwise(marks)]
+
+    def release(self, marks: Sequence[int]) -> None:
+        """Nothing to give back."""
+
+
+class CudaClock:
+    """Marks are events on the current stream of a GPU, used again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        """Whether the stream has come to the event."""
+        return bool(mark.query())
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Wait for the event."""
+        mark.synchronize()
+
+    def intervals(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        """Seconds on the device between neighbours of events that were passed."""
+        return [float(start.elapsed_time(end)) * 1e-3 for start, end in pairwise(marks)]
+
+    def release(self, marks: Sequence[torch.cuda.Event]) -> None:
+        """Keep the events for later marks."""
+        self._free.extend(marks)
+
+
+class ThreadTime:
+    """How long the thread that opens it has waited for a core, as Linux counts it."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def open(self) -> None:
+        """Begin; where the kernel does not say, times are NaN."""
+        try:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
+        except OSError:
+            self._file = None
+
+    def delayed_ns(self) -> float:
+        """Nanoseconds since the thread began."""
+        return math.nan if self._file is None else int(os.pread(self._file, 64, 0).split()[1])
+
 
 PHASES = ("data", "to_device", "teacher_forward", "forward", "backward", "optimizer")
 """The phases that every training loop has, in their order."""
@@ -311,7 +412,7 @@ class Timeline:
     def _begin_step(self, step: int, images: int) -> None:
         if self._current().inside_step or self._open:
             raise RuntimeError(f"step {step} begins inside of a step or range; end that first")
-        self._open_window()
+        self._at_window(opens=True)
         outside = self._current()
         mark = self.clock.mark()
         outside.marks.append(mark)
@@ -348,7 +449,7 @@ class Timeline:
         self._begin_outside(mark)
         if completed:
             self.first_step_ended_ns = self.first_step_ended_ns or now
-            self._close_window()
+            self._at_window(opens=False)
             self._ordinal += 1
         self._take_in_passed()
 
@@ -415,19 +516,13 @@ class Timeline:
         self.outside.setdefault(name, OutsideTotal())
         return list(self.outside).index(name)
 
-    # -- the window
-
-    def _open_window(self) -> None:
+    def _at_window(self, *, opens: bool) -> None:
+        """Open the window before the first of some watched steps, and close it after the last."""
         window, ordinal = self._window, self._ordinal
-        if window is not None and ordinal in window.steps and ordinal - 1 not in window.steps:
+        neighbour = ordinal - 1 if opens else ordinal + 1
+        if window is not None and ordinal in window.steps and neighbour not in window.steps:
             with self.span(PROFILER):
-                window.open(ordinal)
-
-    def _close_window(self) -> None:
-        window, ordinal = self._window, self._ordinal
-        if window is not None and ordinal in window.steps and ordinal + 1 not in window.steps:
-            with self.span(PROFILER):
-                window.close(ordinal)
+                (window.open if opens else window.close)(ordinal)
 
     # -- from marks to seconds
 
@@ -436,10 +531,7 @@ class Timeline:
         if len(self._pending) > MOST_PENDING:
             given_up = self._pending.popleft()
             self.totals.lost += given_up.inside_step
-            self._release(given_up)
-
-    def _release(self, segment: _Segment) -> None:
-        self.clock.release(segment.marks[:-1])  # the last one is the first of the next segment
+            self.clock.release(given_up.marks[:-1])  # the last one is the first of the next segment
 
     def _take_in_passed(self) -> None:
         while self._pending and self.clock.passed(self._pending[0].marks[-1]):
@@ -449,7 +541,7 @@ class Timeline:
                 self._take_in_step(segment)
             else:
                 self._take_in_outside(segment)
-            self._release(segment)
+            self.clock.release(segment.marks[:-1])
 
     def _take_in_step(self, segment: _Segment) -> None:
         seconds = [0.0] * len(self.ranges)

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from trainer.costs import Machines
-from trainer.profiling.binning import mean_in_bins
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
-from trainer.profiling.evidence_schema import AttemptRecord, CommunicationRecord
-from trainer.profiling.operators import Operator
+from trainer.profiling.evidence_schema import AttemptRecord, CommunicationRecord, Operator
 from trainer.profiling.rules.outcomes import Case
 from trainer.profiling.rules.processes import communication_share
-from trainer.profiling.series import Rows, Series
+from trainer.profiling.series import Rows, Series, mean_in_bins
 from trainer.profiling.throughput import (
     Spread,
     images_per_second,
@@ -187,6 +185,13 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
     record = first.record
     measured = measured_steps(first)
     images = first.steps["images"][measured]
+    total, shares, phases = max(float(first.steps["seconds"][measured].sum()), 1e-12), phase_shares(first), {}
+    for name, seconds in phase_seconds(first).items():
+        if distribution := spread(seconds[measured] * 1000):
+            inner = [path for path in first.ranges if path.startswith(f"{name}/")]
+            ranges = {path: float(first.steps[path][measured].sum()) / total for path in inner}
+            phases[name] = PhaseSummary(share=shares[name], ms=distribution, ranges=ranges)
+    finite = {name: curve.values[np.isfinite(curve.values)] for name, curve in training.metrics.items()}
     return TrainingSummary(
         name=training.name,
         world_size=record.world_size,
@@ -206,7 +211,7 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
         step_ms=step_ms(first),
         images_a_step=float(images.mean()) if images.any() else None,
         images_per_second=images_per_second(first.steps),
-        phases=_phases(first, measured),
+        phases=phases,
         slowest=_slowest(first, measured),
         recorded_shares=_recorded_shares(first),
         startup=record.startup,
@@ -219,26 +224,10 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
         ranks=[_rank(rank) for rank in training.ranks],
         operators=_operators(first),
         system=_system(first),
-        last=_last(training),
+        last={name: float(values[-1]) for name, values in finite.items() if len(values)},
         missing=record.missing,
         processor=record.processor,
     )
-
-
-def _phases(rank: RankEvidence, measured: Rows) -> dict[str, PhaseSummary]:
-    total = max(float(rank.steps["seconds"][measured].sum()), 1e-12)
-    summaries, shares = {}, phase_shares(rank)
-    for name, seconds in phase_seconds(rank).items():
-        distribution = spread(seconds[measured] * 1000)
-        if distribution is None:
-            continue
-        inner = [path for path in rank.ranges if path.startswith(f"{name}/")]
-        summaries[name] = PhaseSummary(
-            share=shares[name],
-            ms=distribution,
-            ranges={path: float(rank.steps[path][measured].sum()) / total for path in inner},
-        )
-    return summaries
 
 
 def _recorded_shares(rank: RankEvidence) -> dict[str, float]:
@@ -270,7 +259,7 @@ def _slowest(rank: RankEvidence, measured: Rows) -> list[SlowStep]:
             delayed_ms=1000 * float(delayed[row]) if np.isfinite(delayed[row]) else None,
             machine=_machine_between(rank.system, rank.steps["start_s"][row], seconds[row]),
             no_batch_ready=has_queue and bool(queued[row] == 0),
-            follows=_before_step(rank, rank.steps["start_s"][row], float(np.median(seconds[measured]))),
+            follows=_follows(rank, rank.steps["start_s"][row], float(np.median(seconds[measured]))),
             graphs=sum(one.graphs for one in rank.record.compilations if one.step == row_number(rank, row)),
         )
         for row in chosen.tolist()
@@ -282,7 +271,7 @@ def row_number(rank: RankEvidence, row: int) -> int:
     return int(rank.steps["step"][row] - rank.steps["step"][0])
 
 
-def _before_step(rank: RankEvidence, start_s: float, step_s: float) -> str:
+def _follows(rank: RankEvidence, start_s: float, step_s: float) -> str:
     """The checkpoint or evaluation that ended less than a usual step before a step."""
     ends = rank.spans.start_s + rank.spans.seconds
     near = np.flatnonzero((ends > start_s - step_s) & (ends < start_s + _ROUNDING_S))
@@ -325,11 +314,6 @@ def _largest(values: Series | None) -> float | None:
 def _mean(signals: Sequence[Series]) -> float | None:
     known = [values[np.isfinite(values)] for values in signals]
     return float(np.mean(np.concatenate(known))) if any(len(values) for values in known) else None
-
-
-def _last(training: TrainingEvidence) -> dict[str, float]:
-    finite = {name: curve.values[np.isfinite(curve.values)] for name, curve in training.metrics.items()}
-    return {name: float(values[-1]) for name, values in finite.items() if len(values)}
 
 
 def operator_ms(operator: Operator, clock: str) -> float:

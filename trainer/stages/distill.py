@@ -20,7 +20,7 @@ from trainer.distillation.recording import Recording, RecordingDescription, chec
 from trainer.errors import SettingsError
 from trainer.models import Classifier
 from trainer.profiling.evidence_schema import ContextRecord
-from trainer.profiling.startup import Startup
+from trainer.profiling.recorder import Startup
 from trainer.training.session import open_session
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from trainer.models import Classifier
 from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.pretraining.reconstructions import draw_reconstructions
-from trainer.profiling.startup import Startup
+from trainer.profiling.recorder import Startup
 from trainer.training.session import Session, open_session
 
 RECONSTRUCTIONS = "mae/reconstructions.png"

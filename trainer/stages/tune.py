@@ -27,7 +27,7 @@ from trainer.errors import SettingsError
 from trainer.forecast import Forecast, Measurement, WorkCount
 from trainer.host import usable_cores
 from trainer.models import Classifier
-from trainer.profiling.startup import Startup
+from trainer.profiling.recorder import Startup
 from trainer.stages import distill, reinforce
 from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, checkpoint_root

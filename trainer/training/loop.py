@@ -22,9 +22,8 @@ from trainer.devices import RowShardedOptimizer
 from trainer.errors import PreemptedError, TrainingError
 from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.live_rules import LiveRules
-from trainer.profiling.recorder import LoaderStats, Recorder, Sources
+from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
 from trainer.profiling.spans import span
-from trainer.profiling.startup import Startup
 from trainer.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.attempts import Attempts

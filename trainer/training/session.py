@@ -28,8 +28,7 @@ from trainer.errors import PreemptedError, SupersededError, TrainerError
 from trainer.graph import STAGES
 from trainer.models import Classifier
 from trainer.profiling.evidence_schema import ContextRecord
-from trainer.profiling.recorder import Recorder
-from trainer.profiling.startup import Startup
+from trainer.profiling.recorder import Recorder, Startup
 from trainer.served_student.preprocessing import Square
 from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared

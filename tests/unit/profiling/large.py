@@ -15,10 +15,11 @@ from trainer.profiling.evidence_schema import (
     CommunicationRecord,
     CompilationRecord,
     ContextRecord,
+    Operator,
+    OperatorTable,
     RankRecord,
 )
 from trainer.profiling.findings import Answer
-from trainer.profiling.operators import Operator, OperatorTable
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Saving
 from trainer.profiling.series import Series
 

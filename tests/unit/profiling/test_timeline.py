@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from trainer.profiling.clocks import HostClock
 from trainer.profiling.spans import recording_to, span
 from trainer.profiling.timeline import (
     BETWEEN,
@@ -17,6 +16,7 @@ from trainer.profiling.timeline import (
     OTHER,
     PHASES,
     PROFILER,
+    HostClock,
     Timeline,
 )
 

@@ -21,7 +21,7 @@ from trainer.costs import PLACE_VARIABLE
 from trainer.data.dataset import open_dataset
 from trainer.devices import choose_device
 from trainer.errors import BudgetError, SettingsError
-from trainer.profiling.startup import Startup
+from trainer.profiling.recorder import Startup
 from trainer.stages import reinforce, tune
 from trainer.training import parallelize
 from trainer.training.parallelize import CompileCounter

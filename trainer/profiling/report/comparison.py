@@ -34,29 +34,37 @@ def build(comparison: Comparison) -> str:
 
 
 def _training(comparison: Comparison, pair: Pair) -> PageSection:
-    name = labels.training(pair.name)
+    title = labels.training(pair.name)
     if pair.name not in comparison.tables:
-        return PageSection(name, [Paragraph("Both sides are the same recording.")])
-    tables = comparison.tables[pair.name]
-    shown = [Subsection(f"{table.title[0].upper()}{table.title[1:]}", [table]) for table in tables]
-    return PageSection(name, [*charts(pair), *shown, *_courses(comparison, pair.name)])
+        return PageSection(title, [Paragraph("Both sides are the same recording.")])
+    blocks = charts(pair)
+    for table in comparison.tables[pair.name]:
+        blocks.append(Subsection(f"{table.title[0].upper()}{table.title[1:]}", [table]))
+    sides = {"Before": comparison.before, "After": comparison.after}
+    if all(pair.name in side.evidence for side in sides.values()):  # both have their evidence at hand
+        for when, side in sides.items():
+            course = over_time.section(side.evidence[pair.name], side.trainings[pair.name], [])
+            blocks.append(Subsection(when, [course]))
+    return PageSection(title, blocks)
 
 
 def charts(pair: Pair) -> list[Block]:
     """Draw phases, and operators by kind of work, before and after."""
-    phases = _bars(pair, "Where a step's time goes", {name: name for name in COLOURS}, labels.label, _phases)
+    phases = _bars(
+        pair,
+        "Where a step's time goes",
+        {name: name for name in COLOURS},
+        labels.label,
+        lambda one: {name: phase.ms.mean for name, phase in one.phases.items()},
+    )
     clocks = {one.operators.clock for one in (pair.before, pair.after) if one.operators}
     if len(clocks) > 1:  # one bar would be of the device's time and one of the host's
         return phases
-    return [*phases, *_bars(pair, "Operators by kind of work", _KIND_COLOURS, str, _kinds)]
 
+    def kinds(one: TrainingSummary) -> Mapping[str, float]:
+        return one.operators.categories if one.operators else {}
 
-def _phases(one: TrainingSummary) -> Mapping[str, float]:
-    return {name: phase.ms.mean for name, phase in one.phases.items()}
-
-
-def _kinds(one: TrainingSummary) -> Mapping[str, float]:
-    return one.operators.categories if one.operators else {}
+    return [*phases, *_bars(pair, "Operators by kind of work", _KIND_COLOURS, str, kinds)]
 
 
 def _bars(
@@ -80,14 +88,3 @@ def _bars(
         return []
     legend = Legend([(colour_class(colour[name]), spoken(name)) for name in names])
     return [Subsection(title, [legend, Figure(stacked_rows(rows, pair.unit, title))])]
-
-
-def _courses(comparison: Comparison, name: str) -> list[Block]:
-    """Show both trainings over time, where both sides have their evidence at hand."""
-    sides = {"Before": comparison.before, "After": comparison.after}
-    if not all(name in side.evidence for side in sides.values()):
-        return []
-    return [
-        Subsection(when, [over_time.section(side.evidence[name], side.trainings[name], [])])
-        for when, side in sides.items()
-    ]

@@ -84,8 +84,12 @@ def by_layer(looks: TensorSamples) -> Layers:
 
 def _layers_of(tensors: Sequence[str]) -> dict[str, str]:
     """Map each tensor to its layer, in the finest detail that fits; if none fits, neighbours are grouped."""
-    for shortened in (_innermost, _outermost):
-        layers = {tensor: shortened(tensor) for tensor in tensors}
+    # after a path's last number (`blocks.3.attn.qkv.weight` -> blocks.3; `head.weight` -> head), or after its first one
+    for pattern in (r"(.*\.\d+)\.", r"(.*?\.\d+)\."):
+        found = {tensor: re.match(pattern, tensor) for tensor in tensors}
+        layers = {
+            tensor: match.group(1) if match else tensor.rpartition(".")[0] or tensor for tensor, match in found.items()
+        }
         if len(set(layers.values())) <= _MOST_LAYERS:
             return layers
     names = list(dict.fromkeys(layers.values()))
@@ -95,21 +99,6 @@ def _layers_of(tensors: Sequence[str]) -> dict[str, str]:
         some = names[start : start + group]
         together.update(dict.fromkeys(some, f"{some[0]} … {some[-1]}" if len(some) > 1 else some[0]))
     return {tensor: together[layer] for tensor, layer in layers.items()}
-
-
-def _innermost(tensor: str) -> str:
-    """Cut a path after its last number: `blocks.3.attn.qkv.weight` -> blocks.3; `head.weight` -> head."""
-    return _numbered(tensor, r"(.*\.\d+)\.")
-
-
-def _outermost(tensor: str) -> str:
-    """Cut a path after its first number."""
-    return _numbered(tensor, r"(.*?\.\d+)\.")
-
-
-def _numbered(tensor: str, pattern: str) -> str:
-    found = re.match(pattern, tensor)
-    return found.group(1) if found else tensor.rpartition(".")[0] or tensor
 
 
 def _measure(layers: Layers, name: str, title: str) -> Figure | None:
@@ -140,9 +129,15 @@ def _map(
 ) -> Figure:
     columns = min(_MOST_COLUMNS, len(steps))
     groups = np.array_split(np.arange(len(steps)), columns)
+    # the mean of each row's known values in a group of columns, NaN if none is known
+    known = np.isfinite(shares)
+    counts, sums = (
+        np.stack([values[:, group].sum(axis=1) for group in groups], axis=1)
+        for values in (known, np.where(known, shares, 0.0))
+    )
     chart = HeatMap(
         labels=names,
-        shares=np.stack([_mean(shares[:, group]) for group in groups], axis=1),
+        shares=np.where(counts, sums / np.maximum(counts, 1), np.nan),
         marked=np.stack([broken[:, group].any(axis=1) for group in groups], axis=1),
         columns=[f"{steps[group[0]]:,.0f}" for group in groups],
         low=ends[0],
@@ -152,19 +147,14 @@ def _map(
     return Figure(heat_map(chart, title), caption)
 
 
-def _mean(values: Series) -> Series:
-    """Average each row's known values, NaN if none is; [rows, columns] -> [rows]."""
-    known = np.isfinite(values)
-    count = known.sum(axis=1)
-    return np.where(count, np.where(known, values, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)
-
-
 def _table(layers: Layers) -> Details:
     rows = []
     for row, name in enumerate(layers.names):
         cells = [formatting.clipped(name, 60)]
         for measure, _ in _MEASURES:
-            cells += [_scientific(value) for value in _ends(layers.values[measure][row])]
+            known = layers.values[measure][row]
+            known = known[np.isfinite(known)]
+            cells += [f"{value:.2e}" for value in known[[0, -1]]] if len(known) else ["none", "none"]
         rows.append(
             [*cells, f"{int(layers.broken[row].sum())} of {len(layers.steps)}" if layers.broken[row].any() else "none"]
         )
@@ -174,15 +164,6 @@ def _table(layers: Layers) -> Details:
         "Samples not finite",
     ]
     return Details("The layers in numbers", [Table(headers, rows)])
-
-
-def _ends(values: Series) -> tuple[float, float]:
-    known = values[np.isfinite(values)]
-    return (float(known[0]), float(known[-1])) if len(known) else (np.nan, np.nan)
-
-
-def _scientific(value: float) -> str:
-    return f"{value:.2e}" if np.isfinite(value) else "none"
 
 
 def _attention(metrics: Mapping[str, Curve]) -> Figure | None:

@@ -9,7 +9,7 @@ from trainer.charts.bars import Bar, BarPart, StackedRow, bars, by_colour, stack
 from trainer.charts.svg import colour_class
 from trainer.pages import Block, Details, Figure, Legend, Paragraph, Subsection, Table
 from trainer.profiling import labels
-from trainer.profiling.operators import Operator
+from trainer.profiling.evidence_schema import Operator
 from trainer.profiling.throughput import is_core
 from trainer.profiling.training_summary import OperatorSummary, TrainingSummary, operator_ms
 
@@ -42,18 +42,13 @@ def operators(summary: TrainingSummary, top: int) -> Subsection:
 
 
 def _table(kind: str, rows: Sequence[Operator], summary: OperatorSummary, total: float) -> Table:
-    def cells(row: Operator) -> list[object]:
+    cells = []
+    for row in rows:
         spent = operator_ms(row, summary.clock) / summary.steps
-        return [
-            formatting.clipped(row.name),
-            row.category,
-            formatting.short(row.calls / summary.steps),
-            formatting.milliseconds(spent),
-            formatting.percent(spent / total),
-        ]
-
-    headers = [kind, "Kind of work", "Calls a step", "Own time a step", "Share"]
-    return Table(headers, [cells(row) for row in rows])
+        calls = formatting.short(row.calls / summary.steps)
+        times = formatting.milliseconds(spent), formatting.percent(spent / total)
+        cells.append((formatting.clipped(row.name), row.category, calls, *times))
+    return Table([kind, "Kind of work", "Calls a step", "Own time a step", "Share"], cells)
 
 
 def ranks(summary: TrainingSummary) -> Subsection | None:

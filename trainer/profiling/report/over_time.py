@@ -11,10 +11,10 @@ from trainer.charts.bars import by_colour
 from trainer.charts.lanes import BINS, ChartLine, Lane, MarkedTime
 from trainer.charts.svg import colour_class
 from trainer.pages import Figure, Legend, Subsection
-from trainer.profiling import binning, labels
+from trainer.profiling import labels
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
 from trainer.profiling.findings import RankedFinding
-from trainer.profiling.series import Series
+from trainer.profiling.series import Series, mean_in_bins, spread_over, thin_curve
 from trainer.profiling.throughput import is_core, phase_seconds
 from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
 from trainer.profiling.training_summary import TrainingSummary
@@ -63,13 +63,21 @@ def section(
     duration = max(summary.recorded_s, 1e-6)
     edges = np.linspace(0, duration, BINS + 1)
     shares = by_colour(phase_shares(first, edges))
-    windows = _windows(first, findings)
+    windows = []
+    for number, one in findings:
+        span, steps = one.finding.window_s, first.steps["step"]
+        if not span and one.finding.steps and len(steps):
+            rows = np.clip(np.searchsorted(steps, one.finding.steps), 0, len(steps) - 1).tolist()
+            start, end = (float(first.steps["start_s"][row]) for row in rows)
+            span = start, end + float(first.steps["seconds"][rows[1]])
+        if span:  # a finding without one was seen all the time
+            name, style = f"{number}. {one.answer.title}", one.finding.severity
+            windows.append(MarkedTime(label=name, style=style, start_s=span[0], end_s=span[1]))
     lanes = [
         *([chart.window_lane("Findings", "when seen", windows, duration)] if windows else []),
         *_metric_lanes(evidence, duration),
         chart.stack_lane("Time", "% of the time", shares, {name: labels.label(name) for name in shares}),
         *_step_lanes(first, edges, duration),
-        *_core_lanes(first.system, edges),
         *_machine_lanes(first.system, edges, duration),
     ]
     legend = Legend([(colour_class(name), labels.label(name)) for name in shares])
@@ -78,31 +86,13 @@ def section(
     return Subsection(title, [legend, Figure(chart.over_time(lanes, duration, title, windows=windows), caption)])
 
 
-def _windows(rank: RankEvidence, findings: Sequence[tuple[int, RankedFinding]]) -> list[MarkedTime]:
-    """Mark when each finding was seen, but for those that were seen all the time."""
-    return [
-        MarkedTime(label=f"{number}. {one.answer.title}", style=one.finding.severity, start_s=span[0], end_s=span[1])
-        for number, one in findings
-        if (span := _seconds(rank, one))
-    ]
-
-
-def _seconds(rank: RankEvidence, one: RankedFinding) -> tuple[float, float] | None:
-    """Compute from when to when a finding was seen; None if that is the whole recording."""
-    finding, steps = one.finding, rank.steps["step"]
-    if finding.window_s or not finding.steps or not len(steps):
-        return finding.window_s
-    first, last = np.clip(np.searchsorted(steps, finding.steps), 0, len(steps) - 1).tolist()
-    return float(rank.steps["start_s"][first]), float(rank.steps["start_s"][last] + rank.steps["seconds"][last])
-
-
 def _metric_lanes(evidence: TrainingEvidence, duration: float) -> list[Lane]:
     lanes = []
     for name, title, unit, factor in _METRICS:
         metric = evidence.metrics.get(name)
         if metric is None or not np.isfinite(metric.values).any():
             continue
-        seconds, values = binning.thin_curve(metric.seconds, metric.values * factor, BINS)
+        seconds, values = thin_curve(metric.seconds, metric.values * factor, BINS)
         curve = ChartLine(style="s0", label=name, seconds=seconds, values=values)
         lanes.append(chart.line_lane(title, unit, [curve], duration, low=None))
     return lanes
@@ -134,27 +124,17 @@ def _by_bin(rank: RankEvidence, values: Series, edges: Series) -> tuple[Series, 
     return (edges[bins] + edges[bins + 1]) / 2, np.split(values, starts[1:])
 
 
-def _core_lanes(system: Mapping[str, Series], edges: Series) -> list[Lane]:
-    cores = [name for name in system if is_core(name)]
-    if not cores or not len(system["end_s"]):
-        return []
-    percent = np.stack([binning.mean_in_bins(system["end_s"], system[name], edges) for name in cores])
-    return [chart.heat_lane("CPU cores", "% busy", percent)]
-
-
 def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float) -> list[Lane]:
-    centres = (edges[1:] + edges[:-1]) / 2
-    lanes = []
+    ends, centres, lanes = system["end_s"], (edges[1:] + edges[:-1]) / 2, []
+    cores = [mean_in_bins(ends, values, edges) for name, values in system.items() if is_core(name) and len(ends)]
+    if cores:
+        lanes.append(chart.heat_lane("CPU cores", "% busy", np.stack(cores)))
     for title, unit, factor, high, signals in _MACHINE:
+        columns = [(style, column, label) for style, column, label in signals if column in system]
+        means = [mean_in_bins(ends, system[column] * factor, edges) for _, column, _ in columns]
         curves = [
-            ChartLine(
-                style=style,
-                label=label,
-                seconds=centres,
-                values=binning.mean_in_bins(system["end_s"], system[column] * factor, edges),
-            )
-            for style, column, label in signals
-            if column in system
+            ChartLine(style=style, label=label, seconds=centres, values=values)
+            for (style, _, label), values in zip(columns, means, strict=True)
         ]
         curves = [curve for curve in curves if np.isfinite(curve.values).any()]
         if curves:
@@ -174,7 +154,16 @@ def phase_shares(rank: RankEvidence, edges: Series) -> Mapping[str, Series]:
     Returns:
         Name -> [bins]; together at most 1.
     """
-    amounts = _phase_amounts(rank, edges) | _outside_amounts(rank, edges)
+    amounts, starts = {}, rank.steps["start_s"]
+    if len(starts):
+        # On a GPU the device may end a step after the host began the next one.
+        ends = np.minimum(starts + rank.steps["seconds"], np.append(starts[1:], np.inf))
+        for name, seconds in phase_seconds(rank).items():
+            amounts[name] = spread_over(starts, ends, seconds, edges)
+    names = np.asarray(rank.spans.names, dtype=object)
+    for name in dict.fromkeys(rank.spans.names):
+        starts, seconds = rank.spans.start_s[names == name], rank.spans.seconds[names == name]
+        amounts[name] = spread_over(starts, starts + seconds, seconds, edges)
     widths = np.diff(edges)
     known = np.sum(list(amounts.values()), axis=0) if amounts else np.zeros(len(widths))
     whole = widths if rank.record.steps.kept_of == 1 else known
@@ -183,23 +172,3 @@ def phase_shares(rank: RankEvidence, edges: Series) -> Mapping[str, Series]:
         shares[BETWEEN] = np.clip(1 - np.sum(list(shares.values()), axis=0), 0, 1) if shares else np.ones(len(widths))
     order = [*PHASES, OTHER, *(name for name in shares if name not in (*PHASES, OTHER, BETWEEN)), BETWEEN]
     return {name: shares[name] for name in order if name in shares}
-
-
-def _phase_amounts(rank: RankEvidence, edges: Series) -> dict[str, Series]:
-    starts = rank.steps["start_s"]
-    if not len(starts):
-        return {}
-    # On a GPU the device may end a step after the host began the next one.
-    following = np.append(starts[1:], np.inf)
-    ends = np.minimum(starts + rank.steps["seconds"], following)
-    return {name: binning.spread_over(starts, ends, seconds, edges) for name, seconds in phase_seconds(rank).items()}
-
-
-def _outside_amounts(rank: RankEvidence, edges: Series) -> dict[str, Series]:
-    names = np.asarray(rank.spans.names, dtype=object)
-    amounts = {}
-    for name in dict.fromkeys(rank.spans.names):
-        chosen = names == name
-        starts, seconds = rank.spans.start_s[chosen], rank.spans.seconds[chosen]
-        amounts[name] = binning.spread_over(starts, starts + seconds, seconds, edges)
-    return amounts

@@ -11,7 +11,7 @@ from trainer.pages import Block, Figure, Legend, Paragraph, Subsection, Table
 from trainer.profiling import labels
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.throughput import Spread, is_core, measured_steps
-from trainer.profiling.training_summary import PhaseSummary, SlowStep, TrainingSummary
+from trainer.profiling.training_summary import SlowStep, TrainingSummary
 
 _FEWEST_DRAWN = 20
 _UNUSUAL = 1.5
@@ -43,7 +43,12 @@ def phases(summary: TrainingSummary) -> Subsection | None:
     """Show each phase of a step with its spread from step to step."""
     if summary.step_ms is None:
         return None
-    rows = [_bar(name, labels.label(name), phase) for name, phase in summary.phases.items()]
+    rows = []
+    for name, phase in summary.phases.items():
+        ms = phase.ms
+        whiskers = f"({formatting.short(ms.p5)} to {formatting.short(ms.p95)})"
+        note = f"{formatting.percent(phase.share)}  ·  {formatting.milliseconds(ms.p50)}  {whiskers}"
+        rows.append(Bar(name=name, label=labels.label(name), value=ms.p50, note=note, low=ms.p5, high=ms.p95))
     picture = bars(rows, "ms", "Time of each phase of a step")
     caption = (
         f"A step takes {formatting.milliseconds(summary.step_ms.p50)} (median; 5 % take less than "
@@ -58,13 +63,6 @@ def phases(summary: TrainingSummary) -> Subsection | None:
     return Subsection("Where a step's time goes", [Figure(picture, caption), table if named else None])
 
 
-def _bar(name: str, label: str, phase: PhaseSummary) -> Bar:
-    ms = phase.ms
-    spread = f"({formatting.short(ms.p5)} to {formatting.short(ms.p95)})"
-    note = f"{formatting.percent(phase.share)}  ·  {formatting.milliseconds(ms.p50)}  {spread}"
-    return Bar(name=name, label=label, value=ms.p50, note=note, low=ms.p5, high=ms.p95)
-
-
 def lengths(evidence: TrainingEvidence, summary: TrainingSummary) -> Subsection | None:
     """Show a histogram of the steps, and the slowest of them."""
     if summary.step_ms is None:
@@ -75,14 +73,12 @@ def lengths(evidence: TrainingEvidence, summary: TrainingSummary) -> Subsection 
     if len(values) < _FEWEST_DRAWN:
         reason = f"Not drawn: {len(values)} steps are too few, {_FEWEST_DRAWN} are needed."
         return Subsection(title, [Paragraph(reason)])
-    picture = histogram(values, _marks(summary.step_ms), "ms", title, count_label="steps")
+    marks = [(summary.step_ms.p50, "median")]
+    if summary.step_ms.p95 >= 1.1 * summary.step_ms.p50:
+        marks.append((summary.step_ms.p95, "95 %"))
+    picture = histogram(values, marks, "ms", title, count_label="steps")
     caption = f"Slowest step: {formatting.milliseconds(summary.step_ms.max)}. The slowest half percent is drawn into the last bar."
     return Subsection(title, [Figure(picture, caption), _slowest(summary, summary.step_ms)])
-
-
-def _marks(step_ms: Spread) -> list[tuple[float, str]]:
-    marks = [(step_ms.p50, "median"), (step_ms.p95, "95 %")]
-    return marks[:1] if step_ms.p95 < 1.1 * step_ms.p50 else marks
 
 
 def _slowest(summary: TrainingSummary, step_ms: Spread) -> Block:

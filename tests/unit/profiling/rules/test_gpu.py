@@ -7,8 +7,7 @@ import pytest
 
 from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of
 from trainer.profiling.evidence import RankEvidence, Spans
-from trainer.profiling.evidence_schema import ContextRecord
-from trainer.profiling.operators import Operator, OperatorTable
+from trainer.profiling.evidence_schema import ContextRecord, Operator, OperatorTable
 from trainer.profiling.rules.gpu import batch_size, gpu_utilization, host_syncs, host_to_device
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
 

@@ -5,15 +5,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch._dynamo.callback import callback_handler
 
-from trainer.profiling.startup import Startup
+from trainer.profiling.recorder import Compilations, Startup
+from trainer.profiling.timeline import HostClock, Timeline
 
 ALONE = """
 import json, time
-from trainer.profiling.startup import Startup
+from trainer.profiling.recorder import Startup
 startup = Startup()
 with startup.part("fetch"):
     time.sleep(0.2)
@@ -56,3 +60,36 @@ def test_a_part_that_comes_twice_is_added_and_a_later_training_begins_anew() -> 
     assert parts["fetch"] + parts["preparation"] == pytest.approx(now + 10 - began, abs=0.01 + now - began)
     startup.begin_again()
     assert set(startup.until(time.time())) == {"preparation"}
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_what_a_step_compiles_is_counted_with_its_time() -> None:
+    timeline = Timeline(HostClock())
+    compilations = Compilations(timeline)
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="eager", dynamic=False)
+    timeline.start()
+    compilations.start()
+    for step, size in enumerate((2, 2, 3, 3, 4)):
+        with timeline.step(step):
+            compiled(torch.ones(size))
+    compiled(torch.ones(5))
+    compilations.stop()
+    timeline.finish()
+    compiled(torch.ones(6))
+    assert [(record.step, record.graphs) for record in compilations.records] == [(0, 1), (2, 1), (4, 1)]
+    assert all(record.seconds > 0 for record in compilations.records)
+
+
+def test_nobody_hears_after_the_end() -> None:
+    before = len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)
+    compilations = Compilations(Timeline(HostClock()))
+    compilations.start()
+    compilations.stop()
+    assert (len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)) == before
