@@ -5,6 +5,9 @@ the fingerprints of its parents, and size and SHA-256 of every file. The manifes
 exist. Reading checks kind, schema version and checksums, and names what is wrong. One in a store is written into a local folder and sent
 when it is complete; reading fetches it, once for all processes of this machine.
 
+Reading raises an `ArtifactError` that names the artifact, what is wrong with it, and the next move; a store that does not answer or refuses
+is a `StorageError`, a directory that cannot be written an `OutputError`.
+
 The fingerprint covers kind, schema version, settings, parents and file checksums; it does not cover the time, the duration, the
 place, the device or the figures, so the same input and settings give the same fingerprint.
 """
@@ -51,13 +54,6 @@ _MEMBERS: Mapping[str, type | tuple[type, ...]] = {
     "figures": dict,
 }
 """Members that a manifest must have -> what they are."""
-
-_LONGEST_NAME = 1024
-"""Bytes of a file's name: S3 takes no more."""
-_LONGEST_PART = 240
-"""Bytes of a folder's or a file's own name: file systems take 255, and a transfer adds an ending."""
-_CHECKSUM = re.compile("[0-9a-f]{64}")
-"""A SHA-256 as hexadecimal text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +124,6 @@ def create(
     """Make an artifact: `with create(path, "model", settings=..., parents={"dataset": fingerprint}) as draft: ...`.
 
     A manifest already there is removed first, and the new one is written when the block ends without an exception.
-
-    Raises:
-        SettingsError: `TRAINER_PLACE` does not describe a place.
-        OutputError: the directory cannot be written.
-        StorageError: the store does not answer or refuses.
     """
     place = place_here()
     with folder_for(uri) as path:
@@ -183,11 +174,7 @@ def folder_for(uri: str | Path) -> Iterator[Path]:
 
 
 def contribute(uri: str | Path, folder: Path) -> dict[str, FileRecord]:
-    """Add the files of a folder from `folder_for(uri)` to the artifact, which `create` completes; returns their records.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-    """
+    """Add the files of a folder from `folder_for(uri)` to the artifact, which `create` completes; returns their records."""
     records: dict[str, FileRecord] = {
         file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": storage.file_digest(file)}
         for file in sorted(folder.rglob("*"))
@@ -204,23 +191,13 @@ def unfinished(output: str | Path) -> str:
 
 
 def remove(uri: str | Path) -> None:
-    """Remove an artifact, its manifest first, so that it does not exist from then on.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-    """
+    """Remove an artifact, its manifest first, so that it does not exist from then on."""
     storage.remove_file(storage.join(uri, MANIFEST))
     storage.remove(uri)
 
 
 def copy(source: str | Path, target: str | Path, kind: Kind) -> Manifest:
-    """Copy a whole artifact between this machine and a store, its manifest last; nothing is sent where the same one is already.
-
-    Raises:
-        ArtifactError: the source is not a complete artifact.
-        StorageError: a store does not answer or refuses.
-        OutputError: the target cannot be written.
-    """
+    """Copy a whole artifact between this machine and a store, its manifest last; nothing is sent where the same one is already."""
     content = manifest(source, kind)
     with suppress(ArtifactError):  # there is none yet
         if manifest(target, kind).fingerprint == content.fingerprint:
@@ -254,11 +231,7 @@ def _keep_written(folder: Path, names: Collection[str]) -> None:
 
 
 def exists(uri: str | Path) -> bool:
-    """Return whether there is a complete artifact (its content is not checked).
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-    """
+    """Return whether there is a complete artifact (its content is not checked)."""
     return storage.exists(storage.join(uri, MANIFEST))
 
 
@@ -266,10 +239,6 @@ def read(uri: str | Path, kind: Kind) -> Artifact:
     """Open an artifact and check it: kind, schema version, and size and checksum of every file.
 
     A remote one is fetched, unless its content is in this machine's cache, where it was checked when it came.
-
-    Raises:
-        ArtifactError: naming the artifact, what is wrong with it, and the next move.
-        StorageError: the store does not answer or refuses.
     """
     content = manifest(uri, kind)
     if storage.is_remote(uri):
@@ -314,12 +283,7 @@ def _fetch(uri: str, content: Manifest) -> Path:
 
 
 def manifest(uri: str | Path, kind: Kind) -> Manifest:
-    """Read an artifact's manifest; its files are neither fetched nor checked.
-
-    Raises:
-        ArtifactError: there is no complete artifact, or it is of another kind or schema version, or its manifest is damaged.
-        StorageError: the store does not answer or refuses.
-    """
+    """Read an artifact's manifest; its files are neither fetched nor checked."""
     content = _load_manifest(uri, kind)
     _check_manifest(uri, kind, content)
     members: dict[str, Any] = {one.name: content.get(one.name) for one in fields(Manifest)}
@@ -380,18 +344,18 @@ def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> 
             and record.keys() == FileRecord.__annotations__.keys()
             and type(record["size"]) is int
             and 0 <= record["size"] <= limits.FILE_BYTES
-            and _CHECKSUM.fullmatch(str(record["sha256"]))
+            and re.fullmatch("[0-9a-f]{64}", str(record["sha256"]))
         ):
             raise ArtifactError(f"{kind} {uri}: its manifest says of the file {name!r} {record!r}; do not use it")
 
 
 def _is_inside(name: str) -> bool:
     """Return whether a file of this name lies in the artifact, and is neither its manifest nor a journal of a transfer."""
-    parts = name.split("/")
+    # S3 takes names of 1024 bytes, file systems parts of 255, to which a transfer adds an ending.
     return (
         name != MANIFEST
         and name.isprintable()
         and not name.endswith(".partial")
-        and len(name.encode()) <= _LONGEST_NAME
-        and not any(part in ("", ".", "..") or len(part.encode()) > _LONGEST_PART for part in parts)
+        and len(name.encode()) <= 1024
+        and not any(part in ("", ".", "..") or len(part.encode()) > 240 for part in name.split("/"))
     )

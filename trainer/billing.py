@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from trainer.base_models import StrictModel
 from trainer.costs import Machines, dollars_text, duration_text, place_here
-from trainer.forecast import Forecast
+from trainer.forecast import Forecast, Seconds
 
 if TYPE_CHECKING:
     from trainer.artifacts import Manifest
@@ -36,8 +34,6 @@ PARTS: Mapping[str, str] = {
 """What a stage's time goes for -> its name in tables. Start-up lasts until a training begins; `work` is of stages that do not train; the
 recorder's is what evidence cost; lost work was done again after a failure; `ending` is writing the result."""
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
 
 class StageBill(StrictModel):
     """What a stage took."""
@@ -55,10 +51,6 @@ class StageBill(StrictModel):
     """Optimiser steps, while it trained; none for a stage that does not train."""
     images_per_second: float | None = None
     """Over all of the part `training`, between steps too; the report has the rate within steps."""
-
-    def dollars_of(self, part: str) -> float | None:
-        """What a part cost; none where the price is not known."""
-        return self.place.dollars(self.parts[part]) if self.place else None
 
 
 class Bill(StrictModel):
@@ -90,13 +82,7 @@ class Bill(StrictModel):
 
 
 def stage_bill(stage: str, manifest: Manifest, evidence: Evidence | None = None) -> StageBill:
-    """Bill a stage.
-
-    Args:
-        stage: its name.
-        manifest: of what it made.
-        evidence: what its trainings recorded, if it trains.
-    """
+    """Bill a stage from the manifest of what it made, and from what its trainings recorded, if it trains."""
     records = [training.ranks[0].record for training in evidence.trainings] if evidence else []
     parts = {}  # of a stage that ran in its task's own process only the total is known
     if records:
@@ -156,22 +142,18 @@ def _parts_of_recording(record: RankRecord) -> dict[str, float]:
 
 def _parts_of_attempts(attempts: Sequence[AttemptRecord]) -> dict[str, float]:
     """Of every attempt but the last one: what the next one could go on from was training, the rest is lost."""
-    kept_s, lost_s = 0.0, 0.0
+    seconds = {"training": 0.0, "lost": 0.0}
     for attempt, following in pairwise(attempts):
         took = max(0.0, attempt.seen_unix - attempt.began_unix)
         kept = min(max(0, following.first_step - attempt.first_step), attempt.steps_seen)
         share = kept / attempt.steps_seen if attempt.steps_seen else 0.0
-        kept_s, lost_s = kept_s + took * share, lost_s + took * (1 - share)
-    return {"training": kept_s, "lost": lost_s}
+        seconds["training"] += took * share
+        seconds["lost"] += took * (1 - share)
+    return seconds
 
 
 def make_bill(stages: Sequence[StageBill], forecast: Forecast | None = None) -> Bill:
-    """The bill of a run.
-
-    Args:
-        stages: in the order in which they ran.
-        forecast: what was expected of the distillation, where somebody measured.
-    """
+    """Make the bill of a run from those of its stages, in the order in which they ran."""
     priced = [one.dollars for one in stages if one.dollars is not None]
     unpriced = [one for one in stages if one.dollars is None]
     doubts = dict.fromkeys(one.place.price.doubt() for one in stages if one.place and one.place.price)

@@ -20,10 +20,6 @@ Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 Options = argparse._ActionsContainer  # nor for what a parser and a group of options have in common
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers
-
-
 def positive(text: str) -> int:
     """A number for argparse, 1 or more."""
     value = int(text)
@@ -47,15 +43,7 @@ def fraction(text: str) -> float:
 def add_recipe(
     options: Options, name: str = "--recipe", *, default: str = "digits", files: bool = True, **further: Any
 ) -> None:
-    """Add the recipe.
-
-    Args:
-        options: of a command.
-        name: `--recipe`, or `recipe` where it is an argument.
-        default: without it; empty for the defaults of all settings.
-        files: whether it may be a file of this machine.
-        further: as for `add_argument`.
-    """
+    """Add the recipe: the option `--recipe`, or the argument `recipe`; `files` says whether it may be a file of this machine."""
     text = "a name (`python -m trainer recipes`)" + (" or the path of a TOML file" if files else "")
     shown = f" (default: {default or 'the defaults alone'})" if name.startswith("-") or further else ""
     options.add_argument(name, default=default, help=text + shown, **further)
@@ -77,14 +65,7 @@ def add_overrides(options: Options) -> None:
 def add_processes(
     options: Options, *, where: str = "", default: str = "one for each GPU, or else one", number: Callable[[str], int]
 ) -> None:
-    """Add how many processes train; 0 where it is not given.
-
-    Args:
-        options: of a command.
-        where: they train, as in ` on each machine`.
-        default: what 0 means.
-        number: reads it.
-    """
+    """Add how many processes train (`where`, as in ` on each machine`); 0 where it is not given, which means the default."""
     text = f"how many processes train{where} (default: {default})"
     options.add_argument("--processes", type=number, default=0, metavar="N", help=text)
 
@@ -133,13 +114,7 @@ def as_text(overrides: Iterable[str]) -> str:
 
 
 def exit_code(command: Callable[[], object], *, debug: bool = False, interrupted: str = "interrupted") -> int:
-    """Run a command; an error that the user can mend ends in one message.
-
-    Args:
-        command: what is to be done.
-        debug: whether to show the traceback of such an error.
-        interrupted: what to say after Ctrl-C or SIGTERM.
-    """
+    """Run a command; an error that the user can mend ends in one message, with a traceback if `debug`."""
     try:
         with ended_by_sigterm():
             command()

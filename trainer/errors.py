@@ -140,11 +140,7 @@ _OUTPUT_ADVICE = {
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, where missing.
-
-    Raises:
-        OutputError: the operating system refuses.
-    """
+    """Make a directory and those above it, where missing; an `OutputError` where the operating system refuses."""
     with writing_to(path):
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -156,11 +152,7 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def writing_to(path: Path | str) -> Iterator[None]:
-    """Turn the operating system's refusal to write below `path` into an `OutputError`.
-
-    Raises:
-        OutputError: for a full disk, missing rights, a read-only file system. Other `OSError`s pass unchanged.
-    """
+    """Turn the refusal to write below `path` (disk full, rights missing, read-only) into an `OutputError`; other `OSError`s pass."""
     try:
         yield
     except OSError as error:

@@ -140,13 +140,7 @@ def work_of(settings: DistillSettings, samples: int) -> WorkCount:
 
 
 def forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[str] = ()) -> Forecast:
-    """Add up the measured time of each part. The interval is that of the step; the rest was measured once.
-
-    Args:
-        measurement: the trial.
-        work: work of the whole distillation.
-        assumptions: what was not measured.
-    """
+    """Add up the measured time of each part of a whole distillation. The interval is that of the step; the rest was measured once."""
     beside_s = (
         measurement.startup_s
         + (measurement.recording_s or 0.0)
@@ -183,13 +177,7 @@ def on_nodes(
 
     The step's time comes from the measurement with the nearest number of nodes. Each doubling from there divides it by twice the
     efficiency: the measured one, where there are measurements with several numbers of nodes, or else the assumed one. Start-up,
-    validation and checkpoints stay as measured.
-
-    Args:
-        measurements: of one pool and one batch size, with one or several numbers of nodes.
-        work: work of the whole distillation.
-        nodes: number of nodes to forecast for.
-        assumed_efficiency: speed-up of twice as many nodes, as a share of 2.
+    validation and checkpoints stay as measured. All measurements are of one pool and one batch size.
     """
     if len({(one.place.pool, one.batch_size) for one in measurements}) != 1:
         raise ValueError("measurements of one pool and one batch size are needed")
@@ -236,11 +224,7 @@ def _nodes(count: int) -> str:
 
 
 def check_budget(place: Machines | None, budget_usd: float | None) -> None:
-    """Make sure, before anything is measured, that a budget in dollars can be kept.
-
-    Raises:
-        BudgetError: dollars are limited, but the price of the machines is not known.
-    """
+    """Make sure, before anything is measured, that the price of the machines is known where dollars are limited."""
     if budget_usd and (place is None or place.price is None):
         where = place or THIS_MACHINE
         raise BudgetError(
@@ -257,15 +241,7 @@ def epochs_that_fit(
     budget_usd: float | None,
     budget_hours: float | None,
 ) -> int:
-    """Find the most epochs, up to those of the settings, whose forecast is within the budget; 0 where not even one is.
-
-    Args:
-        measurement: the trial.
-        settings: section `distill`.
-        samples: training images.
-        budget_usd: most dollars; none or 0 sets no limit.
-        budget_hours: most hours; none or 0 sets no limit.
-    """
+    """Find the most epochs, up to those of the settings, whose forecast is within the budget; 0 where not even one is. 0 sets no limit."""
     fits, over = 0, settings.epochs + 1
     while over - fits > 1:
         epochs = (fits + over) // 2
@@ -291,10 +267,6 @@ def refuse_over_budget(
         alternatives: what to change, in the user's words such as `distill.teacher=recorded` or `pool gpu-a10g` -> its own forecast.
         budget_usd: most dollars; none or 0 sets no limit.
         budget_hours: most hours; none or 0 sets no limit.
-
-    Raises:
-        BudgetError: the forecast is over the budget; with its interval, the alternatives that fit, and those that do not. Or dollars are
-            limited and the price is not known.
     """
     check_budget(expected.place, budget_usd)
     limits = {"budget_usd": budget_usd, "budget_hours": budget_hours}

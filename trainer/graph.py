@@ -165,9 +165,8 @@ STAGES: Mapping[str, Stage] = {
             title="Tune",
             summary="try the distillation where it will run: better settings, and a forecast of hours and dollars",
             reads=(DATASET, TEACHER),
-            reads_if_made=(
-                TEACHER_OUTPUTS,
-            ),  # in a run they never are: what is tuned decides whether they are recorded
+            # In a run they never are: what is tuned decides whether they are recorded.
+            reads_if_made=(TEACHER_OUTPUTS,),
             makes={"tuning": TUNING},
             launched=True,
             needed_if="tune.enabled",
@@ -228,10 +227,6 @@ OPTIONAL_STAGES = tuple(name for name, stage in STAGES.items() if stage.needed_i
 
 
 def needed_stages(settings: object) -> tuple[str, ...]:
-    """Those of `OPTIONAL_STAGES` that a run with these settings needs, or may need once another stage has decided.
-
-    Args:
-        settings: a `trainer.config.Settings`.
-    """
+    """Those of `OPTIONAL_STAGES` that a run with these `trainer.config.Settings` needs, or may need once another stage has decided."""
     wanted = {name for name, stage in STAGES.items() if stage.is_needed(settings)}
     return tuple(name for name in OPTIONAL_STAGES if {name, STAGES[name].decided_by} & wanted)

@@ -16,14 +16,8 @@ _ANSWER_S = 10.0
 def weights_revision(name: str) -> str | None:
     """Find the commit on the Hub that timm would load a model's pretrained weights from; nothing is downloaded.
 
-    Where the Hub does not answer, it is the commit in this machine's cache, which is what timm would then load.
-
-    Args:
-        name: as timm names a model, with or without a tag: `vit_tiny_patch16_224.augreg_in21k_ft_in1k`.
-
-    Returns:
-        None where it cannot be known: timm has no such weights, or loads them from elsewhere, or the Hub does not answer and nothing is
-        cached. A line of the log says why.
+    Where the Hub does not answer, it is the commit in this machine's cache, which is what timm would then load. `name` is as timm names a
+    model, with or without a tag. None where the commit cannot be known; a line of the log says why.
     """
     import timm  # here, because it brings in torch
 
@@ -37,13 +31,7 @@ def weights_revision(name: str) -> str | None:
 
 
 def dataset_revision(name: str) -> str | None:
-    """Find the commit of a data set on the Hub; nothing is downloaded.
-
-    Where the Hub does not answer, it is the commit in this machine's cache.
-
-    Returns:
-        None where neither is there; a line of the log says why.
-    """
+    """Find the commit of a data set on the Hub, or in this machine's cache where the Hub does not answer; nothing is downloaded."""
     return _revision(f"hub:{name}", name, "dataset", "")
 
 

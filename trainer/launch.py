@@ -72,7 +72,7 @@ class JobSpec:
     """Further environment variables of every process."""
 
     def arguments(self, role: str = "--worker") -> list[str]:
-        """Return what follows `python` in every process, or on every node of a cluster's job, where `join_node` starts the processes."""
+        """Return what follows `python` in every process, or with `--node` on every node of a cluster's job, which starts the processes."""
         places = {**self.inputs, **self.outputs}
         directories = [text for name, uri in places.items() for text in (f"--{flag(name)}", uri)]
         return ["-m", "trainer", "stage", self.stage, role, "--settings", json.dumps(self.settings), *directories]
@@ -91,11 +91,7 @@ class Launcher(Protocol):
     """Runs jobs somewhere."""
 
     def run(self, spec: JobSpec) -> None:
-        """Run a job to its end.
-
-        Raises:
-            LaunchError: naming the process that failed, why, and the next move.
-        """
+        """Run a job to its end; raises a `LaunchError` that names the process that failed, why, and the next move."""
         ...
 
 
@@ -103,13 +99,7 @@ class LocalLauncher:
     """Runs a job on this machine, one node only."""
 
     def run(self, spec: JobSpec) -> None:
-        """Start the processes, wait for them, and end them all if one fails. Their environment says that they run on this machine.
-
-        Raises:
-            LaunchError: the job wants several nodes; or naming the process that failed and why.
-            SettingsError: the user's `TRAINER_PLACE` does not describe this machine.
-            KeyboardInterrupt: Ctrl-C or SIGTERM; all processes have ended.
-        """
+        """Start the processes and wait for them; end them all if one fails, or at Ctrl-C or SIGTERM. They are told where they run."""
         launched_unix = time.time()
         from torch.distributed.launcher.api import LaunchConfig
 
@@ -135,12 +125,7 @@ class LocalLauncher:
 def join_node(spec: JobSpec) -> None:
     """Run this node's part of the job that `PET_*` describe, torchrun's own variables, which a cluster's operator sets.
 
-    Args:
-        spec: the job; its numbers of nodes and processes are the operator's.
-
-    Raises:
-        LaunchError: the variables describe no node, the nodes did not find one another, or naming the node and process that failed and why.
-        KeyboardInterrupt: SIGTERM or Ctrl-C; all processes of this node have ended.
+    The operator also sets the numbers of nodes and processes. Ends as `LocalLauncher.run`, or because the nodes did not find one another.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -182,11 +167,7 @@ def _is_static(config: LaunchConfig) -> bool:
 
 
 def _config_of_node(spec: JobSpec) -> LaunchConfig:
-    """Read the environment as torchrun does.
-
-    Raises:
-        LaunchError: it describes no node.
-    """
+    """Read the environment as torchrun does."""
     from torch.distributed.run import config_from_args, parse_args
 
     if "PET_NNODES" not in os.environ:
@@ -205,11 +186,7 @@ def _config_of_node(spec: JobSpec) -> LaunchConfig:
 
 
 def _wait_for_first_node(config: LaunchConfig, spec: JobSpec, node: str) -> None:
-    """Wait until the first node listens. Torch would wait too, but ignore signals and pause for a minute between two attempts.
-
-    Raises:
-        CrashError: it does not within the time that torch would wait.
-    """
+    """Wait until the first node listens. Torch would wait too, but ignore signals and pause for a minute between attempts."""
     limit_s = float(config.rdzv_configs["timeout"])
     deadline = time.monotonic() + limit_s
     while hindrance := _hindrance(config):
@@ -248,18 +225,7 @@ def _hindrance(config: LaunchConfig) -> str:
 
 
 def _run_agent(config: LaunchConfig, spec: JobSpec, *, launched_unix: float, node: str = "") -> None:
-    """Start this machine's processes, wait for them, and end them all if one fails.
-
-    Args:
-        config: the agent's.
-        spec: the job.
-        launched_unix: when this machine began with it.
-        node: names this machine in messages, where there are others.
-
-    Raises:
-        LaunchError: naming the process that failed and why.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; all processes have ended.
-    """
+    """Start this machine's processes, wait for them, and end them all if one fails; `node` names this machine, if needed."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -327,15 +293,12 @@ def _first_exit_codes(error: ChildFailedError) -> dict[int, int]:
 
 
 def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, node: str = "") -> TrainerError:
-    """Make the message for a failed job, after printing the traceback of the process at fault.
-
-    Args:
-        spec: the job.
-        failures: where processes left their messages.
-        exit_codes: rank on this node -> exit code, of the failed processes.
-        node: names this machine, where there are others.
-    """
-    reported = _reported(failures)
+    """Make the message for a failed job, after printing the traceback of the process at fault."""
+    # The processes that left a message since they were last started, the earliest first.
+    paths = sorted(failures.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    written: list[tuple[int, dict[str, Any]]] = [(int(path.stem), json.loads(path.read_text())) for path in paths]
+    last_start = max((failure["start"] for _, failure in written), default=0)
+    reported = [entry for entry in written if entry[1]["start"] == last_start]
     missed = {rank for rank, failure in reported if _LOST_CONNECTION.search(failure["message"])}
     if PREEMPTED_EXIT_CODE in exit_codes.values() and all(
         code == PREEMPTED_EXIT_CODE or rank in missed for rank, code in exit_codes.items()
@@ -361,11 +324,6 @@ def _culprit(
 
     A process that was killed is at fault first, because the others then fail when they miss it; else the earliest that left a message
     since the processes were last started. NCCL's watchdog aborts a process that misses another one, so a message is the better reason.
-
-    Args:
-        reported: as `_reported` returns them.
-        missed: those of them that report a lost connection.
-        exit_codes: rank on this node -> exit code, of the failed processes.
     """
     harmless = {signal.SIGTERM, signal.SIGABRT} if len(reported) > len(missed) else {signal.SIGTERM}
     killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in harmless]
@@ -379,14 +337,6 @@ def _culprit(
     others = [entry for entry in exit_codes.items() if entry[1] != PREEMPTED_EXIT_CODE]  # they were not asked to end
     rank, code = others[0]
     return rank, f"ended with exit code {code}; its last lines of output stand above", ""
-
-
-def _reported(failures: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Rank on this node and message of the processes that left one since they were last started, the earliest first."""
-    paths = sorted(failures.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    written = [(int(path.stem), json.loads(path.read_text())) for path in paths]
-    last_start = max((failure["start"] for _, failure in written), default=0)
-    return [entry for entry in written if entry[1]["start"] == last_start]
 
 
 def gpus() -> int:
@@ -403,29 +353,14 @@ def gpus() -> int:
 
 
 def processes_here(device: str) -> int:
-    """Return the default number of training processes on this machine: one for each GPU, if it is to train on them, or else one.
-
-    Args:
-        device: `run.device`.
-    """
+    """Return the default number of training processes here: one for each GPU, if `run.device` may mean them, or else one."""
     return max(1, gpus() if device in {"auto", "cuda"} else 0)
 
 
 def run_stage(
     stage: str, settings: str, *, inputs: Mapping[str, str], outputs: Mapping[str, str], processes_per_node: int = 1
 ) -> None:
-    """Run a stage as a group of processes on this machine.
-
-    Args:
-        stage: its name.
-        settings: its section, as JSON text.
-        inputs: keyword of each input -> URI.
-        outputs: keyword of each output -> URI.
-        processes_per_node: how many processes train.
-
-    Raises:
-        LaunchError: naming the process that failed, why, and the next move.
-    """
+    """Run a stage as a group of processes on this machine; `settings` is its section, as JSON text. Raises as `LocalLauncher.run`."""
     LocalLauncher().run(
         JobSpec(
             stage=stage,

@@ -77,17 +77,11 @@ def cut(text: str, length: int) -> str:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: it is not JSON, or nested too deep, or has a number that is not finite or needs more than 64 bits.
-    """
+    """Parse a JSON text; a `ValueError` if it is not JSON, nested too deep, or has a number that is infinite or of more than 64 bits."""
     try:
-        value = json.loads(content, parse_constant=_refuse_constant, parse_float=_finite)
+        return _checked(json.loads(content, parse_constant=_refuse_constant, parse_float=_finite))
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
-    _check(value)
-    return value
 
 
 def _finite(text: str) -> float:
@@ -98,18 +92,13 @@ def _finite(text: str) -> float:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse a TOML text.
-
-    Raises:
-        ValueError: it is not TOML, or nested too deep, or has a whole number that needs more than 64 bits.
-    """
+    """Parse a TOML text; a `ValueError` if it is not TOML, nested too deep, or has a whole number of more than 64 bits."""
     if any(line.count(".") > DOTS_IN_A_LINE for line in text.splitlines()):
         raise ValueError(f"a line has more than {DOTS_IN_A_LINE} dots")
     try:
-        value = tomllib.loads(text)
+        value: dict[str, Any] = _checked(tomllib.loads(text))
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
-    _check(value)
     return value
 
 
@@ -117,8 +106,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _check(value: object) -> None:
-    """Check all members of a value, level by level rather than by recursion, since there may be millions."""
+def _checked(value: Any) -> Any:
+    """Return a value after a check of all its members, level by level rather than by recursion, since there may be millions."""
     level = [value]
     for _ in range(NESTING + 1):
         groups = [one for one in level if isinstance(one, dict)]
@@ -130,5 +119,5 @@ def _check(value: object) -> None:
         for group in groups:
             level += [*group.keys(), *group.values()]
         if not level:
-            return
+            return value
     raise ValueError(_TOO_DEEP)

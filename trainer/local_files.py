@@ -17,11 +17,7 @@ _LONGEST_PATH, _LONGEST_PART = 4095, 255
 
 
 def checked_path(path: str | Path) -> Path:
-    """Return a path after a check that the system can have it.
-
-    Raises:
-        StorageError: it has a NUL character, or is too long.
-    """
+    """Return a path after a check that the system can have it."""
     try:
         encoded = os.fsencode(path)
     except UnicodeEncodeError:
@@ -34,13 +30,7 @@ def checked_path(path: str | Path) -> Path:
 
 
 def read_limited(path: str | Path, limit: int) -> bytes:
-    """Read a whole file; at most `limit` bytes of it are read.
-
-    Raises:
-        ObjectNotFoundError: there is none.
-        ObjectTooLargeError: it has more bytes.
-        StorageError: it cannot be read.
-    """
+    """Read a whole file, or raise a `StorageError`; at most `limit` bytes of it are read."""
     with reading(path):
         return read_file(checked_path(path), limit=limit)
 
@@ -59,12 +49,7 @@ def reading(name: str | Path) -> Iterator[None]:
 
 
 def read_file(path: Path, start: int | None = None, end: int | None = None, *, limit: int | None = None) -> bytes:
-    """Read the bytes from `start` up to `end` of a file; a pipe or a device is refused, since reading it might block.
-
-    Raises:
-        OSError: it cannot be read.
-        ObjectTooLargeError: the file has more bytes than the limit, where there is one.
-    """
+    """Read the bytes from `start` up to `end` of a file; a pipe or a device is refused, since reading it might block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -81,11 +66,7 @@ def read_file(path: Path, start: int | None = None, end: int | None = None, *, l
 
 
 def check_size(size: int, limit: int, name: str | Path) -> None:
-    """Refuse a file, or an object of a store, that exceeds the limit for its kind.
-
-    Raises:
-        ObjectTooLargeError: with its name and the limit.
-    """
+    """Refuse a file, or an object of a store, that exceeds the limit for its kind."""
     if size > limit:
         raise ObjectTooLargeError(
             f"{name}: has more than {limit:,} bytes, the most that are read of such a file; check that it is what its name says"

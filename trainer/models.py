@@ -2,7 +2,7 @@
 
 A `Classifier` takes uint8 images of any size, resizes and normalises them for its own network, and returns logits; so a teacher and a
 student with different input sizes and statistics share one batch. A model directory holds `config.json` and `model.safetensors`; nothing
-in it is unpickled.
+in it is unpickled. What timm does not know or refuses, and what does not make a model, is a `ModelError`.
 
 Shapes: B images, C = 3 channels, H x W pixels, K classes.
 """
@@ -77,11 +77,7 @@ class ModelCard:
     """The weights that its training began with; None where it began from scratch."""
 
     def __post_init__(self) -> None:
-        """Check the size, since a description from elsewhere may ask for any.
-
-        Raises:
-            ValueError: it is too large, or below 1.
-        """
+        """Check the size, since a description from elsewhere may ask for any."""
         if not 0 < self.image_size <= limits.MODEL_ARGUMENT:
             raise ValueError(f"image_size must be from 1 to {limits.MODEL_ARGUMENT:,}, got {self.image_size}")
 
@@ -115,11 +111,7 @@ class Classifier(nn.Module):
 
 
 def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
-    """Build an untrained model with a head for `labels`; the weights follow torch's generator.
-
-    Raises:
-        ModelError: timm has no such model, or refuses the arguments.
-    """
+    """Build an untrained model with a head for `labels`; the weights follow torch's generator."""
     architecture, args = settings.architecture, settings.args
     check_architecture(architecture)
     check_arguments(architecture, args)
@@ -153,11 +145,7 @@ def wrap(
 
 
 def check_architecture(architecture: str) -> None:
-    """Make sure that timm has a model of this name.
-
-    Raises:
-        ModelError: naming similar ones.
-    """
+    """Make sure that timm has a model of this name; the error names similar ones."""
     if not timm.is_model(architecture):
         close = timm.list_models(f"*{architecture.split('.')[0].split('_')[0]}*")[:5]
         advice = f"; similar: {', '.join(close)}" if close else ""
@@ -165,11 +153,7 @@ def check_architecture(architecture: str) -> None:
 
 
 def check_arguments(architecture: str, args: Mapping[str, Any]) -> None:
-    """Make sure that the arguments are for a model, and within limits.
-
-    Raises:
-        ModelError: naming the first one that is not.
-    """
+    """Make sure that the arguments are for a model, and within limits."""
     reserved = sorted(_RESERVED & args.keys())
     if reserved:
         raise ModelError(f"architecture {architecture!r}: the argument {reserved[0]} is not for models; leave it out")
@@ -213,11 +197,7 @@ def describe(model: Classifier) -> dict[str, Any]:
 
 
 def feature_size(model: Classifier) -> int:
-    """Return the length D of the pooled features that the model's head reads.
-
-    Raises:
-        ModelError: its logits are not one linear layer of pooled features.
-    """
+    """Return the length D of the pooled features that the model's head reads; raises a `ModelError` if it reads something else."""
     head = linear_head(model)
     if head is None:
         raise ModelError(
@@ -263,12 +243,7 @@ def save(model: Classifier, directory: Path) -> None:
 
 
 def load(source: str | Path | Artifact) -> Classifier:
-    """Open a model directory, by its URI or already read, on the CPU, in evaluation mode.
-
-    Raises:
-        ArtifactError: the directory is missing or damaged.
-        ModelError: its config or weights do not make a model.
-    """
+    """Open a model directory, by its URI or already read, on the CPU, in evaluation mode."""
     path = (source if isinstance(source, Artifact) else artifacts.read(source, "model")).path
     card = _outline(path).card
     with _fitting(path, card):
@@ -281,11 +256,6 @@ def outline(uri: str | Path) -> Classifier:
     """Open a model directory on the meta device, without memory for its weights, and check it as `load` does.
 
     From a store only the description and the names and shapes of the weights are fetched, and no checksum is computed.
-
-    Raises:
-        ArtifactError: the directory is missing or damaged.
-        ModelError: its config or weights do not make a model.
-        StorageError: the store does not answer or refuses.
     """
     if not storage.is_remote(uri):
         return _outline(artifacts.read(uri, "model").path)
@@ -350,11 +320,7 @@ def _shapes(weights: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_labels(model: Classifier, classes: Sequence[str], name: str) -> None:
-    """Make sure that a model's logits mean the data set's classes.
-
-    Raises:
-        ModelError: naming the first difference.
-    """
+    """Make sure that a model's logits mean the data set's classes; the error names the first difference."""
     labels = model.card.labels
     advice = "give a model that was fine-tuned on this data set, or fine-tune it (pretrain.finetune.epochs)"
     if len(labels) != len(classes):

@@ -102,11 +102,7 @@ class LoopRecording:
 
     @contextmanager
     def step(self, *, images: int = 0) -> Iterator[None]:
-        """One step, where `steps` does not fit the loop.
-
-        Args:
-            images: that it learns from; 0 where that is not known.
-        """
+        """One step, where `steps` does not fit the loop; `images` is how many it learns from, 0 where that is not known."""
         with self._recorder.timeline.step(self._step, images=images):
             yield
         self._step += 1

@@ -34,13 +34,6 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
         settings: of a run.
         trains_here: whether this machine trains, so that its devices and files count.
         processes: that share a step.
-
-    Raises:
-        SettingsError: there is no such device here, a batch cannot be dealt to the processes, or stored images are smaller than the
-            views of them.
-        ModelError: teacher or student cannot be built, or do not fit the classes, the trainings or each other.
-        ArtifactError: the given weights are missing or damaged.
-        TrainerError: as the listing of the images.
     """
     settings = pinned(settings)
     if trains_here:
@@ -67,11 +60,7 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
 
 
 def pinned(settings: Settings) -> Settings:
-    """Return the settings with the revision that timm's weights have now, so that every process, retry and later run loads the same ones.
-
-    Raises:
-        ModelError: timm has no such weights.
-    """
+    """Return the settings with the revision that timm's weights have now, so that every process, retry and later run loads the same."""
     weights = settings.pretrain.timm_weights
     if weights is None or weights.revision:
         return settings
@@ -121,10 +110,10 @@ def _check_features(settings: Settings, teacher: Classifier | None, student: Cla
     from trainer import models
 
     compares = settings.distill.feature_weight > 0
-    records = settings.distill.reads_recording and settings.reinforce.features
     if compares:
         with _tried("distill.student"):
             models.feature_size(student)
+    records = settings.distill.reads_recording and settings.reinforce.features
     if teacher is not None and (compares or records):
         with _tried("pretrain.teacher"):
             models.feature_size(teacher)
@@ -185,12 +174,7 @@ def _check_batches(settings: Settings, listing: SourceListing | None, processes:
 
 @contextmanager
 def _tried(name: str) -> Iterator[None]:
-    """Build on the meta device, and say which settings are wrong where that fails.
-
-    Raises:
-        TrainerError: with the settings' name before its message, where it names none.
-        ModelError: for whatever timm's networks or torch raise.
-    """
+    """Build on the meta device, and say in a `TrainerError` which settings are wrong where that fails."""
     import torch
 
     try:

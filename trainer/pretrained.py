@@ -26,25 +26,13 @@ _FINETUNE = "let it be fine-tuned with a new head (pretrain.finetune.epochs)"
 
 
 def pin(weights: TimmWeights) -> TimmWeights:
-    """Add the revision that the Hub has now to weights without one, where it can be known.
-
-    Raises:
-        ModelError: timm has no such model or weights.
-    """
+    """Add the revision that the Hub has now to weights without one, where it can be known."""
     _source(weights.name)
     return weights if weights.revision else weights._replace(revision=hub.weights_revision(weights.name) or "")
 
 
 def load(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
-    """Build a timm model with all its pretrained weights, those of their own head included.
-
-    Args:
-        weights: fetched from the Hub, or from its cache on this machine.
-        args: further arguments of the model; with another `img_size` timm interpolates the positions.
-
-    Raises:
-        ModelError: timm has no such model or weights, the Hub does not answer, or the arguments make another network.
-    """
+    """Build a timm model with all its pretrained weights, its own head's too; with another `img_size` positions are interpolated."""
     weights = pin(weights)
     name, revision = weights
     models.check_arguments(name, args)
@@ -73,11 +61,7 @@ def load(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
 
 
 def outline(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
-    """Build what `load` would, on the meta device; no weights are fetched, so whether they fit the arguments is not known.
-
-    Raises:
-        ModelError: timm has no such model or weights, or refuses the arguments.
-    """
+    """Build what `load` would, on the meta device; no weights are fetched, so whether they fit the arguments is not known."""
     name = weights.name
     _source(name)
     models.check_arguments(name, args)
@@ -123,12 +107,6 @@ def with_classes(
         classes: name of each class of the data set.
         label_map: which class of the model each of them is, by name or index; empty where they have the same names.
         name: name of the weights, for messages.
-
-    Returns:
-        A model with a head of K classes.
-
-    Raises:
-        ModelError: a class has no row, or shares its row with another class.
     """
     card = replace(model.card, labels=tuple(classes))
     rows = _rows(model.card.labels, classes, label_map, name)

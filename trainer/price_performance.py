@@ -59,12 +59,7 @@ class PricedRun:
 
 
 def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
-    """Read a run by its directory, by its registration, or by its `summary.json`.
-
-    Raises:
-        ArtifactError: there is no summary, or it is of a version that had no bill.
-        StorageError: the store does not answer or refuses.
-    """
+    """Read a run by its directory, by its registration, or by its `summary.json`."""
     path = str(run) if str(run).endswith(".json") else storage.join(run, SUMMARY)
     try:
         content = limits.parse_json(storage.read_limited(path, limits.JSON_BYTES))
@@ -87,12 +82,7 @@ def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
 
 
 def read_experiment(name: str) -> list[PricedRun]:
-    """Read the finished runs of an MLflow experiment.
-
-    Raises:
-        TrackingError: nothing is tracked, there is no such experiment, or MLflow does not answer or refuses.
-        ArtifactError: no run of it has a bill, or a bill has no distillation.
-    """
+    """Read the finished runs of an MLflow experiment."""
     runs = tracking.billed_runs(name)
     if not runs:
         raise ArtifactError(
@@ -110,11 +100,7 @@ def read_experiment(name: str) -> list[PricedRun]:
 
 
 def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None) -> PricedRun:
-    """Make the entry of a run from its bill.
-
-    Raises:
-        ArtifactError: the bill has no distillation.
-    """
+    """Make the entry of a run from its bill."""
     distill = bill.stage("distill")
     if distill is None:
         raise ArtifactError(f"{name}: its bill has no distillation; leave it out")

@@ -35,15 +35,12 @@ class Retry:
         failed: Callable[[Exception, int], None],
         sleep: Callable[[float], object] | None = None,
     ) -> T:
-        """Attempt an action until it returns.
+        """Attempt an action until it returns, and return that.
 
         Args:
             action: has no effect that a repetition would spoil.
             failed: gets the error of each failed attempt and its number, from 1 on; raises where another attempt cannot help.
             sleep: waits for a number of seconds; `time.sleep` where not given.
-
-        Returns:
-            What the action returns.
         """
         attempt = 0
         while True:

@@ -29,12 +29,7 @@ IDENTITY = ".run-id"
 
 
 def new_directory(recipe: str, output: str | None) -> Path:
-    """Make the directory of a run, by default `runs/<time>-<recipe>`, and let `runs/latest` point to it.
-
-    Raises:
-        OutputError: it cannot be written.
-        StorageError: it is no directory of this machine.
-    """
+    """Make the directory of a run, by default `runs/<time>-<recipe>`, and let `runs/latest` point to it."""
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(recipe).stem}"
     directory = storage.local_path(output) if output else RUNS / name
     make_directory(directory)
@@ -59,9 +54,6 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
 
     Returns:
         The content of `summary.json`.
-
-    Raises:
-        TrainerError: as the stages.
     """
     settings = config.resolve_run(recipe, overrides)
     processes = processes or launch.processes_here(settings.run.device)
@@ -137,12 +129,7 @@ def _run_stage(
 
 
 def _is_complete(stage: Stage, section: Mapping[str, Any], directories: Mapping[str, str]) -> bool:
-    """Check whether all outputs are there, whole, made with these settings from these inputs, by a training on this kind of device.
-
-    Raises:
-        ArtifactError: an input is damaged.
-        SettingsError: the device that is named is not there.
-    """
+    """Check whether all outputs are there, whole, made with these settings from these inputs, by a training on this kind of device."""
     from trainer import devices  # here, because it brings in torch
 
     if not all(artifacts.exists(directories[keyword]) for keyword in stage.outputs):

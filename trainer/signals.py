@@ -20,12 +20,9 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does.
+    """Let SIGTERM end the block as Ctrl-C does, by `Terminated`.
 
     After the block the signal does what it did before, so that the interpreter's own end is not interrupted with a traceback.
-
-    Raises:
-        Terminated: the signal came.
     """
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -65,11 +62,7 @@ class EndRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore the signals' former handlers.
-
-        Raises:
-            KeyboardInterrupt: the block has ended without an error and without following a request.
-        """
+        """Restore the signals' former handlers; a request that the block has not followed ends it now."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if error is None and self.came:

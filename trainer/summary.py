@@ -38,19 +38,7 @@ def build(
     registered: Registered,
     reports: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Build the content of `summary.json`.
-
-    Args:
-        recipe: its name or path.
-        settings: all resolved settings.
-        bill: what every stage took.
-        dataset: figures of the data set.
-        recording: figures of the teacher's recorded outputs; None where the teacher ran in every step.
-        profile: figures of the report on the trainings.
-        evaluation: figures of the evaluation.
-        registered: where MLflow keeps the run.
-        reports: name -> path.
-    """
+    """Build the content of `summary.json` from the figures of the artifacts; `recording` is None where the teacher ran in every step."""
     teacher, student = evaluation["teacher"], evaluation["student"]
     of_dataset = ("train", "val", "test", "unlabeled", "classes", "quarantined")
     of_teacher = ("architecture", "parameters", "latency_ms")

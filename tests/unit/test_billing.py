@@ -104,7 +104,6 @@ def test_a_training_is_billed_from_the_start_of_its_process_to_the_end_of_its_st
     )
     assert bill.seconds == pytest.approx(113)
     assert bill.dollars == pytest.approx(113 * 2 * 36 / 3600)
-    assert bill.dollars_of("training") == pytest.approx(1.7)
     assert bill.iterations_per_second == pytest.approx(2.0)
     assert bill.images_per_second == pytest.approx(64.0)
 

@@ -31,11 +31,7 @@ def recipes() -> dict[str, str]:
 
 
 def load_recipe(recipe: str) -> dict[str, Any]:
-    """Read the differences from the defaults that a recipe states; `recipe` is a name or the path of a TOML file.
-
-    Raises:
-        SettingsError: no such recipe (with the nearest names), or not TOML.
-    """
+    """Read the differences from the defaults that a recipe states; `recipe` is a name or the path of a TOML file."""
     path = RECIPES / f"{recipe}.toml" if "/" not in recipe and not recipe.endswith(".toml") else Path(recipe)
     try:
         return limits.parse_toml(local_files.read_limited(path, limits.TOML_BYTES).decode())
@@ -55,9 +51,6 @@ def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
 
     A value is read as TOML where it is TOML (numbers, true, quoted text, lists) and as plain text otherwise; a value with spaces
     is quoted as in a shell.
-
-    Raises:
-        SettingsError: an item is not `key=value`.
     """
     try:
         items = shlex.split(overrides) if isinstance(overrides, str) else list(overrides)
@@ -77,11 +70,7 @@ def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
 
 
 def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
-    """Change the defaults by a recipe, and then by overrides.
-
-    Raises:
-        SettingsError: an unknown recipe or setting (with the nearest names) or a value that is not allowed.
-    """
+    """Change the defaults by a recipe, and then by overrides; a `SettingsError` names all that is wrong."""
     values = load_recipe(recipe) if recipe else {}
     for key, value in parse_overrides(overrides).items():
         *path, last = key.split(".")
@@ -99,11 +88,7 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
 
 
 def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
-    """Resolve as `resolve` does, for a run of all stages, and refuse what would end a late stage because of an early one's settings.
-
-    Raises:
-        SettingsError: as `resolve`; or distill would refuse what reinforce is set to record.
-    """
+    """Resolve as `resolve` does, for a run of all stages, and refuse what would end a late stage because of an early one's settings."""
     settings = resolve(recipe, overrides)
     mistakes = recording_mistakes(settings.distill, settings.reinforce)
     if settings.distill.reads_recording and mistakes:
@@ -197,11 +182,7 @@ _MOST_EXPLAINED = 30
 
 
 def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: str = "") -> AnySection:
-    """Check the values of a section.
-
-    Raises:
-        SettingsError: every wrong value with its full name, itself, and what is allowed.
-    """
+    """Check the values of a section; a `SettingsError` has every wrong value with its full name, itself, and what is allowed."""
     unprintable = [
         f"{name} has characters that cannot be shown: {text!r}" for name, text in _unprintable(values, prefix)
     ]

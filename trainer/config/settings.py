@@ -183,9 +183,7 @@ class TrainingSettings(Section):
     def for_images(self, images: int, parts: int = 1) -> Self:
         """These settings with a batch that so many images can fill, since a step sees no image twice.
 
-        Args:
-            images: how many there are to train on.
-            parts: of which a clamped batch is a multiple, unless there are fewer images than parts.
+        A clamped batch is a multiple of `parts`, unless there are fewer images than parts.
         """
         if self.batch_size <= images:
             return self
@@ -630,11 +628,7 @@ class Settings(Section):
     """The MLflow model."""
 
     def for_stage(self, stage: str) -> dict[str, Any]:
-        """The JSON object that a stage gets: its own section, and nothing that it does not read.
-
-        Raises:
-            KeyError: there is no such stage.
-        """
+        """Return the JSON object that a stage gets: its own section, and nothing that it does not read."""
         name = STAGES[stage].section
         unread = LOADING if name == "data" else set()
         dumped: dict[str, Any] = getattr(self, name).model_dump(mode="json", exclude=unread)

@@ -88,12 +88,7 @@ def measure(
 
 
 def multiply_accumulates(model: nn.Module, image: Tensor) -> int:
-    """Count the multiply-accumulate operations of matrix products, convolutions and attention for one image.
-
-    Args:
-        model: on the CPU.
-        image: uint8 [1, 3, H, W].
-    """
+    """Count the multiply-accumulate operations of matrix products, convolutions and attention for one image, uint8 [1, 3, H, W]."""
     # Attention as matrix products, since the counter of torch 2.9 ignores a CPU's fused attention.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(image)

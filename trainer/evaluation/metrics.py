@@ -27,11 +27,7 @@ def probabilities(logits: Floats) -> npt.NDArray[np.float64]:
 
 
 def top_k(logits: Floats, labels: Ints, k: int) -> float:
-    """Compute the share of the images whose class is among the k largest logits; of equal logits the lower class comes first.
-
-    Raises:
-        ValueError: there are no images, or k is not in 1..K.
-    """
+    """Compute the share of the images whose class is among the k largest logits; of equal logits the lower class comes first."""
     if len(labels) == 0 or not 1 <= k <= logits.shape[1]:
         raise ValueError(f"top-{k} of {len(labels)} images and {logits.shape[1]} classes is not defined")
     # scikit-learn's top_k_accuracy_score ranks the higher of two classes with equal logits first, but argmax, by which a student is

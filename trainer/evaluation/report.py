@@ -150,12 +150,7 @@ def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Ex
 
 
 def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:
-    """Put images side by side, scaled to one edge, as a PNG file.
-
-    Args:
-        images: [B, 3, S, S].
-        edge: of each image in the strip, in pixels.
-    """
+    """Put images [B, 3, S, S] side by side, scaled to one edge in pixels, as a PNG file."""
     sharp = Image.Resampling.NEAREST if images.shape[-1] < edge else Image.Resampling.LANCZOS
     gap = 4
     size = (len(images) * (edge + gap) - gap, edge)

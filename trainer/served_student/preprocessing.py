@@ -74,11 +74,7 @@ class Square:
     """A file with more pixels is not decoded."""
 
     def __post_init__(self) -> None:
-        """Check the members, since they may come from a file.
-
-        Raises:
-            ValueError: a member is out of its range.
-        """
+        """Check the members, since they may come from a file."""
         if self.fit not in get_args(Fit):
             raise ValueError(f"fit must be one of {', '.join(get_args(Fit))}, got {self.fit!r}")
         if self.interpolation not in get_args(Interpolation):
@@ -107,15 +103,7 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int = 1) -> Image.Image
     """Decode the first frame of an image file into an upright 8-bit RGB picture.
 
     EXIF orientation is applied. Transparent pixels are laid over white. 16-bit greys keep their upper 8 bits. Colour profiles are
-    not applied.
-
-    Args:
-        content: the file's bytes.
-        max_pixels: a picture with more pixels is refused before it is decoded.
-        min_edge: a picture with a shorter edge is refused, in pixels.
-
-    Raises:
-        BadImageError: with the reason.
+    not applied. A picture with more than `max_pixels` is refused before it is decoded, as is one with an edge shorter than `min_edge`.
     """
     if not content:
         raise BadImageError("empty file")
@@ -197,9 +185,6 @@ def from_array(pixels: npt.NDArray[np.generic]) -> Image.Image:
     Args:
         pixels: [H, W] or [H, W, C], where C is 1 (grey), 2 (grey, alpha), 3 (RGB) or 4 (RGBA). uint8; uint16, of which the upper 8 bits
             are kept; bool; or other whole numbers in 0..255.
-
-    Raises:
-        BadImageError: with the reason.
     """
     channels = pixels.shape[2] if pixels.ndim == 3 else 1
     if pixels.ndim not in (2, 3) or channels not in (1, 2, 3, 4) or 0 in pixels.shape:

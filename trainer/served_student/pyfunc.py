@@ -42,14 +42,7 @@ class Preprocessing(nn.Module):
     std: Tensor
 
     def __init__(self, size: int, mean: Sequence[float], std: Sequence[float], interpolation: str) -> None:
-        """Take the arguments from a model's card.
-
-        Args:
-            size: edge S, in pixels.
-            mean: mean of each channel, with pixels in [0, 1].
-            std: standard deviation of each channel, with pixels in [0, 1].
-            interpolation: how images of another size are resized, with antialiasing.
-        """
+        """Take the arguments from a model's card; `size` is the edge S, mean and std are those of each channel with pixels in [0, 1]."""
         super().__init__()
         self._size = size
         self._interpolation = interpolation
@@ -57,14 +50,7 @@ class Preprocessing(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1) * 255, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Resize and normalise.
-
-        Args:
-            images: uint8 or float pixels in 0..255, [B, 3, H, W].
-
-        Returns:
-            float32 [B, 3, S, S].
-        """
+        """Resize and normalise pixels in 0..255, [B, 3, H, W], to float32 [B, 3, S, S]."""
         pixels = images.float()
         size = (self._size, self._size)
         if images.shape[-2:] != size:

@@ -151,9 +151,7 @@ def _sqlite_file(tracking_uri: str) -> Path | None:
 def explained() -> Iterator[None]:
     """Turn whatever MLflow raises for a store that is unusable, unreachable or refuses into a `TrackingError`.
 
-    Raises:
-        TrackingAwayError: it does not answer, or answers with a server error.
-        TrackingError: anything else. Both name the URI, the reason and the next move.
+    If it does not answer, or answers with a server error, that is a `TrackingAwayError`. Both name the URI, the reason and the next move.
     """
     from mlflow.exceptions import MlflowException
     from requests.exceptions import RequestException
@@ -293,13 +291,9 @@ def parent_run() -> str | None:
 
 
 def finish_parent(status: str = "FINISHED", error: str = "") -> None:
-    """End the parent run as FINISHED, FAILED or KILLED, unless another program has created it.
+    """End the parent run as FINISHED, FAILED or KILLED, with the error as a tag, unless another program has created it.
 
     One that has ended stays as it is: it is of an earlier attempt, and this one failed before it had begun.
-
-    Args:
-        status: how it ended.
-        error: why it failed, for a tag.
     """
     if uri() is None or os.environ.get(RUN_ID):
         return

@@ -289,19 +289,17 @@ class _Sender(threading.Thread):
                     "MLflow run %s: the server answers again after %.0f s, and gets what waited", self._run_id, waited_s
                 )
             self._batch, self._failures = [], 0
-            self._drop(tags)
+            for _ in tags:
+                self._tags.popleft()
         return bool(self._batch or self._waiting or self._tags)
-
-    def _drop(self, tags: list[RunTag]) -> None:
-        for _ in tags:
-            self._tags.popleft()
 
     def _failed(self, error: Exception, tags: list[RunTag]) -> None:
         if getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE":  # would fail again and hold up what follows
             what = f"{len(self._batch)} points" if self._batch else f"{len(tags)} tags"
             logger.warning("MLflow run %s refused %s: %s", self._run_id, what, reason_of(error))
             if not self._batch:  # tags that came with refused points are tried again without them
-                self._drop(tags)
+                for _ in tags:
+                    self._tags.popleft()
             self._batch = []
             return
         if self._failures == 0:
