@@ -111,7 +111,6 @@ class StackedRow:
 
     @property
     def total(self) -> float:
-        """Of all parts."""
         return sum(part.share for part in self.parts)
 
 
@@ -142,8 +141,6 @@ def histogram(values: Floats, marks: Sequence[tuple[float, str]], unit: str, tit
     Args:
         values: at least one.
         marks: (value, label) of vertical lines.
-        unit: of the values.
-        title: of the chart.
         count_label: what is counted.
     """
     low, high = float(values.min()), float(np.percentile(values, 99.5))
@@ -179,7 +176,6 @@ def stacked_columns(names: Sequence[str], counts: Sequence[tuple[str, Sequence[i
     Args:
         names: what each column counts.
         counts: (part, count of each name); at most three parts, from the bottom to the top.
-        title: of the chart.
     """
     totals = np.sum([values for _, values in counts], axis=0)
     order = np.argsort(-totals, kind="stable")[:_COLUMNS_WIDTH]

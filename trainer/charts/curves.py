@@ -86,7 +86,6 @@ def recalls(by_model: Mapping[str, NDArray[np.float64]], classes: Sequence[str],
     Args:
         by_model: name -> recall [K], NaN for a class without images.
         classes: name of each class.
-        title: of the chart.
     """
     order = np.argsort(list(by_model.values())[-1], kind="stable")[:_MOST_CLASSES].tolist()
     length, row = 540.0, 20 if len(order) <= 40 else 15
@@ -117,7 +116,6 @@ def outlines(
         bins: what each bin holds, for the hints.
         tick_labels: evenly spaced from the left end to the right.
         note: stands above.
-        title: of the chart.
     """
     width, height, top = 720, 160, 20
     most = max(max(values) for values in counts.values()) or 1

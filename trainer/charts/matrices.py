@@ -112,7 +112,6 @@ def confusion(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> 
     Args:
         counts: [K, K], rows are the truth.
         classes: name of each class.
-        title: of the chart.
     """
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     counted, named = len(classes) <= _CLASSES_WITH_COUNTS, len(classes) <= _CLASSES_WITH_NAMES

@@ -72,10 +72,7 @@ def drawing(
     """Write a whole chart.
 
     Args:
-        height: of it.
-        content: its elements.
         title: for readers who cannot see it.
-        width: of it.
         top: where its y begins.
         shrinks: it has no text, so it may become as narrow as the page; another is scrolled before its text gets too small.
     """

@@ -64,7 +64,6 @@ class Photo:
 
     @property
     def base64(self) -> str:
-        """The file as text."""
         return base64.b64encode(self.content).decode()
 
 

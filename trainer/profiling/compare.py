@@ -204,7 +204,8 @@ def _tables(pair: Pair) -> Iterator[Table]:
         before, after = _kind_ms(pair, pair.before, a), _kind_ms(pair, pair.after, b)
         if a.clock == b.clock:
             yield _times("operators by kind of work", pair, before, after)
-            yield _movers(pair, a, b)
+            a_ms, b_ms = _operator_ms(pair, pair.before, a), _operator_ms(pair, pair.after, b)
+            yield _times("operators that moved most", pair, a_ms, b_ms, most=_MOVERS)
         else:  # what a device computes is not set against what a host hands over
             clocks = f"operators by kind of work, on the {a.clock} before and on the {b.clock} after"
             yield _times(clocks, pair, before, after, changed=lambda _before, _after: "")
@@ -251,32 +252,24 @@ def _times(
     after: Mapping[str, float],
     spoken: Callable[[str], str] = str,
     changed: Callable[[float, float], str] = change,
+    most: int | None = None,
 ) -> Table:
-    """Compare times that exclude one another and together are the whole, so that a missing one is zero."""
+    """Compare times that exclude one another and together are the whole, so that a missing one is zero; or those that moved `most`."""
     rows: list[Row] = []
-    for name in {**before, **after}:
+    names = sorted(
+        {**before, **after}, key=lambda name: -abs(after.get(name, 0.0) - before.get(name, 0.0)) if most else 0
+    )
+    for name in names[:most]:
         a, b = before.get(name, 0.0), after.get(name, 0.0)
         rows.append((spoken(name), *("none" if not ms else formatting.short(ms) for ms in (a, b)), changed(a, b)))
-    total = sum(before.values()), sum(after.values())
-    rows.append(("together", formatting.short(total[0]), formatting.short(total[1]), changed(*total)))
+    if most is None:
+        total = sum(before.values()), sum(after.values())
+        rows.append(("together", formatting.short(total[0]), formatting.short(total[1]), changed(*total)))
     return Table((pair.unit, *_SIDES), rows, title=title)
 
 
 def _kind_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dict[str, float]:
     return {name: pair.scaled(one, ms) for name, ms in seen.categories.items()}
-
-
-def _movers(pair: Pair, a: OperatorSummary, b: OperatorSummary) -> Table:
-    """List the operators whose time changed most."""
-    before, after = _operator_ms(pair, pair.before, a), _operator_ms(pair, pair.after, b)
-    moves = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
-    most = sorted(moves, key=lambda name: -abs(moves[name]))[:_MOVERS]
-    rows: list[Row] = []
-    for name in most:
-        first, second = before.get(name), after.get(name)
-        shown = ["none" if not value else formatting.short(value) for value in (first, second)]
-        rows.append((name, *shown, change(first or 0.0, second or 0.0)))
-    return Table((pair.unit, *_SIDES), rows, title="operators that moved most")
 
 
 def _operator_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dict[str, float]:

@@ -105,23 +105,20 @@ class LoadersSignal:
         self._last = (time.perf_counter(), math.nan)
 
     def read(self) -> Sequence[float]:
-        now = (time.perf_counter(), self._cpu_seconds())
-        share = (now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9)
-        self._last = now
-        return (100 * share,)
-
-    def _cpu_seconds(self) -> float:
-        """Of all of them; NaN where there are none, or one has ended."""
-        times = []
+        times = []  # of all of them; NaN where there are none, or one has ended
         for pid in self._pids():
             try:
                 if pid not in self._processes:
                     self._processes[pid] = psutil.Process(pid)
                 spent = self._processes[pid].cpu_times()
+                times.append(spent.user + spent.system)
             except psutil.NoSuchProcess:
-                return math.nan
-            times.append(spent.user + spent.system)
-        return math.fsum(times) if times else math.nan
+                times = [math.nan]
+                break
+        now = (time.perf_counter(), math.fsum(times) if times else math.nan)
+        share = (now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9)
+        self._last = now
+        return (100 * share,)
 
 
 class CounterSignal:
@@ -167,7 +164,6 @@ class GpuMemorySignal:
         self._device = device
 
     def read(self) -> Sequence[float]:
-        """As the driver and torch's allocator report."""
         free, total = torch.cuda.mem_get_info(self._device)
         return (float(total - free), float(total), float(torch.cuda.memory_allocated(self._device)))
 

@@ -57,7 +57,6 @@ class OperatorWindows:
         return OperatorTable(steps=self._seen, operators=tuple(rows))
 
     def open(self, step: int) -> None:
-        """Start the profiler before a step."""
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -90,7 +89,6 @@ class OperatorWindows:
         )
 
     def _stop(self) -> profile | None:
-        """The profiler that was running, stopped."""
         profiled, self._profile, self.active = self._profile, None, False
         try:
             if profiled is not None:

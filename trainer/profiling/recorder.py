@@ -51,7 +51,6 @@ class Compilations:
     """Counts and times what torch compiles within the steps of a recording, backward passes too."""
 
     def __init__(self, timeline: Timeline) -> None:
-        """While `timeline` records."""
         self._timeline = timeline
         self._graphs: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
@@ -66,7 +65,6 @@ class Compilations:
 
     @property
     def records(self) -> tuple[CompilationRecord, ...]:
-        """A record for each step that compiled something."""
         return tuple(
             CompilationRecord(step=step, graphs=graphs, seconds=self._seconds[step])
             for step, graphs in self._graphs.items()
@@ -137,7 +135,6 @@ class LoaderStats:
     """Batches that they had ready when the training last asked for one."""
 
     def loader_processes(self, pids: Sequence[int]) -> None:
-        """Take the ids of loader processes that were started."""
         self.pids = tuple(pids)
 
     def batches_ready(self, count: float) -> None:
@@ -275,7 +272,6 @@ class Recorder:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is anything to write."""
         return self._monitor is not None
 
     @property
@@ -310,7 +306,6 @@ class Recorder:
         return images_per_second({name: steps.column(name) for name in ("profiled", "images", "seconds")})
 
     def cost(self, part: str, seconds: float) -> None:
-        """Count what a part of watching has cost."""
         self._costs[part] = self._costs.get(part, 0.0) + seconds
 
     def snapshot(self) -> TrainingEvidence:

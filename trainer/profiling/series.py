@@ -49,20 +49,17 @@ class ThinnedTable:
         """Append one value for each column, or drop the row where the table is being thinned."""
         if self.appended == self._wanted:
             if self._kept == self.capacity:
-                self._thin()
+                half = self.capacity // 2
+                chosen = [2 * pair + self._draw.randrange(2) for pair in range(half)]
+                self._values[:half] = self._values[chosen]
+                self._values[half:] = 0
+                self._kept = half
+                self.stride *= 2
             self._values[self._kept, : len(row)] = row
             self._kept += 1
         self.appended += 1
         if self.appended % self.stride == 0:
             self._wanted = self.appended + (self._draw.randrange(self.stride) if self.stride > 1 else 0)
-
-    def _thin(self) -> None:
-        half = self.capacity // 2
-        chosen = [2 * pair + self._draw.randrange(2) for pair in range(half)]
-        self._values[:half] = self._values[chosen]
-        self._values[half:] = 0
-        self._kept = half
-        self.stride *= 2
 
     def array(self) -> Series:
         """A copy of the kept rows, [rows, columns]."""

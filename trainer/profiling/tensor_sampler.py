@@ -48,48 +48,27 @@ class AttentionEntropy:
         The model is in evaluation mode meanwhile, so that nothing is drawn. What is compiled of it runs uncompiled, else the compiler
         would be asked for graphs of these shapes too.
         """
-        rows = [_Rows(module) for module in self._modules.values()]
-        training = self._model.training
+        modules, training = list(self._modules.values()), self._model.training
+        entropies = [torch.full((), math.nan, device=module.proj.weight.device) for module in modules]
+        heard: dict[int, Tensor] = {}
+
+        def hear_queries(number: int, _module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            heard[number] = output  # [B, H, N, D]
+
+        def hear_keys(number: int, _module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            queries, keys = heard.pop(number).float(), output.float()
+            logs = (queries @ keys.transpose(-2, -1) * modules[number].scale).log_softmax(-1)
+            entropies[number] = -(logs.exp() * logs).sum(-1).mean() / math.log(max(2, logs.shape[-1]))
+
         with ExitStack() as stack:
             stack.callback(self._model.train, training)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for row in rows:
-                stack.enter_context(row.listening())
+            for number, module in enumerate(modules):
+                for layer, hear in ((module.q_norm, hear_queries), (module.k_norm, hear_keys)):
+                    stack.callback(layer.register_forward_hook(partial(hear, number)).remove)
             self._model.eval()
             forward()
-        return torch.stack([row.entropy for row in rows])
-
-
-class _Rows:
-    """Hears the queries and the keys of one attention and makes its rows of them."""
-
-    def __init__(self, attention: Attention) -> None:
-        self._attention = attention
-        self._heard: dict[str, Tensor] = {}
-        self.entropy = torch.full((), math.nan, device=attention.proj.weight.device)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Hear while the block runs."""
-        attention = self._attention
-        handles = [
-            module.register_forward_hook(partial(self._hear, name))
-            for name, module in (("queries", attention.q_norm), ("keys", attention.k_norm))
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _hear(self, name: str, _module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Queries come first; [B, H, N, D]."""
-        self._heard[name] = output
-        if name == "keys":
-            queries, keys = self._heard["queries"].float(), output.float()
-            logs = (queries @ keys.transpose(-2, -1) * self._attention.scale).log_softmax(-1)
-            self.entropy = -(logs.exp() * logs).sum(-1).mean() / math.log(max(2, logs.shape[-1]))
-            self._heard.clear()
+        return torch.stack(entropies)
 
 
 TENSOR_SAMPLES_KEPT = 256
@@ -167,7 +146,6 @@ class TensorSampler:
 
     @property
     def tensors(self) -> Sequence[str]:
-        """Names of the tensors."""
         return self._tensors.names if self._tensors else []
 
     @property
@@ -185,7 +163,6 @@ class TensorSampler:
         return self._look(step, forward) if self._is_due(step) else nullcontext()
 
     def take_in(self) -> None:
-        """Take in what has arrived."""
         while self._has_arrived:
             self._keep(self._sent.popleft())
 

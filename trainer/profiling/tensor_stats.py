@@ -45,7 +45,11 @@ class TensorStats:
     @torch.no_grad()
     def before_update(self) -> None:
         """Measure weights and gradients; between the backward pass and the optimiser."""
-        gradients = [_gradient(parameter) for parameter in self._parameters]
+        # a tensor without a gradient has as many NaN
+        gradients = [
+            parameter.new_full((1,), math.nan).expand(parameter.shape) if parameter.grad is None else parameter.grad
+            for parameter in self._parameters
+        ]
         self._sampled, sampled_gradients = self._sample(self._weights), self._sample(gradients)
         flags = [~self._sampled.isfinite(), sampled_gradients == 0, ~sampled_gradients.isfinite()]
         weight_nonfinite, zeros, nonfinite = self._means(flags)
@@ -107,10 +111,3 @@ def _stride(weights: Tensor) -> int:
     while math.gcd(stride, weights.shape[-1] if weights.dim() else 1) > 1:
         stride += 1
     return stride
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Its gradient, or as many NaN."""
-    if parameter.grad is not None:
-        return parameter.grad
-    return parameter.new_full((1,), math.nan).expand(parameter.shape)

@@ -76,7 +76,6 @@ class HostClock:
         """Nothing to wait for."""
 
     def intervals(self, marks: Sequence[int]) -> list[float]:
-        """Seconds between neighbours."""
         return [(end - start) * 1e-9 for start, end in pairwise(marks)]
 
     def release(self, marks: Sequence[int]) -> None:
@@ -91,21 +90,17 @@ class CudaClock:
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event on the current stream."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the stream has come to the event."""
         return bool(mark.query())
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Wait for the event."""
         mark.synchronize()
 
     def intervals(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """Seconds on the device between neighbours of events that were passed."""
         return [float(start.elapsed_time(end)) * 1e-3 for start, end in pairwise(marks)]
 
     def release(self, marks: Sequence[torch.cuda.Event]) -> None:
@@ -360,7 +355,6 @@ class Timeline:
 
     @property
     def inside_step(self) -> bool:
-        """Whether a step is in progress."""
         return self._segment is not None and self._segment.inside_step
 
     @property
@@ -379,7 +373,6 @@ class Timeline:
         return segment is not None and not segment.inside_step and bool(self._open)
 
     def start(self) -> None:
-        """Begin the recording."""
         self.origin_ns = self._nanoseconds()
         self._thread.open()
         self._begin_outside(self.clock.mark())
@@ -540,7 +533,13 @@ class Timeline:
             if segment.inside_step:
                 self._take_in_step(segment)
             else:
-                self._take_in_outside(segment)
+                totals, start_s = list(self.outside.values()), self._since_origin(segment.start_ns)
+                for owner, seconds in zip(segment.owners, self.clock.intervals(segment.marks), strict=True):
+                    totals[owner].count += 1
+                    totals[owner].seconds += seconds
+                    if owner:
+                        self.spans.append((owner, start_s, seconds))
+                    start_s += seconds
             self.clock.release(segment.marks[:-1])
 
     def _take_in_step(self, segment: _Segment) -> None:
@@ -574,16 +573,6 @@ class Timeline:
                 *seconds,
             )
         )
-
-    def _take_in_outside(self, segment: _Segment) -> None:
-        totals = list(self.outside.values())
-        start_s = self._since_origin(segment.start_ns)
-        for owner, seconds in zip(segment.owners, self.clock.intervals(segment.marks), strict=True):
-            totals[owner].count += 1
-            totals[owner].seconds += seconds
-            if owner:
-                self.spans.append((owner, start_s, seconds))
-            start_s += seconds
 
     def _since_origin(self, nanoseconds: int) -> float:
         return (nanoseconds - (self.origin_ns or 0)) * 1e-9

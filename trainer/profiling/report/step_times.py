@@ -84,31 +84,17 @@ def lengths(evidence: TrainingEvidence, summary: TrainingSummary) -> Subsection 
 def _slowest(summary: TrainingSummary, step_ms: Spread) -> Block:
     if not summary.slowest:
         return Paragraph("No step took much longer than the median.")
-    rows = [
-        (
-            f"{step.step:,}",
-            formatting.duration(step.start_s),
-            formatting.milliseconds(step.ms),
-            f"{step.ms / step_ms.p50:.1f} x",
-            _longer(step, summary),
-            _machine(step, summary),
-        )
-        for step in summary.slowest
-    ]
+    rows = []
+    for step in summary.slowest:
+        usual = {name: phase.ms.p50 for name, phase in summary.phases.items()}
+        extra = {name: ms - usual.get(name, 0.0) for name, ms in step.phase_ms.items()}
+        most = sorted(extra.items(), key=lambda item: -item[1])[:2]
+        longer = [f"{labels.label(name)} +{formatting.milliseconds(ms)}" for name, ms in most if ms > 0.1 * most[0][1]]
+        times = formatting.duration(step.start_s), formatting.milliseconds(step.ms), f"{step.ms / step_ms.p50:.1f} x"
+        rows.append((f"{step.step:,}", *times, ", ".join(longer), _machine(step, summary)))
     thinned = f" (of 1 in {summary.steps_kept_of} steps)" if summary.steps_kept_of > 1 else ""
     headers = [f"Slowest steps{thinned}", "At", "Took", "Median", "Phases that were longer", "The machine then"]
     return Table(headers, rows)
-
-
-def _longer(step: SlowStep, summary: TrainingSummary) -> str:
-    """Name the phases that made the step long, and by how much."""
-    extra = {
-        name: ms - (summary.phases[name].ms.p50 if name in summary.phases else 0.0)
-        for name, ms in step.phase_ms.items()
-    }
-    most = sorted(extra.items(), key=lambda item: -item[1])[:2]
-    longer = [f"{labels.label(name)} +{formatting.milliseconds(ms)}" for name, ms in most if ms > 0.1 * most[0][1]]
-    return ", ".join(longer)
 
 
 def _machine(step: SlowStep, summary: TrainingSummary) -> str:

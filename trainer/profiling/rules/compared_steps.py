@@ -63,7 +63,6 @@ class Steps:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the training computes on a GPU."""
         return self.record.device.startswith("cuda")
 
     @property
