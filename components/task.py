@@ -22,8 +22,8 @@ from components.launching import Placement, TrainingTask
 from trainer import artifacts, limits, stages, storage, tracking
 from trainer.config import DistillSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
+from trainer.host import ended_by_sigterm
 from trainer.launch import leave_last_words
-from trainer.signals import ended_by_sigterm
 from trainer.tuning.tuning_schema import read_tuning
 
 if TYPE_CHECKING:

@@ -27,19 +27,11 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Models
-
-
 class PhotoClassifier:
     """A trained model on the CPU, with the preprocessing that it was trained and measured with."""
 
     def __init__(self, served: ServedStudent) -> None:
-        """Wrap a loaded model; `load_model` makes these.
-
-        Args:
-            served: the model as MLflow would load it.
-        """
+        """Wrap a model as MLflow would load it; `load_model` makes these."""
         self._served = served
         self.labels: Sequence[str] = tuple(served.labels)
         """Name of each class, in the order of the model's outputs."""
@@ -119,10 +111,6 @@ def _student_of(run: str) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stages
-
-
 def run_stage(
     name: str,
     *,
@@ -180,10 +168,6 @@ def _stage(name: str, directories: Mapping[str, object]) -> stages.Stage:
     if foreign:
         raise SettingsError(f"stage {name}: has no directory {foreign[0]}; it takes {', '.join(known)}")
     return stage
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Recording
 
 
 def record(name: str, output: str | Path, *, model: nn.Module | None = None) -> LoopRecording:

@@ -25,14 +25,16 @@ def holds_secret(text: str) -> bool:
     return bool(_SECRET.search(text))
 
 
-def _texts(value: object) -> Iterator[str]:
-    """The texts of a setting."""
+def texts(value: object, name: str) -> Iterator[tuple[str, str]]:
+    """Find each text in a setting, with the full name of where it is."""
     if isinstance(value, str):
-        yield value
+        yield name, value
     elif isinstance(value, Mapping):
-        yield from (text for one in value.values() for text in _texts(one))
-    elif isinstance(value, tuple):
-        yield from (text for one in value for text in _texts(one))
+        for member, one in value.items():
+            yield from texts(one, f"{name}.{member}" if name else str(member))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from texts(one, name)
 
 
 class StrictModel(BaseModel):
@@ -49,7 +51,7 @@ class Section(StrictModel):
     @field_validator("*")
     @classmethod
     def _holds_no_secret(cls, value: object) -> object:
-        if any(map(holds_secret, _texts(value))):
+        if any(holds_secret(text) for _, text in texts(value, "")):
             raise ValueError(
                 "holds a password or a token, and settings are kept in manifests, logs and MLflow; leave it out of the address and give it "
                 "in the environment, such as AWS_SECRET_ACCESS_KEY, MLFLOW_TRACKING_PASSWORD or HF_TOKEN"

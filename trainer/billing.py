@@ -77,10 +77,6 @@ class Bill(StrictModel):
         return sum(one.seconds for one in self.stages if one.stage in covered) / 3600
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Making
-
-
 def stage_bill(stage: str, manifest: Manifest, evidence: Evidence | None = None) -> StageBill:
     """Bill a stage from the manifest of what it made, and from what its trainings recorded, if it trains."""
     records = [training.ranks[0].record for training in evidence.trainings] if evidence else []
@@ -168,10 +164,6 @@ def make_bill(stages: Sequence[StageBill], forecast: Forecast | None = None) -> 
         forecast=forecast,
         notes=tuple(notes),
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Showing
 
 
 def rows(bill: Bill) -> list[tuple[str, ...]]:

@@ -26,7 +26,7 @@ from trainer.errors import (
     make_directory,
     writing_to,
 )
-from trainer.signals import Terminated, ended_by_sigterm
+from trainer.host import Terminated, ended_by_sigterm
 
 SCRIPT = "vit-distill"
 """What the script is called that an installation brings."""

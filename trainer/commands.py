@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
-from trainer.signals import ended_by_sigterm
+from trainer.host import ended_by_sigterm
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 Options = argparse._ActionsContainer  # nor for what a parser and a group of options have in common
@@ -34,10 +34,6 @@ def fraction(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and up to 1, got {text}")
     return value
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Options
 
 
 def add_recipe(
@@ -79,11 +75,7 @@ def add_place(
 ) -> None:
     """Add where the trainings run: a node pool, its nodes, and the processes on each.
 
-    Args:
-        options: of a command.
-        pool: what it means to name none; None where one has to be named.
-        processes: what it means to give no number of them.
-        number: reads numbers; `int` where whoever uses them checks them.
+    `pool` says what it means to name none, and is None where one has to be named; `processes` says what it means to give no number of them.
     """
     shown = f" (default: {pool})" if pool else ""
     options.add_argument(
@@ -107,10 +99,6 @@ def add_debug(options: Options, *, default: Any = False) -> None:
 def as_text(overrides: Iterable[str]) -> str:
     """Overrides as one text, as the pipeline's parameter has them; each may hold several."""
     return " ".join(overrides)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ends
 
 
 def exit_code(command: Callable[[], object], *, debug: bool = False, interrupted: str = "interrupted") -> int:

@@ -96,11 +96,7 @@ class Machines(_Group):
 
 
 def place_here() -> Machines | None:
-    """Return the place that the environment gives this process; none where it gives none.
-
-    Raises:
-        SettingsError: it is no `Machines`.
-    """
+    """Return the place that the environment gives this process; none where it gives none."""
     given = os.environ.get(PLACE_VARIABLE)
     if not given:
         return None

@@ -5,6 +5,7 @@ Only what was measured is forecast. Where a number is assumed, such as the speed
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -102,10 +103,6 @@ def _hours(hours: float) -> str:
     return duration_text(3600 * hours)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From a measurement
-
-
 def mean_interval(seconds: Sequence[float]) -> tuple[float, float, float]:
     """Compute the mean of the times of consecutive steps and its 95 % interval.
 
@@ -166,10 +163,6 @@ def forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[st
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On more nodes
-
-
 def on_nodes(
     measurements: Sequence[Measurement], work: WorkCount, nodes: int, *, assumed_efficiency: float = 0.9
 ) -> Forecast:
@@ -219,10 +212,6 @@ def _nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The budget
-
-
 def check_budget(place: Machines | None, budget_usd: float | None) -> None:
     """Make sure, before anything is measured, that the price of the machines is known where dollars are limited."""
     if budget_usd and (place is None or place.price is None):
@@ -242,15 +231,12 @@ def epochs_that_fit(
     budget_hours: float | None,
 ) -> int:
     """Find the most epochs, up to those of the settings, whose forecast is within the budget; 0 where not even one is. 0 sets no limit."""
-    fits, over = 0, settings.epochs + 1
-    while over - fits > 1:
-        epochs = (fits + over) // 2
+
+    def is_over(epochs: int) -> bool:
         expected = forecast(measurement, work_of(settings.model_copy(update={"epochs": epochs}), samples))
-        if _is_within(expected, budget_usd=budget_usd, budget_hours=budget_hours):
-            fits = epochs
-        else:
-            over = epochs
-    return fits
+        return not _is_within(expected, budget_usd=budget_usd, budget_hours=budget_hours)
+
+    return bisect.bisect(range(1, settings.epochs + 1), False, key=is_over)
 
 
 def refuse_over_budget(

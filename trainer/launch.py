@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.costs import local_place
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
-from trainer.host import LAUNCHED_VARIABLE, environment_variables, started_unix, usable_cores
-from trainer.signals import Terminated
+from trainer.host import LAUNCHED_VARIABLE, Terminated, environment_variables, started_unix, usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -40,22 +40,9 @@ class PricedRun:
         return self.place.dollars(self.seconds) if self.place else None
 
     @property
-    def dollars_a_point(self) -> float | None:
-        """Dollars for each percentage point of accuracy."""
-        return self.dollars / (100 * self.accuracy) if self.dollars is not None and self.accuracy else None
-
-    @property
     def epoch_s(self) -> float | None:
         """Seconds per epoch."""
         return self.seconds / self.epochs if self.epochs else None
-
-    def epoch_speed(self, other: PricedRun) -> float | None:
-        """Compute how many times as fast an epoch is as the other run's."""
-        return other.epoch_s / self.epoch_s if self.epoch_s and other.epoch_s else None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where entries come from
 
 
 def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
@@ -115,10 +102,6 @@ def entry(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The table
-
-
 def rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
     """Return a heading and a row for each run, without columns of which nothing is known.
 
@@ -143,10 +126,14 @@ def rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
         "accuracy": lambda one: _number(one.accuracy, ".2%"),
         "epochs": lambda one: _number(one.epochs, ",g"),
         "an epoch": lambda one: "" if one.epoch_s is None else duration_text(one.epoch_s),
-        "epoch speed": lambda one: _number(one.epoch_speed(first), ".2f", "x"),
+        "epoch speed": lambda one: _number(
+            first.epoch_s / one.epoch_s if first.epoch_s and one.epoch_s else None, ".2f", "x"
+        ),
         "time": lambda one: duration_text(one.seconds),
         "dollars": lambda one: dollars_text(one.dollars),
-        "$/point": lambda one: _number(one.dollars_a_point, ",.4f"),
+        "$/point": lambda one: _number(
+            one.dollars / (100 * one.accuracy) if one.dollars is not None and one.accuracy else None, ",.4f"
+        ),
         "price of": lambda one: one.place.price.date if one.place and one.place.price else "",
         "": lambda one: ", ".join(title for title, best in winners.items() if one is best),
     }

@@ -254,7 +254,7 @@ def test_mlflow_names_the_run_as_kubeflow_does_and_links_to_it(tmp_path, monkeyp
         monkeypatch.setenv(name, "0b8e1f")
     monkeypatch.setenv(sections.KUBEFLOW_UI, "https://kubeflow.example.com/pipeline/")
     sections.configure(sections.resolve("digits"), Placement(pool="cpu"), run_name="digits 2026-01-31 12:00:00 UTC")
-    parent = tracking.client().get_run(tracking.parent_run())
+    parent = tracking.client().get_run(tracking.start_parent({}, {}))
     assert parent.info.run_name == "digits 2026-01-31 12:00:00 UTC"
     assert parent.data.tags[tracking.RUN_TAG] == "0b8e1f"
     link = "https://kubeflow.example.com/pipeline/#/runs/details/0b8e1f"

@@ -33,11 +33,11 @@ import json, os, time
 from pathlib import Path
 
 if "RANK" in os.environ:
-    from trainer import signals
+    from trainer import host
     from trainer.training import prefetch, loop
 
     folder, state = Path(os.environ["NOTES"]), {"asked": False}
-    handle, step, take = signals.EndRequest._handle, loop.Trainer.train_step, prefetch.Prefetcher.next
+    handle, step, take = host.EndRequest._handle, loop.Trainer.train_step, prefetch.Prefetcher.next
 
     def noting_handle(self, *arguments):
         state["asked"] = True
@@ -56,7 +56,7 @@ if "RANK" in os.environ:
             file.write(json.dumps(note) + chr(10))
         return batch
 
-    signals.EndRequest._handle, loop.Trainer.train_step, prefetch.Prefetcher.next = noting_handle, noting_step, noting_take
+    host.EndRequest._handle, loop.Trainer.train_step, prefetch.Prefetcher.next = noting_handle, noting_step, noting_take
 """
 """For `sitecustomize`: a process writes down which samples it takes for which step, and waits before the step that `hold` names."""
 

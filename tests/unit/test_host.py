@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ import psutil
 import pytest
 
 from trainer import host
-from trainer.host import environment_variables, usable_cores
+from trainer.host import EndRequest, Terminated, ended_by_sigterm, environment_variables, usable_cores
 
 
 @pytest.mark.parametrize(("limit", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
@@ -66,3 +67,80 @@ def test_a_job_counts_from_its_launch_and_a_process_without_one_from_its_own_sta
     monkeypatch.delenv(host.LAUNCHED_VARIABLE)
     by_hand = time.time() - psutil.Process().create_time()
     assert host.seconds_since_launch() == pytest.approx(by_hand, abs=10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Requests to end
+
+
+def end_by(number):
+    with ended_by_sigterm():
+        signal.raise_signal(number)
+
+
+def test_sigterm_ends_a_block_as_ctrl_c_does_and_can_be_distinguished_from_it():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated):
+        end_by(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt) as ended:
+        end_by(signal.SIGINT)
+    assert not isinstance(ended.value, Terminated)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def ask(request, *numbers):
+    with request:
+        for number in numbers:
+            signal.raise_signal(number)
+
+
+def test_a_request_ends_at_once_until_it_is_deferred():
+    with pytest.raises(Terminated):
+        ask(EndRequest(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt) as ended:
+        ask(EndRequest(), signal.SIGINT)
+    assert not isinstance(ended.value, Terminated)
+
+
+def later(request):
+    with request:
+        request.defer()
+        signal.raise_signal(signal.SIGTERM)
+        assert request.came
+        raise ValueError("the block ends for another reason, and may have looked at the request")
+
+
+def test_a_deferred_request_is_noted_and_the_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(ValueError, match="another reason"):
+        later(EndRequest())
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def ask_deferred(monkeypatch, seconds):
+    now = 100.0
+    monkeypatch.setattr(host.time, "monotonic", lambda: now)
+    with EndRequest() as request:
+        request.defer()
+        signal.raise_signal(signal.SIGTERM)
+        now += seconds
+        signal.raise_signal(signal.SIGTERM)
+        raise ValueError("went on")
+
+
+def test_the_same_request_by_two_ways_is_one_and_a_second_one_ends_at_once(monkeypatch):
+    with pytest.raises(ValueError, match="went on"):
+        ask_deferred(monkeypatch, 0.5)
+    with pytest.raises(Terminated):
+        ask_deferred(monkeypatch, 1.5)
+
+
+def overlook():
+    with EndRequest() as request:
+        request.defer()
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_request_that_was_not_followed_is_not_lost():
+    with pytest.raises(Terminated):
+        overlook()

@@ -201,7 +201,7 @@ def test_stages_are_nested_in_one_parent(store, request):
         pass
     with stage_run("distill", {}) as distill:
         pass
-    assert tracking.parent_run() == parent
+    assert tracking.start_parent({}, {}) == parent
     run = store.get_run(parent)
     assert run.info.run_name == request.node.name
     assert run.data.params == {"run.seed": "3"}
@@ -430,7 +430,7 @@ def test_an_interrupted_run_goes_on_in_its_parent(store):
     assert tracking.start_parent({"seed": 1, "new": 5}, {}) == parent
     assert store.get_run(parent).info.status == "RUNNING"
     assert store.get_run(parent).data.params == {"seed": "1", "new": "5"}
-    assert tracking.parent_run() == parent
+    assert tracking.start_parent({}, {}) == parent
 
 
 @pytest.mark.parametrize("ended", ["FINISHED", "FAILED", ""])
@@ -477,7 +477,7 @@ def test_runs_of_one_name_in_two_places_have_each_their_parent(directory, store,
         variables = tracking.environment(TrackingSettings(), directory=directory, run="shelf", identity=identity)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return tracking.parent_run()
+        return tracking.start_parent({}, {})
 
     here, there = parent("one"), parent("two")
     assert here != there
@@ -487,7 +487,7 @@ def test_runs_of_one_name_in_two_places_have_each_their_parent(directory, store,
 
 def test_a_quote_in_the_name_of_the_run(store, monkeypatch):
     monkeypatch.setenv(tracking.RUN, "o'clock")
-    assert tracking.parent_run() == tracking.parent_run()
+    assert tracking.start_parent({}, {}) == tracking.start_parent({}, {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

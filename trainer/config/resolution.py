@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer import limits, local_files
-from trainer.base_models import Section, nearest
+from trainer.base_models import Section, nearest, texts
 from trainer.config.settings import TOP_K, DistillSettings, ReinforceSettings, Settings, ViewSettings, WatchSettings
 from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
 
@@ -183,8 +183,10 @@ _MOST_EXPLAINED = 30
 
 def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: str = "") -> AnySection:
     """Check the values of a section; a `SettingsError` has every wrong value with its full name, itself, and what is allowed."""
-    unprintable = [
-        f"{name} has characters that cannot be shown: {text!r}" for name, text in _unprintable(values, prefix)
+    unprintable = [  # by a terminal or a page
+        f"{name} has characters that cannot be shown: {text!r}"
+        for name, text in texts(values, prefix)
+        if limits.printable_name(text) != text
     ]
     if unprintable:
         raise SettingsError("\n".join(unprintable))
@@ -208,18 +210,6 @@ def validate_section(name: str, values: Mapping[str, Any]) -> Section:
     """Check the values of a section of `Settings`; raises as `validate`."""
     section: type[Section] = type(Settings.model_fields[name].get_default())
     return validate(section, values, prefix=name)
-
-
-def _unprintable(value: object, name: str) -> Iterator[tuple[str, str]]:
-    """Find each setting that a terminal or a page would not show as it is: full name and text."""
-    if isinstance(value, str) and limits.printable_name(value) != value:
-        yield name, value
-    elif isinstance(value, Mapping):
-        for member, one in value.items():
-            yield from _unprintable(one, f"{name}.{member}" if name else str(member))
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _unprintable(one, name)
 
 
 _ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")

@@ -177,7 +177,7 @@ class TrainingSettings(Section):
     """What the training records of itself."""
 
     def peak_learning_rate(self) -> float:
-        """The learning rate after warm-up: `base_learning_rate` x `batch_size` / 256."""
+        """Return the learning rate after warm-up."""
         return self.base_learning_rate * self.batch_size / 256
 
     def for_images(self, images: int, parts: int = 1) -> Self:

@@ -95,10 +95,6 @@ def to_square(image: Image.Image, square: Square) -> Image.Image:
     return image.resize((square.size, square.size), resample, box=box, reducing_gap=3.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-
-
 def decode(content: bytes, *, max_pixels: int, min_edge: int = 1) -> Image.Image:
     """Decode the first frame of an image file into an upright 8-bit RGB picture.
 
@@ -173,10 +169,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         with_alpha = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), with_alpha).convert("RGB")
     return image.convert("RGB")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Arrays
 
 
 def from_array(pixels: npt.NDArray[np.generic]) -> Image.Image:

@@ -285,11 +285,6 @@ def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str], *, name: 
         return run_id
 
 
-def parent_run() -> str | None:
-    """Return the id of the parent run, which is created where missing; None as in `start_parent`."""
-    return start_parent({}, {})
-
-
 def finish_parent(status: str = "FINISHED", error: str = "") -> None:
     """End the parent run as FINISHED, FAILED or KILLED, with the error as a tag, unless another program has created it.
 

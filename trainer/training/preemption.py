@@ -8,7 +8,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from trainer.signals import EndRequest
+from trainer.host import EndRequest
 from trainer.training.process_group import Processes
 
 

@@ -19,8 +19,8 @@ from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from tests.stand_ins.kubernetes.stand_in import Script
 from trainer.costs import Price
 from trainer.errors import CRASHED_NODE_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError
+from trainer.host import ended_by_sigterm
 from trainer.launch import MISSED_ANOTHER
-from trainer.signals import ended_by_sigterm
 
 pytestmark = pytest.mark.usefixtures("threads_end")
 
