@@ -18,7 +18,7 @@ __all__ = ["__version__", "load_model", "record", "run_stage"]
 
 
 def __getattr__(name: str) -> object:
-    """The public names, when they are first asked for: every process of this project imports the package, most need none of them."""
+    """Import the public names when they are first asked for: every process of this project imports the package, most need none of them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("trainer.api"), name)

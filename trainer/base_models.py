@@ -21,7 +21,7 @@ _SECRET = re.compile(
 
 
 def holds_secret(text: str) -> bool:
-    """Whether there is a URI in a text that has credentials before its host, or a token among its parameters."""
+    """Return whether a text has a URI with credentials before its host, or with a token among its parameters."""
     return bool(_SECRET.search(text))
 
 

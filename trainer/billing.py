@@ -67,7 +67,7 @@ class Bill(StrictModel):
     """What the total leaves out, and what speaks against a price."""
 
     def stage(self, name: str) -> StageBill | None:
-        """The bill of a stage; none if it did not run."""
+        """Return the bill of a stage; none if it did not run."""
         return next((one for one in self.stages if one.stage == name), None)
 
     @property
@@ -108,7 +108,7 @@ def bill_here(stage: str, seconds: float) -> StageBill:
 
 
 def _parts_of_trainings(records: Sequence[RankRecord], manifest: Manifest) -> dict[str, float]:
-    """The time from the launch to the end of the stage, and that of the attempts before."""
+    """Split the time from the launch to the end of the stage, and that of the attempts before."""
     last = records[-1]
     seconds = dict.fromkeys(PARTS, 0.0)
     for record in records:
@@ -137,7 +137,7 @@ def _parts_of_recording(record: RankRecord) -> dict[str, float]:
 
 
 def _parts_of_attempts(attempts: Sequence[AttemptRecord]) -> dict[str, float]:
-    """Of every attempt but the last one: what the next one could go on from was training, the rest is lost."""
+    """Split the time of every attempt but the last one: what the next one could go on from was training, the rest is lost."""
     seconds = {"training": 0.0, "lost": 0.0}
     for attempt, following in pairwise(attempts):
         took = max(0.0, attempt.seen_unix - attempt.began_unix)
@@ -178,7 +178,7 @@ def rows(bill: Bill) -> list[tuple[str, ...]]:
 
 
 def forecast_text(bill: Bill) -> str:
-    """Forecast against actual, in a sentence; empty where nothing was forecast."""
+    """Compare forecast and actual in a sentence; empty where nothing was forecast."""
     expected = bill.forecast
     if expected is None or not bill.actual_hours:
         return ""

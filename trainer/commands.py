@@ -21,7 +21,7 @@ Options = argparse._ActionsContainer  # nor for what a parser and a group of opt
 
 
 def positive(text: str) -> int:
-    """A number for argparse, 1 or more."""
+    """Read a number for argparse, 1 or more."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
@@ -29,7 +29,7 @@ def positive(text: str) -> int:
 
 
 def fraction(text: str) -> float:
-    """A number for argparse, above 0 and up to 1."""
+    """Read a number for argparse, above 0 and up to 1."""
     value = float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and up to 1, got {text}")

@@ -55,11 +55,11 @@ class Price(_Group):
     source: Annotated[str, Field(min_length=1)]
 
     def age_days(self, today: datetime.date | None = None) -> int:
-        """Days since its date, or since the first day of its month; below 0 for one of the future."""
+        """Return the days since its date, or since the first day of its month; below 0 for one of the future."""
         return ((today or datetime.datetime.now(datetime.UTC).date()) - _first_day(self.date)).days
 
     def doubt(self, today: datetime.date | None = None) -> str:
-        """Why the price may be wrong, in words; empty where nothing speaks against it."""
+        """Say why the price may be wrong; empty where nothing speaks against it."""
         age = self.age_days(today)
         named = f"the price of {self.dollars_an_hour:,.2f} $/h ({self.region}; {self.source})"
         if age > OLD_DAYS:
@@ -82,16 +82,16 @@ class Machines(_Group):
     """Of one node; none where it is not known, or varies as that of a spot pool."""
 
     def __str__(self) -> str:
-        """In words, as `4 nodes of gpu-a100 (p4d.24xlarge)`."""
+        """Name them, as `4 nodes of gpu-a100 (p4d.24xlarge)`."""
         machine = f"{self.pool} ({self.instance})" if self.instance else self.pool
         return machine if self.nodes == 1 else f"{self.nodes} nodes of {machine}"
 
     def dollars(self, seconds: float) -> float | None:
-        """What all the nodes cost in that time; none where the price is not known."""
+        """Return what all the nodes cost in that time; none where the price is not known."""
         return None if self.price is None else self.price.dollars_an_hour * self.nodes * seconds / 3600
 
     def environment(self) -> dict[str, str]:
-        """The variable that tells processes where they run."""
+        """Return the variable that tells processes where they run."""
         return {PLACE_VARIABLE: self.model_dump_json(exclude_none=True)}
 
 
@@ -118,7 +118,7 @@ def local_place(processes: int) -> Machines:
 
 
 def duration_text(seconds: float) -> str:
-    """`48.2 s`, `12.5 min`, `3.20 h`, `40.0 days`."""
+    """Format a duration: `48.2 s`, `12.5 min`, `3.20 h`, `40.0 days`."""
     if seconds < 2 * 60:
         return f"{seconds:.1f} s"
     if seconds < 2 * 3600:
@@ -127,7 +127,7 @@ def duration_text(seconds: float) -> str:
 
 
 def dollars_text(dollars: float | None) -> str:
-    """`$41.43`, `$0.0046`; empty where it is not known."""
+    """Format dollars: `$41.43`, `$0.0046`; empty where they are not known."""
     if dollars is None:
         return ""
     return f"${dollars:,.2f}" if dollars >= 0.1 or not dollars else f"${dollars:.4f}"

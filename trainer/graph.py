@@ -113,7 +113,7 @@ class Stage:
         return {keyword: spec.kind for keyword, spec in self.makes.items()}
 
     def is_needed(self, settings: object) -> bool:
-        """Whether a run with these settings (`trainer.config.Settings`) needs the stage."""
+        """Return whether a run with these settings (`trainer.config.Settings`) needs the stage."""
         return not self.needed_if or bool(attrgetter(self.needed_if)(settings))
 
 
@@ -227,6 +227,6 @@ OPTIONAL_STAGES = tuple(name for name, stage in STAGES.items() if stage.needed_i
 
 
 def needed_stages(settings: object) -> tuple[str, ...]:
-    """Those of `OPTIONAL_STAGES` that a run with these `trainer.config.Settings` needs, or may need once another stage has decided."""
+    """List those of `OPTIONAL_STAGES` that a run with these `trainer.config.Settings` needs, or may need once another stage has decided."""
     wanted = {name for name, stage in STAGES.items() if stage.is_needed(settings)}
     return tuple(name for name in OPTIONAL_STAGES if {name, STAGES[name].decided_by} & wanted)

@@ -50,7 +50,7 @@ def usable_cores(cgroups: Path = _CGROUPS) -> int:
 
 
 def started_unix() -> float:
-    """When this process was started, to a hundredth of a second.
+    """Return when this process was started, to a hundredth of a second.
 
     On Linux `psutil` counts from the time of the boot as /proc/stat has it, without its fraction of a second.
     """

@@ -282,7 +282,7 @@ def leave_last_words(message: str) -> None:
 
 
 def _first_exit_codes(error: ChildFailedError) -> dict[int, int]:
-    """Rank on this node -> exit code, of the processes that failed first; those that the agent then ended had no choice."""
+    """Map rank on this node -> exit code of the processes that failed first; those that the agent then ended had no choice."""
     first = min(failure.timestamp for failure in error.failures.values())
     return {
         failure.local_rank: failure.exitcode

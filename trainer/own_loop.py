@@ -102,7 +102,7 @@ class LoopRecording:
 
     @contextmanager
     def step(self, *, images: int = 0) -> Iterator[None]:
-        """One step, where `steps` does not fit the loop; `images` is how many it learns from, 0 where that is not known."""
+        """Record one step, where `steps` does not fit the loop; `images` is how many it learns from, 0 where that is not known."""
         with self._recorder.timeline.step(self._step, images=images):
             yield
         self._step += 1
@@ -124,6 +124,6 @@ class LoopRecording:
                 yield
 
     def log(self, **values: float) -> None:
-        """Points of the training's curves, such as `loss`; of the step that it is called in, or that has just ended."""
+        """Record points of the training's curves, such as `loss`; of the step that it is called in, or that has just ended."""
         step = self._step if self._recorder.timeline.inside_step else max(0, self._step - 1)
         self._recorder.metrics(step, values)

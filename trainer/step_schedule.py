@@ -8,7 +8,7 @@ from trainer.config import TrainingSettings
 
 
 def learning_rate(step: int, *, peak: float, final: float, warmup_steps: int, total_steps: int) -> float:
-    """Linear warm-up to `peak`, then a cosine down to `final` (Loshchilov & Hutter 2017, without restarts).
+    """Warm up linearly to `peak`, then follow a cosine down to `final` (Loshchilov & Hutter 2017, without restarts).
 
     Args:
         step: 0 .. total_steps - 1.
@@ -24,12 +24,12 @@ def learning_rate(step: int, *, peak: float, final: float, warmup_steps: int, to
 
 
 def step_count(settings: TrainingSettings, samples: int) -> int:
-    """Optimiser steps that see `samples` x `epochs` samples; the last batch reaches a little further."""
+    """Count the optimiser steps that see `samples` x `epochs` samples; the last batch reaches a little further."""
     return math.ceil(settings.epochs * samples / settings.batch_size)
 
 
 def learning_rate_at(step: int, settings: TrainingSettings, *, samples: int) -> float:
-    """The learning rate that these settings give to a step of a training on `samples` samples."""
+    """Return the learning rate that these settings give to a step of a training on `samples` samples."""
     total, peak = step_count(settings, samples), settings.peak_learning_rate()
     warmup = round(settings.warmup_epochs * samples / settings.batch_size)
     return learning_rate(

@@ -181,7 +181,7 @@ class TrainingSettings(Section):
         return self.base_learning_rate * self.batch_size / 256
 
     def for_images(self, images: int, parts: int = 1) -> Self:
-        """These settings with a batch that so many images can fill, since a step sees no image twice.
+        """Return these settings with a batch that so many images can fill, since a step sees no image twice.
 
         A clamped batch is a multiple of `parts`, unless there are fewer images than parts.
         """
@@ -190,7 +190,7 @@ class TrainingSettings(Section):
         return self.model_copy(update={"batch_size": images - images % parts or images})
 
     def clamp_warning(self, section: str, images: int, fitted: Self) -> str:
-        """What `for_images` has changed of `section`, as a line for the log."""
+        """Say what `for_images` has changed of `section`, as a line for the log."""
         return (
             f"{section}.batch_size = {self.batch_size} is larger than the {images} images to train on, and a step sees none of them twice; "
             f"it becomes {fitted.batch_size}, and the learning rate is scaled for that"
