@@ -23,7 +23,7 @@ from trainer.pages import Block, PageSection
 from trainer.profiling import compare, labels
 from trainer.profiling.compared_run import ComparedRun, read_compared_run
 from trainer.profiling.findings import ranked_findings, verdict
-from trainer.profiling.report import comparison, findings, over_time, step_times
+from trainer.profiling.report import findings, over_time, step_times
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -107,7 +107,7 @@ def parts(before: ComparedRun, after: ComparedRun) -> Mapping[str, list[Block | 
         raise ArtifactError(
             f"{before.name}, {after.name}: the evidence of two distillations is needed; give two runs' directories"
         )
-    shown: dict[str, list[Block | None]] = {"comparison": [*comparison.charts(pair)]}
+    shown: dict[str, list[Block | None]] = {"comparison": [*compare.charts(pair)]}
     for when, side in (("before", before), ("after", after)):
         summary = side.trainings[TRAINING]
         answers = [answer for answer in side.answers if answer.training == TRAINING]

@@ -302,7 +302,6 @@ def _stage(options: argparse.Namespace) -> None:
 def _compare(options: argparse.Namespace) -> None:
     from trainer.profiling import compare
     from trainer.profiling.compared_run import read_compared_run
-    from trainer.profiling.report import comparison
 
     compared = compare.compare(read_compared_run(options.before), read_compared_run(options.after))
     print(limits.printable(compare.text(compared)))
@@ -314,7 +313,7 @@ def _compare(options: argparse.Namespace) -> None:
             )
         make_directory(page.parent)
         with writing_to(page):
-            page.write_text(comparison.build(compared), encoding="utf-8")
+            page.write_text(compare.page(compared), encoding="utf-8")
         print(f"\nAs a page: {page}")
 
 

@@ -1,4 +1,4 @@
-"""Two runs or trainings side by side, before and after: `python -m trainer compare A B`."""
+"""Two runs or trainings side by side, before and after, as text and as a page: `python -m trainer compare A B`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer import formatting, summary
+from trainer import formatting, pages, summary
+from trainer.charts.bars import BarPart, StackedRow, stacked_rows
+from trainer.charts.svg import COLOURS, colour_class
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
-from trainer.pages import Table
+from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Subsection, Table
 from trainer.profiling import labels
 from trainer.profiling.compared_run import ComparedRun
 from trainer.profiling.findings import Answer
+from trainer.profiling.report import over_time
 from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.profiling.throughput import is_core
 from trainer.profiling.training_summary import OperatorSummary, TrainingSummary, operator_ms
@@ -22,9 +25,19 @@ _ALIKE = 0.005
 """A smaller relative change is shown as none."""
 _SAME_BATCH = 0.01
 _UNRECORDED = "not recorded"
-
 Row = tuple[str, ...]
 _SIDES = ("before", "after", "change")
+_KIND_COLOURS = {
+    "matrix product": "forward",
+    "attention": "backward",
+    "convolution": "teacher_forward",
+    "normalisation": "to_device",
+    "copy": "data",
+    "communication": "checkpoint",
+    "optimiser": "optimizer",
+    "other": "other",
+}
+"""Kind of work of an operator -> the phase or range whose colour it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +149,6 @@ def change(before: float | None, after: float | None) -> str:
     return f"{100 * (after / before - 1):+,.0f} %" if after < 10 * before else f"{after / before:,.0f} x"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What keeps the two apart
-
-
 def _differences(same_data: bool | None, pairs: Sequence[Pair]) -> list[str]:
     differences = []
     if same_data is None:
@@ -162,10 +171,6 @@ def _hardware(pair: Pair) -> str:
         facts.append((device, f"{one.cores} cores", one.processor, one.place.instance if one.place else ""))
     alike = all(a == b or not a or not b for a, b in zip(*facts, strict=True))
     return "" if alike else "{} before, {} after".format(*(", ".join(filter(None, fact)) for fact in facts))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Of a training
 
 
 def _verdict(pair: Pair, accuracy: str) -> str:
@@ -299,10 +304,6 @@ def _signals(one: TrainingSummary) -> dict[str, float]:
     return first | {name: signal.max if name.endswith("_bytes") else signal.mean for name, signal in others.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Of the runs
-
-
 def _outcome(before: ComparedRun, after: ComparedRun, same_data: bool | None) -> Table:
     """Compare accuracy, time and dollars of whole runs; accuracy has no change if the test images differ."""
     rows: list[Row] = []
@@ -394,3 +395,68 @@ def _saving(one: tuple[Answer, Finding] | None) -> str:
     if finding.saving is None:
         return "not known"
     return " ".join(filter(None, (formatting.duration(finding.saving.seconds), dollars_text(answer.dollars))))
+
+
+def page(comparison: Comparison) -> str:
+    """Build the page: HTML without references to anything outside of it."""
+    blocks: list[Block | None] = [Paragraph(f"Before: {comparison.before.name}. After: {comparison.after.name}.")]
+    blocks += [PageSection(table.title, [table]) for table in comparison.general]
+    blocks += [_training(comparison, pair) for pair in comparison.pairs]
+    return pages.render("Before and after", " ".join([*comparison.differences, comparison.verdict]), blocks)
+
+
+def _training(comparison: Comparison, pair: Pair) -> PageSection:
+    title = labels.training(pair.name)
+    if pair.name not in comparison.tables:
+        return PageSection(title, [Paragraph("Both sides are the same recording.")])
+    blocks = charts(pair)
+    for table in comparison.tables[pair.name]:
+        blocks.append(Subsection(f"{table.title[0].upper()}{table.title[1:]}", [table]))
+    sides = {"Before": comparison.before, "After": comparison.after}
+    if all(pair.name in side.evidence for side in sides.values()):  # both have their evidence at hand
+        for when, side in sides.items():
+            course = over_time.section(side.evidence[pair.name], side.trainings[pair.name], [])
+            blocks.append(Subsection(when, [course]))
+    return PageSection(title, blocks)
+
+
+def charts(pair: Pair) -> list[Block]:
+    """Draw phases, and operators by kind of work, before and after."""
+    phases = _bars(
+        pair,
+        "Where a step's time goes",
+        {name: name for name in COLOURS},
+        labels.label,
+        lambda one: {name: phase.ms.mean for name, phase in one.phases.items()},
+    )
+    clocks = {one.operators.clock for one in (pair.before, pair.after) if one.operators}
+    if len(clocks) > 1:  # one bar would be of the device's time and one of the host's
+        return phases
+
+    def kinds(one: TrainingSummary) -> Mapping[str, float]:
+        return one.operators.categories if one.operators else {}
+
+    return [*phases, *_bars(pair, "Operators by kind of work", _KIND_COLOURS, str, kinds)]
+
+
+def _bars(
+    pair: Pair,
+    title: str,
+    colours: Mapping[str, str],
+    spoken: Callable[[str], str],
+    values: Callable[[TrainingSummary], Mapping[str, float]],
+) -> list[Block]:
+    """Draw a stacked bar before and one after, on one scale; nothing where neither side has a value."""
+    names = dict.fromkeys(name for one in (pair.before, pair.after) for name in values(one))
+    colour = {name: colours.get(name, "named") for name in names}
+    rows = []
+    for when, one in (("before", pair.before), ("after", pair.after)):
+        amounts = {name: pair.scaled(one, values(one).get(name, 0.0)) for name in names}
+        parts = [BarPart(name=colour[name], label=spoken(name), share=amount) for name, amount in amounts.items()]
+        total = sum(amounts.values())
+        note = f"{formatting.short(total)} {pair.unit}" if total else "not recorded"
+        rows.append(StackedRow(label=when, parts=parts, note=note))
+    if not any(row.total for row in rows):
+        return []
+    legend = Legend([(colour_class(colour[name]), spoken(name)) for name in names])
+    return [Subsection(title, [legend, Figure(stacked_rows(rows, pair.unit, title))])]

@@ -96,10 +96,6 @@ class Evidence:
     trainings: Sequence[TrainingEvidence]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
-
-
 def write_rank(directory: str | Path, training: TrainingEvidence) -> None:
     """Write what one process recorded below `directory`/NAME, an evidence artifact in the making.
 
@@ -161,10 +157,6 @@ def _write_arrow(path: Path, columns: Mapping[str, pa.Array]) -> None:
     with pa.ipc.new_file(buffer, table.schema, options=options) as writer:
         writer.write_table(table)
     storage.write_bytes(path, buffer.getvalue())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
 
 
 def read_evidence(uri: str | Path) -> Evidence:

@@ -121,13 +121,15 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
     if failed:
         return Verdict(outcome="failed", text=f"{labels.training(failed.name)} ended with an error: {failed.failed}")
     notes = _below(len(every), "note")
-    short = [one for one in (count_rules(given, summary) for summary in summaries) if one.is_too_short]
+    short = [summary for summary in summaries if _is_too_short(given, summary)]
     if short:
-        each = [
-            f"{one.too_short} of {_counted(one.rules, 'rule')} on {labels.training(one.training)} ({_counted(one.steps, 'step')})"
-            for one in short
-        ]
-        settings = ", ".join(setting_of(one.training, "epochs") for one in short)
+        each = []
+        for summary in short:
+            outcomes = [one.outcome for one in given if one.training == summary.name]
+            missed = sum(isinstance(outcome, NotJudged) and outcome.too_short for outcome in outcomes)
+            steps = _counted(summary.steps, "step")
+            each.append(f"{missed} of {_counted(len(outcomes), 'rule')} on {labels.training(summary.name)} ({steps})")
+        settings = ", ".join(setting_of(summary.name, "epochs") for summary in short)
         advice = f"train longer ({settings}) before you trust that nothing was found"
         return Verdict(outcome="too_short", text=f"Too short to judge: {', '.join(each)}; {advice}{notes}.")
     judged = {one.rule for one in given if isinstance(one.outcome, Healthy)}
@@ -147,9 +149,6 @@ def _below(count: int, what: str) -> str:
     return f"; {_counted(count, what)} below" if count else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How many rules could judge
-
 UNJUDGED_MOST = 0.25
 """Largest share of the rules that apply to a training for which it may be too short, and still count as healthy.
 
@@ -158,30 +157,12 @@ of each kind (speed, weights, losses) have looked.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class RuleCount:
-    """How many rules could judge a training."""
-
-    training: str
-    steps: int
-    judged: int
-    too_short: int
-    """Would have needed a longer training."""
-    rules: int
-    """All of them, also those that do not apply here or lack a signal."""
-
-    @property
-    def is_too_short(self) -> bool:
-        """Whether so few could judge that finding nothing says little."""
-        return self.too_short > UNJUDGED_MOST * (self.judged + self.too_short)
-
-
-def count_rules(given: Sequence[Answer], summary: TrainingSummary) -> RuleCount:
-    """Count the answers on one training."""
+def _is_too_short(given: Sequence[Answer], summary: TrainingSummary) -> bool:
+    """Whether so few rules could judge a training that finding nothing says little."""
     outcomes = [one.outcome for one in given if one.training == summary.name]
-    short = sum(isinstance(outcome, NotJudged) and outcome.too_short for outcome in outcomes)
+    missed = sum(isinstance(outcome, NotJudged) and outcome.too_short for outcome in outcomes)
     judged = sum(not isinstance(outcome, NotJudged) for outcome in outcomes)
-    return RuleCount(training=summary.name, steps=summary.steps, judged=judged, too_short=short, rules=len(outcomes))
+    return missed > UNJUDGED_MOST * (judged + missed)
 
 
 def saving_text(one: RankedFinding, summaries: Mapping[str, TrainingSummary]) -> str:
@@ -191,10 +172,6 @@ def saving_text(one: RankedFinding, summaries: Mapping[str, TrainingSummary]) ->
     share = f"{formatting.percent(seconds / whole)} of the training" if whole else ""
     notes = [note for note in (share, dollars_text(one.answer.dollars)) if note]
     return f"{formatting.duration(seconds)} ({', '.join(notes)})" if notes else formatting.duration(seconds)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# findings.json
 
 
 def to_json(given: Sequence[Answer]) -> str:

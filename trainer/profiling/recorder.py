@@ -285,13 +285,7 @@ class Recorder:
         return self.timeline.origin_ns
 
     def metrics(self, step: int, values: Mapping[str, float], seconds: float | None = None) -> None:
-        """Points of the training curves; kept by rank 0, ignored elsewhere.
-
-        Args:
-            step: of the training.
-            values: by name.
-            seconds: since the recording began; now where not given.
-        """
+        """Add points to curves, `seconds` since the recording began (now where not given); kept by rank 0, ignored elsewhere."""
         if self._rank:
             return
         seconds = self.timeline.now_s() if seconds is None else seconds

@@ -175,12 +175,7 @@ class TrainingSummary:
 
 
 def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> TrainingSummary:
-    """Reduce the evidence of one training to its numbers.
-
-    Args:
-        training: its evidence.
-        rules: thresholds; what they call a stall is no step to compare. The defaults where not given.
-    """
+    """Reduce the evidence of one training to its numbers; what `rules` (by default those of no run) call a stall is not compared."""
     first = training.ranks[0]
     record = first.record
     measured = measured_steps(first)

@@ -10,9 +10,9 @@ from tests.unit.profiling.large import PLACE, made_up_answers
 from trainer import cli
 from trainer.errors import EXIT_CODE, ArtifactError
 from trainer.profiling.compare import Comparison, change, compare, text
+from trainer.profiling.compare import page as compare_page
 from trainer.profiling.compared_run import ComparedRun
 from trainer.profiling.evidence import TrainingEvidence
-from trainer.profiling.report.comparison import build
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
 from trainer.profiling.throughput import Spread
 from trainer.profiling.training_summary import PhaseSummary, TrainingSummary, summarize
@@ -83,7 +83,7 @@ def test_a_slower_training_is_not_called_a_gain(training: TrainingEvidence) -> N
     assert "as fast as before" in compare(side("a", before), side("b", alike)).verdict
     same = compare(side("a", before), side("b", before))
     assert text(same) == "\n\n".join(["Distillation: both sides are the same recording."] * 2)
-    assert "Both sides are the same recording." in build(same)
+    assert "Both sides are the same recording." in compare_page(same)
 
 
 def test_findings_are_gone_new_or_still_there(training: TrainingEvidence) -> None:
@@ -121,7 +121,7 @@ def test_other_data_is_said_first_and_accuracy_is_not_compared(training: Trainin
     comparison = compare(before, after)
     first = text(comparison).splitlines()[0]
     assert first == "Other data: the two sides are of different data sets, so their accuracy is not compared."
-    assert first in build(comparison).partition("<table")[0]
+    assert first in compare_page(comparison).partition("<table")[0]
     assert comparison.verdict.startswith("Distillation: 2.0x as fast")
     assert "top-1" not in comparison.verdict
     assert table(comparison, "The runs")["student, test top-1"] == ("95.00%", "65.00%", "other data")
@@ -178,13 +178,13 @@ def test_what_was_not_recorded_is_not_nothing(training: TrainingEvidence) -> Non
 
 def test_operators_that_one_side_did_not_record_are_no_bar_of_0_ms(training: TrainingEvidence) -> None:
     summary = summarize(training)
-    page = build(compare(side("a", replace(summary, operators=None)), side("b", summary)))
+    page = compare_page(compare(side("a", replace(summary, operators=None)), side("b", summary)))
     chart = page.partition("Operators by kind of work")[2].partition("</svg>")[0]
     assert "not recorded" in chart
     assert ">0 ms" not in chart
     assert summary.operators is not None
     other_clock = replace(summary, operators=replace(summary.operators, clock="device"))
-    drawn = build(compare(side("a", summary), side("b", other_clock))).partition("In short")[0]
+    drawn = compare_page(compare(side("a", summary), side("b", other_clock))).partition("In short")[0]
     assert "Operators by kind of work" not in drawn, "times of a device and of a host on one scale"
 
 
@@ -251,7 +251,7 @@ def test_the_text_and_the_page_hold_every_table(large: TrainingEvidence, trainin
         for name, one in ((hostile, training), ("after", large))
     ]
     comparison = compare(*sides)
-    shown, page = text(comparison), build(comparison)
+    shown, page = text(comparison), compare_page(comparison)
     for wanted in (
         "in short",
         "phases",

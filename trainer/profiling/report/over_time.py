@@ -52,13 +52,7 @@ _MACHINE = (
 def section(
     evidence: TrainingEvidence, summary: TrainingSummary, findings: Sequence[tuple[int, RankedFinding]]
 ) -> Subsection:
-    """Show findings' windows, curves, phases, steps, cores, and the rest of the machine.
-
-    Args:
-        evidence: of the training.
-        summary: its numbers.
-        findings: those of this training, with their numbers on the page.
-    """
+    """Show the windows of the training's findings (with their numbers on the page), curves, phases, steps, and the machine."""
     first = evidence.ranks[0]
     duration = max(summary.recorded_s, 1e-6)
     edges = np.linspace(0, duration, BINS + 1)
@@ -140,10 +134,6 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
         if curves:
             lanes.append(chart.line_lane(title, unit, curves, duration, height=54, high=high))
     return lanes
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The phases over time
 
 
 def phase_shares(rank: RankEvidence, edges: Series) -> Mapping[str, Series]:

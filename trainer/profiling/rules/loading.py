@@ -63,11 +63,8 @@ class LoadingWait:
 def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
     """Diagnose how the process with the median waiting time loads.
 
-    Other programs on the machine slow training and loading alike; their share is left out, as far as the kernel reports it.
-
-    Args:
-        steps: of the training.
-        busy_loader_percent: above this a loader process that is waited for computes, in percent of a core.
+    Other programs on the machine slow training and loading alike; their share is left out, as far as the kernel reports it. A loader
+    process that is waited for computes if it takes more than `busy_loader_percent` of a core.
     """
     waiting = usual(steps.phase("data")) / usual(steps.seconds)
     number = int(np.argsort(waiting)[(len(waiting) - 1) // 2])
@@ -133,10 +130,6 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
     if signal is None or gpu is None or not len(gpu):
         return 0.0
     return float(np.mean((signal > above) & (gpu < gpu_below)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rules
 
 
 @rule(
