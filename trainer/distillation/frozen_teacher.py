@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.config import Compile, Precision
 from trainer.devices import Device
-from trainer.distillation.teacher_outputs import TeacherOutputs
+from trainer.distillation.losses import TeacherOutputs
 from trainer.errors import ModelError
 from trainer.models import Classifier, linear_head
 from trainer.training.kernels import use_fast_kernels
@@ -66,10 +66,14 @@ class FrozenTeacher:
                 "set distill.feature_weight=0 and reinforce.features=false, or choose another teacher"
             )
         if device.uses_bf16(precision):
-            _convert(self._model, self._head)
+            # Kept in bf16 is what autocast would convert in every forward pass: the same outputs, bit by bit. Kinds derived from these
+            # may compute with their weights first, and stay as they are.
+            for module in self._model.modules():
+                if type(module) in {nn.Linear, nn.Conv2d} and module is not self._head:
+                    module.to(torch.bfloat16)
 
     def __call__(self, images: Tensor) -> TeacherOutputs:
-        """The outputs for uint8 images [B, 3, H, W].
+        """Return the outputs for uint8 images [B, 3, H, W].
 
         A batch that is larger than a forward pass is dealt out evenly, the last part filled up: all passes have one shape. A linear head
         computes in float32, so that rounding does not blur the logits once more.
@@ -84,8 +88,11 @@ class FrozenTeacher:
         size = math.ceil(len(images) / parts)
         forward = self._forward(size)
         with self._device.autocast(self._precision):
-            # Copied, because the next replay of a CUDA graph writes over the outputs of the last one.
-            answers = [forward(_filled(part, size)).to(torch.float32, copy=True) for part in images.split(size)]
+            # Filled up with black images, and copied, because the next replay of a CUDA graph writes over the outputs of the last one.
+            answers = []
+            for part in images.split(size):
+                filled = part if len(part) == size else F.pad(part, (0, 0, 0, 0, 0, 0, 0, size - len(part)))
+                answers.append(forward(filled).to(torch.float32, copy=True))
         answer = torch.cat(answers)[: len(images)]
         if self._head is None:
             return TeacherOutputs(answer)
@@ -100,19 +107,3 @@ class FrozenTeacher:
         if mode not in self._compiled:
             self._compiled[mode] = torch.compile(forward, mode=mode, dynamic=False)
         return self._compiled[mode]
-
-
-def _convert(model: nn.Module, head: nn.Module | None) -> None:
-    """Keep in bf16 what autocast would convert in every forward pass: the same outputs, bit by bit.
-
-    Kinds derived from these may compute with their weights first, and stay as they are.
-    """
-    for module in model.modules():
-        if type(module) in {nn.Linear, nn.Conv2d} and module is not head:
-            module.to(torch.bfloat16)
-
-
-def _filled(images: Tensor, size: int) -> Tensor:
-    """As many images as `size`, with black ones at the end."""
-    missing = size - len(images)
-    return F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing)) if missing else images

@@ -1,4 +1,4 @@
-"""Losses between a student's and a teacher's outputs, in float32 whatever the precision of the forward pass.
+"""What a teacher says of a batch, and losses between that and a student's outputs, in float32 whatever the forward pass computes in.
 
 Shapes: B samples, C classes, K recorded logits, D features.
 """
@@ -6,16 +6,45 @@ Shapes: B samples, C classes, K recorded logits, D features.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.data.batch import Recorded
-from trainer.distillation.teacher_outputs import complete
 
 _HALF_ROUNDING = 2.0**-11
 """Largest relative error of a number that is stored in half precision."""
+
+
+class TeacherOutputs(NamedTuple):
+    """Complete outputs of a teacher; `Recorded` has its largest logits and the sum of the rest."""
+
+    logits: Tensor
+    """float32 [B, C]."""
+    features: Tensor | None = None
+    """Pooled features, float32 [B, D]."""
+
+
+def complete(recorded: Recorded, classes: int) -> TeacherOutputs | None:
+    """Return recorded outputs as complete ones; None if some logits were not recorded."""
+    if recorded.indices.shape[1] < classes:
+        return None
+    logits = recorded.logits.new_empty(len(recorded.logits), classes).scatter_(1, recorded.indices, recorded.logits)
+    return TeacherOutputs(logits, recorded.features)
+
+
+def all_logits(outputs: TeacherOutputs | Recorded, classes: int) -> Tensor:
+    """Return the teacher's logits for all classes, [B, C]; the stage refuses recordings that lack some where a loss needs them all."""
+    whole = complete(outputs, classes) if isinstance(outputs, Recorded) else outputs
+    assert whole is not None, f"{classes} logits are needed and fewer were recorded"
+    return whole.logits
+
+
+def top_class(outputs: TeacherOutputs | Recorded) -> Tensor:
+    """Return the class that the teacher finds likeliest, int64 [B]."""
+    return outputs.indices[:, 0] if isinstance(outputs, Recorded) else outputs.logits.argmax(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,7 +172,7 @@ def agreement(student: Tensor, top_class: Tensor) -> Tensor:
 
 
 def recorded_kl(student: Tensor, teacher: Recorded, temperature: float) -> Tensor:
-    """`distillation_kl` where only the teacher's K largest logits are known, and the sum of the rest.
+    """Compute `distillation_kl` where only the teacher's K largest logits are known, and the sum of the rest.
 
     The C - K other classes count as one outcome, whose probability is the student's and the teacher's sum over them. By the chain rule
     the full divergence is this one + T^2 x (the teacher's mass of the rest) x KL within the rest, so this is at most the full one. The

@@ -1,18 +1,22 @@
-"""The distillation objective: a student, a teacher or its recorded outputs, and the losses between them."""
+"""The distillation objective: a student, a teacher or its recorded outputs, and the losses between them.
+
+Shapes: B images of C = 3 channels, K classes, S features of the student, D features of the teacher.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
+from trainer import models
 from trainer.config import DistillSettings
 from trainer.data.batch import Batch, Recorded
 from trainer.distillation import losses
 from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.projected_student import ProjectedStudent
-from trainer.distillation.teacher_outputs import TeacherOutputs, all_logits, top_class
+from trainer.distillation.losses import TeacherOutputs, all_logits, top_class
 from trainer.models import Classifier
 from trainer.profiling.spans import span
 from trainer.training.classification import cross_entropy
@@ -26,6 +30,37 @@ LogitLoss = Callable[[Tensor, TeacherSignal, Tensor], Tensor]
 
 FeatureLoss = Callable[[Tensor, Tensor], Tensor]
 """The student's projected features and the teacher's, [B, D] each, to a scalar."""
+
+
+class ProjectedStudent(nn.Module):
+    """A classifier and the linear map from its pooled features to the teacher's space, which is trained with it and not kept.
+
+    The map is there for equal lengths too: the same features may stand in any basis, and a student that is held to the teacher's own
+    basis learns worse (Miles and Mikolajczyk 2024, "Understanding the Role of the Projector in Knowledge Distillation").
+    """
+
+    def __init__(self, classifier: Classifier, teacher_features: int) -> None:
+        """Wrap `classifier`; the teacher has `teacher_features` features.
+
+        Raises:
+            ModelError: the classifier's head does not read pooled features.
+        """
+        super().__init__()
+        self.classifier = classifier
+        self.projection = nn.Linear(models.feature_size(classifier), teacher_features)
+
+    def forward(self, images: Tensor, *, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Raw images [B, 3, H, W] to logits [B, K], and where asked to projected features [B, D] too, in one forward pass."""
+        if not features:
+            logits: Tensor = self.classifier(images)
+            return logits
+        logits, own = self.classifier.forward_with_features(images)
+        return logits, self.projection(own)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the weights that the classifier's network wants undecayed."""
+        named: Any = getattr(self.classifier.network, "no_weight_decay", set)
+        return {f"classifier.network.{name}" for name in named()}
 
 
 class DistillObjective:
@@ -48,16 +83,26 @@ class DistillObjective:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Named losses of a batch: `loss`, of `logit`, `feature` and `label` those that have a weight, and the share of `agreement`."""
-        signal = self._ask(batch)
+        settings, signal = self._settings, self._ask(batch)
         with span("forward"):
-            logits, features = self._answer(model, batch.images)
+            features: Tensor | None = None
+            if settings.feature_weight:
+                logits, features = model(batch.images, features=True)
+            else:
+                logits = model(batch.images)
             parts = self._compare(logits, features, signal, batch) if signal is not None else {}
-            if self._settings.label_weight:
-                smoothing = self._settings.label_smoothing
+            if settings.label_weight:
+                smoothing = settings.label_smoothing
                 parts["label"] = cross_entropy(
                     logits, batch.labels, batch.mixing, smoothing=smoothing, weights=batch.label_weights
                 )
-            loss = self._weigh(parts)
+            weights = {
+                "logit": settings.logit_weight,
+                "feature": settings.feature_weight,
+                "label": settings.label_weight,
+            }
+            first, *others = (weights[name] * part for name, part in parts.items())
+            loss = sum(others, first)
             if signal is not None:
                 parts["agreement"] = losses.agreement(logits.detach(), top_class(signal))
         return {"loss": loss} | parts
@@ -74,13 +119,6 @@ class DistillObjective:
         with span("teacher_forward"):
             return self._teacher(batch.images)
 
-    def _answer(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The student's logits, and its projected features where they are compared."""
-        if self._settings.feature_weight:
-            logits, features = model(images, features=True)
-            return logits, features
-        return model(images), None
-
     def _compare(self, logits: Tensor, features: Tensor | None, signal: TeacherSignal, batch: Batch) -> Losses:
         parts: Losses = {}
         if self._settings.logit_weight:
@@ -91,12 +129,6 @@ class DistillObjective:
             )
             parts["feature"] = self._feature_loss(features, signal.features)
         return parts
-
-    def _weigh(self, parts: Losses) -> Tensor:
-        settings = self._settings
-        weights = {"logit": settings.logit_weight, "feature": settings.feature_weight, "label": settings.label_weight}
-        first, *others = (weights[name] * part for name, part in parts.items())
-        return sum(others, first)
 
 
 def choose_logit_loss(settings: DistillSettings) -> LogitLoss:

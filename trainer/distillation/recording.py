@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Manifest
 from trainer.base_models import NonNegative
-from trainer.config import DecodeOn, DistillSettings, ViewSettings
+from trainer.config import DecodeOn, DistillSettings
 from trainer.data.batch import Recorded
 from trainer.data.dataset import PreparedDataset
 from trainer.distillation import shards
@@ -91,7 +91,7 @@ _DESCRIPTION = TypeAdapter(RecordingDescription)
 
 
 def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None, *, in_memory: bool) -> str:
-    """What decodes the training images where `decode_on` says; those that are kept decoded are never left to a GPU."""
+    """Name what decodes the training images where `decode_on` says; those that are kept decoded are never left to a GPU."""
     if decode_on == "cuda" and not in_memory:
         return f"nvJPEG of torchcodec {importlib.metadata.version('torchcodec')}"
     return data.decoder_name()
@@ -104,7 +104,7 @@ def write_description(directory: Path, description: RecordingDescription, keys: 
 
 
 def describe(uri: str | Path) -> RecordingDescription:
-    """What recorded outputs say of themselves; their records are neither fetched nor checked.
+    """Read what recorded outputs say of themselves; their records are neither fetched nor checked.
 
     Raises:
         ArtifactError: there are no complete ones, or their description is not one.
@@ -114,7 +114,7 @@ def describe(uri: str | Path) -> RecordingDescription:
 
 
 def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> RecordingDescription:
-    """The description, if the artifact has the files that it promises."""
+    """Read the description, if the artifact has the files that it promises."""
     try:
         content = storage.read_limited(file, limits.JSON_BYTES)
         description = _DESCRIPTION.validate_json(content, strict=True)
@@ -126,26 +126,22 @@ def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> 
         raise ArtifactError(
             f"teacher_outputs {uri}: {DESCRIPTION} does not describe recorded outputs ({detail}); record them again"
         ) from error
-    wrong = _first_wrong_file(description, {name: record["size"] for name, record in manifest.files.items()})
+    # Keys or a shard that the artifact lacks, or has in another length.
+    sizes = {name: record["size"] for name, record in manifest.files.items()}
+    samples, blocks = description.samples, math.ceil(description.samples / description.block)
+    if sizes.get(KEYS) != 8 * samples:
+        wrong = KEYS
+    elif description.views * blocks > len(sizes):  # many more may be promised than can be counted
+        wrong = f"one of {description.views:,} x {blocks:,} shards"
+    else:
+        units = shards.units(description.views, samples=samples, size=description.block)
+        expected = {unit.name: shards.HEADER_BYTES + unit.count * description.record.itemsize for unit in units}
+        wrong = next((name for name, size in expected.items() if sizes.get(name) != size), "")
     if wrong:
         raise ArtifactError(
             f"teacher_outputs {uri}: {wrong} is missing or not as long as {DESCRIPTION} says; record them again"
         )
     return description
-
-
-def _first_wrong_file(description: RecordingDescription, sizes: Mapping[str, int]) -> str:
-    """Keys or a shard that the artifact lacks, or has in another length; empty where all fit."""
-    if sizes.get(KEYS) != 8 * description.samples:
-        return KEYS
-    samples, block = description.samples, description.block
-    if description.views * math.ceil(samples / block) > len(sizes):  # many more may be promised than can be counted
-        return f"one of {description.views:,} x {math.ceil(samples / block):,} shards"
-    expected = {
-        unit.name: shards.HEADER_BYTES + unit.count * description.record.itemsize
-        for unit in shards.units(description.views, samples=samples, size=block)
-    }
-    return next((name for name, size in expected.items() if sizes.get(name) != size), "")
 
 
 def open_recording(uri: str | Path) -> Recording:
@@ -186,7 +182,7 @@ class Recording:
         return self.description.views
 
     def read(self, indices: Indices, numbers: Indices) -> Recorded:
-        """The outputs for these samples (indices into the training split) and views, [B] each.
+        """Read the outputs for these samples (indices into the training split) and views, [B] each.
 
         Raises:
             ArtifactError: they name classes that there are not.
@@ -221,7 +217,7 @@ class Recording:
 
 
 def unpack(records: Records) -> Recorded:
-    """Records [B] as tensors."""
+    """Return records [B] as tensors."""
     names = records.dtype.names or ()
     return Recorded(
         indices=torch.from_numpy(records["indices"].astype(np.int64)),
@@ -229,6 +225,27 @@ def unpack(records: Records) -> Recorded:
         rest=torch.from_numpy(records["rest"].astype(np.float32)),
         features=torch.from_numpy(records["features"].astype(np.float32)) if "features" in names else None,
     )
+
+
+def placeholder_recording(directory: Path, description: RecordingDescription) -> Recording:
+    """Make outputs before anything was recorded, to measure how fast a student learns from them: one view of each sample, all the same.
+
+    They are of a teacher that finds its first classes equally likely. All shards are one file under many names, so they take the room
+    of one.
+
+    Args:
+        directory: where to make them.
+        description: of what the stage reinforce would record.
+    """
+    one = replace(description, views=1)
+    records = np.zeros(one.block, dtype=one.record)
+    records["indices"] = np.arange(one.top_k)
+    (directory / shards.FOLDER).mkdir(parents=True)
+    first, *others = [directory / unit.name for unit in shards.units(one.views, samples=one.samples, size=one.block)]
+    first.write_bytes(bytes(shards.HEADER_BYTES) + records.tobytes())
+    for name in others:
+        name.hardlink_to(first)
+    return Recording(directory, one, fingerprint="")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,53 +272,47 @@ def check_fits(
         StorageError: the store does not answer or refuses.
     """
     description, manifest = describe(uri), artifacts.manifest(uri, "teacher_outputs")
-    splits = data.training_splits(unlabeled=settings.reads_unlabeled)
-    in_memory = all(split.in_memory for split in splits)
-    differences = [
-        _teacher_differs(description, manifest, teacher),
-        _dataset_differs(uri, description, manifest, data, dataset),
-        _unlabeled_differ(description, sum(len(split) for split in splits[1:])),
-        _decoder_differs(description, decoder_name(data, settings.decode_on, in_memory=in_memory)),
-        _views_differ(description, settings.views),
-    ]
-    if any(differences):
-        raise ArtifactError(
-            f"teacher_outputs {uri}: do not fit this distillation: " + "; and ".join(filter(None, differences))
+    splits, differences = data.training_splits(unlabeled=settings.reads_unlabeled), []
+    teacher_now, teacher_then = artifacts.manifest(teacher, "model"), manifest.parents.get("teacher", "unknown")
+    if teacher_now.fingerprint != teacher_then:
+        architecture = teacher_now.figures.get("architecture", "model")
+        differences.append(
+            f"they were recorded from another teacher ({description.teacher} {teacher_then[:12]}), but {teacher} is {architecture} "
+            f"{teacher_now.fingerprint[:12]}; record again with the stage reinforce, or give the teacher that they are from"
         )
+    dataset_then = manifest.parents.get("dataset", "unknown")
+    if data.fingerprint != dataset_then:
+        changes = _changes("data", description.dataset, artifacts.manifest(dataset, "dataset").settings)
+        what = ", ".join([*changes, *_images_that_differ(uri, data, description)])
+        differences.append(
+            f"the data set has changed ({dataset_then[:12]}, now {data.fingerprint[:12]}): "
+            f"{what or 'its settings and images are the same, but stored differently'}; record again with the stage reinforce, or give "
+            "the data set that they were recorded on"
+        )
+    # Recorded outputs of more images than are learned from do fit: those with labels come first, and are mixed with one another.
+    wanted = sum(len(split) for split in splits[1:])
+    if wanted and not description.unlabeled:
+        differences.append(
+            f"they hold no outputs for the {wanted:,} images without labels, from which distill.unlabeled=true learns too; record again "
+            "with reinforce.unlabeled=true, or set distill.unlabeled=false"
+        )
+    decoder = decoder_name(data, settings.decode_on, in_memory=all(split.in_memory for split in splits))
+    if decoder != description.decoder:
+        differences.append(
+            f"the images were decoded by {description.decoder}, but here by {decoder}, which may give other pixels; record again with "
+            "the stage reinforce, or decode with what they were recorded with (its version, and distill.decode_on)"
+        )
+    if changes := _changes("distill.views", description.augmentation, settings.views.model_dump(mode="json")):
+        differences.append(
+            f"the views are others: {', '.join(changes)}; record again with the stage reinforce, or set distill.views to what it was"
+        )
+    if differences:
+        raise ArtifactError(f"teacher_outputs {uri}: do not fit this distillation: " + "; and ".join(differences))
     return description
 
 
-def _teacher_differs(description: RecordingDescription, manifest: Manifest, teacher: str | Path) -> str:
-    now, then = artifacts.manifest(teacher, "model"), manifest.parents.get("teacher", "unknown")
-    if now.fingerprint == then:
-        return ""
-    architecture = now.figures.get("architecture", "model")
-    return (
-        f"they were recorded from another teacher ({description.teacher} {then[:12]}), but {teacher} is {architecture} "
-        f"{now.fingerprint[:12]}; record again with the stage reinforce, or give the teacher that they are from"
-    )
-
-
-def _dataset_differs(
-    uri: str | Path, description: RecordingDescription, manifest: Manifest, data: PreparedDataset, dataset: str | Path
-) -> str:
-    then = manifest.parents.get("dataset", "unknown")
-    if data.fingerprint == then:
-        return ""
-    changes = _changes("data", description.dataset, artifacts.manifest(dataset, "dataset").settings)
-    images = _images_that_differ(uri, data, description)
-    what = (
-        ", ".join([*changes, *([images] if images else [])])
-        or "its settings and images are the same, but stored differently"
-    )
-    return (
-        f"the data set has changed ({then[:12]}, now {data.fingerprint[:12]}): {what}; record again with the stage reinforce, or give the "
-        "data set that they were recorded on"
-    )
-
-
 def _changes(prefix: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Each setting that has another value now."""
+    """List each setting that has another value now."""
     return [
         f"{prefix}.{name} was {then.get(name)} and is {now.get(name)}"
         for name in sorted({*then, *now})
@@ -309,36 +320,10 @@ def _changes(prefix: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> li
     ]
 
 
-def _images_that_differ(uri: str | Path, data: PreparedDataset, description: RecordingDescription) -> str:
+def _images_that_differ(uri: str | Path, data: PreparedDataset, description: RecordingDescription) -> list[str]:
     then = np.frombuffer(storage.read_bytes(storage.join(uri, KEYS), 0, 8 * description.samples), dtype="<u8")
     now = np.concatenate([split.keys for split in data.training_splits(unlabeled=description.unlabeled > 0)])
     gone, new = len(np.setdiff1d(then, now)), len(np.setdiff1d(now, then))
     if gone or new:
-        return f"of {len(then):,} training images {gone:,} are gone and {new:,} are new"
-    return "" if np.array_equal(then, now) else "the training images are the same, in another order"
-
-
-def _unlabeled_differ(description: RecordingDescription, wanted: int) -> str:
-    """Recorded outputs of more images than are learned from do fit: those with labels come first, and are mixed with one another."""
-    if description.unlabeled or not wanted:
-        return ""
-    return (
-        f"they hold no outputs for the {wanted:,} images without labels, from which distill.unlabeled=true learns too; record again with "
-        "reinforce.unlabeled=true, or set distill.unlabeled=false"
-    )
-
-
-def _decoder_differs(description: RecordingDescription, decoder: str) -> str:
-    if decoder == description.decoder:
-        return ""
-    return (
-        f"the images were decoded by {description.decoder}, but here by {decoder}, which may give other pixels; record again with the "
-        "stage reinforce, or decode with what they were recorded with (its version, and distill.decode_on)"
-    )
-
-
-def _views_differ(description: RecordingDescription, views: ViewSettings) -> str:
-    changes = _changes("distill.views", description.augmentation, views.model_dump(mode="json"))
-    if not changes:
-        return ""
-    return f"the views are others: {', '.join(changes)}; record again with the stage reinforce, or set distill.views to what it was"
+        return [f"of {len(then):,} training images {gone:,} are gone and {new:,} are new"]
+    return [] if np.array_equal(then, now) else ["the training images are the same, in another order"]

@@ -15,7 +15,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -39,9 +39,9 @@ from trainer.devices import ReadBack
 from trainer.distillation import coverage, shards
 from trainer.distillation.coverage import Coverage
 from trainer.distillation.frozen_teacher import FrozenTeacher
+from trainer.distillation.losses import TeacherOutputs
 from trainer.distillation.recording import RecordingDescription, Records
 from trainer.distillation.shards import ShardStore, Unit
-from trainer.distillation.teacher_outputs import TeacherOutputs
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
 from trainer.graph import SCHEMA_VERSIONS
 from trainer.training.loader_workers import measured_workers
@@ -71,12 +71,12 @@ class UnitBatch(NamedTuple):
 
 
 def even_batch(block: int, batch_size: int) -> int:
-    """Samples a batch: at most `batch_size`, and so many that the last batch of a block is nearly full."""
+    """Return the samples a batch: at most `batch_size`, and so many that the last batch of a block is nearly full."""
     return math.ceil(block / math.ceil(block / batch_size))
 
 
 def parts_of(units: Iterable[Unit], batch: int) -> Iterator[UnitBatch]:
-    """The batches of all units, one unit after the other."""
+    """Yield the batches of all units, one unit after the other."""
     return (UnitBatch(unit, start) for unit in units for start in range(0, unit.count, batch))
 
 
@@ -92,17 +92,13 @@ class UnitBatches(TorchDataset[Batch]):
         unit = part.unit
         rows = np.arange(part.start, part.start + self._count, dtype=np.int64)
         indices = unit.first + np.minimum(rows, unit.count - 1)
-        return self._views.batch(
-            SampleSlice(indices, np.full_like(indices, unit.view), self._partners_of(unit, indices))
-        )
-
-    def _partners_of(self, unit: Unit, indices: Indices) -> Indices | None:
-        if not mixes(self._views.settings):
-            return None
-        if self._partners is None or self._partners[0] != unit.view:
-            samples = self._views.samples
-            self._partners = unit.view, partners(len(samples), self._views.seed, unit.view, samples.labelled)
-        return self._partners[1][indices]
+        mixed: Indices | None = None
+        if mixes(self._views.settings):
+            if self._partners is None or self._partners[0] != unit.view:
+                samples = self._views.samples
+                self._partners = unit.view, partners(len(samples), self._views.seed, unit.view, samples.labelled)
+            mixed = self._partners[1][indices]
+        return self._views.batch(SampleSlice(indices, np.full_like(indices, unit.view), mixed))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,7 +108,7 @@ class UnitBatches(TorchDataset[Batch]):
 def record_batches(
     batches: Iterable[Tensor], teacher: FrozenTeacher, description: RecordingDescription
 ) -> Iterator[Records]:
-    """The records [B] of each batch of views, uint8 [B, 3, V, V] on the teacher's device.
+    """Yield the records [B] of each batch of views, uint8 [B, 3, V, V] on the teacher's device.
 
     A batch is read back when the next one is under way, so that the device never waits for the host.
     """
@@ -129,7 +125,7 @@ def record_batches(
 
 @torch.no_grad()
 def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
-    """The `top_k` largest logits of each sample and the sum of the rest."""
+    """Take the `top_k` largest logits of each sample and the sum of the rest."""
     values, indices = outputs.logits.topk(top_k, dim=1)
     others = outputs.logits.scatter(1, indices, -torch.inf)
     rest = torch.stack([others.logsumexp(1), (others / 2).logsumexp(1)], 1)
@@ -137,7 +133,7 @@ def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
 
 
 def pack(parts: Mapping[str, Tensor], description: RecordingDescription) -> Records:
-    """The records [B] of the parts of `Recorded` that there are, on the host; what half precision cannot hold becomes infinite in them."""
+    """Pack the parts of `Recorded` that there are, on the host, into records [B]; what half precision cannot hold becomes infinite."""
     records = np.empty(len(parts["logits"]), dtype=description.record)
     with np.errstate(over="ignore"):
         for name in description.record.names or ():
@@ -146,7 +142,7 @@ def pack(parts: Mapping[str, Tensor], description: RecordingDescription) -> Reco
 
 
 def unusable(records: Records) -> npt.NDArray[np.bool_]:
-    """Which records hold a number that is not finite, [B]; where no class is left over, the logarithm of the rest is -inf."""
+    """Find which records hold a number that is not finite, [B]; where no class is left over, the logarithm of the rest is -inf."""
     bad: npt.NDArray[np.bool_] = (np.isnan(records["rest"]) | np.isposinf(records["rest"])).any(1)
     for name in {"logits", "features"} & {*(records.dtype.names or ())}:
         bad |= ~np.isfinite(records[name]).all(1)
@@ -158,7 +154,7 @@ def unusable(records: Records) -> npt.NDArray[np.bool_]:
 
 
 def plan_of(description: RecordingDescription, parents: Mapping[str, str]) -> str:
-    """SHA-256 of all that the records depend on, as hexadecimal text."""
+    """Compute the SHA-256 of all that the records depend on, as hexadecimal text."""
     version = SCHEMA_VERSIONS["teacher_outputs"]
     return artifacts.digest({"version": version, "description": asdict(description), "parents": parents})
 
@@ -206,22 +202,20 @@ class Reinforcement:
         return RecordedWork(views=sum(unit.count for unit in missing), seconds=time.monotonic() - start)
 
     def _found(self) -> set[Unit]:
-        """The units that an earlier job has finished; each process checks its share."""
+        """Find the units that an earlier job has finished; each process checks its share."""
         names = self.processes.gather(self.shelf.names() if self.processes.is_first else set(), "the shards so far")[0]
         there = [unit for unit in self.units if Path(unit.name).name in names]
-        whole = [unit for unit in self._share(there) if self._is_whole(unit)]
+        whole = []
+        for unit in self._share(there):
+            try:
+                self.shelf.get(unit)
+                whole.append(unit)
+            except ArtifactError as error:
+                logger.warning("recording again: %s", error)
         return {unit for units in self.processes.gather(whole, "the whole shards") for unit in units}
 
     def _share(self, units: Sequence[Unit]) -> Sequence[Unit]:
         return units[self.processes.rank :: self.processes.world_size]
-
-    def _is_whole(self, unit: Unit) -> bool:
-        try:
-            self.shelf.get(unit)
-        except ArtifactError as error:
-            logger.warning("recording again: %s", error)
-            return False
-        return True
 
     def _record(self, missing: Sequence[Unit]) -> None:
         mine, world_size = self._share(missing), self.processes.world_size
@@ -248,7 +242,7 @@ class Reinforcement:
                 writing.result()
 
     def _stream(self, units: Sequence[Unit], batch: int, progress: ProgressBar) -> Iterator[Records]:
-        """The records of all batches of these units."""
+        """Yield the records of all batches of these units."""
         parts, batches = list(parts_of(units, batch)), UnitBatches(self.views, batch)
         loader = make_loader(
             batches, parts, workers=self._loaders(batches, parts), pin_memory=self.processes.device.pins_memory
@@ -266,26 +260,25 @@ class Reinforcement:
                 prefetcher.preload()
 
     def _loaders(self, batches: UnitBatches, parts: Sequence[UnitBatch]) -> int:
-        """Loader processes: as set, or as many as keep up with the teacher, measured on the first batches."""
+        """Return how many loader processes: as set, or as many as keep up with the teacher, measured on the first batches."""
         if self.workers != "auto":
             return self.workers
         if not parts:
             return 0
-        chosen = measured_workers(
-            "reinforce", batches, cycle(parts), lambda: self._teacher_seconds(batches[parts[0]]), self.processes
-        )
+
+        def teacher_seconds() -> float:
+            images = next(self._images(iter([batches[parts[0]]]), 1))
+            times = []
+            for _ in range(5):
+                start = time.perf_counter()
+                self.teacher(images).logits.cpu()
+                times.append(time.perf_counter() - start)
+            return statistics.median(times[2:])  # not of the first two, because a device may compile it first
+
+        chosen = measured_workers("reinforce", batches, cycle(parts), teacher_seconds, self.processes)
         if self.processes.is_first:
             logger.info("reinforce  loader processes beside each process: %d (measured)", chosen)
         return chosen
-
-    def _teacher_seconds(self, batch: Batch) -> float:
-        """The teacher's time for a batch that is at hand."""
-        images = next(self._images(iter([batch]), 1))
-
-        def ask() -> None:
-            self.teacher(images).logits.cpu()
-
-        return _seconds(ask)
 
     def _collect(self, unit: Unit | None, stream: Iterator[Records], batch: int) -> Records:
         """The records of a unit, whose batches come next, [count]; none where the others have one more unit than this process.
@@ -332,28 +325,15 @@ class Reinforcement:
         make_directory(directory / shards.FOLDER)
         labels, classes, counted = self.views.samples.labels, self.description.classes, []
         for unit in self._share(self.units):
-            content, records = self._get(unit)
+            try:
+                content, records = self.shelf.get(unit)
+            except ArtifactError as error:
+                raise ArtifactError(
+                    f"reinforce: {error}; run it again, it resumes from what is there. Where there are several machines, "
+                    "TRAINER_CHECKPOINTS has to name a place that all of them reach, such as s3://BUCKET/NAME"
+                ) from error
             with writing_to(directory):
                 (directory / unit.name).write_bytes(content)
             counted.append(coverage.count(records, labels[unit.first : unit.first + unit.count], classes))
         parts = self.processes.gather(coverage.total(counted) if counted else None, "the count of the records")
         return coverage.total(part for part in parts if part is not None)
-
-    def _get(self, unit: Unit) -> tuple[bytes, Records]:
-        try:
-            return self.shelf.get(unit)
-        except ArtifactError as error:
-            raise ArtifactError(
-                f"reinforce: {error}; run it again, it resumes from what is there. Where there are several machines, TRAINER_CHECKPOINTS "
-                "has to name a place that all of them reach, such as s3://BUCKET/NAME"
-            ) from error
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """Median time of some work that ends on the host; it is done twice before, because a device may compile it first."""
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])

@@ -5,10 +5,12 @@ Shapes: B images, N patches of p x p pixels, n visible patches, D encoder width,
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection
 
 import numpy as np
 import torch
+from PIL import Image
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -22,6 +24,12 @@ from trainer.training.spec import Losses
 
 _MASK = 0x6D61736B
 """Keeps the masks' draws apart from all others of the same seed."""
+_GREY = 0.5
+"""Of what is hidden, in the picture."""
+_GAP = 4
+"""Between its images, in pixels ..."""
+_LEAST_EDGE = 96
+"""... which are this large at least."""
 _HEAD = ("head.", "fc_norm.", "attn_pool.")
 """Weights of the transformer that the encoder does not use."""
 
@@ -32,7 +40,7 @@ class MaskedAutoencoder(nn.Module):
     decoder_positions: Tensor
 
     def __init__(self, classifier: Classifier, settings: MaeSettings) -> None:
-        """Around the network of `classifier`, whose weights are trained in place.
+        """Build it around the network of `classifier`, whose weights are trained in place.
 
         Raises:
             ModelError: the network is no timm VisionTransformer with square patches.
@@ -64,7 +72,7 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the weights that are not decayed."""
+        """Name the weights that are not decayed."""
         return {f"encoder.{name}" for name in self.encoder.no_weight_decay()} | {"mask_token"}
 
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,14 +134,14 @@ class MaeObjective:
         ]
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        """The reconstruction loss of a batch."""
+        """Compute the reconstruction loss of a batch."""
         noise = self._noise(batch)
         with span("forward"):
             loss, _, _ = model(batch.images, noise)
         return {"loss": loss}
 
     def show(self, batch: Batch) -> None:
-        """A forward pass of the autoencoder alone, of the patches that its mask leaves."""
+        """Do a forward pass of the autoencoder alone, of the patches that its mask leaves."""
         self.model(batch.images, self._noise(batch))
 
     def _noise(self, batch: Batch) -> Tensor:
@@ -145,7 +153,7 @@ class MaeObjective:
 
 
 def draw_noise(keys: Tensor, numbers: Tensor, patches: int, *, seed: int) -> Tensor:
-    """The random numbers whose order is the mask: a function of (seed, key, view number).
+    """Draw the random numbers whose order is the mask: a function of (seed, key, view number).
 
     Args:
         keys: int64 [B], on the CPU.
@@ -161,14 +169,14 @@ def draw_noise(keys: Tensor, numbers: Tensor, patches: int, *, seed: int) -> Ten
 
 
 def patchify(pixels: Tensor, patch_size: int) -> Tensor:
-    """Images [B, 3, H, W] to patches [B, N, p x p x 3], row by row; within a patch row, column, channel."""
+    """Cut images [B, 3, H, W] into patches [B, N, p x p x 3], row by row; within a patch row, column, channel."""
     batch, channels, height, width = pixels.shape
     grid = pixels.reshape(batch, channels, height // patch_size, patch_size, width // patch_size, patch_size)
     return grid.permute(0, 2, 4, 3, 5, 1).reshape(batch, -1, patch_size**2 * channels)
 
 
 def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
-    """The reverse of `patchify`, for square images: [B, N, p x p x 3] to [B, 3, H, W]."""
+    """Reverse `patchify`, for square images: [B, N, p x p x 3] to [B, 3, H, W]."""
     batch, count, values = patches.shape
     edge = round(count**0.5)
     grid = patches.reshape(batch, edge, edge, patch_size, patch_size, values // patch_size**2)
@@ -199,3 +207,57 @@ def sine_positions(width: int, rows: int, columns: int) -> Tensor:
 
     grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
     return torch.cat([encode(grid[:, 1]), encode(grid[:, 0])], 1).float().unsqueeze(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A picture
+
+
+@torch.no_grad()
+def draw_reconstructions(model: MaskedAutoencoder, images: Tensor, keys: Tensor, *, seed: int) -> bytes:
+    """Draw three rows: images, what is visible of them, and the visible patches with the predicted ones between them.
+
+    Predictions of normalised targets are shown with each patch's own mean and spread.
+
+    Args:
+        model: a trained masked autoencoder.
+        images: uint8 [B, 3, S, S].
+        keys: key of each image, int64 [B].
+        seed: draws the masks.
+
+    Returns:
+        A PNG file.
+    """
+    model.eval()
+    noise = draw_noise(keys, torch.zeros_like(keys), model.encoder.patch_embed.num_patches, seed=seed)
+    _, predicted, mask = model(images, noise.to(images.device))
+    size = model.encoder.patch_embed.img_size[0]
+    pixels = torch.nn.functional.interpolate(images.float() / 255, size=(size, size), mode="bilinear", antialias=True)
+    patches = patchify(pixels, model.patch_size)
+    hidden = mask.unsqueeze(2)
+    variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
+    predicted = predicted * variance.sqrt() + mean
+    rows = [
+        patches,
+        torch.where(hidden > 0, torch.full_like(patches, _GREY), patches),
+        torch.lerp(patches, predicted, hidden),
+    ]
+    return _png([unpatchify(row, model.patch_size) for row in rows])
+
+
+def _png(rows: list[Tensor]) -> bytes:
+    """Rows of images in [0, 1], each [B, 3, H, H], as one picture."""
+    edge = rows[0].shape[-1]
+    scale = max(1, -(-_LEAST_EDGE // edge))
+    step = edge * scale + _GAP
+    canvas = Image.new("RGB", (len(rows[0]) * step - _GAP, len(rows) * step - _GAP), "white")
+    for y, row in enumerate(rows):
+        for x, image in enumerate(row):
+            array = (image.clamp(0, 1) * 255).byte().permute(1, 2, 0).cpu().numpy()
+            canvas.paste(
+                Image.fromarray(array).resize((edge * scale, edge * scale), Image.Resampling.NEAREST),
+                (x * step, y * step),
+            )
+    file = io.BytesIO()
+    canvas.save(file, "PNG")
+    return file.getvalue()

@@ -14,8 +14,7 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.devices import Device
 from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import ProjectedStudent
+from trainer.distillation.objective import DistillObjective, ProjectedStudent
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.errors import SettingsError
 from trainer.models import Classifier

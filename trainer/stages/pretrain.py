@@ -13,8 +13,7 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.models import Classifier
 from trainer.pretraining.finetuning import FinetuneObjective
-from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
-from trainer.pretraining.reconstructions import draw_reconstructions
+from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder, draw_reconstructions
 from trainer.profiling.recorder import Startup
 from trainer.training.session import Session, open_session
 

@@ -22,7 +22,13 @@ from trainer.data.loader import MicroBatches, Samples, Views, makes_views_on_dev
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.mixing import mixes
 from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
+from trainer.distillation.recording import (
+    Recording,
+    RecordingDescription,
+    check_fits,
+    open_recording,
+    placeholder_recording,
+)
 from trainer.errors import SettingsError
 from trainer.forecast import Forecast, Measurement, WorkCount
 from trainer.host import usable_cores
@@ -38,7 +44,6 @@ from trainer.training.spec import TrainingSpec, fit_batch
 from trainer.training.validation import batch_size_of, validate
 from trainer.tuning import forecast_table, measurement
 from trainer.tuning.candidates import Workload
-from trainer.tuning.placeholder_recording import placeholder_recording
 from trainer.tuning.search import SearchResult, search
 from trainer.tuning.trial_log import RecordingTime, TrialLog
 from trainer.tuning.trials import MakeTraining, Trials

@@ -32,6 +32,7 @@ from trainer.config import (
     WatchSettings,
 )
 from trainer.data.dataset import PreparedDataset, open_dataset
+from trainer.distillation.recording import placeholder_recording
 from trainer.errors import SettingsError
 from trainer.models import Classifier
 from trainer.profiling.evidence_schema import RankRecord
@@ -43,7 +44,6 @@ from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import Session
 from trainer.training.shared_artifact import shared_artifact
 from trainer.tuning.measurement import place_of
-from trainer.tuning.placeholder_recording import placeholder_recording
 
 logger = logging.getLogger(__name__)
 

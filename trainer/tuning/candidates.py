@@ -6,7 +6,7 @@ part of a step out; what is not known is a guess that only says what to try firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.tuning.tuning_schema import Candidate, Trial
@@ -111,22 +111,21 @@ class SearchHistory:
 
 
 def propose(best: Trial, job: Workload, history: SearchHistory) -> list[Proposal | Skipped]:
-    """All that could be changed in the best candidate so far, and what would not pay for its trial."""
-    makers: tuple[Callable[[Trial, Workload, SearchHistory], Proposals], ...] = (
-        _workers,
-        _teacher,
-        _precision,
-        _batch,
-        _accumulation,
-        _compile,
-        _zero,
-        _compression,
-    )
-    return [idea for make in makers for idea in make(best, job, history)]
+    """List all that could be changed in the best candidate so far, and what would not pay for its trial."""
+    return [
+        *_workers(best, job),
+        *_teacher(best, job),
+        *_precision(best, job),
+        *_batch(best, job, history),
+        *_accumulation(best, job, history),
+        *_compile(best, job),
+        *_zero(best, job, history),
+        *_compression(best, job),
+    ]
 
 
 def less_memory(candidate: Candidate, job: Workload) -> Candidate | None:
-    """The same batch in twice as many parts; none where it cannot be divided further."""
+    """Return the same batch in twice as many parts; none where it cannot be divided further."""
     if job.relates_images or (candidate.held // job.world_size) % 2:
         return None
     return candidate.model_copy(update={"accumulation": 2 * candidate.accumulation})
@@ -136,9 +135,19 @@ def _changed(field: str, best: Trial, value: object, gain: float, why: str) -> P
     return Proposal(field=field, candidate=best.candidate.model_copy(update={field: value}), gain=gain, why=why)
 
 
-def _workers(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
+def _workers(best: Trial, job: Workload) -> Proposals:
     has, advised, waits = best.workers, best.advised_workers, best.shares.get("data", 0.0)
-    yield from _fewer_workers(best, job)
+    crowded = has > job.most_workers
+    fewer = {advised: "so many keep up with the step by what loading was measured to take"}
+    if crowded:
+        fewer.setdefault(job.most_workers, f"there are cores for {job.most_workers}")
+    if job.device == "cpu":
+        fewer.setdefault(0, "where a CPU trains, a loader process takes from the training what it gives to it")
+    if job.device != "cpu" or not crowded:
+        fewer.setdefault(has // 2, "each takes part of a core and of the memory")
+    for number, why in fewer.items():
+        if number < has:
+            yield _changed("workers", best, number, _CROWDED if crowded else _FEWER, why)
     if waits < _LEAST_WAIT:
         yield Skipped(field="more loader processes", why=f"{waits:.1%} of a step waits for data")
         return
@@ -154,31 +163,15 @@ def _workers(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
         yield _changed("workers", best, more, gain, f"{waits:.0%} of a step waits for data")
 
 
-def _fewer_workers(best: Trial, job: Workload) -> Proposals:
-    has, crowded = best.workers, best.workers > job.most_workers
-    fewer = {best.advised_workers: "so many keep up with the step by what loading was measured to take"}
-    if crowded:
-        fewer.setdefault(job.most_workers, f"there are cores for {job.most_workers}")
-    if job.device == "cpu":
-        fewer.setdefault(0, "where a CPU trains, a loader process takes from the training what it gives to it")
-    if job.device != "cpu" or not crowded:
-        fewer.setdefault(has // 2, "each takes part of a core and of the memory")
-    for number, why in fewer.items():
-        if number < has:
-            yield _changed("workers", best, number, _CROWDED if crowded else _FEWER, why)
-
-
 def more_workers(trial: Trial, job: Workload) -> int:
-    """Loader processes for a candidate that waits for its data."""
+    """Return the loader processes for a candidate that waits for its data."""
     return max(trial.advised_workers, min(max(1, 2 * trial.workers), job.most_workers))
 
 
 def held_up(trial: Trial, best: Trial, job: Workload) -> Iterator[Proposal]:
-    """A candidate that would be clearly faster than the best if it did not wait for its data: the same with more loader processes."""
-    workers, unhindered = (
-        more_workers(trial, job),
-        trial.images_per_second / (1 - min(trial.shares.get("data", 0.0), 0.95)),
-    )
+    """Propose one that would be clearly faster than the best if it did not wait for its data: the same with more loader processes."""
+    workers = more_workers(trial, job)
+    unhindered = trial.images_per_second / (1 - min(trial.shares.get("data", 0.0), 0.95))
     gain = job.run_s(best) / job.run_s(trial, unhindered) if unhindered else 0.0
     if gain >= _HELD_UP and workers > trial.workers:
         why = f"{trial.shares['data']:.0%} of its step waited for data"
@@ -187,12 +180,19 @@ def held_up(trial: Trial, best: Trial, job: Workload) -> Iterator[Proposal]:
         )
 
 
-def _teacher(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
+def _teacher(best: Trial, job: Workload) -> Proposals:
     if job.no_recording:
         yield Skipped(field="recorded outputs of the teacher", why=job.no_recording)
         return
     if best.candidate.teacher == "recorded":
-        yield from _without_recording(best, job)
+        online = best.startup_s + job.images * (1 / best.images_per_second + job.teacher_s)
+        gain = job.run_s(best) / online
+        if gain > 1:
+            why = (
+                f"to record its outputs takes {job.recording_s:.0f} s, and {job.images * job.teacher_s:.0f} s of it are needed in the "
+                "steps"
+            )
+            yield _changed("teacher", best, "online", gain, why)
         return
     share = best.shares.get("teacher_forward", 0.0)
     training = job.images / best.images_per_second
@@ -207,45 +207,25 @@ def _teacher(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
     yield _changed("teacher", best, "recorded", gain, why)
 
 
-def _without_recording(best: Trial, job: Workload) -> Proposals:
-    online = best.startup_s + job.images * (1 / best.images_per_second + job.teacher_s)
-    gain = job.run_s(best) / online
-    if gain > 1:
-        why = f"to record its outputs takes {job.recording_s:.0f} s, and {job.images * job.teacher_s:.0f} s of it are needed in the steps"
-        yield _changed("teacher", best, "online", gain, why)
-
-
-def _precision(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
+def _precision(best: Trial, job: Workload) -> Proposals:
     if not job.supports_bf16:
         yield Skipped(field="bf16", why="this processor has no bf16 instructions")
     elif job.uses_bf16(best.candidate):
-        yield _changed(
-            "precision",
-            best,
-            "fp32",
-            _FP32[job.device],
-            "bf16 is slower where the processor has no instructions for it",
-        )
+        why = "bf16 is slower where the processor has no instructions for it"
+        yield _changed("precision", best, "fp32", _FP32[job.device], why)
     elif job.device == "cuda" and not job.has_bf16:
         yield Skipped(field="bf16", why="this GPU has no bf16")
     else:
-        yield _changed(
-            "precision",
-            best,
-            "bf16",
-            _BF16[job.device],
-            "half the bytes, and faster matrix products where the device has them",
-        )
+        why = "half the bytes, and faster matrix products where the device has them"
+        yield _changed("precision", best, "bf16", _BF16[job.device], why)
 
 
 def _batch(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
     candidate = best.candidate
     size = 2 * candidate.batch_size
     if size > job.largest_batch:
-        yield Skipped(
-            field=f"batch_size={size}",
-            why=f"more than {job.largest_batch} is not allowed: {job.largest_batch_why}",
-        )
+        why = f"more than {job.largest_batch} is not allowed: {job.largest_batch_why}"
+        yield Skipped(field=f"batch_size={size}", why=why)
         return
     per_step = best.shares.get("optimizer", 0.0)
     guess = _LARGER_BATCH["few" if candidate.held < _FEW * job.world_size else job.device]
@@ -259,12 +239,8 @@ def _batch(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
     parted = less_memory(larger, job)
     if parted is not None:
         gain = 1 / (1 - per_step / 2) if job.world_size == 1 else gain
-        yield Proposal(
-            field="batch_size",
-            candidate=parted,
-            gain=gain,
-            why=f"{why}, in two parts, because it does not fit into memory in one",
-        )
+        why = f"{why}, in two parts, because it does not fit into memory in one"
+        yield Proposal(field="batch_size", candidate=parted, gain=gain, why=why)
 
 
 def _needs_as_much(failed: Candidate, candidate: Candidate) -> bool:
@@ -276,10 +252,8 @@ def _needs_as_much(failed: Candidate, candidate: Candidate) -> bool:
 def _accumulation(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
     candidate = best.candidate
     if job.relates_images:
-        yield Skipped(
-            field="accumulation",
-            why="the loss compares the images of a micro-batch, so its size is a part of what is learned",
-        )
+        why = "the loss compares the images of a micro-batch, so its size is a part of what is learned"
+        yield Skipped(field="accumulation", why=why)
         return
     if candidate.accumulation % 2 == 0:
         whole = candidate.model_copy(update={"accumulation": candidate.accumulation // 2})
@@ -288,20 +262,14 @@ def _accumulation(best: Trial, job: Workload, history: SearchHistory) -> Proposa
             yield Proposal(field="accumulation", candidate=whole, gain=_FEWER_PARTS[job.device], why=why)
     smaller = less_memory(candidate, job)
     if smaller is not None and job.device == "cpu":
-        yield Proposal(
-            field="accumulation", candidate=smaller, gain=1.04, why="smaller parts may stay in the processor's caches"
-        )
+        why = "smaller parts may stay in the processor's caches"
+        yield Proposal(field="accumulation", candidate=smaller, gain=1.04, why=why)
 
 
-def _compile(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
+def _compile(best: Trial, job: Workload) -> Proposals:
     if job.compiles(best.candidate):
-        yield _changed(
-            "compile",
-            best,
-            "off",
-            _UNCOMPILED,
-            f"compiling took part of the {best.startup_s:.0f} s before the second step",
-        )
+        why = f"compiling took part of the {best.startup_s:.0f} s before the second step"
+        yield _changed("compile", best, "off", _UNCOMPILED, why)
     elif job.device == "cuda":
         yield _changed("compile", best, "on", _COMPILED, "fused kernels")
     elif job.device == "xla":
@@ -314,18 +282,16 @@ def _zero(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
     if job.world_size == 1:
         return
     if best.candidate.zero:
-        yield _changed(
-            "zero", best, False, _UNSHARDED, "processes that keep the optimiser's whole state have less to exchange"
-        )
+        why = "processes that keep the optimiser's whole state have less to exchange"
+        yield _changed("zero", best, False, _UNSHARDED, why)
     elif history.failed:
-        yield _changed(
-            "zero", best, True, _SHARDED, "less memory for the optimiser's state, where memory was the limit"
-        )
+        why = "less memory for the optimiser's state, where memory was the limit"
+        yield _changed("zero", best, True, _SHARDED, why)
     else:
         yield Skipped(field="zero", why="it saves memory, and memory was not the limit")
 
 
-def _compression(best: Trial, job: Workload, _history: SearchHistory) -> Proposals:
+def _compression(best: Trial, job: Workload) -> Proposals:
     if best.candidate.gradient_compression == "bf16":
         yield _changed("gradient_compression", best, "none", _UNCOMPRESSED, "nothing to convert")
     elif job.nodes > 1:

@@ -31,7 +31,7 @@ def measure(
     ready_s: float,
     recording_s: float | None,
 ) -> Measurement:
-    """Steps with their reports, before them a window of operators, then one validation and one checkpoint; the same on every process.
+    """Measure steps with their reports, before them a window of operators, then a validation and a checkpoint; the same on every process.
 
     Args:
         make: makes the distillation.
@@ -45,9 +45,8 @@ def measure(
     window, warm = settings.evidence.operators_steps if settings.evidence.operators_at else 0, warm_steps(settings)
     training = make(endless(settings, operators_at=(warm,) if window else ()), processes)
     steps = step_count(settings, len(training.samples))
-    unmeasured = (
-        warm + window + 1
-    )  # the step after the window sets how long laps are; the window's closing would count as its last one's
+    # The step after the window sets how long laps are; the window's closing would count as its last one's.
+    unmeasured = warm + window + 1
     timer = StepTimer(settings.batch_size, warm_steps=unmeasured, total_steps=steps, thoroughness=THOROUGHNESS)
     made_s = time.perf_counter() - began
     measured_steps = measure_steps(training, timer, tracker)
@@ -91,7 +90,7 @@ def measure(
 def from_trial(
     measured: Measurement, trial: Trial, settings: DistillSettings, recording_s: float | None
 ) -> Measurement:
-    """What other settings take, by their trial; what lies beside the steps as it was measured.
+    """Estimate what other settings take, by their trial; what lies beside the steps as it was measured.
 
     Args:
         measured: other settings of the same distillation.
@@ -114,14 +113,14 @@ def from_trial(
 
 
 def place_of(processes: Processes) -> Machines:
-    """The machines that the processes run on."""
+    """Name the machines that the processes run on."""
     local = processes.local_world_size
     nodes = max(1, processes.world_size // local)
     return place_here() or Machines(pool=THIS_MACHINE, nodes=nodes, processes_per_node=local)
 
 
 def _timed(processes: Processes, what: Callable[[], object]) -> float:
-    """Seconds that all processes together take for something."""
+    """Measure the seconds that all processes together take for something."""
     processes.barrier()
     began = time.perf_counter()
     what()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -117,24 +117,20 @@ class Memory:
         self._before = gauge.used()
         self._limit = self._before + SHARE * gauge.unused()
         self._highest = gauge.peak()
-        self._fixed = self._before
+        self.fixed = self._before
+        """Bytes that were in use when the trial began."""
         self._ran: dict[Hashable, list[_Ran]] = {}
 
     def begin(self) -> None:
         """A trial begins, whose teacher is on the device already; its student and the optimiser's state are not."""
         self._gauge.begin()
         # What the host's allocator has kept of the trial before would be counted, too.
-        self._fixed = self._gauge.used() if self._gauge.exact else self._before
+        self.fixed = self._gauge.used() if self._gauge.exact else self._before
 
     @property
     def peak(self) -> int:
         """Most bytes that this process used: on a GPU since the trial began, else ever."""
         return self._gauge.peak()
-
-    @property
-    def fixed(self) -> int:
-        """Bytes that were in use when the trial began."""
-        return self._fixed
 
     def learn(self, kind: Hashable, images: int, peak: int, *, fixed: int) -> None:
         """A trial has run.
@@ -161,22 +157,20 @@ class Memory:
 
 
 def needed(ran: list[_Ran], images: int) -> float:
-    """Most bytes that a micro-batch of so many images needs: the least of the bounds that those which ran set."""
-    return min(_bounds(ran, images))
-
-
-def _bounds(ran: list[_Ran], images: int) -> Iterator[float]:
+    """Compute the most bytes that a micro-batch of so many images needs: the least of the bounds that those which ran set."""
+    bounds: list[float] = []
     for large in ran:
         if images <= large.images:
-            yield large.peak
+            bounds.append(large.peak)
             continue
         # With one measurement all but what was there before is taken to grow with the images, ...
-        yield large.fixed + (large.peak - large.fixed) * images / large.images
+        bounds.append(large.fixed + (large.peak - large.fixed) * images / large.images)
         # ... with two the slope between them is known, unless the smaller one may have needed less than its peak.
         for small in ran:
             if small.is_exact and small.images < large.images:
                 slope = max(0.0, (large.peak - small.peak) / (large.images - small.images))
-                yield large.peak + slope * (images - large.images)
+                bounds.append(large.peak + slope * (images - large.images))
+    return min(bounds)
 
 
 def container_room(cgroups: Path = _CGROUPS) -> int:

@@ -111,7 +111,7 @@ def search(start: Candidate, job: Workload, measure: Measure, *, limit_s: float)
 
 
 def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
-    """The given settings, in as many parts as it takes for them to fit; uncompiled where nothing of them is compiled."""
+    """Try the given settings, in as many parts as it takes for them to fit; uncompiled where nothing of them is compiled."""
     tried: list[TriedCandidate] = []
     candidate: Candidate | None = start
     idea = "the given settings"
@@ -137,7 +137,7 @@ def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
 
 
 def _reason_to_stop(state: _SearchState, name: str, gain: float, limit_s: float) -> str:
-    """Why the search ends here; empty if it continues with that proposal."""
+    """Say why the search ends here; empty if it continues with that proposal."""
     cost, run_s = state.best.seconds, state.job.run_s(state.best)
     saving = run_s * (1 - 1 / gain)
     if saving < cost:
@@ -156,7 +156,18 @@ def _try(state: _SearchState, name: str, idea: Proposal, measure: Measure) -> No
     else:
         run_s = job.run_s(trial)
         gain = before / run_s
-        taken, verdict = _judge(job, trial, before, gain)
+        taken = False
+        if trial.ended == "outrun":
+            verdict = f"clearly slower: {gain:.2f} times the speed of the best, when it was stopped"
+        elif gain < LEAST_GAIN:
+            verdict = (
+                f"{gain:.3f} times the speed of the best, which is less than the {LEAST_GAIN} that a change must bring"
+            )
+        # Half-way to the bound of a 95 % interval: one standard error.
+        elif job.run_s(trial, (trial.images_per_second + trial.low) / 2) > before:
+            verdict = f"{gain:.3f} times the speed of the best, but its steps vary too much to be sure"
+        else:
+            taken, verdict = True, f"{gain:.2f} times the speed of the best before"
     if taken:
         state.best = trial
         state.rejected[state.name(best.candidate)] = trial  # the way back was measured with it
@@ -168,22 +179,7 @@ def _try(state: _SearchState, name: str, idea: Proposal, measure: Measure) -> No
     )
 
 
-def _judge(job: Workload, trial: Trial, before: float, gain: float) -> tuple[bool, str]:
-    if trial.ended == "outrun":
-        return False, f"clearly slower: {gain:.2f} times the speed of the best, when it was stopped"
-    if gain < LEAST_GAIN:
-        return (
-            False,
-            f"{gain:.3f} times the speed of the best, which is less than the {LEAST_GAIN} that a change must bring",
-        )
-    if (
-        job.run_s(trial, (trial.images_per_second + trial.low) / 2) > before
-    ):  # half-way to the bound of a 95 % interval: one standard error
-        return False, f"{gain:.3f} times the speed of the best, but its steps vary too much to be sure"
-    return True, f"{gain:.2f} times the speed of the best before"
-
-
 def rate_to_beat(job: Workload, best: Trial, candidate: Candidate) -> float:
-    """Images a second below which a candidate makes the distillation no shorter than the best one does."""
+    """Compute the images a second below which a candidate makes the distillation no shorter than the best one does."""
     left = job.run_s(best) - job.fixed_s(candidate, 0.0)
     return job.images / left if left > 0 else float("inf")

@@ -90,11 +90,11 @@ class Trials:
         self._memory.learn(kind, images, trial.memory_bytes, fixed=trial.fixed_bytes)
 
     def _images(self, candidate: Candidate) -> int:
-        """Of the larger micro-batches."""
+        """Return the images of the larger micro-batches."""
         return -(-candidate.held // self._processes.world_size)
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether a micro-batch will fit, on all processes: judged by those before it, then by one that each process does alone.
+        """Check whether a micro-batch will fit, on all processes: judged by those before it, then by one that each process does alone.
 
         A process that ran out of memory in a step with the others would let them wait for it.
         """
@@ -110,9 +110,8 @@ class Trials:
         settings = candidate.applied(self._settings)
         part = settings.model_copy(update={"batch_size": images, "accumulation": 1, "workers": 0})
         training = self._make(endless(part), alone)
-        timer = StepTimer(
-            images, float("inf"), warm_steps=0, total_steps=0
-        )  # two steps: in the second all states are there
+        # Two steps: in the second all states are there.
+        timer = StepTimer(images, float("inf"), warm_steps=0, total_steps=0)
         try:
             measure_steps(training, timer)
         except RuntimeError as error:
@@ -124,7 +123,7 @@ class Trials:
         return True
 
     def _run(self, candidate: Candidate, rate_to_beat: float, began: float) -> Trial | None:
-        """A trial; none if this process, which is alone, runs out of memory."""
+        """Run a trial; gives none if this process, which is alone, runs out of memory."""
         settings = endless(candidate.applied(self._settings))
         training = self._make(settings, self._processes)
         steps = step_count(candidate.applied(self._settings), len(training.samples))
@@ -160,7 +159,7 @@ class Trials:
         )
 
     def _advise(self, training: TrainingSpec, computing_s: float) -> int:
-        """As many loader processes as keep up with a micro-batch that takes so many seconds of computing."""
+        """Return as many loader processes as keep up with a micro-batch that takes so many seconds of computing."""
         images = micro_batch_size(training.settings, self._processes.world_size)
         if self._loading is None:
             batches = MicroBatches(
@@ -173,7 +172,7 @@ class Trials:
 
 
 def _beside_images(candidate: Candidate) -> Candidate:
-    """The same for candidates that differ only in how many images they hold."""
+    """Return what is the same for candidates that differ only in how many images they hold."""
     return candidate.model_copy(update={"workers": 0, "batch_size": 1, "accumulation": 1})
 
 
@@ -184,7 +183,7 @@ def endless(settings: DistillSettings, *, operators_at: tuple[int, ...] = ()) ->
 
 
 def warm_steps(settings: DistillSettings) -> int:
-    """Steps that are not measured; with `workers=auto` those too in which loading finds out how many it takes."""
+    """Return the steps that are not measured; with `workers=auto` those too in which loading finds out how many it takes."""
     finding_out = loader_workers.WARM_STEPS + loader_workers.TIMED_STEPS if settings.workers in (None, "auto") else 0
     return WARM_STEPS + finding_out
 

@@ -9,8 +9,8 @@ import torch
 from trainer.config import DistillSettings
 from trainer.data.batch import Recorded
 from trainer.distillation import losses
+from trainer.distillation.losses import TeacherOutputs
 from trainer.distillation.objective import FEATURE_LOSSES, choose_logit_loss
-from trainer.distillation.teacher_outputs import TeacherOutputs
 
 BATCH, CLASSES = 6, 5
 TEMPERATURES = [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0]

@@ -10,8 +10,7 @@ from trainer.data.views.mixing import draw_mixing, mix
 from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import decoupled_kl, distillation_kl, recorded_kl
-from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import ProjectedStudent
+from trainer.distillation.objective import DistillObjective, ProjectedStudent
 from trainer.training.averages import AveragedModel
 from trainer.training.classification import cross_entropy
 

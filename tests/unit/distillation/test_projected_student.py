@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer import models
 from trainer.config import ModelSettings
-from trainer.distillation.projected_student import ProjectedStudent
+from trainer.distillation.objective import ProjectedStudent
 from trainer.errors import ModelError
 from trainer.training.averages import AveragedModel
 from trainer.training.optimizers import parameter_groups

@@ -8,9 +8,9 @@ import torch
 
 from trainer import artifacts
 from trainer.distillation import recording, shards
+from trainer.distillation.losses import TeacherOutputs
 from trainer.distillation.recording import Recording, RecordingDescription, open_recording
 from trainer.distillation.reinforcement import pack, summarize, unusable
-from trainer.distillation.teacher_outputs import TeacherOutputs
 from trainer.errors import ArtifactError
 
 DESCRIPTION = RecordingDescription(

@@ -10,6 +10,7 @@ from tests.unit.distillation.test_recording import DESCRIPTION
 from trainer.config import ViewSettings
 from trainer.data.loader import make_loader
 from trainer.distillation import reinforcement, shards
+from trainer.distillation.losses import TeacherOutputs
 from trainer.distillation.recording import unpack
 from trainer.distillation.reinforcement import (
     MEETING,
@@ -21,7 +22,6 @@ from trainer.distillation.reinforcement import (
     plan_of,
 )
 from trainer.distillation.shards import Unit
-from trainer.distillation.teacher_outputs import TeacherOutputs
 
 
 class Counted:

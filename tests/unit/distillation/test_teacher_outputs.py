@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trainer.data.batch import Recorded
-from trainer.distillation.teacher_outputs import TeacherOutputs, all_logits, complete, top_class
+from trainer.distillation.losses import TeacherOutputs, all_logits, complete, top_class
 
 LOGITS = torch.tensor([[0.5, 2.0, -1.0], [3.0, 3.0, 7.0]])
 

@@ -13,12 +13,12 @@ from trainer.pretraining.masked_autoencoder import (
     MaeObjective,
     MaskedAutoencoder,
     draw_noise,
+    draw_reconstructions,
     normalize_patches,
     patchify,
     sine_positions,
     unpatchify,
 )
-from trainer.pretraining.reconstructions import draw_reconstructions
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 SETTINGS = MaeSettings(decoder_dim=16, decoder_depth=1, decoder_heads=2)

@@ -16,8 +16,7 @@ from trainer.config import DistillSettings, MaeSettings, ModelSettings, Pretrain
 from trainer.data.batch import Batch
 from trainer.devices import HOST
 from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import ProjectedStudent
+from trainer.distillation.objective import DistillObjective, ProjectedStudent
 from trainer.pretraining.finetuning import FinetuneObjective
 from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
 from trainer.stages import distill, pretrain, reinforce
@@ -45,14 +44,14 @@ NOT_IN_A_STEP = {
     "frozen_teacher.py:__init__",
     "tensor_stats.py:__init__",  # what looks at the weights
     "pretrain.py:pretrain",  # the picture at the end
-    "reconstructions.py:draw_reconstructions",
+    "masked_autoencoder.py:draw_reconstructions",
 }
 """Where tensors may come to the GPU from pageable memory."""
 WAITS = {
     "copy to the host in models.py:with_labels",
     "copy to the host in models.py:<dictcomp>",  # the model is saved
     "copy to the host in loop.py:_check_finite",  # of a checkpoint
-    "copy to the host in reconstructions.py:_png",
+    "copy to the host in masked_autoencoder.py:_png",
     "a number to the host in models.py:linear_head",
 }
 """Where the host may wait."""

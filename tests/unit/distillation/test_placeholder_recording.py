@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from trainer.distillation.losses import recorded_kl
-from trainer.distillation.recording import RecordingDescription
-from trainer.tuning.placeholder_recording import placeholder_recording
+from trainer.distillation.recording import RecordingDescription, placeholder_recording
 
 DESCRIPTION = RecordingDescription(
     samples=50_000,
