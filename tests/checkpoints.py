@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.training.checkpoints.snapshots import PARTS
 from trainer.training.checkpoints.training_state import capture
-from trainer.training.zero_redundancy import RowShardedOptimizer, held, rows_of
+from trainer.training.optimizers import RowShardedOptimizer, held, rows_of
 
 __all__ = ["PARTS", "Rows", "everything", "learner", "on_two_processes", "snapshot_of"]
 

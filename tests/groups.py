@@ -147,10 +147,10 @@ def _watch_steps(fault, seen_by):
     """Note the samples of each step, and let the fault strike."""
     from trainer.data.loader import MicroBatches
     from trainer.distillation.objective import DistillObjective
-    from trainer.training import validation
+    from trainer.training import classification
     from trainer.training.loop import Trainer
 
-    plain_step, plain_objective, plain_measure = Trainer.train_step, DistillObjective.__call__, validation._measure
+    plain_step, plain_objective, plain_measure = Trainer.train_step, DistillObjective.__call__, classification._measure
     plain_load = MicroBatches.__getitem__
     now = [-1]
 
@@ -176,5 +176,5 @@ def _watch_steps(fault, seen_by):
             time.sleep(600)
         return plain_load(self, position)
 
-    Trainer.train_step, DistillObjective.__call__, validation._measure = step, objective, measure
+    Trainer.train_step, DistillObjective.__call__, classification._measure = step, objective, measure
     MicroBatches.__getitem__ = load

@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from trainer import storage
 from trainer.config import TrainingSettings
 from trainer.devices import choose_device
-from trainer.training.averages import AveragedModel
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.checkpoints.training_state import TrainingState, capture
-from trainer.training.optimizers import make_optimizer, parameter_groups
+from trainer.training.optimizers import AveragedModel, make_optimizer, parameter_groups
 from trainer.training.process_group import Processes
 
 _GROWTH = 1.5

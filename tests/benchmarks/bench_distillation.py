@@ -66,9 +66,9 @@ from trainer.stages import prepare, reinforce
 from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import cross_entropy
-from trainer.training.kernels import use_fast_kernels
 from trainer.training.loop import Trainer
 from trainer.training.optimizers import make_optimizer, parameter_groups
+from trainer.training.parallelize import use_fast_kernels
 from trainer.training.prefetch import Prefetcher
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.spec import Losses, Objective, TrainingSpec

@@ -1,4 +1,4 @@
-"""What the faster kernels of `trainer/training/kernels.py` give on this CPU: `python tests/benchmarks/bench_kernels.py`.
+"""What the faster kernels of `trainer/training/parallelize.py` give on this CPU: `python tests/benchmarks/bench_kernels.py`.
 
 Each pair runs in turns in one process, forward and backward, or forward alone for the teacher; medians over rounds.
 """
@@ -21,7 +21,7 @@ from trainer import models
 from trainer.config import DEVICE_VARIABLE, ModelSettings, Precision
 from trainer.devices import Device, choose_device
 from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.training.kernels import ConvolvedLinear, use_fast_kernels
+from trainer.training.parallelize import ConvolvedLinear, use_fast_kernels
 
 LABELS = tuple(str(number) for number in range(100))
 TOKENS = 197

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from tests.cluster.progress import Seen, goodput, recovery, steps
-from trainer.training.progress_bar import ProgressBar
+from trainer.training.metric_logger import ProgressBar
 
 
 def lines(*moments):

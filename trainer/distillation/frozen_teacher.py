@@ -17,7 +17,7 @@ from trainer.devices import Device
 from trainer.distillation.losses import TeacherOutputs
 from trainer.errors import ModelError
 from trainer.models import Classifier, linear_head
-from trainer.training.kernels import use_fast_kernels
+from trainer.training.parallelize import use_fast_kernels
 
 CPU_PIXELS = 8 * 224**2
 """Pixels of the images of a float32 forward pass on a CPU; more of them leave its caches, fewer do not fill it."""

@@ -45,9 +45,9 @@ from trainer.distillation.shards import ShardStore, Unit
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
 from trainer.graph import SCHEMA_VERSIONS
 from trainer.training.loader_workers import measured_workers
+from trainer.training.metric_logger import ProgressBar
 from trainer.training.prefetch import make_prefetcher
 from trainer.training.process_group import Processes
-from trainer.training.progress_bar import ProgressBar
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import Processes, join_processes
-from trainer.training.shared_artifact import shared_artifact
+from trainer.training.session import shared_artifact
 
 
 def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path, teacher_outputs: str | Path) -> None:

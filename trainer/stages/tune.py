@@ -37,11 +37,11 @@ from trainer.profiling.recorder import Startup
 from trainer.stages import distill, reinforce
 from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
+from trainer.training.classification import batch_size_of, validate
 from trainer.training.loader_workers import measure_loading
 from trainer.training.process_group import Processes, join_processes
-from trainer.training.shared_artifact import shared_artifact
+from trainer.training.session import shared_artifact
 from trainer.training.spec import TrainingSpec, fit_batch
-from trainer.training.validation import batch_size_of, validate
 from trainer.tuning import forecast_table, measurement
 from trainer.tuning.candidates import Workload
 from trainer.tuning.search import SearchResult, search

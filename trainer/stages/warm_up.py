@@ -41,8 +41,7 @@ from trainer.stages import distill, pretrain, reinforce
 from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import Processes, join_processes
-from trainer.training.session import Session
-from trainer.training.shared_artifact import shared_artifact
+from trainer.training.session import Session, shared_artifact
 from trainer.tuning.measurement import place_of
 
 logger = logging.getLogger(__name__)

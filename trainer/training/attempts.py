@@ -1,7 +1,13 @@
-"""The attempts that a training has needed: each resumes from the checkpoint that the one before has left.
+"""The attempts that a training has needed: each resumes from the checkpoint that the one before has left, and fences off those before it.
+
+An attempt claims a number by making an object that must not be there yet. An attempt that was thought dead and comes back, from a network
+cut or from being stopped, finds a higher number and ends; what it has written meanwhile stands beside what the later one writes, for the
+number is part of each checkpoint's name, and the later one counts.
 
 An attempt that fails notes at which step and with what message. If a later one fails at the same step in the same way, another would not
 help, and the training ends for good, whatever else would have started it again.
+
+What asks a store here raises `StorageError` where that does not answer or refuses.
 """
 
 from __future__ import annotations
@@ -10,24 +16,27 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from trainer import storage
 from trainer.errors import (
     LostProcessError,
+    ObjectNotFoundError,
     PreemptedError,
     StorageAwayError,
+    StorageError,
     SupersededError,
     TrainerError,
     TrainingError,
 )
 from trainer.profiling.evidence_schema import AttemptRecord
-from trainer.training.checkpoints.collection import LAST_WAIT_S
-from trainer.training.checkpoints.writer import Writer
+from trainer.training.checkpoints.writer import LAST_WAIT_S, Writer
 from trainer.training.collective_watchdog import wait_limit_s
 
 logger = logging.getLogger(__name__)
@@ -42,16 +51,77 @@ _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 """What differs between two messages of the same kind: addresses, process ids, sizes."""
 
 
+_NUMBERED = re.compile(r"(?:generation-|\.?step-\d+-g)(\d+)$")
+_CLAIM = "generation-"
+_MOST_ATTEMPTS = 100
+"""Others that may be faster in claiming a number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptClaim:
+    """The number of an attempt, and the proof that it is this one's."""
+
+    uri: str
+    """Of the training's checkpoints."""
+    number: int
+    token: bytes
+
+    def standing(self) -> Literal["newest", "superseded", "gone"]:
+        """Ask the store for the state of this attempt: no later one has begun, or one has, or there is no claim at all.
+
+        The claims may be gone because a later attempt has ended and removed them, or because the store has lost its objects; the training's
+        output shows which.
+        """
+        names = storage.children(self.uri)
+        if _highest(names) > self.number:
+            return "superseded"
+        try:
+            claimed = storage.read_bytes(self._marker)
+        except ObjectNotFoundError:
+            # What is lost is lost with what is older, so a claim that is there was made after the loss.
+            return "superseded" if any(name.startswith(_CLAIM) for name in names) else "gone"
+        return "newest" if claimed == self.token else "superseded"
+
+    def stake(self) -> bool:
+        """Make the claim where its number is free, and return whether it stands."""
+        return storage.create_bytes(self._marker, self.token)
+
+    @property
+    def _marker(self) -> str:
+        return storage.join(self.uri, f"{_CLAIM}{self.number:03d}")
+
+
+def _highest(names: Iterable[str]) -> int:
+    matches = map(_NUMBERED.match, names)
+    return max((int(match[1]) for match in matches if match), default=0)
+
+
+def newest(uri: str) -> int:
+    """Return the highest number at a training's checkpoints; 0 where there is none."""
+    return _highest(storage.children(uri))
+
+
+def claim(uri: str) -> AttemptClaim:
+    """Begin a new attempt at the training with these checkpoints.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    for _ in range(_MOST_ATTEMPTS):
+        generation = AttemptClaim(uri=uri, number=newest(uri) + 1, token=uuid.uuid4().hex.encode())
+        if generation.stake():
+            return generation
+    raise StorageError(
+        f"{uri}: {_MOST_ATTEMPTS} other attempts at this training began at the same time; end all but one of them"
+    )
+
+
 class Failure(BaseModel):
     """How a process has failed."""
 
     step: int
     """Of the training, counted from 0: that which failed, or the one before what failed after it."""
     message: str
-
-    def is_like(self, other: Failure) -> bool:
-        """Return whether it is the same failure once more."""
-        return self.step == other.step and _VARIES.sub("#", self.message) == _VARIES.sub("#", other.message)
 
 
 class Attempts:
@@ -72,13 +142,9 @@ class Attempts:
         rank: int = 0,
         check_ours: Callable[[], None] = lambda: None,
     ) -> None:
-        """Of the training with these checkpoints, a URI; where not `active` only a failure is noted.
+        """Note the attempts at the training with these checkpoints, a URI; where not `active` only a failure is noted.
 
-        Args:
-            checkpoints: where the notes stand too.
-            active: whether this is the process that notes the attempts.
-            rank: of this process.
-            check_ours: raises `SupersededError` where a later attempt has begun.
+        `check_ours` raises `SupersededError` where a later attempt has begun.
         """
         self._uri, self._active = storage.join(checkpoints, ATTEMPTS), active
         self._checkpoints, self._rank = checkpoints, rank
@@ -96,7 +162,11 @@ class Attempts:
     def __enter__(self) -> Self:
         self._began_unix = time.time()
         if self._active:
-            self._before = self._read()
+            if storage.exists(self._uri):
+                try:
+                    self._before = _RECORDS.validate_json(storage.read_bytes(self._uri))
+                except ValidationError as error:
+                    logger.warning("earlier attempts are not known: %s cannot be read (%s)", self._uri, error)
             self._begin_sign(self._write)
             self._writer.wait()
         return self
@@ -143,40 +213,27 @@ class Attempts:
         known = isinstance(error, TrainerError)
         message = str(error) if known else f"{type(error).__name__}: {error}"
         failure = Failure(step=self._first_step + self._steps, message=message)
+        before: list[Failure] = []
         try:
-            before = self._failures()
-            note = storage.join(self._checkpoints, f"{FAILURE}{self._rank}.json")
-            storage.write_bytes(note, failure.model_dump_json().encode())
+            for name in storage.children(self._checkpoints):
+                if name.startswith(FAILURE) and name.endswith(".json"):
+                    try:
+                        note = storage.read_bytes(storage.join(self._checkpoints, name))
+                        before.append(Failure.model_validate_json(note))
+                    except ValidationError as unreadable:  # such a note does not count
+                        logger.warning("an earlier failure is not known: %s cannot be read (%s)", name, unreadable)
+            own = storage.join(self._checkpoints, f"{FAILURE}{self._rank}.json")
+            storage.write_bytes(own, failure.model_dump_json().encode())
         except TrainerError as hindrance:
             logger.warning("the failure is not noted: %s", hindrance)
             return
-        if any(failure.is_like(one) for one in before):
+        kind = _VARIES.sub("#", message)
+        if any(one.step == failure.step and _VARIES.sub("#", one.message) == kind for one in before):
             if not known:
                 logger.error("failed again", exc_info=error)
             raise (type(error) if known else TrainingError)(
                 f"failed twice at step {failure.step + 1} in the same way: {message}"
             ) from error
-
-    def _failures(self) -> list[Failure]:
-        """Return how processes of earlier attempts have failed; a note that cannot be read does not count."""
-        found = []
-        for name in storage.children(self._checkpoints):
-            if name.startswith(FAILURE) and name.endswith(".json"):
-                try:
-                    note = storage.read_bytes(storage.join(self._checkpoints, name))
-                    found.append(Failure.model_validate_json(note))
-                except ValidationError as error:
-                    logger.warning("an earlier failure is not known: %s cannot be read (%s)", name, error)
-        return found
-
-    def _read(self) -> tuple[AttemptRecord, ...]:
-        if not storage.exists(self._uri):
-            return ()
-        try:
-            return _RECORDS.validate_json(storage.read_bytes(self._uri))
-        except ValidationError as error:
-            logger.warning("earlier attempts are not known: %s cannot be read (%s)", self._uri, error)
-            return ()
 
     def _begin_sign(self, work: Callable[[], None]) -> None:
         self._due = time.monotonic() + self._interval_s

@@ -1,14 +1,29 @@
 """Learning from labels: the cross-entropy with softened and mixed labels, in float32 whatever the precision of the forward pass.
 
+And accuracy on the validation split while a model is trained, shared out over the processes.
+
 Shapes: B samples, K classes.
 """
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
+from collections.abc import Sequence
+from contextlib import closing
 
-from trainer.data.batch import Mixing
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset as TorchDataset
+
+from trainer.config import Precision, TrainingSettings
+from trainer.data.batch import Batch, Mixing, to_device
+from trainer.data.dataset import Split
+from trainer.data.loader import make_loader
+from trainer.devices import Device, ReadBack
+from trainer.training.collective_watchdog import wait_limit_s
+from trainer.training.process_group import Processes
+from trainer.training.spec import ShouldStop
 
 
 def cross_entropy(
@@ -45,3 +60,98 @@ def cross_entropy(
 def _of(log_probabilities: Tensor, labels: Tensor) -> Tensor:
     """Return the log probability of each sample's class, [B]; of any class where there is no label, which a weight of 0 then takes out."""
     return log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+
+
+def batch_size_of(settings: TrainingSettings, processes: Processes) -> int:
+    """Return the images of a forward pass: the training's micro-batch, which is known to fit the device's memory."""
+    return -(-settings.batch_size // (processes.world_size * settings.accumulation))
+
+
+def validate(
+    model: nn.Module,
+    split: Split,
+    processes: Processes,
+    *,
+    batch_size: int,
+    precision: Precision,
+    should_stop: ShouldStop | None = None,
+    workers: int = 0,
+) -> dict[str, float] | None:
+    """Measure top-1 accuracy and cross-entropy of a classifier on a split; the same on every process.
+
+    Args:
+        model: takes uint8 images [B, 3, S, S], gives logits [B, K].
+        split: labelled images.
+        processes: each of them measures its share.
+        batch_size: images a forward pass.
+        precision: of the forward pass.
+        should_stop: whether to stop before the end; asked after each batch.
+        workers: loader processes beside this process.
+
+    Returns:
+        `val_top1` and `val_loss`; None where it was stopped.
+
+    Raises:
+        LostProcessError: a process did not come within the limit, or is gone.
+    """
+    training, device = model.training, processes.device
+    model.eval()
+    measured: list[Tensor] = []
+    mine = range(processes.rank, len(split), processes.world_size)
+    most = -(-len(split) // processes.world_size)
+    own = [list(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
+    loader = make_loader(
+        _Batches(split, device, batch_size),
+        own,
+        workers=min(workers, len(own)),
+        pin_memory=device.pins_memory,
+        timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
+    )
+    stopped = False
+    with closing(loader):
+        for turn in range(-(-most // batch_size)):
+            if turn < len(own):
+                measured.append(_measure(model, next(loader), len(own[turn]), device, precision))
+            device.dispatch()
+            if should_stop is not None and should_stop():
+                stopped = True
+                break
+    model.train(training)
+    if stopped:
+        return None
+    own_total = [0.0, 0.0]
+    if measured:  # summed in double precision
+        arrived = ReadBack({str(number): figures for number, figures in enumerate(measured)}).wait()
+        own_total = torch.stack([*arrived.values()]).double().sum(0).tolist()
+    everyone = processes.gather(own_total, "the validation's figures")
+    correct, loss = (sum(column) for column in zip(*everyone, strict=True))
+    return {"val_top1": correct / len(split), "val_loss": loss / len(split)}
+
+
+class _Batches(TorchDataset[Batch]):
+    """Items are the images of a split at some indices, whole as they are stored."""
+
+    def __init__(self, split: Split, device: Device, batch_size: int) -> None:
+        self._split, self._device, self._batch_size = split, device, batch_size
+
+    def __getitem__(self, indices: Sequence[int]) -> Batch:
+        """Where another number of images would be another graph, the last image fills the batch up."""
+        filled = self._device.filled(indices, self._batch_size)
+        return Batch(
+            images=self._split.read(filled),
+            labels=torch.from_numpy(self._split.labels[filled]),
+            keys=torch.from_numpy(self._split.keys[filled].view(np.int64)),
+            numbers=torch.zeros(len(filled), dtype=torch.int64),
+        )
+
+
+def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precision: Precision) -> Tensor:
+    """Count the right answers and sum the losses of the first `count` images; float32 [2] on the device."""
+    counts = to_device(torch.arange(len(batch.labels)) < count, device.torch_device)
+    images, labels = (part.to(device.torch_device, non_blocking=True) for part in (batch.images, batch.labels))
+    with device.inference():
+        with device.autocast(precision):
+            logits = model(images)
+        logits = logits.float()
+        right, loss = logits.argmax(1) == labels, F.cross_entropy(logits, labels, reduction="none")
+        return torch.stack([(right & counts).sum().float(), (loss * counts).sum()])

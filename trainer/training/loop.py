@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -27,17 +27,21 @@ from trainer.profiling.spans import span
 from trainer.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.attempts import Attempts
-from trainer.training.averages import AveragedModel, running_statistics
 from trainer.training.checkpoints import newest
 from trainer.training.checkpoints.collection import TOP1
-from trainer.training.checkpoints.training_state import TrainingState, capture, restore
+from trainer.training.checkpoints.training_state import capture, restore
 from trainer.training.loader_workers import MicroBatchLoader
-from trainer.training.metric_logger import MetricLogger
-from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
+from trainer.training.metric_logger import MetricLogger, ProgressBar
+from trainer.training.optimizers import (
+    AveragedModel,
+    make_optimizer,
+    parameter_groups,
+    running_statistics,
+    set_learning_rate,
+)
 from trainer.training.parallelize import DdpTimer, parallelize_model
-from trainer.training.preemption import Preemption
 from trainer.training.prefetch import Prefetcher, make_prefetcher
-from trainer.training.progress_bar import ProgressBar
+from trainer.training.process_group import Preemption
 from trainer.training.spec import Losses, TrainingSpec, check_batch
 
 logger = logging.getLogger(__name__)
@@ -213,14 +217,17 @@ class Trainer:
             batch = batches.next()
             # So that the sum is the mean over the step's images however they are dealt; `accumulation` where evenly.
             parts = settings.batch_size / (len(batch.labels) * processes.world_size)
-            with self._gradient_sync(last=micro == settings.accumulation - 1):
+            # Gradients are exchanged with the last micro-batch only.
+            last, parallel = micro == settings.accumulation - 1, self._parallel
+            alone = isinstance(parallel, DistributedDataParallel) and not last
+            with parallel.no_sync() if alone else nullcontext():
                 with processes.device.autocast(settings.precision):
                     losses = self.training.objective(self._parallel, batch)
                 with span("backward"):
                     (losses["loss"] / parts).backward()
             for name, loss in losses.items():
                 means[name] = means.get(name, 0) + loss.detach() / parts
-            if micro < settings.accumulation - 1:
+            if not last:
                 processes.device.dispatch()
             batches.preload()
         with self.recorder.tensor_sampler.around_update(step, partial(self._show, batch)), span("optimizer"):
@@ -243,13 +250,6 @@ class Trainer:
             processes.device.average(self._statistics, world_size=processes.world_size)
         if self._ema:
             self._ema.update(step)
-
-    def _gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
-        """Let gradients be exchanged with the last micro-batch only."""
-        if last or not isinstance(self._parallel, DistributedDataParallel):
-            return nullcontext()
-        context: AbstractContextManager[object] = self._parallel.no_sync()
-        return context
 
     def _show(self, batch: Batch) -> None:
         """Send a few images through the model, so that the recorder sees its attention."""
@@ -317,11 +317,7 @@ class Trainer:
     ) -> None:
         """Copy the state after `steps` steps, which is then written in the background; all processes take part, the first one writes.
 
-        Args:
-            steps: optimiser steps done.
-            top1: accuracy on the validation split after them, where it was measured.
-            pending: what belongs to the last of them and is still to be done.
-            needed: whether no step follows.
+        The arguments are those of `capture` and `Checkpoints.save`.
 
         Raises:
             TrainingError: weights are not finite; they are not kept.
@@ -329,14 +325,7 @@ class Trainer:
         """
         average = self._ema.model if self._ema else None
         state = capture(steps, self.model, self._optimizer, average, processes=self.processes, pending=pending)
-        self._check_finite(state)
-        if self.is_best(top1):
-            self._best = top1
-        if self.processes.is_first:
-            self.training.checkpoints.save(state, top1=top1, needed=needed)
-
-    def _check_finite(self, state: TrainingState) -> None:
-        """The loss was finite, but the update that followed may have spoilt the weights, which would never heal."""
+        # The loss was finite, but the update that followed may have spoilt the weights, which would never heal.
         weights = {name: state.model[name] for name, _ in self.model.named_parameters()}
         finite = torch.stack([torch.isfinite(weight).all() for weight in weights.values()]).tolist()
         bad = [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
@@ -344,9 +333,13 @@ class Trainer:
             shown = ", ".join(bad[:_NAMED]) + (f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else "")
             name = self.training.name
             raise TrainingError(
-                f"{name}: weights are not finite after step {state.step} ({shown}), so no checkpoint of them is kept; lower {name} "
+                f"{name}: weights are not finite after step {steps} ({shown}), so no checkpoint of them is kept; lower {name} "
                 "base_learning_rate or clip_norm, or use precision=fp32"
             )
+        if self.is_best(top1):
+            self._best = top1
+        if self.processes.is_first:
+            self.training.checkpoints.save(state, top1=top1, needed=needed)
 
     def load_checkpoint(self) -> tuple[int, tuple[str, ...]]:
         """Take over the newest checkpoint that is valid on all processes.

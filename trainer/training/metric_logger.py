@@ -1,26 +1,107 @@
-"""Logs losses and metrics while a training runs; losses are read back without holding up the device.
+"""Logs losses and metrics while a training runs, and how far it is; losses are read back without holding up the device.
 
 Shapes: W processes, S steps, L losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from trainer.devices import ReadBack
 from trainer.errors import TrainingError
 from trainer.profiling.recorder import Recorder
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.process_group import Processes
-from trainer.training.progress_bar import ProgressBar
 from trainer.training.spec import TrainingSpec
 
+logger = logging.getLogger(__name__)
+
+LINE_INTERVAL_S = 5.0
+"""Least time between two plain lines."""
 _NAMED = 8
 """Samples that a message names."""
+
+
+class ProgressBar:
+    """Shows how far a training is, by a bar on a terminal, plain lines in a log; does nothing where it is not active."""
+
+    def __init__(self, name: str, *, first_step: int, total_steps: int, images_per_step: int, active: bool) -> None:
+        """For the steps first_step .. total_steps - 1 of the training `name`."""
+        self._name, self._first, self._total, self._images = name, first_step, total_steps, images_per_step
+        self._active, self._start, self._last_line = active, time.monotonic(), -LINE_INTERVAL_S
+        self._bar = (
+            tqdm(total=total_steps, initial=first_step, desc=name, unit="step", dynamic_ncols=True)
+            if active and sys.stderr.isatty()
+            else None
+        )
+
+    @classmethod
+    def of(cls, training: TrainingSpec, first_step: int, *, active: bool = True) -> Self:
+        """Show the steps of a training from `first_step` on, in its first process."""
+        return cls(
+            training.name,
+            first_step=first_step,
+            total_steps=training.total_steps,
+            images_per_step=training.settings.batch_size,
+            active=active and training.processes.is_first,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def say(self, text: str) -> None:
+        """Show a line of its own, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        elif self._active:
+            logger.info("%s", text)
+
+    def show(self, step: int, values: Mapping[str, float], measured: Callable[[], float | None] = lambda: None) -> None:
+        """Show the numbers of a step, the speed and the time left.
+
+        Args:
+            step: the last one that ended.
+            values: its numbers.
+            measured: gives images a second within the steps, where they are measured. Where they are not, all images by all the time
+                since the start are shown, and called `so far`.
+        """
+        if not self._active:
+            return
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self._bar is not None:
+            self._bar.update(step + 1 - self._bar.n)
+            self._bar.set_postfix_str(text)
+            return
+        now, done = time.monotonic(), step + 1
+        if now - self._last_line < LINE_INTERVAL_S and done < self._total:
+            return
+        self._last_line = now
+        rate, within_steps = (done - self._first) / max(now - self._start, 1e-9), measured()
+        logger.info(
+            "%s  step %d/%d  %s  %s  %.0f s left",
+            self._name,
+            done,
+            self._total,
+            text,
+            f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s",
+            (self._total - done) / rate,
+        )
 
 
 class MetricLogger:
@@ -31,14 +112,6 @@ class MetricLogger:
     """
 
     def __init__(self, training: TrainingSpec, recorder: Recorder, tracker: Tracker, progress: ProgressBar) -> None:
-        """Log a training.
-
-        Args:
-            training: whose losses these are.
-            recorder: takes metrics into the evidence.
-            tracker: takes them to MLflow.
-            progress: shows them.
-        """
         self._training, self._name, self._processes = training, training.name, training.processes
         self._recorder, self._tracker, self._progress = recorder, tracker, progress
         self._waiting: list[tuple[int, Mapping[str, Tensor]]] = []
@@ -121,13 +194,10 @@ class _Losses:
         if processes.device.traces:  # what is computed here would be noted for the next step, and change its graph
             self._readback = ReadBack({str(number): loss for number, loss in enumerate(chain.from_iterable(rows))})
         else:
-            self._readback = ReadBack({"losses": self._summed(_table(rows))})
-
-    def _summed(self, own: Tensor) -> Tensor:
-        """Those of all processes, [W, S, L], of one process's, [S, L]."""
-        everyone = own.new_zeros(self._processes.world_size, *own.shape)
-        everyone[self._processes.rank] = own
-        return self._processes.total(everyone, self._what)
+            own = torch.stack([torch.stack([loss.float() for loss in row]) for row in rows])
+            everyone = own.new_zeros(processes.world_size, *own.shape)
+            everyone[processes.rank] = own
+            self._readback = ReadBack({"losses": processes.total(everyone, self._what)})
 
     @property
     def arrived(self) -> bool:
@@ -143,7 +213,3 @@ class _Losses:
             return arrived["losses"]
         own = torch.stack([*arrived.values()]).float().reshape(len(self.steps), len(self.names))
         return torch.stack(self._processes.gather(own, self._what))
-
-
-def _table(rows: Sequence[Sequence[Tensor]]) -> Tensor:
-    return torch.stack([torch.stack([loss.float() for loss in row]) for row in rows])

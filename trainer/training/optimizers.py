@@ -1,18 +1,29 @@
-"""AdamW with weight-decay groups and layer-wise learning rates, sharded or not."""
+"""AdamW with weight-decay groups and layer-wise learning rates, sharded or not; and the moving average of the weights.
+
+A sharded optimiser's state is dealt to the processes: by whole weights, as torch does it, or by rows of each weight, as torch_xla does.
+
+Shapes: a weight has R rows, its first dimension; each of W processes holds ceil(R / W) of them, the last ones filled up with zeros.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trainer.config import TrainingSettings
-from trainer.devices import Device
+from trainer.devices import HOST, Device, RowShardedOptimizer
+from trainer.devices.torch_private import batch_norms, lerp_all
 from trainer.models import Classifier
 from trainer.training.process_group import Processes
-from trainer.training.zero_redundancy import local_optimizer
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
@@ -49,19 +60,15 @@ def make_optimizer(
         else torch.optim.AdamW(groups, **options)
     )
     if processes.device.traces:
-        _make_state(local_optimizer(optimizer))
-    return optimizer
-
-
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make AdamW's state now: made in the first step, it would make that another graph than those that follow."""
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            optimizer.state[weight] = {
+        # Made in the first step, AdamW's state would make that another graph than those that follow.
+        local = local_optimizer(optimizer)
+        for weight in (weight for group in local.param_groups for weight in group["params"]):
+            local.state[weight] = {
                 "step": torch.zeros((), dtype=torch.float32, device=weight.device),
                 "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
             }
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, device: Device) -> None:
@@ -69,3 +76,125 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, device: Dev
     rates = device.numbers([rate * group["lr_scale"] for group in optimizer.param_groups])
     for group, own in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = own
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimiser of what this process holds, which is everything unless it is sharded."""
+    if isinstance(optimizer, RowShardedOptimizer):
+        return optimizer.base_optimizer
+    part: torch.optim.Optimizer = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    return part
+
+
+def held(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Yield each weight of which this process holds the state, with what the state belongs to: itself, or its rows."""
+    part = local_optimizer(optimizer)
+    wholes = optimizer if isinstance(optimizer, RowShardedOptimizer) else part
+    for whole, own in zip(wholes.param_groups, part.param_groups, strict=True):
+        yield from zip(whole["params"], own["params"], strict=True)
+
+
+def rows_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
+    """Return the rows [ceil(R / W), ...] of a process, of all of them [R, ...]."""
+    most = math.ceil(len(tensor) / world_size)
+    filled = F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, most * world_size - len(tensor)])
+    return filled[rank * most : (rank + 1) * most]
+
+
+def gather_whole_states(tensors: Mapping[str, Tensor], processes: Processes, what: str) -> dict[str, Tensor]:
+    """Gather the tensors of all processes, each of which one process holds, on the first one; the others get none.
+
+    `consolidate_state_dict` does the same by pickling, and takes twenty times as long.
+    """
+    layouts = processes.gather({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, what)
+    with processes.waiting(what):
+        if not processes.is_first:
+            for tensor in tensors.values():
+                dist.send(tensor.contiguous(), 0)
+            return {}
+        gathered = dict(tensors)
+        for rank, layout in enumerate(layouts[1:], start=1):
+            for name, (shape, dtype) in layout.items():
+                received = torch.empty(shape, dtype=dtype, device=processes.device.torch_device)
+                dist.recv(received, rank)
+                gathered[name] = received.cpu()  # the device may have no room for all shares
+    return gathered
+
+
+def gather_rows(
+    tensors: Mapping[str, Tensor], rows: Mapping[str, int], processes: Processes, what: str
+) -> Mapping[str, Tensor]:
+    """Gather whole tensors, of which each process has rows, on the first one; the others get none. They travel between the hosts.
+
+    Args:
+        tensors: of this process, on the host, such as `exp_avg/NAME OF WEIGHT`; single numbers are the same for all.
+        rows: name of each weight -> R.
+        processes: all take part.
+        what: they are for, for the message.
+
+    Raises:
+        LostProcessError: a process did not come within the limit, or is gone.
+    """
+    whole = dict(tensors)
+    with processes.waiting(what):
+        for name, own in tensors.items():
+            if not own.dim():
+                continue
+            parts = [own]
+            if processes.world_size > 1:
+                parts = [torch.empty_like(own) for _ in range(processes.world_size)] if processes.is_first else []
+                dist.gather(own.contiguous(), parts or None, dst=0, group=processes.host)
+            if parts:
+                whole[name] = torch.cat(parts)[: rows[name.partition("/")[2]]]
+    return whole if processes.is_first else {}
+
+
+def deal_rows(optimizer: RowShardedOptimizer, states: Sequence[Mapping[str, Tensor] | None]) -> None:
+    """Give this process its rows of all weights, as they are now, and of their states; single numbers are the same for all.
+
+    Args:
+        optimizer: takes them.
+        states: of each weight in its order, such as `exp_avg` -> [R, ...]; None of one that has none yet.
+    """
+    rank, world_size = optimizer.local_rank, optimizer.local_world_size
+    for (whole, own), state in zip(held(optimizer), states, strict=True):
+        with torch.no_grad():
+            own.copy_(rows_of(whole, rank, world_size))
+        if state is not None:
+            optimizer.base_optimizer.state[own] = {
+                key: (rows_of(value, rank, world_size) if value.dim() else value).to(own.device, copy=True)
+                for key, value in state.items()
+            }
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """Return the running means and variances of a model's batch normalisations, of which each process sees its own images."""
+    found = [part for module in batch_norms(model) for part in (module.running_mean, module.running_var)]
+    return [part for part in found if part is not None]
+
+
+class AveragedModel:
+    """An exponential moving average of a model's weights, with a warm-up of its decay for the first steps.
+
+    The decay at step t is min(decay, (1 + t) / (10 + t)), so that a short training isn't held back by its first weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, device: Device = HOST) -> None:
+        """Start from the model's present weights; `device` is where they are."""
+        self.decay, self._device = decay, device
+        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._averages: list[Tensor] = list(self.model.parameters())
+        self._sources: list[Tensor] = list(model.parameters())
+        self._buffers = list(zip(self.model.buffers(), model.buffers(), strict=True))
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move the average towards the model's weights after optimiser step `step`; buffers are copied."""
+        (share,) = self._device.numbers([1 - min(self.decay, (1 + step) / (10 + step))])
+        if isinstance(share, Tensor):
+            for average, source in zip(self._averages, self._sources, strict=True):
+                average.lerp_(source, share)
+        else:
+            lerp_all(self._averages, self._sources, share)
+        for average, source in self._buffers:
+            average.copy_(source)

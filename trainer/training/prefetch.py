@@ -6,7 +6,7 @@ Shapes: b samples in a micro-batch, b + x images, V pixels along the edge of a v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -33,7 +33,6 @@ class Prefetcher:
     """
 
     def __init__(self, batches: Iterator[Batch], views: Views, device: Device) -> None:
-        """Of these micro-batches, in their order; `views` says how the device makes what the loader left to it."""
         self._batches, self._views, self._device = batches, views, device
         self._stream = torch.cuda.Stream(device.torch_device) if device.kind == "cuda" else None
         self._sent: Batch | None = None
@@ -45,36 +44,38 @@ class Prefetcher:
         with span("to_device"):
             batch, self._sent = self._sent, None
             assert batch is not None, "no more is taken than the loader gives"
-            self._receive(batch)
+            if self._stream is not None:
+                # The computation waits for the copies, and their memory is kept until it is through with them.
+                computing = torch.cuda.current_stream(self._device.torch_device)
+                computing.wait_stream(self._stream)
+                parts = [
+                    batch.images,
+                    batch.labels,
+                    *(batch.mixing or ()),
+                    *(batch.recorded or ()),
+                    batch.label_weights,
+                ]
+                for tensor in parts:
+                    if tensor is not None and tensor.is_cuda:
+                        tensor.record_stream(computing)
             return render(batch, self._views)
 
     def preload(self) -> None:
         """Start to send the next micro-batch, if there is one more; call it when the device has enough to do."""
         with span("data"):
             batch = next(self._batches, None)
-        if batch is not None:
-            with span("to_device"), self._on_stream():
-                self._sent = _decoded(_moved(batch, self._move), self._device)
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        """Begin to copy; from page-locked memory the host does not wait for it."""
-        return tensor.to(self._device.torch_device, non_blocking=True)
+        if batch is None:
+            return
+        place = self._device.torch_device
+        with span("to_device"), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            # From page-locked memory the host does not wait for the copies.
+            sent = _moved(batch, lambda tensor: tensor.to(place, non_blocking=True))
+            if sent.lengths is not None:  # the loader left the stored images encoded
+                sent = sent._replace(images=decode_jpegs(sent.images, sent.lengths, place), lengths=None)
+            self._sent = sent
 
     def close(self) -> None:
         """Take no more."""
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
-
-    def _receive(self, batch: Batch) -> None:
-        """Let the computation wait for the copies, and keep their memory until it is through with them."""
-        if self._stream is None:
-            return
-        computing = torch.cuda.current_stream(self._device.torch_device)
-        computing.wait_stream(self._stream)
-        for tensor in _tensors(batch):
-            if tensor.is_cuda:
-                tensor.record_stream(computing)
 
 
 class ThreadedPrefetcher(Prefetcher):
@@ -84,7 +85,6 @@ class ThreadedPrefetcher(Prefetcher):
     """
 
     def __init__(self, batches: Iterator[Batch], views: Views, device: Device) -> None:
-        """As `Prefetcher`."""
         super().__init__(batches, views, device)
         self._ahead = device.send_ahead(_parted(render(batch, views)) for batch in batches)
 
@@ -138,13 +138,6 @@ def render(batch: Batch, views: Views) -> Batch:
     return batch._replace(images=images, views=None)
 
 
-def _decoded(batch: Batch, device: Device) -> Batch:
-    """Decode the stored images where the loader left them encoded."""
-    if batch.lengths is None:
-        return batch
-    return batch._replace(images=decode_jpegs(batch.images, batch.lengths, device.torch_device), lengths=None)
-
-
 def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
     """Move the parts of a batch that the device computes with."""
     return batch._replace(
@@ -166,9 +159,3 @@ def _each(parts: Parts | None, move: Callable[[Tensor], Tensor]) -> Parts | None
     if parts is None:
         return None
     return parts._replace(**{name: move(part) for name, part in parts._asdict().items() if part is not None})
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    """Return all that `_moved` moves."""
-    parts = [batch.images, batch.labels, *(batch.mixing or ()), *(batch.recorded or ()), batch.label_weights]
-    return [part for part in parts if part is not None]

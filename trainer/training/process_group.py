@@ -1,4 +1,4 @@
-"""The group of training processes that torchrun started, and the proof that it is one group."""
+"""The group of training processes that torchrun started, the proof that it is one group, and its common end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public, torch documents them
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # public, torch documents them
 
 from trainer.devices import Device, choose_device
 from trainer.errors import LostProcessError, TrainingError
+from trainer.host import EndRequest
 from trainer.training.collective_watchdog import CollectiveWatchdog, wait_limit_s
 
 T = TypeVar("T")
@@ -29,7 +31,8 @@ _DEVICE_PATIENCE = 2
 class Processes:
     """This process among the others.
 
-    The host meets over a group of its own, of gloo, whatever the devices use among themselves: so a wait ends with a message.
+    The host meets over a group of its own, of gloo, whatever the devices use among themselves: so a wait ends with a message, a
+    `LostProcessError`, where a process did not come within the limit or is gone. It says `what` the wait was for.
     """
 
     rank: int
@@ -54,25 +57,13 @@ class Processes:
         return self.rank - self.local_rank
 
     def barrier(self, what: str = "a barrier of all processes") -> None:
-        """Wait for all processes; `what` it is for, for the message.
-
-        Raises:
-            LostProcessError: one of them did not come within the limit, or is gone.
-        """
+        """Wait for all processes."""
         if self.world_size > 1:
             with self._collective(what):
                 dist.barrier(group=self.host)
 
     def gather(self, value: T, what: str = "an exchange between all processes") -> list[T]:
-        """The value of every process, in the order of the ranks; the same list on every process.
-
-        Args:
-            value: of this process.
-            what: it is, for the message.
-
-        Raises:
-            LostProcessError: one of them did not come within the limit, or is gone.
-        """
+        """Return the value of every process, in the order of the ranks; the same list on every process."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -85,15 +76,7 @@ class Processes:
         return self.total(values) / self.world_size
 
     def total(self, values: torch.Tensor, what: str = "a sum over all processes") -> torch.Tensor:
-        """Sum over the processes, element by element; the same on every process. On a GPU the host continues meanwhile.
-
-        Args:
-            values: of this process.
-            what: it is, for the message.
-
-        Raises:
-            LostProcessError: one of them did not come within the limit, or is gone.
-        """
+        """Sum over the processes, element by element; the same on every process. On a GPU the host continues meanwhile."""
         if self.world_size == 1:
             return values
         summed = values.clone()
@@ -102,11 +85,7 @@ class Processes:
         return summed
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around torch's own waits for the other processes: says who is missing where one fails; `what` it is for.
-
-        Raises:
-            LostProcessError: a process did not come within the limit, or is gone.
-        """
+        """Stand around torch's own waits for the other processes: says who is missing where one fails."""
         return nullcontext() if self.watchdog is None else self.watchdog.waiting(what)
 
     def _collective(self, what: str) -> AbstractContextManager[None]:
@@ -143,7 +122,15 @@ def join_processes(*, deterministic: bool | None = False) -> Iterator[Processes]
 def _join(device: Device, local_rank: int) -> Processes:
     limit_s = wait_limit_s()
     limit = timedelta(seconds=limit_s)
-    store, rank, world_size = _rendezvous_store(limit)
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=limit))
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LostProcessError(
+            f"the processes' rendezvous {place} did not answer, or not all came to it, within {limit.total_seconds():g} s "
+            f"({str(error).splitlines()[0]}); look whether the first node and all processes run"
+        ) from error
+    store.set_timeout(limit)
     watchdog = CollectiveWatchdog(PrefixStore(_KEYS, store), rank=rank, world_size=world_size, limit_s=limit_s)
     with watchdog.collective("the start of all processes"):
         dist.init_process_group(
@@ -165,24 +152,6 @@ def _join(device: Device, local_rank: int) -> Processes:
         host=host,
         watchdog=watchdog,
     )
-
-
-def _rendezvous_store(limit: timedelta) -> tuple[Store, int, int]:
-    """The store of the launcher, or of the first process, with this process's rank and the number of processes.
-
-    Raises:
-        LostProcessError: it does not answer.
-    """
-    try:
-        store, rank, world_size = next(rendezvous("env://", timeout=limit))
-    except dist.DistError as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise LostProcessError(
-            f"the processes' rendezvous {place} did not answer, or not all came to it, within {limit.total_seconds():g} s "
-            f"({str(error).splitlines()[0]}); look whether the first node and all processes run"
-        ) from error
-    store.set_timeout(limit)
-    return store, rank, world_size
 
 
 def prove_one_group(processes: Processes, *, expected: int) -> None:
@@ -213,3 +182,67 @@ def _told(processes: Processes) -> str:
     if place is None:
         return ""
     return f"; the runtime PJRT_DEVICE={os.environ.get('PJRT_DEVICE')} calls this process {place[0]} of {place[1]}"
+
+
+class Preemption:
+    """Whether this training is to end before its time.
+
+    Each process says at the end of a step whether it was asked to end, and receives at the end of the next one what the others said: the
+    all-reduce runs while that step computes. So all processes know of it at the same step, two steps after the request at most.
+
+    with Preemption(processes) as preemption:
+        for step in ...:             # the first one, which compiles, ends at once
+            ...
+            if preemption.should_stop("step 7"):
+                save and end
+        if preemption.should_stop("the end", wait=True):
+            save and end
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes, self._request = processes, EndRequest()
+        self._requested = torch.zeros((), dtype=torch.int32)
+        self._pending: dist.Work | None = None
+        self._ending = False
+
+    def __enter__(self) -> Self:
+        self._request.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._request.__exit__(kind, error, trace)
+
+    def should_stop(self, what: str, *, wait: bool = False) -> bool:
+        """Return whether all processes are to stop here; the same on all of them, which ask equally often.
+
+        From the first call on a signal no longer ends the process at once, but is answered by the next call.
+
+        Args:
+            what: is at its end, for messages.
+            wait: whether to count every request up to now, which waits for the other processes.
+
+        Raises:
+            LostProcessError: a process did not come within the limit, or is gone.
+        """
+        self._request.defer()
+        if self._processes.world_size == 1:
+            return self._request.came
+        self._receive(what)
+        if not self._ending:
+            self._requested.fill_(self._request.came)
+            self._pending = dist.all_reduce(
+                self._requested, op=dist.ReduceOp.MAX, group=self._processes.host, async_op=True
+            )
+            if wait:
+                self._receive(what)
+        return self._ending
+
+    def _receive(self, what: str) -> None:
+        """Take in what the processes have said at the last call."""
+        if self._pending is not None:
+            with self._processes.waiting(what):
+                self._pending.wait()
+            self._pending = None
+            self._ending = bool(self._requested.item())

@@ -1,4 +1,4 @@
-"""What the trainings of one stage share: the processes, the outputs, the tracked run, the checkpoints."""
+"""What the trainings of one stage share: the processes, the outputs that they write together, the tracked run, the checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from trainer import artifacts, models, storage
+from trainer import artifacts, host, models, storage
 from trainer.artifacts import Draft
 from trainer.config import (
     DistillSettings,
@@ -24,20 +24,19 @@ from trainer.config import (
 )
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import RecordedOutputs, Samples, micro_batch_size
-from trainer.errors import PreemptedError, SupersededError, TrainerError
-from trainer.graph import STAGES
+from trainer.errors import OutputError, PreemptedError, SupersededError, TrainerError
+from trainer.graph import STAGES, Kind
 from trainer.models import Classifier
 from trainer.profiling.evidence_schema import ContextRecord
 from trainer.profiling.recorder import Recorder, Startup
 from trainer.served_student.preprocessing import Square
 from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared
-from trainer.training.checkpoints.compatibility import compatible
+from trainer.training.checkpoints.collection import compatible
+from trainer.training.classification import batch_size_of, validate
 from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes, join_processes
-from trainer.training.shared_artifact import shared_artifact
 from trainer.training.spec import Objective, ShouldStop, TrainingSpec, fit_batch
-from trainer.training.validation import batch_size_of, validate
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,12 @@ class Session:
         Raises:
             TrainerError: as it ended; what was recorded is kept and its place named.
         """
-        settings = self._fit(name, settings, len(samples))
+        nested = name != self.stage
+        fitted = fit_batch(f"{self.stage}.{name}" if nested else name, settings, len(samples), self.processes)
+        if fitted is not settings:
+            batch = {"batch_size": fitted.batch_size}
+            self._fitted.update({name: self.values[name] | batch} if nested else batch)
+            settings = fitted
         if self.processes.is_first and settings.precision == "bf16" and not self.processes.device.uses_bf16("bf16"):
             logger.warning(
                 "%s  precision=bf16 is not used: this processor has no bf16 instructions, and emulated bf16 is 10 to 15 times slower "
@@ -145,48 +149,32 @@ class Session:
             labelled_share=labelled_share,
         )
         trainer = Trainer(training, context=self._context(training, context or ContextRecord()), startup=self.startup)
-        with self._evidence_kept(trainer.recorder, storage.join(checkpoints.uri, FAILED)):
+        kept = storage.join(checkpoints.uri, FAILED)
+        try:
             trained = trainer.train(self.tracker)
+        except (PreemptedError, SupersededError):
+            raise  # it resumes, here or in the later attempt, whose evidence would stand there
+        except BaseException as error:
+            if not self._keep_evidence(trainer.recorder, kept):
+                raise
+            logger.warning("%s  ended early; what it recorded is at %s", name, kept)
+            if isinstance(error, TrainerError):
+                raise type(error)(f"{error}; what it recorded is at {kept}") from error
+            raise
         trainer.recorder.write(self.evidence.path)
         self.startup.begin_again()
         return trained
 
-    def _fit(self, name: str, settings: TrainingSettings, images: int) -> TrainingSettings:
-        """Clamp the batch to one that the images can fill."""
-        nested = name != self.stage
-        fitted = fit_batch(f"{self.stage}.{name}" if nested else name, settings, images, self.processes)
-        if fitted is not settings:
-            batch = {"batch_size": fitted.batch_size}
-            self._fitted.update({name: self.values[name] | batch} if nested else batch)
-        return fitted
-
-    @contextmanager
-    def _evidence_kept(self, recorder: Recorder, uri: str) -> Iterator[None]:
-        """Keep at `uri` what was recorded of a training that fails, and name that place."""
-        try:
-            yield
-        except (
-            PreemptedError,
-            SupersededError,
-        ):  # it resumes, here or in the later attempt, whose evidence would stand there
-            raise
-        except BaseException as error:
-            if not self.processes.is_first or not recorder.has_begun or not self._keep_evidence(recorder, uri):
-                raise
-            logger.warning("%s  ended early; what it recorded is at %s", recorder.name, uri)
-            if isinstance(error, TrainerError):
-                raise type(error)(f"{error}; what it recorded is at {uri}") from error
-            raise
-
     def _keep_evidence(self, recorder: Recorder, uri: str) -> bool:
+        """Keep what was recorded of a training that fails, and return whether that is so."""
+        if not self.processes.is_first or not recorder.has_begun:
+            return False
         try:
             artifacts.remove(uri)
             with artifacts.create(uri, "evidence", settings=self.values, parents=self.parents) as draft:
                 recorder.write(draft.path)
-        except (
-            TrainerError,
-            RuntimeError,
-        ) as error:  # what ended the training matters more, and may have been the device
+        except (TrainerError, RuntimeError) as error:
+            # What ended the training matters more, and may have been the device.
             logger.warning("%s  what it recorded could not be kept: %s", recorder.name, error)
             return False
         return True
@@ -252,6 +240,43 @@ class Session:
         if self.processes.is_first:
             for checkpoints in self._trainings:
                 checkpoints.remove()
+
+
+@contextmanager
+def shared_artifact(
+    processes: Processes, uri: str | Path, kind: Kind, *, settings: Mapping[str, Any], parents: Mapping[str, str]
+) -> Iterator[Draft]:
+    """Like `artifacts.create`, on every process of every machine.
+
+    The first process makes the artifact, and notes how long after the launch and on what kind of device; all write into one directory.
+    In a store there is no such directory: the processes of a machine write into a folder of theirs, which the first of them sends when
+    all have written. Then the first process of all writes the manifest.
+
+    Raises:
+        OutputError: the directory cannot be written, or not all machines see it.
+        StorageError: the store does not answer or refuses.
+    """
+    leader = processes.first_of_node if storage.is_remote(uri) else 0
+    with ExitStack() as stack:
+        own: Draft | None = None
+        if processes.is_first:
+            own = stack.enter_context(artifacts.create(uri, kind, settings=settings, parents=parents))
+            own.startup_seconds = round(host.seconds_since_launch(), 3)
+            own.device = processes.device.kind
+        elif processes.rank == leader:
+            own = Draft(path=stack.enter_context(artifacts.folder_for(uri)))
+        paths = processes.gather(own.path if own else Path(), f"the beginning of {kind} {uri}")
+        draft = own or Draft(path=paths[leader])
+        if not draft.path.is_dir():
+            raise OutputError(
+                f"{kind} {uri}: lies on the disk of the first machine, which this one does not see; give an output that all machines "
+                "reach, such as s3://BUCKET/NAME"
+            )
+        yield draft
+        processes.barrier(f"the end of {kind} {uri}")
+        sent = artifacts.contribute(uri, draft.path) if own and not processes.is_first else {}
+        for records in processes.gather(sent, f"the files of {kind} {uri}"):
+            draft.contributed.update(records)
 
 
 @contextmanager

@@ -21,9 +21,8 @@ from trainer.tracking.stage_runs import Tracker
 from trainer.training import loader_workers
 from trainer.training.loader_workers import LoadingTime, measure_loading
 from trainer.training.loop import Trainer
-from trainer.training.metric_logger import MetricLogger
+from trainer.training.metric_logger import MetricLogger, ProgressBar
 from trainer.training.process_group import Processes
-from trainer.training.progress_bar import ProgressBar
 from trainer.training.spec import TrainingSpec
 from trainer.tuning.memory import Memory, gauge_of
 from trainer.tuning.step_timer import StepTimer

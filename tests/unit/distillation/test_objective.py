@@ -11,8 +11,8 @@ from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import decoupled_kl, distillation_kl, recorded_kl
 from trainer.distillation.objective import DistillObjective, ProjectedStudent
-from trainer.training.averages import AveragedModel
 from trainer.training.classification import cross_entropy
+from trainer.training.optimizers import AveragedModel
 
 LABELS = ("a", "b", "c")
 IMAGES = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -9,8 +9,7 @@ from trainer import models
 from trainer.config import ModelSettings
 from trainer.distillation.objective import ProjectedStudent
 from trainer.errors import ModelError
-from trainer.training.averages import AveragedModel
-from trainer.training.optimizers import parameter_groups
+from trainer.training.optimizers import AveragedModel, parameter_groups
 
 LABELS = ("a", "b", "c")
 IMAGES = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

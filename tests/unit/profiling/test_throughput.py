@@ -21,7 +21,7 @@ from trainer.profiling.rules.outcomes import Finding
 from trainer.profiling.rules.processes import communication
 from trainer.profiling.throughput import images_per_second, measured_rows
 from trainer.profiling.training_summary import summarize
-from trainer.training.progress_bar import ProgressBar
+from trainer.training.metric_logger import ProgressBar
 
 
 def page_of(training: TrainingEvidence) -> str:

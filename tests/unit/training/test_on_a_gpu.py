@@ -50,7 +50,7 @@ NOT_IN_A_STEP = {
 WAITS = {
     "copy to the host in models.py:with_labels",
     "copy to the host in models.py:<dictcomp>",  # the model is saved
-    "copy to the host in loop.py:_check_finite",  # of a checkpoint
+    "copy to the host in loop.py:save_checkpoint",  # of a checkpoint
     "copy to the host in masked_autoencoder.py:_png",
     "a number to the host in models.py:linear_head",
 }

@@ -4,7 +4,7 @@ import torch
 from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
 from trainer.devices import HOST, choose_device
-from trainer.training.optimizers import make_optimizer, parameter_groups, set_learning_rate
+from trainer.training.optimizers import AveragedModel, make_optimizer, parameter_groups, rows_of, set_learning_rate
 from trainer.training.process_group import Processes
 
 TINY = ModelSettings(
@@ -74,3 +74,38 @@ def test_steps_are_those_of_plain_adamw():
             stepper.step()
     assert torch.allclose(ours.weight, theirs.weight)
     assert torch.allclose(ours.bias, theirs.bias)
+
+
+def test_the_average_follows_its_recurrence():
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 0.0)
+    average = AveragedModel(model, decay=0.6)
+    expected = 0.0
+    for step in range(20):
+        torch.nn.init.constant_(model.weight, float(step))
+        average.update(step)
+        decay = min(0.6, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+        assert float(average.model.weight) == pytest.approx(expected, rel=1e-5)
+
+
+def test_buffers_are_copied_and_nothing_is_trained():
+    model = torch.nn.BatchNorm1d(3)
+    average = AveragedModel(model, decay=0.9)
+    model(torch.randn(16, 3) + 5)
+    average.update(0)
+    assert torch.equal(average.model.running_mean, model.running_mean)
+    assert not any(parameter.requires_grad for parameter in average.model.parameters())
+    assert not average.model.training
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 3), (1, 2, 2), (7, 1)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_rows_are_dealt_evenly_and_all(shape, world_size):
+    tensor = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+    parts = [rows_of(tensor, rank, world_size) for rank in range(world_size)]
+    assert len({part.shape for part in parts}) == 1
+    assert len(parts[0]) == -(-shape[0] // world_size)
+    joined = torch.cat(parts)
+    assert torch.equal(joined[: shape[0]], tensor)
+    assert not joined[shape[0] :].any()

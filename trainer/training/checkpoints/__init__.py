@@ -5,8 +5,8 @@ by the name of its weight, and the number of steps done. The order of samples, t
 step are functions of that number and of the settings, which the manifest holds with the fingerprints of the inputs; so there is no
 generator and no counter to keep, and the same checkpoint serves any number of processes.
 
-    ROOT/NAME-KEY/                      KEY: digest of the inputs and of the settings that decide what is learned (`compatibility`)
-        generation-003                  the third attempt at this training, which fences off the first two (`fencing`)
+    ROOT/NAME-KEY/                      KEY: digest of the inputs and of the settings that decide what is learned (`compatible`)
+        generation-003                  the third attempt at this training, which fences off the first two (`trainer.training.attempts`)
         step-00000500-g003/             a checkpoint that the third attempt has written
 
 `state` takes a state apart and puts it back, `snapshots` copies it into the host's memory and writes it, `writer` does so in the

@@ -1,4 +1,8 @@
-"""The checkpoints of one training: written in the background, the newest and the best kept, the newest valid one found again."""
+"""The checkpoints of one training: written in the background, the newest and the best kept, the newest valid one found again.
+
+A training may be resumed with the settings that it began with, but for a few that do not decide what is learned. What asks a store here
+raises `StorageError` where that does not answer or refuses.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +29,11 @@ from trainer.errors import (
     TrainingError,
     writing_to,
 )
-from trainer.training.checkpoints import fencing, snapshots
-from trainer.training.checkpoints.compatibility import compatible, differences, listed
-from trainer.training.checkpoints.fencing import AttemptClaim
+from trainer.training.attempts import AttemptClaim, claim
+from trainer.training.checkpoints import snapshots
 from trainer.training.checkpoints.snapshots import Snapshot
 from trainer.training.checkpoints.training_state import TrainingState
-from trainer.training.checkpoints.writer import MOST_FAILURES, PASSING, Writer
+from trainer.training.checkpoints.writer import LAST_WAIT_S, MOST_FAILURES, PASSING, Writer
 from trainer.training.collective_watchdog import wait_limit_s
 from trainer.training.process_group import Processes
 
@@ -38,10 +41,34 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """How long a step waits for a checkpoint that is on its way to a store; then the one that is due is passed over."""
-LAST_WAIT_S = 10.0
-"""How long a training that fails waits for the checkpoint that is being written."""
 TOP1 = "val_top1"
 """Figure of a checkpoint that was measured on the validation split."""
+
+FREE = frozenset(
+    {
+        # Who loads, and where: a sample's views are a function of the seed, its key and the epoch.
+        "workers",
+        "views_on",
+        "decode_on",
+        # What is noted and kept of the training.
+        "log_every",
+        "checkpoint_every",
+        "checkpoint_keep",
+        "validate_every_epochs",
+        "evidence",
+        "watch",
+        # How the same mathematics is computed and cut up, as the number of processes is free: rounding differs, and what dropout draws.
+        "compile",
+        "zero",
+        "accumulation",
+        "teacher_batch",
+        "deterministic",
+    }
+)
+"""Settings, of whatever section, with which a training may resume. `precision` and `gradient_compression` are not among them: they change
+every gradient."""
+_SHOWN, _SHOWN_DIGITS = 10, 12
+"""Differences in a message, and digits of a fingerprint."""
 
 _NAME = re.compile(r"step-(\d{8,})-g(\d{3,})")
 _DRAFT = ".step-"
@@ -56,7 +83,6 @@ class CheckpointEntry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return f"step-{self.step:08d}-g{self.generation:03d}"
 
 
@@ -135,11 +161,10 @@ class Checkpoints:
         Raises:
             SettingsError: an unfinished training of other settings or inputs stands where only this one should.
             OutputError: the folder cannot be written.
-            StorageError: the store does not answer or refuses.
         """
         if not self.entries():
             self._look_at_others()
-        self._generation = fencing.claim(self.uri)
+        self._generation = claim(self.uri)
         for entry in self.entries():
             if not artifacts.exists(self._uri(entry)):
                 storage.remove(self._uri(entry))
@@ -186,11 +211,7 @@ class Checkpoints:
         return max((top1 for top1 in self._whole.values() if top1 is not None), default=None)
 
     def entries(self) -> list[CheckpointEntry]:
-        """List all that seem to be there, the one that counts most first.
-
-        Raises:
-            StorageError: the store does not answer or refuses.
-        """
+        """List all that seem to be there, the one that counts most first."""
         return _entries(self.uri)
 
     def read(self, entry: CheckpointEntry) -> TrainingState | None:
@@ -198,7 +219,6 @@ class Checkpoints:
 
         Raises:
             SettingsError: it is of other settings or inputs.
-            StorageError: the store does not answer or refuses.
         """
         uri = self._uri(entry)
         try:
@@ -230,7 +250,9 @@ class Checkpoints:
             SupersededError: a later attempt at this training has begun.
             OutputError, StorageError: too many writes in a row have failed, or one does not end.
         """
-        if not needed and self._is_held_up():
+        # Waits a little for the write before, unless it is known that it does not come to its end at the store.
+        patience_s = 0.0 if self._passed_over or storage.is_away() else PATIENCE_S
+        if not needed and storage.is_remote(self.uri) and not self._writer.wait(patience_s):
             if not self._passed_over:
                 logger.warning(
                     "%s  no checkpoint after step %d: the one before is still on its way to %s; the training continues, and keeps the next "
@@ -283,12 +305,13 @@ class Checkpoints:
 
         Raises:
             SupersededError: one has.
-            StorageError: the store does not answer or refuses.
         """
         if self._generation is None:
             return
         standing = self._generation.standing()
-        if standing == "gone" and not self._is_complete():
+        # A later attempt that has ended and left its output has removed its checkpoints then, and the claims with them.
+        is_complete = standing == "gone" and bool(self._output) and artifacts.exists(self._output)
+        if standing == "gone" and not is_complete:
             if self._generation.stake():
                 logger.warning(
                     "%s  the record of attempt %d is gone from %s, and was written again; checkpoints may be gone from there too",
@@ -304,19 +327,10 @@ class Checkpoints:
                 f"ended, at {self.uri}; this one writes nothing more; see to the later one"
             )
 
-    def _is_complete(self) -> bool:
-        """Return whether a later attempt has ended and left its output: it removes its checkpoints then, and the claims with them."""
-        return bool(self._output) and artifacts.exists(self._output)
-
     def remove(self) -> None:
         """Drop all checkpoints: the training has ended and its result is kept."""
         self._wait()
         storage.remove(self.uri)
-
-    def _is_held_up(self) -> bool:
-        """Return whether the write before does not come to its end at a store; waits a little, unless that is known already."""
-        patience_s = 0.0 if self._passed_over or storage.is_away() else PATIENCE_S
-        return storage.is_remote(self.uri) and not self._writer.wait(patience_s)
 
     def _wait(self) -> None:
         """Wait for what is under way, as long as processes wait for one another."""
@@ -395,7 +409,6 @@ def newest(checkpoints: Checkpoints, processes: Processes) -> TrainingState | No
         TrainingError: the processes do not see the same checkpoints.
         SettingsError: an unfinished training of other settings or inputs stands in the way.
         OutputError: the folder cannot be written.
-        StorageError: the store does not answer or refuses.
     """
     if processes.is_first:
         checkpoints.begin()
@@ -417,3 +430,61 @@ def newest(checkpoints: Checkpoints, processes: Processes) -> TrainingState | No
 def _entries(uri: str) -> list[CheckpointEntry]:
     matches = (_NAME.fullmatch(name) for name in storage.children(uri))
     return sorted((CheckpointEntry(int(match[2]), int(match[1])) for match in matches if match), reverse=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings with which a training may resume
+
+
+def compatible(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide what is learned."""
+    return {
+        name: compatible(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name not in FREE
+    }
+
+
+def differences(
+    was: tuple[Mapping[str, Any], Mapping[str, str]], now: tuple[Mapping[str, Any], Mapping[str, str]], *, section: str
+) -> list[str]:
+    """List what keeps a training from resuming, each difference in a few words.
+
+    Args:
+        was: settings and parents (name -> fingerprint) of a checkpoint.
+        now: those of the training that would resume from it.
+        section: of the settings, for their full names.
+    """
+    settings = _changed(*(dict(_flat(compatible(side[0]), section)) for side in (was, now)))
+    inputs = _changed(
+        *({f"input {name}": value[:_SHOWN_DIGITS] for name, value in side[1].items()} for side in (was, now))
+    )
+    return settings + inputs
+
+
+def listed(differing: list[str]) -> str:
+    """Join differences into one text."""
+    more = len(differing) - _SHOWN
+    return ", ".join(differing[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+
+
+def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    names = [*now, *(name for name in was if name not in now)]
+    return [
+        f"{name} was {_shown(was, name)}, is {_shown(now, name)}"
+        for name in names
+        if name not in was or name not in now or was[name] != now[name]
+    ]
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return str(values[name]) if name in values else "not there"
+
+
+def _flat(settings: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        full = f"{prefix}.{name}" if prefix else name
+        if isinstance(value, Mapping):
+            yield from _flat(value, full)
+        else:
+            yield full, value

@@ -67,7 +67,6 @@ class Snapshot:
     """A copy of a state in the host's memory."""
 
     def __init__(self) -> None:
-        """Nothing yet; `take` fills it."""
         self._parts: dict[str, _Part] = {}
         self._description = _Description(step=0, pending=(), groups=())
 
@@ -78,9 +77,11 @@ class Snapshot:
             if tensors is None:
                 self._parts.pop(name, None)
                 continue
-            if name not in self._parts or not self._parts[name].fits(tensors):
+            if name not in self._parts or self._parts[name].layout != _layout(tensors):
                 self._parts[name] = _Part(tensors)
-            self._parts[name].copy(tensors)
+            with torch.no_grad():  # from a GPU they are there when the current stream has come so far
+                for tensor_name, view in self._parts[name].views.items():
+                    view.copy_(tensors[tensor_name], non_blocking=True)
         if any(part.pinned for part in self._parts.values()):
             torch.cuda.current_stream().synchronize()
         self._description = _Description(
@@ -94,7 +95,7 @@ class Snapshot:
             OSError: the disk is full, or the folder cannot be written.
         """
         for name, part in self._parts.items():
-            _write(folder / _file(name), *part.content)
+            _write(folder / _file(name), part.header, part.memory.numpy().data)
         _write(folder / DESCRIPTION, self._description.model_dump_json(indent=2).encode())
 
 
@@ -106,7 +107,9 @@ def read(folder: Path, uri: str) -> TrainingState:
     """
     try:
         description = _Description.model_validate_json((folder / DESCRIPTION).read_bytes())
-        parts = {name: safetensors.torch.load_file(folder / _file(name)) for name in PARTS if _is_there(folder, name)}
+        # One that every state has is read even where it is missing, so that an error names it.
+        there = [name for name in PARTS if name != "average" or (folder / _file(name)).exists()]
+        parts = {name: safetensors.torch.load_file(folder / _file(name)) for name in there}
     except (OSError, ValidationError, safetensors.SafetensorError) as error:
         raise ArtifactError(
             f"checkpoint {uri}: cannot be read ({' '.join(str(error).split())}); remove it to resume from the one before"
@@ -120,11 +123,6 @@ def read(folder: Path, uri: str) -> TrainingState:
         pending=description.pending,
         uri=uri,
     )
-
-
-def _is_there(folder: Path, part: str) -> bool:
-    """Return whether to read a part; one that every state has is read even where it is missing, so that an error names it."""
-    return part != "average" or (folder / _file(part)).exists()
 
 
 def _file(part: str) -> str:
@@ -148,43 +146,22 @@ class _Part:
         sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
         ends = list(accumulate(sizes))
         self.pinned = any(tensor.is_cuda for tensor in tensors.values())
-        self._layout = _layout(tensors)
-        self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.pinned)
-        self._header = _header(
-            {
-                name: {**self._layout[name], "data_offsets": [end - size, end]}
-                for name, size, end in zip(names, sizes, ends, strict=True)
-            }
-        )
-        self._views = {
-            name: self._memory[end - size : end].view(tensors[name].dtype).view(tensors[name].shape)
-            for name, size, end in zip(names, sizes, ends, strict=True)
+        self.layout = _layout(tensors)
+        """Names, shapes and types that it was made for."""
+        self.memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.pinned)
+        offsets = {name: [end - size, end] for name, size, end in zip(names, sizes, ends, strict=True)}
+        entries = {name: {**self.layout[name], "data_offsets": offsets[name]} for name in names}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        length = _ALIGNMENT * math.ceil(len(text) / _ALIGNMENT)
+        self.header = length.to_bytes(8, "little") + text.ljust(length)
+        """The beginning of a safetensors file: its length in 8 bytes, then JSON, filled up with spaces."""
+        self.views = {
+            name: self.memory[begin:end].view(tensors[name].dtype).view(tensors[name].shape)
+            for name, (begin, end) in offsets.items()
         }
-
-    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether these tensors have the names, shapes and types that it was made for."""
-        return self._layout == _layout(tensors)
-
-    @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over their values; from a GPU they are there when the current stream has come so far."""
-        for name, view in self._views.items():
-            view.copy_(tensors[name], non_blocking=True)
-
-    @property
-    def content(self) -> tuple[bytes, memoryview]:
-        """Return the bytes of the file."""
-        return self._header, self._memory.numpy().data
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     return {
         name: {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in sorted(tensors.items())
     }
-
-
-def _header(entries: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Return the beginning of a safetensors file: its length in 8 bytes, then JSON, filled up with spaces."""
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    length = _ALIGNMENT * math.ceil(len(text) / _ALIGNMENT)
-    return length.to_bytes(8, "little") + text.ljust(length)

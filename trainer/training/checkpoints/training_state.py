@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from trainer.devices import Device, RowShardedOptimizer
+from trainer.devices import RowShardedOptimizer
 from trainer.errors import ArtifactError
-from trainer.training import zero_redundancy
+from trainer.training import optimizers
 from trainer.training.process_group import Processes
 
 OPTIONS = ("lr_scale", "weight_decay", "betas", "eps")
@@ -66,16 +66,16 @@ def capture(
     Raises:
         LostProcessError: a process did not come within the limit, or is gone.
     """
-    names, part = _names(model), zero_redundancy.local_optimizer(optimizer)
+    names, part = _names(model), optimizers.local_optimizer(optimizer)
     tensors = {
         f"{key}/{names[weight]}": value
-        for weight, own in zero_redundancy.held(optimizer)
+        for weight, own in optimizers.held(optimizer)
         for key, value in part.state.get(own, {}).items()
     }
     what = f"the checkpoint of step {step}"
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         assert processes is not None, "an optimiser is sharded over some"
-        tensors = zero_redundancy.gather_whole_states(tensors, processes, what)
+        tensors = optimizers.gather_whole_states(tensors, processes, what)
     state = TrainingState(
         step=step,
         model=model.state_dict(),
@@ -89,22 +89,16 @@ def capture(
     )
     if processes is None:
         return state
-    state = _on_host(state, processes.device)
+    held = [part for part in (state.model, state.optimizer, state.average) if part is not None]
+    copies = processes.device.host_copies([tensor for part in held for tensor in part.values()])
+    if copies is not None:  # where tensors of the device cannot be copied one by one
+        left = iter(copies)
+        on_host = [{name: next(left) for name in part} for part in held]
+        state = replace(state, model=on_host[0], optimizer=on_host[1], average=on_host[2] if average else None)
     if isinstance(optimizer, RowShardedOptimizer):
         rows = {name: weight.shape[0] for weight, name in names.items() if weight.dim()}
-        return replace(state, optimizer=zero_redundancy.gather_rows(state.optimizer, rows, processes, what))
+        return replace(state, optimizer=optimizers.gather_rows(state.optimizer, rows, processes, what))
     return state
-
-
-def _on_host(state: TrainingState, device: Device) -> TrainingState:
-    """Return the state itself, or copies on the host where tensors of the device are not copied one by one."""
-    held = [part for part in (state.model, state.optimizer, state.average) if part is not None]
-    copies = device.host_copies([tensor for part in held for tensor in part.values()])
-    if copies is None:
-        return state
-    left = iter(copies)
-    model, optimizer, *average = ({name: next(left) for name in part} for part in held)
-    return replace(state, model=model, optimizer=optimizer, average=average[0] if average else None)
 
 
 def restore(
@@ -122,7 +116,20 @@ def restore(
         _refuse(state, "average", _misfits(state.average or {}, average.state_dict()))
         average.load_state_dict(dict(state.average or {}))
     model.load_state_dict(dict(state.model))
-    _restore_optimizer(state.optimizer, optimizer, names)
+    # By name: `load_state_dict` goes by numbers of weights, and a sharded optimiser does not get it right for a fused one.
+    by_weight: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.optimizer.items():
+        key, _, owner = name.partition("/")
+        by_weight.setdefault(owner, {})[key] = tensor
+    held = list(optimizers.held(optimizer))
+    if isinstance(optimizer, RowShardedOptimizer):
+        optimizers.deal_rows(optimizer, [by_weight.get(names[weight]) for weight, _ in held])
+        return
+    part = optimizers.local_optimizer(optimizer)
+    for weight, _ in held:
+        found = by_weight.get(names[weight])
+        if found is not None:
+            part.state[weight] = {key: value.to(weight.device, copy=True) for key, value in found.items()}
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -134,41 +141,18 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
 
 
-def _restore_optimizer(
-    tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
-) -> None:
-    """Restore by name: `load_state_dict` goes by numbers of weights, and a sharded optimiser does not get it right for a fused one."""
-    by_weight: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        key, _, owner = name.partition("/")
-        by_weight.setdefault(owner, {})[key] = tensor
-    if isinstance(optimizer, RowShardedOptimizer):
-        zero_redundancy.deal_rows(
-            optimizer, [by_weight.get(names[weight]) for weight, _ in zero_redundancy.held(optimizer)]
-        )
-        return
-    part = zero_redundancy.local_optimizer(optimizer)
-    for weight, _ in zero_redundancy.held(optimizer):
-        held = by_weight.get(names[weight])
-        if held is not None:
-            part.state[weight] = {key: value.to(weight.device, copy=True) for key, value in held.items()}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What does not fit
 
 
 def _refuse(state: TrainingState, part: str, misfits: Sequence[str]) -> None:
     if misfits:
+        more = len(misfits) - _SHOWN
+        named = "; ".join(misfits[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
         raise ArtifactError(
-            f"checkpoint {state.uri or f'of step {state.step}'} does not fit this training in its {part}: {_listed(misfits)}; "
+            f"checkpoint {state.uri or f'of step {state.step}'} does not fit this training in its {part}: {named}; "
             "continue with the version of the project that wrote it, or remove it to begin anew"
         )
-
-
-def _listed(texts: Sequence[str]) -> str:
-    more = len(texts) - _SHOWN
-    return "; ".join(texts[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _misfits(held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:

@@ -12,6 +12,8 @@ from trainer.training.collective_watchdog import wait_limit_s
 
 logger = logging.getLogger(__name__)
 
+LAST_WAIT_S = 10.0
+"""How long a training that fails waits for what is being written."""
 MOST_FAILURES = 3
 """Failed writes in a row after which the training ends: it would lose more and more, and no one may be reading the log. Where a store is
 away they come one after the other, so there it ends after the time that processes wait for one another."""
@@ -24,7 +26,6 @@ class Writer:
     """Runs one thing in the background; at most one is under way."""
 
     def __init__(self, name: str) -> None:
-        """For the training `name`."""
         self._name = name
         self._thread: threading.Thread | None = None
         self._failures: list[Exception] = []

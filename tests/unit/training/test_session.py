@@ -11,7 +11,7 @@ NODES, PROCESSES_PER_NODE = 2, 2
 SCRIPT = """
 import sys
 from trainer.errors import OutputError
-from trainer.training.shared_artifact import shared_artifact
+from trainer.training.session import shared_artifact
 from trainer.training.process_group import join_processes
 
 with join_processes() as processes:
