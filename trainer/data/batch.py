@@ -129,7 +129,6 @@ def decode_jpegs(joined: Tensor, lengths: Tensor, device: torch.device) -> Tenso
     Args:
         joined: their bytes, concatenated, uint8 [bytes], on the CPU.
         lengths: length of each file in bytes, int64 [B], on the CPU.
-        device: the GPU.
 
     Returns:
         RGB pixels, uint8 [B, 3, S, S], on the device.

@@ -119,11 +119,6 @@ def take_missing_splits(
     the smallest places are test, the next `val_fraction` x N are val, both rounded and at least one, and the rest is train. So every
     class has its share, however small it is, and an image that is added or removed moves at most the one image at each limit.
 
-    Args:
-        candidates: without copies.
-        given: the splits that the source has.
-        settings: fractions and seed.
-
     Returns:
         The candidates in the given order, each with its split.
     """
@@ -178,8 +173,6 @@ def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], l
     """Make sure that every class can be learnt and that every split measures something.
 
     Args:
-        candidates: with their splits.
-        classes: their names.
         listed: indices of the classes of which the source has training images, be they good, copies or for val and test.
 
     Raises:

@@ -88,8 +88,6 @@ class DecodeCache:
         """Look up a chunk that an earlier attempt has decoded, and bring its squares into the folder.
 
         Args:
-            number: number of the chunk.
-            items: its images.
             content: reads an image's file; returns its SHA-256, or why it cannot be read.
 
         Returns:
@@ -97,7 +95,6 @@ class DecodeCache:
 
         Raises:
             DataError: reading an image failed.
-            StorageError: the store does not answer or refuses.
         """
         try:
             chunk = _Chunk.model_validate_json(storage.read_checksummed(self._uri(number, "jsonl")))
@@ -125,13 +122,9 @@ class DecodeCache:
         """Keep a chunk whose squares are in their file.
 
         Args:
-            number: number of the chunk.
-            items: its images.
-            outcomes: the outcome of each.
             contents: SHA-256 of the file of each, or why it cannot be read.
 
         Raises:
-            StorageError: the store does not answer or refuses.
             OutputError: the file cannot be written.
         """
         squares = self.squares(number)

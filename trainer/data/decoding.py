@@ -50,8 +50,6 @@ def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None 
     """Decode a stored square.
 
     Args:
-        encoded: a JPEG or PNG file's bytes.
-        size: edge of the square, in pixels.
         out: where the pixels go, contiguous uint8 [size, size, 3]; a new array where not given.
         shrink: 1, 2, 4 or 8: a JPEG is decoded at this fraction of its size, from its DCT's lower frequencies; others are not shrunk.
 

@@ -156,10 +156,6 @@ class Views:
         """Draw views of `size` x `size` pixels from `seed`.
 
         Args:
-            samples: the training set.
-            size: edge V of the views, in pixels.
-            seed: seed of the views.
-            settings: strength of the augmentation.
             on_device: whether batches carry stored images, of which the device makes the views (`makes_views_on_device`).
             decode_on: where stored images are decoded; images that are kept decoded are not decoded again.
             exact: whether the loader decodes at full size even where less would do, so that views are the same wherever they are made.
@@ -326,7 +322,6 @@ def make_loader(
     decoded images of the splits where they are forked, as on Linux.
 
     Args:
-        batches: micro-batches by index.
         starts: indices into `batches`, such as positions of the sampler.
         workers: number of processes; with 0 a batch is made when it is asked for.
         pin_memory: whether batches arrive in page-locked memory, for transfers that overlap with the device's work.

@@ -80,7 +80,6 @@ def prepare(
     """Write the prepared data set of `settings.source` into a directory; `dataset_schema` describes its files.
 
     Args:
-        settings: which images, and how to store them.
         directory: an existing one; what an earlier preparation left in it is replaced.
         cache_uri: `decode_cache_uri`, where decoded images are kept for a preparation that is started again; the caller removes it when
             the result is complete. Where not given they are decoded again.

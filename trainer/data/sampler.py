@@ -92,11 +92,8 @@ class StatelessSampler:
         """Shuffle `count` samples anew each epoch.
 
         Args:
-            count: number of samples.
-            seed: seed of the order.
             view_seed: seed of the views, and so of the pairs; as `seed` where not given.
             views: number of views of a sample; 0: one for each epoch.
-            paired: whether views are mixed.
             labelled: which samples have a label, [count]; None: all.
             labelled_share: share of the positions of labelled samples, where there are others too; 0: they are shuffled together.
         """

@@ -78,7 +78,6 @@ def call(uri: str, request: Callable[[], T]) -> T:
     """Make a request to the store; failures that pass (5xx, no answer, cut off) are waited for, twice as long each time, with jitter.
 
     Args:
-        uri: what it is about, for messages.
         request: has no effect that a repetition would spoil, and touches no local file.
 
     Raises:

@@ -99,7 +99,6 @@ def download_directory(uri: str, directory: Path, records: Mapping[str, FileReco
     Raises:
         ObjectNotFoundError: the store lacks a file.
         ObjectDamagedError: a file does not match its record, twice.
-        StorageError: the store does not answer or refuses.
         OutputError: the directory cannot be written.
     """
     for last in (False, True):
@@ -187,11 +186,7 @@ def _settle(file: Path, record: FileRecord) -> bool:
 
 
 def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord]) -> None:
-    """Send these files of a directory to the store, below a URI, except those that are there with the same checksum.
-
-    Raises:
-        StorageError: the store does not answer or refuses.
-    """
+    """Send these files of a directory to the store, below a URI, except those that are there with the same checksum."""
     present = files(uri)
     progress = _Progress(f"sending {uri}", sum(record["size"] for record in records.values()))
 

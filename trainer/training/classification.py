@@ -43,7 +43,6 @@ def cross_entropy(
         logits: [B, K].
         labels: int64 [B]; -1 for a sample without one.
         mixing: how the views were mixed, or None; a sample without a label has a partner without one (`trainer.data.sampler`).
-        smoothing: s.
         weights: of each sample in the mean, float32 [B], 0 for one without a label (`Batch.label_weights`); None where all have one.
 
     Returns:
@@ -81,18 +80,10 @@ def validate(
 
     Args:
         model: takes uint8 images [B, 3, S, S], gives logits [B, K].
-        split: labelled images.
-        processes: each of them measures its share.
-        batch_size: images a forward pass.
-        precision: of the forward pass.
         should_stop: whether to stop before the end; asked after each batch.
-        workers: loader processes beside this process.
 
     Returns:
         `val_top1` and `val_loss`; None where it was stopped.
-
-    Raises:
-        LostProcessError: a process did not come within the limit, or is gone.
     """
     training, device = model.training, processes.device
     model.eval()

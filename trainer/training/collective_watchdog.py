@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TypeVar
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # public, torch documents them
 
@@ -22,6 +22,8 @@ from trainer.config import WAIT_VARIABLE
 from trainer.errors import LostProcessError, SettingsError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DEFAULT_WAIT_S = 600.0
 _ROLL_CALL_S = 3.0
@@ -51,37 +53,16 @@ def wait_limit_s() -> float:
     return seconds
 
 
-class RollCall(NamedTuple):
-    """Who has reached a collective."""
-
-    missing: list[int]
-    """Ranks that did not."""
-    gave_up: bool
-    """Whether somebody has waited for them to the limit; else they are gone."""
-
-
 class CollectiveWatchdog:
     """The collectives of one process with all others, in their order."""
 
     def __init__(self, store: Store, *, rank: int, world_size: int, limit_s: float) -> None:
-        """Noted in a store.
-
-        Args:
-            store: which all processes reach; its keys are theirs.
-            rank: of this process.
-            world_size: processes.
-            limit_s: after which torch gives up a wait.
-        """
         self._store, self._rank, self._world_size, self._limit_s = store, rank, world_size, limit_s
         self._number = 0
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Note that this process has reached a collective, in which the block waits for the others.
-
-        Raises:
-            LostProcessError: a process did not come within the limit, or is gone.
-        """
+        """Note that this process has reached a collective, in which the block waits for the others."""
         self._number += 1
         try:
             self._note()
@@ -92,11 +73,7 @@ class CollectiveWatchdog:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Guard a wait as `collective` does, in every step: nothing is noted unless it fails.
-
-        Raises:
-            LostProcessError: a process did not come within the limit, or is gone.
-        """
+        """Guard a wait as `collective` does, in every step: nothing is noted unless it fails."""
         try:
             yield
         except RuntimeError as error:
@@ -120,39 +97,39 @@ class CollectiveWatchdog:
         roll = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))
         raise LostProcessError(_message(what, reason, roll, self._limit_s)) from error
 
-    def _call_the_roll(self, *, gave_up: bool) -> RollCall:
-        """Return who has not come as far as this process; the others get some time to say that they have waited in vain too."""
+    def _call_the_roll(self, *, gave_up: bool) -> tuple[list[int], bool]:
+        """Return the ranks that have not come as far as this process, and whether somebody has waited for them to the limit.
+
+        The others get some time to say that they have waited in vain too. Where nobody has, those that are missing are gone.
+        """
         self._note(gave_up=gave_up)
         deadline = time.monotonic() + _ROLL_CALL_S
         while True:
-            notes = [self._read(rank) for rank in range(self._world_size)]
+            notes = [
+                json.loads(self._store.get(str(rank))) if self._store.check([str(rank)]) else (0, False)
+                for rank in range(self._world_size)
+            ]  # the number of the last collective that each has reached, and whether it gave that up
             missing = [rank for rank, (number, _) in enumerate(notes) if number < self._number]
             if not missing or time.monotonic() > deadline:
-                return RollCall(missing, any(given_up for _, given_up in notes))
+                return missing, any(given_up for _, given_up in notes)
             time.sleep(0.1)
 
-    def _read(self, rank: int) -> tuple[int, bool]:
-        """Return the number of the last collective that a process has reached, and whether it gave that up."""
-        if not self._store.check([str(rank)]):
-            return 0, False
-        number, gave_up = json.loads(self._store.get(str(rank)))
-        return number, gave_up
 
-
-def _message(what: str, reason: str, roll: RollCall | None, limit_s: float) -> str:
+def _message(what: str, reason: str, roll: tuple[list[int], bool] | None, limit_s: float) -> str:
     if roll is None:
         return f"{what}: {reason}; who is missing is not known, for the processes' rendezvous does not answer either"
-    if not roll.missing:
+    missing, gave_up = roll
+    if not missing:
         return f"{what}: all processes came, but lost each other ({reason}); look at the network between the machines"
-    who = f"rank{'s' if len(roll.missing) > 1 else ''} {', '.join(map(str, roll.missing))}"
-    if roll.gave_up:
+    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    if gave_up:
         return f"{who} did not come to {what} within {limit_s:g} s; the log there may say why"
     return f"{who} went away during {what} ({reason})"
 
 
-def _within(seconds: float, work: Callable[[], RollCall]) -> RollCall | None:
+def _within(seconds: float, work: Callable[[], T]) -> T | None:
     """Return the result of `work`; None where it fails for want of the store, or takes longer, and is then left to itself."""
-    results: list[RollCall] = []
+    results: list[T] = []
 
     def run() -> None:
         try:

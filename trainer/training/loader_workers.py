@@ -59,7 +59,6 @@ def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: 
             GPUs train; where CPUs train, only the waiting, since a core that computes for the loader does not train.
         seconds_per_step: the device's time for a micro-batch that is loaded already.
         cores: cores of this machine that loader processes may keep busy, and one that the training processes share.
-        processes: training processes on this machine.
 
     Returns:
         0: each training process loads its own batches.
@@ -90,18 +89,6 @@ class MicroBatchLoader:
         timeline: Timeline,
         stats: LoaderStats,
     ) -> None:
-        """Of the training `name`.
-
-        Args:
-            name: for the log.
-            batches: what is loaded.
-            starts: where the micro-batches begin in the order.
-            accumulation: of them a step.
-            workers: loader processes.
-            processes: this process among the others.
-            timeline: has timed the first steps.
-            stats: takes how the loader processes are doing.
-        """
         self._name, self._batches, self._starts, self._accumulation = name, batches, starts, accumulation
         self._workers, self._processes, self._timeline, self._stats = workers, processes, timeline, stats
         # Where the device traces, threads ask for batches, who must not meet other processes, and a step's time is known late.
@@ -150,11 +137,8 @@ def measured_workers(
     """Return how many loader processes keep up with this process, by its own measurements.
 
     Args:
-        name: of the work, for the log.
-        batches: what is loaded.
         indices: of batches that may be loaded to be timed.
         step: gives the device's time for a micro-batch that is at hand, in seconds; only asked where it matters.
-        processes: this process among the others.
     """
     loading = measure_loading(batches, indices)
     if not _relievable(loading, processes):
@@ -172,13 +156,7 @@ def measured_workers(
 
 
 def advised_workers(loading: LoadingTime, step_s: float, processes: Processes) -> int:
-    """Return how many loader processes beside this process keep up with the device.
-
-    Args:
-        loading: what it takes to make a micro-batch.
-        step_s: the device's time for a micro-batch that is at hand.
-        processes: this process among the others.
-    """
+    """Return how many loader processes beside this process keep up with the device."""
     local, cores = processes.local_world_size, usable_cores()
     if processes.device.kind == "cpu":
         cores += local  # who waits needs no core

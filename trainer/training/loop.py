@@ -71,7 +71,6 @@ class Trainer:
         """Bring the model to the device and make what a step needs.
 
         Args:
-            training: what is trained, and how.
             context: what is known of the training beside what is measured, for its evidence.
             startup: what the time before it went into.
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -59,9 +58,7 @@ class ProgressBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -76,8 +73,6 @@ class ProgressBar:
         """Show the numbers of a step, the speed and the time left.
 
         Args:
-            step: the last one that ended.
-            values: its numbers.
             measured: gives images a second within the steps, where they are measured. Where they are not, all images by all the time
                 since the start are shown, and called `so far`.
         """
@@ -134,7 +129,6 @@ class MetricLogger:
 
         Raises:
             TrainingError: one of them is not finite.
-            LostProcessError: a process did not come within the limit, or is gone.
         """
         if self._waiting:
             self._processes.barrier(
@@ -162,25 +156,20 @@ class MetricLogger:
             return
         sent, self._sent = self._sent, None
         table = sent.table()
-        self._check_finite(table, sent.steps)
+        bad = (~torch.isfinite(table)).any(2)  # all processes see the same losses
+        if bad.any():
+            row = int(bad.any(0).nonzero()[0])
+            ranks = bad[:, row].nonzero().flatten().tolist()
+            names = [name for rank in ranks for name in self._training.names(sent.steps[row], rank)]
+            shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+            raise TrainingError(
+                f"{self._name}: the loss is not finite at step {sent.steps[row] + 1} (process {', '.join(map(str, ranks))}; samples "
+                f"{shown}); lower {self._name} base_learning_rate or clip_norm, use precision=fp32, or look at these samples"
+            )
         step, means = sent.steps[-1], table.mean((0, 1)).tolist()
         values = dict(zip(sent.names, means, strict=True)) | {"learning_rate": self._training.learning_rate(step)}
         self._progress.show(step, values, self._recorder.images_per_second)
         self.metrics(step, values)
-
-    def _check_finite(self, table: Tensor, steps: Sequence[int]) -> None:
-        """Stop at the first step in which a loss of any process, [W, S, L], is not finite; all processes see the same losses."""
-        bad = (~torch.isfinite(table)).any(2)
-        if not bad.any():
-            return
-        row = int(bad.any(0).nonzero()[0])
-        ranks = bad[:, row].nonzero().flatten().tolist()
-        names = [name for rank in ranks for name in self._training.names(steps[row], rank)]
-        shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-        raise TrainingError(
-            f"{self._name}: the loss is not finite at step {steps[row] + 1} (process {', '.join(map(str, ranks))}; samples {shown}); "
-            f"lower {self._name} base_learning_rate or clip_norm, use precision=fp32, or look at these samples"
-        )
 
 
 class _Losses:

@@ -129,11 +129,6 @@ def gather_rows(
     Args:
         tensors: of this process, on the host, such as `exp_avg/NAME OF WEIGHT`; single numbers are the same for all.
         rows: name of each weight -> R.
-        processes: all take part.
-        what: they are for, for the message.
-
-    Raises:
-        LostProcessError: a process did not come within the limit, or is gone.
     """
     whole = dict(tensors)
     with processes.waiting(what):

@@ -68,11 +68,6 @@ def use_fast_kernels(model: nn.Module, device: Device, precision: Precision) -> 
     - bf16, on a processor that multiplies it: attention is computed by two matrix products and a softmax. Torch's fused attention, made
       to save memory, takes 1.5 to 5 times as long forward and backward.
     - float32, on an AMD processor: linear layers are `ConvolvedLinear`, but for narrow ones.
-
-    Args:
-        model: what is trained or asked; not compiled.
-        device: where it runs.
-        precision: of its forward pass.
     """
     # Torch 2.9, the last beside which there is a torch_xla, does not say what a processor can do.
     if device.kind != "cpu" or not hasattr(torch.cpu, "get_capabilities"):

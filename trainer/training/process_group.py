@@ -51,11 +51,6 @@ class Processes:
         """Whether this is the process that writes and reports."""
         return self.rank == 0
 
-    @property
-    def first_of_node(self) -> int:
-        """Rank of the first process of this machine; torchrun numbers the processes machine by machine."""
-        return self.rank - self.local_rank
-
     def barrier(self, what: str = "a barrier of all processes") -> None:
         """Wait for all processes."""
         if self.world_size > 1:
@@ -95,9 +90,6 @@ class Processes:
 @contextmanager
 def join_processes(*, deterministic: bool | None = False) -> Iterator[Processes]:
     """Join the group that the environment describes (torchrun's variables; without them one process alone).
-
-    Args:
-        deterministic: whether the device is to give the same bits each time.
 
     Raises:
         TrainingError: the group does not sum over all its processes.
@@ -220,11 +212,7 @@ class Preemption:
         From the first call on a signal no longer ends the process at once, but is answered by the next call.
 
         Args:
-            what: is at its end, for messages.
             wait: whether to count every request up to now, which waits for the other processes.
-
-        Raises:
-            LostProcessError: a process did not come within the limit, or is gone.
         """
         self._request.defer()
         if self._processes.world_size == 1:

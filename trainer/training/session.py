@@ -92,15 +92,9 @@ class Session:
         """Run the training `name`, record its evidence, and give the trained model.
 
         Args:
-            name: `mae`, `finetune` or `distill`.
-            objective: what is learned.
-            samples: from what.
-            settings: how.
-            view_size: edge of the views, in pixels.
             layer_decay: factor of the learning rate from one block to the one below it.
             labelled: whether the model is a classifier, to be measured on the validation split.
             labelled_share: of the images of each step, where there are others too; 0: they come as all do.
-            teacher_outputs: recorded outputs, whose views are seen again.
             context: what only the stage knows of the training.
 
         Raises:
@@ -215,7 +209,6 @@ class Session:
         """Write the stage's result into its model directory, with its accuracy on the validation split.
 
         Args:
-            model: as the last training left it, or as it was given where nothing was trained.
             settings: how it is measured where no training has done it.
         """
         if not self._measured:
@@ -254,9 +247,9 @@ def shared_artifact(
 
     Raises:
         OutputError: the directory cannot be written, or not all machines see it.
-        StorageError: the store does not answer or refuses.
     """
-    leader = processes.first_of_node if storage.is_remote(uri) else 0
+    # Torchrun numbers the processes machine by machine.
+    leader = processes.rank - processes.local_rank if storage.is_remote(uri) else 0
     with ExitStack() as stack:
         own: Draft | None = None
         if processes.is_first:
@@ -294,9 +287,6 @@ def open_session(
 
     Args:
         stage: `pretrain` or `distill`.
-        settings: its section.
-        data: what it learns from.
-        parents: fingerprint of each input.
         model: output, the model directory.
         evidence: output, what the trainings recorded of themselves.
         startup: has counted what the stage has done so far.

@@ -144,14 +144,7 @@ class TrainingSpec:
 
 
 def fit_batch(section: str, settings: Fitted, images: int, processes: Processes) -> Fitted:
-    """Clamp the batch to one that the images can fill, with a warning.
-
-    Args:
-        section: full name of the settings.
-        settings: of a training.
-        images: how many it has to train on.
-        processes: that share a step.
-    """
+    """Clamp the batch to one that the images can fill, with a warning."""
     parts = processes.world_size * settings.accumulation if processes.device.traces else 1
     fitted = settings.for_images(images, parts)
     if fitted is not settings and processes.is_first:

@@ -78,7 +78,6 @@ def list_source(source: str, *, outside: Outside = "refuse") -> SourceListing:
     Raises:
         SettingsError: it is not a source.
         DataError: it is missing, holds no images, says nothing about their labels, leads out of itself, or exceeds a limit.
-        StorageError: it is in a store that does not answer or refuses.
     """
     listing = _open(source, outside).listing()
     longest = max(listing.classes, key=len, default="")
@@ -105,7 +104,6 @@ def source_version(source: str, *, outside: Outside = "refuse") -> str:
     Raises:
         SettingsError: it is not a source.
         DataError: it is missing, or exceeds a limit; a manifest has a line that cannot be used.
-        StorageError: it is in a store that does not answer or refuses.
     """
     try:
         return _open(source, outside).version()

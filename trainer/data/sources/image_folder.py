@@ -37,7 +37,15 @@ class ImageFolder(ImageSource):
         tops = {SPLIT_NAMES.get(file.name.split("/")[0].lower()) for file in images if "/" in file.name} - {"unlabeled"}
         has_splits = "train" in tops or (bool(tops) and None not in tops)
         placed = [(file, *self._split_and_group(file.name, has_splits)) for file in images]
-        names = self._class_names({group for _, split, group in placed if split != "unlabeled"})
+        groups = {group for _, split, group in placed if split != "unlabeled"}
+        if "" in groups:
+            raise DataError(
+                f"folder {self.name}: images lie in no class's folder; make a folder for each class, and one named unlabeled for the others"
+            )
+        # A class has the name of its last folder where no other class has the same, else of all of them.
+        last = {group: group.rsplit("/", 1)[-1] for group in groups}
+        uses = Counter(last.values())
+        names = {group: name if uses[name] == 1 else group for group, name in last.items()}
         classes = tuple(sorted(set(names.values())))
         index = {name: number for number, name in enumerate(classes)}
         items = [
@@ -72,13 +80,3 @@ class ImageFolder(ImageSource):
                 f"folder {self.name}: {name} lies beside train/, not in a split; move it into train/, val/, test/ or unlabeled/, or away"
             )
         return split, "/".join(parts[1:])
-
-    def _class_names(self, groups: set[str]) -> dict[str, str]:
-        """Map each class's folders to its name: the last folder's where no other class has the same, else all of them."""
-        if "" in groups:
-            raise DataError(
-                f"folder {self.name}: images lie in no class's folder; make a folder for each class, and one named unlabeled for the others"
-            )
-        last = {group: group.rsplit("/", 1)[-1] for group in groups}
-        uses = Counter(last.values())
-        return {group: name if uses[name] == 1 else group for group, name in last.items()}

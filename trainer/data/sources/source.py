@@ -74,12 +74,6 @@ class ImageSource(ABC):
     """A kind of `data.source`, with a subclass for each."""
 
     def __init__(self, name: str, outside: Outside) -> None:
-        """Check nothing yet.
-
-        Args:
-            name: the text after the colon of `data.source`.
-            outside: whether images outside of the source may be read, as in `data.outside`.
-        """
         self.name, self.outside = name, outside
 
     @abstractmethod
@@ -88,7 +82,6 @@ class ImageSource(ABC):
 
         Raises:
             DataError: the source is missing, leads out of itself, or exceeds a limit.
-            StorageError: the store does not answer or refuses.
         """
 
     @abstractmethod
@@ -98,7 +91,6 @@ class ImageSource(ABC):
         Raises:
             UnknownVersionError: that cannot be known.
             DataError: the source is missing, or exceeds a limit.
-            StorageError: the store does not answer or refuses.
         """
 
 
@@ -146,7 +138,6 @@ def list_files(folder: str, outside: Outside) -> list[SourceFile]:
 
     Raises:
         DataError: the folder is missing, cannot be listed, leads out of itself, or exceeds a limit.
-        StorageError: the store does not answer or refuses.
     """
     try:
         if storage.is_remote(folder):
@@ -207,7 +198,11 @@ class _FolderWalk:
             for entry in entries:
                 path, name = Path(entry.path), prefix + entry.name
                 if entry.is_symlink() and not _is_hidden(entry.name):
-                    self._check_link(path, name)
+                    if self._outside == "refuse" and not path.resolve().is_relative_to(self._real_root):
+                        raise DataError(
+                            f"folder {self._root}: {name} is a link to {path.resolve()}, which lies outside of it; remove it, or set "
+                            "data.outside=read if you trust who made it"
+                        )
                 if entry.is_dir():
                     yield from self.files(path, f"{name}/", above | {real})
                 # A dangling link counts as a file, so that it is reported; a pipe does not, since reading it would block.
@@ -217,13 +212,6 @@ class _FolderWalk:
                     )  # names that are not UTF-8 can be stored and shown then
                     yield SourceFile(limits.printable_name(text), entry.path)
 
-    def _check_link(self, link: Path, name: str) -> None:
-        if self._outside == "refuse" and not link.resolve().is_relative_to(self._real_root):
-            raise DataError(
-                f"folder {self._root}: {name} is a link to {link.resolve()}, which lies outside of it; remove it, or set data.outside=read "
-                "if you trust who made it"
-            )
-
 
 def remote_folder_version(folder: str) -> str:
     """Digest the names, sizes and ETags of all objects below a URI, hidden ones left out.
@@ -231,7 +219,6 @@ def remote_folder_version(folder: str) -> str:
     Raises:
         UnknownVersionError: the store lists nothing that changes with the content.
         DataError: there is no such folder, or it exceeds a limit.
-        StorageError: the store does not answer or refuses.
     """
     objects = ObjectsDigest(folder)
     for one in objects.listed(limits.SOURCE_IMAGES):
@@ -259,7 +246,6 @@ class ObjectsDigest:
 
         Raises:
             UnknownVersionError: it is on a web server.
-            StorageError: the store does not answer or refuses.
         """
         if self._uri.startswith(("http://", "https://")):
             raise UnknownVersionError("web servers list nothing")

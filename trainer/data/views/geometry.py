@@ -43,16 +43,7 @@ def crop_sample(image: Tensor, box: Sequence[float], *, mirror: bool, out: Tenso
 
 
 def crop_batch(images: Tensor, parameters: ViewParameters, size: int) -> Tensor:
-    """Crop, resize and mirror a batch, image by image on the CPU and all at once on another device.
-
-    Args:
-        images: uint8 [B, 3, S, S].
-        parameters: parameters of the B views.
-        size: edge V of the views, in pixels.
-
-    Returns:
-        uint8 [B, 3, V, V].
-    """
+    """Crop, resize and mirror a batch, uint8 [B, 3, S, S] to [B, 3, V, V]: image by image on the CPU, all at once on another device."""
     if images.device.type != "cpu":
         return crop_by_products(images, parameters, size)
     views = images.new_empty((len(images), 3, size, size))

@@ -37,15 +37,9 @@ def draw_mixing(
     seed: int,
     settings: ViewSettings,
 ) -> Mixing:
-    """Draw how these samples' views are mixed with their partners'.
+    """Draw how the views of samples with these keys and view numbers, [b], are mixed with their partners'.
 
-    Args:
-        keys: key of each sample [b].
-        numbers: number of each sample's view [b].
-        partner: row of each sample's partner among the batch's images [b].
-        partner_labels: label of each sample's partner [b].
-        seed: seed of the views.
-        settings: mixup's and CutMix's alphas, at least one of them above 0.
+    `partner` has the row of each one's partner among the batch's images, [b]; at least one of mixup's and CutMix's alphas is above 0.
     """
     kind, quantile, x, y = uniform(_MIXING, seed, keys, numbers, np.arange(4)[:, None])
     kind_share = {(True, False): 0.0, (False, True): 1.0, (True, True): 0.5}[settings.mixup > 0, settings.cutmix > 0]

@@ -29,16 +29,9 @@ _LARGEST_SHEAR, _LARGEST_SHIFT, _LARGEST_ANGLE, _LARGEST_CHANGE = 0.3, 150 / 331
 
 
 def adjust_colour(views: Tensor, factors: Tensor) -> Tensor:
-    """Change brightness, then contrast, then saturation, as torchvision's functions of these names do.
+    """Change brightness, contrast and saturation of uint8 [B, 3, V, V], in this order, as torchvision's functions of these names do.
 
-    Sums over pixels are exact, so a view does not depend on the batch around it.
-
-    Args:
-        views: uint8 [B, 3, V, V].
-        factors: of brightness, contrast and saturation, at least 0; float32 [B, 3], on the CPU.
-
-    Returns:
-        uint8 [B, 3, V, V].
+    Sums over pixels are exact, so a view does not depend on the batch around it. The factors, float32 [B, 3], are at least 0, on the CPU.
     """
     # torchvision's three functions take one factor for a whole batch, clip to 0..255 and round down after each, and the grey too. Each
     # of the three is linear in the pixels, so together they are a factor for the pixel, one for its grey and an offset, of which the sum
@@ -75,7 +68,6 @@ def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float
 
     Args:
         views: uint8 [B, 3, V, V]; changed in place.
-        parameters: of the B views, on the CPU.
         magnitude: strength of the operations, 0 to 10.
 
     Returns:

@@ -79,15 +79,7 @@ def draw_views(
     seed: int,
     settings: ViewSettings,
 ) -> ViewParameters:
-    """Draw the parameters of these views.
-
-    Args:
-        keys: key of each sample [B].
-        numbers: number of each sample's view [B].
-        stored: edge of the stored images, in pixels.
-        seed: seed of the views.
-        settings: strength of the augmentation.
-    """
+    """Draw the parameters of views of samples with these keys and view numbers, [B], stored as squares of `stored` pixels."""
     rounds = settings.randaugment_operations
 
     def draw(indices: npt.NDArray[np.int64], rows: Rows) -> Numbers:
@@ -107,13 +99,24 @@ def draw_views(
     pixels = np.clip(np.rint(stored * sides), 1, stored)
     edges = np.where(np.isnan(sides), stored, pixels).astype(np.int64)
     corner = drawn[[_LEFT, _TOP]].T * (stored - edges + 1)
+    erased = _sides(
+        draw,
+        drawn[[_ERASED_AREA, _ERASED_ASPECT]],
+        _ERASED_AGAIN,
+        areas=ERASED_AREA,
+        max_aspect=ERASED_ASPECT,
+        longest=1,
+    )
+    place = drawn[[_ERASED_LEFT, _ERASED_TOP]].T * (1 - erased)
+    rectangles: Numbers = np.concatenate([place, place + erased], axis=1)  # left, top, right, bottom
+    rectangles[(drawn[_ERASED] >= settings.erasing) | np.isnan(erased).any(axis=1)] = 0
     return ViewParameters(
         box=torch.from_numpy(np.concatenate([corner.astype(np.int64), edges], axis=1)),
         mirror=torch.from_numpy(settings.flip & (drawn[_MIRROR] < 0.5)),
         colour=torch.from_numpy(1 + settings.color_jitter * (2 * drawn[_BRIGHTNESS : _SATURATION + 1].T - 1)).float(),
         operations=torch.from_numpy((len(OPERATIONS) * operations.T).astype(np.int64)),
         negative=torch.from_numpy(negative.T < 0.5),
-        erased=torch.from_numpy(_erased(draw, drawn, settings.erasing)).float(),
+        erased=torch.from_numpy(rectangles).float(),
     )
 
 
@@ -146,13 +149,3 @@ def _sides(
         if not len(rows):
             break
     return sides
-
-
-def _erased(draw: Draw, drawn: Numbers, share: float) -> Numbers:
-    """Draw rectangles [B, 4]: left, top, right, bottom; zeros for none."""
-    first = drawn[[_ERASED_AREA, _ERASED_ASPECT]]
-    sides = _sides(draw, first, _ERASED_AGAIN, areas=ERASED_AREA, max_aspect=ERASED_ASPECT, longest=1)
-    corner = drawn[[_ERASED_LEFT, _ERASED_TOP]].T * (1 - sides)
-    rectangles: Numbers = np.concatenate([corner, corner + sides], axis=1)
-    rectangles[(drawn[_ERASED] >= share) | np.isnan(sides).any(axis=1)] = 0
-    return rectangles

@@ -23,31 +23,12 @@ from trainer.data.views.parameters import ViewParameters
 
 
 def make_views(images: Tensor, parameters: ViewParameters, size: int, settings: ViewSettings) -> Tensor:
-    """Make the views of a batch of stored images, on the images' device.
-
-    Args:
-        images: uint8 [B, 3, S, S].
-        parameters: parameters of the B views, on the CPU.
-        size: edge V of the views, in pixels.
-        settings: the settings that the parameters were drawn with.
-
-    Returns:
-        uint8 [B, 3, V, V].
-    """
+    """Make the views of a batch of stored images, on their device: uint8 [B, 3, S, S] to [B, 3, V, V]; the parameters are on the CPU."""
     return finish_views(crop_batch(images, parameters, size), parameters, settings)
 
 
 def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettings) -> Tensor:
-    """Apply what follows the crop: colour, RandAugment's operations, erasing.
-
-    Args:
-        views: crops, uint8 [B, 3, V, V]; changed in place.
-        parameters: parameters of the B views, on the CPU.
-        settings: the settings that the parameters were drawn with.
-
-    Returns:
-        `views`.
-    """
+    """Apply what follows the crop: colour, RandAugment's operations, erasing; the crops, uint8 [B, 3, V, V], are changed and returned."""
     if not (settings.color_jitter or settings.randaugment_operations or settings.erasing):
         return views
     for rows in cache_sized_slices(views):

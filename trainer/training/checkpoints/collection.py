@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from trainer import artifacts, storage
@@ -121,10 +120,7 @@ class Checkpoints:
         """Below `root`, for the training `name`.
 
         Args:
-            root: a URI.
-            name: of the training.
             settings: of which those that decide what is learned name the folder.
-            parents: name of each input -> its fingerprint; they name the folder too.
             section: of the settings, for their full names in messages.
             keep: newest checkpoints that are kept, beside the best.
             shared: whether other runs' checkpoints may stand there; if not, those of a training of this name are this one's.
@@ -146,9 +142,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self._writer.wait(LAST_WAIT_S):
             logger.warning("%s  ends before its last checkpoint is written; the one before counts", self._name)
 
@@ -242,7 +236,6 @@ class Checkpoints:
         Where a store holds that one up, the state is passed over: the training continues, and has another one to keep soon.
 
         Args:
-            state: what to keep.
             top1: its accuracy on the validation split, where it was measured.
             needed: whether no step follows, so that it is not passed over.
 
@@ -448,13 +441,7 @@ def compatible(settings: Mapping[str, Any]) -> dict[str, Any]:
 def differences(
     was: tuple[Mapping[str, Any], Mapping[str, str]], now: tuple[Mapping[str, Any], Mapping[str, str]], *, section: str
 ) -> list[str]:
-    """List what keeps a training from resuming, each difference in a few words.
-
-    Args:
-        was: settings and parents (name -> fingerprint) of a checkpoint.
-        now: those of the training that would resume from it.
-        section: of the settings, for their full names.
-    """
+    """List what keeps a training from resuming, each difference in a few words."""
     settings = _changed(*(dict(_flat(compatible(side[0]), section)) for side in (was, now)))
     inputs = _changed(
         *({f"input {name}": value[:_SHOWN_DIGITS] for name, value in side[1].items()} for side in (was, now))

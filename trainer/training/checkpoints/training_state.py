@@ -55,16 +55,8 @@ def capture(
     """Return the state after `step` steps: the tensors themselves, which the next step changes.
 
     Args:
-        step: optimiser steps done.
-        model: whose weights are trained.
-        optimizer: theirs.
-        average: of the weights.
         processes: of the training; where the optimiser is sharded, all of them call this, and the first one has the whole state then,
             the others none.
-        pending: what belongs to the last step and is still to be done.
-
-    Raises:
-        LostProcessError: a process did not come within the limit, or is gone.
     """
     names, part = _names(model), optimizers.local_optimizer(optimizer)
     tensors = {

@@ -37,8 +37,6 @@ class Writer:
         """Begin something; what was begun before must have been waited for.
 
         Args:
-            work: what is done.
-            failed: what the log says where it fails.
             counts: whether it is a write, which counts where it fails in a way that may pass. What does not count is repeated anyway, so
                 the log says nothing of it while the store is away.
         """
