@@ -36,8 +36,8 @@ from trainer.errors import (
     TrainingError,
 )
 from trainer.profiling.evidence_schema import AttemptRecord
-from trainer.training.checkpoints.writer import LAST_WAIT_S, Writer
 from trainer.training.collective_watchdog import wait_limit_s
+from trainer.training.writer import LAST_WAIT_S, Writer
 
 logger = logging.getLogger(__name__)
 

@@ -197,12 +197,12 @@ class _FolderWalk:
         with os.scandir(folder) as entries:
             for entry in entries:
                 path, name = Path(entry.path), prefix + entry.name
-                if entry.is_symlink() and not _is_hidden(entry.name):
-                    if self._outside == "refuse" and not path.resolve().is_relative_to(self._real_root):
-                        raise DataError(
-                            f"folder {self._root}: {name} is a link to {path.resolve()}, which lies outside of it; remove it, or set "
-                            "data.outside=read if you trust who made it"
-                        )
+                followed = entry.is_symlink() and not _is_hidden(entry.name) and self._outside == "refuse"
+                if followed and not path.resolve().is_relative_to(self._real_root):
+                    raise DataError(
+                        f"folder {self._root}: {name} is a link to {path.resolve()}, which lies outside of it; remove it, or set "
+                        "data.outside=read if you trust who made it"
+                    )
                 if entry.is_dir():
                     yield from self.files(path, f"{name}/", above | {real})
                 # A dangling link counts as a file, so that it is reported; a pipe does not, since reading it would block.

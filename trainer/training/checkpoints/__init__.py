@@ -9,8 +9,8 @@ generator and no counter to keep, and the same checkpoint serves any number of p
         generation-003                  the third attempt at this training, which fences off the first two (`trainer.training.attempts`)
         step-00000500-g003/             a checkpoint that the third attempt has written
 
-`state` takes a state apart and puts it back, `snapshots` copies it into the host's memory and writes it, `writer` does so in the
-background, and `collection` keeps the newest and the best.
+`training_state` takes a state apart and puts it back, `snapshots` copies it into the host's memory and writes it,
+`trainer.training.writer` does so in the background, and `collection` keeps the newest and the best.
 """
 
 from __future__ import annotations
