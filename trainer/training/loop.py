@@ -216,10 +216,9 @@ class Trainer:
             batch = batches.next()
             # So that the sum is the mean over the step's images however they are dealt; `accumulation` where evenly.
             parts = settings.batch_size / (len(batch.labels) * processes.world_size)
-            # Gradients are exchanged with the last micro-batch only.
             last, parallel = micro == settings.accumulation - 1, self._parallel
-            alone = isinstance(parallel, DistributedDataParallel) and not last
-            with parallel.no_sync() if alone else nullcontext():
+            # Gradients are exchanged with the last micro-batch only.
+            with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
                 with processes.device.autocast(settings.precision):
                     losses = self.training.objective(self._parallel, batch)
                 with span("backward"):
