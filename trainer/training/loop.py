@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -216,9 +216,11 @@ class Trainer:
             batch = batches.next()
             # So that the sum is the mean over the step's images however they are dealt; `accumulation` where evenly.
             parts = settings.batch_size / (len(batch.labels) * processes.world_size)
-            last, parallel = micro == settings.accumulation - 1, self._parallel
-            # Gradients are exchanged with the last micro-batch only.
-            with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
+            last = micro == settings.accumulation - 1
+            context: AbstractContextManager[object] = nullcontext()
+            if isinstance(self._parallel, DistributedDataParallel) and not last:
+                context = self._parallel.no_sync()  # gradients are exchanged with the last micro-batch only
+            with context:
                 with processes.device.autocast(settings.precision):
                     losses = self.training.objective(self._parallel, batch)
                 with span("backward"):
