@@ -62,9 +62,13 @@ def run(
     recording, teacher_model = None, None
     with startup.part("fetch"):
         if settings.reads_recording:
-            recording = _open_recording(
-                settings, classifier, teacher_outputs, data=data, dataset=dataset, teacher=teacher
-            )
+            if teacher_outputs is None:
+                raise SettingsError(
+                    "distill.teacher is recorded, but no recorded outputs were given; run the stage reinforce and give teacher_outputs"
+                )
+            held = check_fits(teacher_outputs, settings, data=data, dataset=dataset, teacher=teacher)
+            _check_content(settings, classifier, teacher_outputs, held)  # before the records are fetched
+            recording = open_recording(teacher_outputs)
             parents["teacher_outputs"] = recording.fingerprint
         elif settings.needs_teacher:
             teacher_model = load_teacher(teacher, data)
@@ -90,7 +94,7 @@ def run(
 
 
 def open_samples(settings: DistillSettings, data: PreparedDataset) -> Samples:
-    """What the student learns from: the training images, and those without labels where there is a teacher to speak of them."""
+    """Open what the student learns from: the training images, and those without labels where there is a teacher to speak of them."""
     return Samples(data.training_splits(unlabeled=settings.reads_unlabeled))
 
 
@@ -117,24 +121,6 @@ def _context(settings: DistillSettings, teacher: Manifest, teacher_outputs: str 
     return ContextRecord(teacher_val_top1=teacher.figures.get("val_top1"), recorded_mass=mass)
 
 
-def _open_recording(
-    settings: DistillSettings,
-    student: Classifier,
-    uri: str | Path | None,
-    *,
-    data: PreparedDataset,
-    dataset: str | Path,
-    teacher: str | Path,
-) -> Recording:
-    """The recorded outputs; refused, before their records are fetched, where they do not fit."""
-    if uri is None:
-        raise SettingsError(
-            "distill.teacher is recorded, but no recorded outputs were given; run the stage reinforce and give teacher_outputs"
-        )
-    _check_content(settings, student, uri, check_fits(uri, settings, data=data, dataset=dataset, teacher=teacher))
-    return open_recording(uri)
-
-
 def _check_content(settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription) -> None:
     """Refuse recorded outputs that lack what the losses or the student need."""
     if settings.needs_all_logits and held.top_k < held.classes:
@@ -157,7 +143,7 @@ def _check_content(settings: DistillSettings, student: Classifier, uri: str | Pa
 
 
 def load_teacher(teacher: str | Path, data: PreparedDataset) -> Classifier:
-    """The teacher's model, if it knows the data set's classes.
+    """Load the teacher's model, if it knows the data set's classes.
 
     Raises:
         ArtifactError: it is missing or damaged.
@@ -175,36 +161,32 @@ def make_objective(
     recording: Recording | None,
     device: Device,
 ) -> DistillObjective:
-    """What is learned, on its device, from a teacher that is online or from recorded outputs; a teacher is changed."""
-    model = _project(settings, student, teacher, recording) if settings.feature_weight else student
-    frozen = _freeze(teacher, settings, device) if teacher is not None else None
+    """Make what is learned, on its device, from a teacher that is online or from recorded outputs; a teacher is changed."""
+    model: Classifier | ProjectedStudent = student
+    if settings.feature_weight:
+        # The projection starts the same whether the teacher is online or recorded.
+        torch.manual_seed((settings.seed or 0) + 1)
+        if recording is not None:
+            features = recording.description.features
+        else:
+            assert teacher is not None, "a feature loss has a teacher or its recorded outputs"
+            features = models.feature_size(teacher)
+        model = ProjectedStudent(student, features)
+    frozen = None
+    if teacher is not None:
+        frozen = FrozenTeacher(
+            teacher,
+            device,
+            precision=settings.precision,
+            batch_size=settings.teacher_batch,
+            features=settings.feature_weight > 0,
+            compile=settings.compile,
+        )
     return DistillObjective(model, frozen, settings)
 
 
-def _project(
-    settings: DistillSettings, student: Classifier, teacher: Classifier | None, recording: Recording | None
-) -> ProjectedStudent:
-    """The student with its projection, which starts the same whether the teacher is online or recorded."""
-    torch.manual_seed((settings.seed or 0) + 1)
-    if recording is not None:
-        return ProjectedStudent(student, recording.description.features)
-    assert teacher is not None, "a feature loss has a teacher or its recorded outputs"
-    return ProjectedStudent(student, models.feature_size(teacher))
-
-
-def _freeze(teacher: Classifier, settings: DistillSettings, device: Device) -> FrozenTeacher:
-    return FrozenTeacher(
-        teacher,
-        device,
-        precision=settings.precision,
-        batch_size=settings.teacher_batch,
-        features=settings.feature_weight > 0,
-        compile=settings.compile,
-    )
-
-
 def view_size(student: Classifier, teacher: Classifier | None, recording: Recording | None) -> int:
-    """Edge of the views, in pixels: that of the recorded ones, or the larger input of both models."""
+    """Return the edge of the views, in pixels: that of the recorded ones, or the larger input of both models."""
     if recording is not None:
         return recording.description.view_size
     return max(model.card.image_size for model in (student, teacher) if model is not None)

@@ -15,7 +15,7 @@ import torch
 from trainer import artifacts, models, tracking
 from trainer.artifacts import Artifact
 from trainer.config import EvaluateSettings
-from trainer.data.dataset import PreparedDataset, Split, open_dataset
+from trainer.data.dataset import Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
 from trainer.evaluation import latency, metrics, report
@@ -59,7 +59,12 @@ def run(
     """
     data = open_dataset(dataset)
     subjects = [_subject("teacher", teacher, data.classes), _subject("student", student, data.classes)]
-    split = _test_split(data)
+    split = data.split("test")
+    if len(split) == 0 or (split.labels < 0).any():
+        raise DataError(
+            f"the test split has {len(split)} images, {int((split.labels < 0).sum())} of them without a label; "
+            "a student cannot be judged on it, prepare a labelled one (data.test_fraction)"
+        )
     parents = {"dataset": data.fingerprint, **{subject.name: subject.fingerprint for subject in subjects}}
     values = settings.model_dump(mode="json")
     with stage_run("evaluate", values) as tracker:
@@ -88,16 +93,6 @@ def _subject(name: str, uri: str | Path, classes: Sequence[str]) -> _Evaluated:
     return _Evaluated(name=name, model=model, size_bytes=size_bytes, fingerprint=artifact.fingerprint)
 
 
-def _test_split(data: PreparedDataset) -> Split:
-    split = data.split("test")
-    if len(split) == 0 or (split.labels < 0).any():
-        raise DataError(
-            f"the test split has {len(split)} images, {int((split.labels < 0).sum())} of them without a label; "
-            "a student cannot be judged on it, prepare a labelled one (data.test_fraction)"
-        )
-    return split
-
-
 def _evaluate(
     settings: EvaluateSettings, classes: Sequence[str], split: Split, subjects: Sequence[_Evaluated], directory: Path
 ) -> dict[str, Any]:
@@ -115,11 +110,20 @@ def _evaluate(
     }
     agreement = metrics.agreement(logits["student"], logits["teacher"])
     measured["student"].figures["test"]["agreement"] = agreement
-    verdict = asdict(metrics.judge(settings.gate, _gate_figures(measured)))
+    ours, theirs = measured["student"].figures, measured["teacher"].figures
+    judged = metrics.GateFigures(
+        teacher_top1=theirs["test"]["top1"],
+        student_top1=ours["test"]["top1"],
+        teacher_parameters=theirs["parameters"],
+        student_parameters=ours["parameters"],
+        student_p95_ms=ours["latency_ms"]["p95"],
+    )
+    verdict = asdict(metrics.judge(settings.gate, judged))
     machine = latency.machine()
     student_matrix = measured["student"].matrix
     examples = _examples(settings, split, logits["student"], student_matrix)
-    _write_json(directory / METRICS, _everything(measured, classes, asdict(machine), verdict))
+    details = {name: _details(part, classes) for name, part in measured.items()}
+    _write_json(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
     _write_json(directory / CONFUSION, {"labels": list(classes), "matrix": student_matrix.tolist()})
     page = report.render(classes=classes, **measured, machine=machine, verdict=verdict, examples=examples)
     (directory / REPORT).write_text(page, encoding="utf-8")
@@ -127,7 +131,7 @@ def _evaluate(
 
 
 def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logits:
-    """A model's logits on a whole split, fp32 [N, K]; the model ends on the CPU.
+    """Compute a model's logits on a whole split, fp32 [N, K]; the model ends on the CPU.
 
     Raises:
         ModelError: a logit is not finite.
@@ -174,19 +178,8 @@ def _measured(
     return Measured(figures=figures, matrix=matrix, calibration=calibration, latencies=latencies)
 
 
-def _gate_figures(measured: Mapping[str, Measured]) -> metrics.GateFigures:
-    teacher, student = measured["teacher"].figures, measured["student"].figures
-    return metrics.GateFigures(
-        teacher_top1=teacher["test"]["top1"],
-        student_top1=student["test"]["top1"],
-        teacher_parameters=teacher["parameters"],
-        student_parameters=student["parameters"],
-        student_p95_ms=student["latency_ms"]["p95"],
-    )
-
-
 def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: metrics.Ints) -> list[Example]:
-    """Test images for each of the student's worst confusions."""
+    """Pick test images for each of the student's worst confusions."""
     predicted = logits.argmax(axis=1)
     examples = []
     for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):
@@ -194,16 +187,6 @@ def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: 
         images = split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()
         examples.append(Example(confusion=confusion, images=images))
     return examples
-
-
-def _everything(
-    measured: Mapping[str, Measured], classes: Sequence[str], machine: Mapping[str, Any], verdict: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        **{name: _details(part, classes) for name, part in measured.items()},
-        "machine": machine,
-        "verdict": verdict,
-    }
 
 
 def _details(measured: Measured, classes: Sequence[str]) -> dict[str, Any]:

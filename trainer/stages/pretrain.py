@@ -50,7 +50,7 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
 
 
 def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier, dict[str, str]]:
-    """The model before training, and the fingerprints of what it comes from.
+    """Make the model before training; gives it, and the fingerprints of what it comes from.
 
     Raises:
         ModelError: it cannot be built, or its classes are not the data set's.

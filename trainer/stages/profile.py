@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -89,13 +88,10 @@ def write(draft: Draft, settings: ProfileSettings, sources: Sequence[Evidence], 
     (draft.path / FINDINGS).write_text(findings.to_json(answers))
     (draft.path / BILL).write_text(bill.model_dump_json(indent=2) + "\n")
     (draft.path / REPORT).write_text(page.build(trainings, answers, bill, top_operators=settings.top_operators))
-    draft.figures.update({summary.name: _figures(summary) for summary in summaries})
+    for summary in summaries:
+        draft.figures[summary.name] = {
+            "step_ms": summary.step_ms.p50 if summary.step_ms else None,
+            "images_per_second": summary.images_per_second,
+            "phases": {name: phase.share for name, phase in summary.phases.items()},
+        }
     return findings.verdict(answers, summaries)
-
-
-def _figures(summary: TrainingSummary) -> dict[str, Any]:
-    return {
-        "step_ms": summary.step_ms.p50 if summary.step_ms else None,
-        "images_per_second": summary.images_per_second,
-        "phases": {name: phase.share for name, phase in summary.phases.items()},
-    }

@@ -75,8 +75,11 @@ def run(
     stage = STAGES["register"]
     given: dict[str, str | Path] = {name: uri for name in stage.all_inputs if (uri := inputs.get(name))}
     read = {name: artifacts.read(given[name], kind) for name, kind in stage.inputs.items()}
-    if tracking.uri():
-        _check_servable(given["student"])
+    if tracking.uri() and models.load(given["student"]).card.square is None:
+        raise ModelError(
+            f"student {given['student']}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
+            "remove the directory and distil it again"
+        )
     made: dict[str, Manifest] = dict(read)
     for name, kind in stage.optional_inputs.items():
         if name in given:  # the manifest is enough: the records may be many gigabytes
@@ -130,16 +133,8 @@ def _retold(settings: RegisterSettings, places: Mapping[str, str | Path], recipe
         ) from error
 
 
-def _check_servable(student: str | Path) -> None:
-    if models.load(student).card.square is None:
-        raise ModelError(
-            f"student {student}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
-            "remove the directory and distil it again"
-        )
-
-
 def _stage_bills(made: Mapping[str, Manifest], given: Mapping[str, str | Path]) -> Iterator[StageBill]:
-    """Of every stage whose first output is given, with the evidence of those that train."""
+    """Yield the bill of every stage whose first output is given, with the evidence of those that train."""
     for stage in STAGES.values():
         first, *others = (spec.name for spec in stage.makes.values())
         recorded = next((name for name in others if made[name].kind == "evidence"), None)
@@ -152,7 +147,7 @@ def _bill(stages: Sequence[StageBill], tuned: Tuning | None) -> Bill:
 
 
 def _reports(inputs: Mapping[str, Artifact]) -> dict[str, tuple[str, str]]:
-    """Name of each page and picture -> the input that it is in, and its name there."""
+    """Return name of each page and picture -> the input that it is in, and its name there."""
     pages = {
         "data": ("dataset", CARD),
         "profile": ("report", PROFILE_PAGE),
@@ -200,7 +195,7 @@ def _register(
 def _log_results(
     client: MlflowClient, run_id: str, evaluation: Mapping[str, Any], reports: Mapping[str, Path], bill: Bill
 ) -> None:
-    """The run's reports, pictures and figures, and what it cost until now."""
+    """Log the run's reports, pictures and figures, and what it cost until now."""
     from mlflow.entities import Metric
 
     for name, page in reports.items():
@@ -215,7 +210,7 @@ def _log_results(
 
 
 def _log_model(client: MlflowClient, run_id: str, student: Path, card: ModelCard, dataset: str | Path) -> ModelInfo:
-    """The student as an MLflow model: its directory, the file that loads it, signature, example, pinned requirements."""
+    """Log the student as an MLflow model: its directory, the file that loads it, signature, example, pinned requirements."""
     with warnings.catch_warnings():  # MLflow warns of its own type hints when it is imported
         warnings.filterwarnings("ignore", message=".*Any type hint is inferred", category=UserWarning)
         import mlflow.pyfunc
@@ -249,7 +244,7 @@ def _log_model(client: MlflowClient, run_id: str, student: Path, card: ModelCard
 
 
 def example(dataset: str | Path) -> npt.NDArray[np.uint8]:
-    """A raw test image, uint8 [1, H, W, 3], thinned so that it stays small as text."""
+    """Read a raw test image, uint8 [1, H, W, 3], thinned so that it stays small as text."""
     image = open_dataset(dataset).split("test").read([0]).numpy()
     step = -(-image.shape[-1] // _EXAMPLE_EDGE)
     thinned: npt.NDArray[np.uint8] = np.ascontiguousarray(image[:, :, ::step, ::step].transpose(0, 2, 3, 1))
@@ -257,23 +252,12 @@ def example(dataset: str | Path) -> npt.NDArray[np.uint8]:
 
 
 def conda_environment() -> dict[str, Any]:
-    """What the registered model needs, at the versions of this process; MLflow derives requirements.txt from it."""
+    """Return what the registered model needs, at the versions of this process; MLflow derives requirements.txt from it."""
     # A local version (2.15.0+cu132) is not to be had elsewhere.
     versions = {name: importlib.metadata.version(name).partition("+")[0] for name in _REQUIREMENTS}
     pinned = [f"{name}=={version}" for name, version in versions.items()]
     dependencies = [f"python={platform.python_version()}", "pip", {"pip": pinned}]
     return {"name": "student", "channels": ["conda-forge"], "dependencies": dependencies}
-
-
-def _version_tags(inputs: Mapping[str, Artifact]) -> dict[str, str]:
-    figures, parents = inputs["evaluation"].figures, inputs["student"].parents
-    fingerprints = {name: inputs[name].fingerprint for name in ("dataset", "teacher", "student")}
-    fingerprints |= {name: parents[name] for name in ("teacher_outputs",) if name in parents}
-    return {
-        **{f"{name}_fingerprint": value for name, value in fingerprints.items()},
-        "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
-        "test_top1": f"{figures['student']['test']['top1']:.4f}",
-    }
 
 
 def _version(
@@ -283,27 +267,27 @@ def _version(
     given: Mapping[str, str | Path],
     run_id: str,
 ) -> str:
-    """The run's version of the registered model: the one of a try that ended before it could tell, or else a new one."""
-    tags = _version_tags(inputs)
+    """Return the run's version of the registered model: the one of a try that ended before it could tell, or else a new one."""
+    figures, parents = inputs["evaluation"].figures, inputs["student"].parents
+    fingerprints = {name: inputs[name].fingerprint for name in ("dataset", "teacher", "student")}
+    fingerprints |= {name: parents[name] for name in ("teacher_outputs",) if name in parents}
+    tags = {
+        **{f"{name}_fingerprint": value for name, value in fingerprints.items()},
+        "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
+        "test_top1": f"{figures['student']['test']['top1']:.4f}",
+    }
     for found in client.search_model_versions(f"run_id = '{run_id}'"):
         if found.name == settings.model_name and found.status == "READY" and tags.items() <= found.tags.items():
             return str(found.version)
-    model = _log_model(client, run_id, inputs["student"].path, models.load(inputs["student"]).card, given["dataset"])
-    return _create_version(client, settings, model, run_id, tags)
-
-
-def _create_version(
-    client: MlflowClient, settings: RegisterSettings, model: ModelInfo, run_id: str, tags: Mapping[str, str]
-) -> str:
-    """A new version of the registered model, which is created where missing."""
     from mlflow.exceptions import MlflowException
 
+    model = _log_model(client, run_id, inputs["student"].path, models.load(inputs["student"]).card, given["dataset"])
     try:
         client.create_registered_model(settings.model_name)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     version = client.create_model_version(
-        settings.model_name, source=model.model_uri, run_id=run_id, tags=dict(tags), model_id=model.model_id
+        settings.model_name, source=model.model_uri, run_id=run_id, tags=tags, model_id=model.model_id
     )
     return str(version.version)

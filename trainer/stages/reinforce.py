@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trainer import artifacts, models, tracking
 from trainer.config import ReinforceSettings, ViewSettings
@@ -12,10 +11,9 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples, Views, makes_views_on_device
 from trainer.devices import Device
 from trainer.distillation import recording, recording_report, shards
-from trainer.distillation.coverage import Coverage
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.recording import RecordingDescription
-from trainer.distillation.reinforcement import RecordedWork, Reinforcement, plan_of
+from trainer.distillation.reinforcement import Reinforcement, plan_of
 from trainer.distillation.shards import ShardStore
 from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
@@ -50,7 +48,10 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
         with shared_artifact(processes, teacher_outputs, "teacher_outputs", settings=values, parents=parents) as draft:
             work, held = job.record(), job.assemble(draft.path)
             if processes.is_first:
-                draft.figures.update(_explain(job, held, work, parents, draft.path))
+                recording.write_description(draft.path, job.description, job.views.samples.keys)
+                page = recording_report.render(job.description, held, work, parents)
+                (draft.path / recording.REPORT).write_text(page, encoding="utf-8")
+                draft.figures.update(recording_report.figures(job.description, held, work))
                 tracker.metrics(0, tracking.numbers(draft.figures))
                 tracker.files(draft.path / recording.REPORT)
         if processes.is_first:
@@ -66,7 +67,7 @@ def _prepare(
     parents: Mapping[str, str],
     root: str,
 ) -> Reinforcement:
-    """The recording that the settings ask for, with its finished shards below `root`."""
+    """Make the recording that the settings ask for, with its finished shards below `root`."""
     samples = open_samples(settings, data)
     description = describe(settings, data, dataset, teacher, samples, processes.device)
     return Reinforcement(
@@ -74,7 +75,7 @@ def _prepare(
             samples,
             size=description.view_size,
             seed=description.seed,
-            settings=_augmentation(settings),
+            settings=settings.augmentation or ViewSettings(),
             on_device=makes_views_on_device(settings.views_on or "auto", processes.device.kind),
             decode_on=settings.decode_on or "cpu",
         ),
@@ -94,12 +95,8 @@ def _prepare(
 
 
 def open_samples(settings: ReinforceSettings, data: PreparedDataset) -> Samples:
-    """The images of which outputs are recorded."""
+    """Open the images of which outputs are recorded."""
     return Samples(data.training_splits(unlabeled=settings.records_unlabeled))
-
-
-def _augmentation(settings: ReinforceSettings) -> ViewSettings:
-    return settings.augmentation or ViewSettings()
 
 
 def describe(
@@ -110,7 +107,7 @@ def describe(
     samples: Samples,
     device: Device,
 ) -> RecordingDescription:
-    """What would be recorded of a teacher on these samples."""
+    """Describe what would be recorded of a teacher on these samples."""
     return RecordingDescription(
         samples=len(samples),
         unlabeled=samples.unlabeled,
@@ -121,19 +118,9 @@ def describe(
         features=models.feature_size(teacher) if settings.features else 0,
         seed=settings.seed or 0,
         view_size=settings.view_size or teacher.card.image_size,
-        augmentation=_augmentation(settings).model_dump(mode="json"),
+        augmentation=(settings.augmentation or ViewSettings()).model_dump(mode="json"),
         decoder=recording.decoder_name(data, settings.decode_on, in_memory=samples.in_memory),
         teacher=teacher.card.architecture,
         precision="bf16" if device.uses_bf16(settings.precision) else "fp32",
         dataset=dict(artifacts.manifest(dataset, "dataset").settings),
     )
-
-
-def _explain(
-    job: Reinforcement, held: Coverage, work: RecordedWork, parents: Mapping[str, str], directory: Path
-) -> dict[str, Any]:
-    """Write what the records are, and the report, beside them; gives the main numbers."""
-    recording.write_description(directory, job.description, job.views.samples.keys)
-    page = recording_report.render(job.description, held, work, parents)
-    (directory / recording.REPORT).write_text(page, encoding="utf-8")
-    return recording_report.figures(job.description, held, work)

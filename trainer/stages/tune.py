@@ -6,7 +6,7 @@ import copy
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from trainer.distillation.recording import (
     placeholder_recording,
 )
 from trainer.errors import SettingsError
-from trainer.forecast import Forecast, Measurement, WorkCount
+from trainer.forecast import Forecast, Measurement
 from trainer.host import usable_cores
 from trainer.models import Classifier
 from trainer.profiling.recorder import Startup
@@ -98,14 +98,28 @@ def run(
     if teacher_outputs is not None:
         parents["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs").fingerprint
     values = settings.model_dump(mode="json")
-    elsewhere = _elsewhere(settings, parents)
+    distilled = (settings.distill or DistillSettings()).model_dump(mode="json")
+    elsewhere = forecast_table.read_tunings(settings.elsewhere, forecast_table.subject_of(parents, distilled))
     deterministic = settings.distill is not None and settings.distill.deterministic
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes(deterministic=deterministic))
         tracker = stack.enter_context(stage_run(NAME, values, active=processes.is_first))
         forecast.check_budget(measurement.place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
-        trial_log = TrialLog(_trial_log_uri(settings, parents, processes, tuning), processes)
+        # The trials are kept in a place that is named by all that they depend on, and their order.
+        depends_on = {
+            "settings": settings.model_dump(mode="json", exclude=_BESIDE_THE_TRIALS),
+            "parents": dict(parents),
+            "place": measurement.place_of(processes).model_dump(mode="json"),
+            "machine": [
+                torch.cuda.get_device_name() if processes.device.kind == "cuda" else "",
+                usable_cores(),
+                torch.__version__,
+            ],
+        }
+        trial_log = TrialLog(
+            storage.join(checkpoint_root(tuning), f"trials-{artifacts.digest(depends_on)[:16]}"), processes
+        )
         subject = open_subject(
             settings,
             data,
@@ -123,26 +137,22 @@ def run(
         made = _tune(subject, settings, trial_log, tracker, checkpoint_root(tuning), elsewhere)
         if processes.is_first:
             (draft.path / FILE).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            draft.figures.update(_figures(made))
+            gains = [tried.run_s for tried in made.tried if tried.taken and tried.run_s]
+            draft.figures.update(
+                hours=made.forecast.hours,
+                dollars=made.forecast.dollars,
+                images_per_second=made.measurement.batch_size / made.measurement.step_s,
+                gain=gains[0] / gains[-1] if gains else 1.0,
+                trials=len(made.tried),
+                search_seconds=made.search_s,
+            )
             tracker.metrics(0, tracking.numbers(draft.figures))
-        _tell(made, active=processes.is_first)
+            _tell(made)
         # Before the artifact is complete: a run that is started again must not find it and go on.
         forecast.refuse_over_budget(
             made.forecast, made.alternatives, budget_usd=settings.budget_usd, budget_hours=settings.budget_hours
         )
     trial_log.remove()
-
-
-def _trial_log_uri(settings: TuneSettings, parents: Mapping[str, str], processes: Processes, tuning: str | Path) -> str:
-    """Where the trials are kept: named by all that they depend on, and their order."""
-    gpu = torch.cuda.get_device_name() if processes.device.kind == "cuda" else ""
-    depends_on = {
-        "settings": settings.model_dump(mode="json", exclude=_BESIDE_THE_TRIALS),
-        "parents": dict(parents),
-        "place": measurement.place_of(processes).model_dump(mode="json"),
-        "machine": [gpu, usable_cores(), torch.__version__],
-    }
-    return storage.join(checkpoint_root(tuning), f"trials-{artifacts.digest(depends_on)[:16]}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,7 +183,7 @@ class Subject:
     """From the start of this process until the first trial could begin."""
 
     def training(self, root: str, settings: DistillSettings, processes: Processes) -> TrainingSpec:
-        """The distillation from its beginning, with other settings; `root` is the place of checkpoints."""
+        """Make the distillation from its beginning, with other settings; `root` is the place of checkpoints."""
         recording = self.recording if settings.reads_recording else None
         teacher = copy.deepcopy(self.teacher) if settings.needs_teacher and recording is None else None
         student = copy.deepcopy(self.student)
@@ -201,11 +211,11 @@ class Subject:
         )
 
     def recording_s_of(self, settings: DistillSettings) -> float | None:
-        """Seconds that a forecast has to count for recording; none where nothing has to be recorded."""
+        """Return the seconds that a forecast has to count for recording; none where nothing has to be recorded."""
         return self.recording_s if settings.reads_recording and self.recording_s else None
 
     def job(self, tuned: TuneSettings) -> Workload:
-        """What the search may not change."""
+        """Return what the search may not change."""
         settings, processes, device = self.settings, self.processes, self.processes.device
         images = settings.epochs * len(self.samples)
         limits = {
@@ -245,7 +255,7 @@ def open_subject(
     teacher_outputs: str | Path | None,
     known: RecordingTime | None = None,
 ) -> Subject:
-    """What all trials share; blank recorded outputs are made in `folder`. What recording takes is measured unless it is known."""
+    """Open what all trials share; blank recorded outputs are made in `folder`. What recording takes is measured unless it is known."""
     settings, recorder = tuned.distill or DistillSettings(), tuned.reinforce or ReinforceSettings()
     torch.manual_seed(settings.seed or 0)
     student = models.create(settings.student, data.classes, drop_path=settings.drop_path)
@@ -264,7 +274,12 @@ def open_subject(
         described = reinforce.describe(recorder, data, dataset, model, recorded, processes.device)
         hindrance = _hindrance(settings, recorder, student, described)
         recording = None if hindrance else placeholder_recording(folder, described)
-        takes = known or _recording_time(model, recorded, recorder, described, processes)
+        if known is None:
+            teacher_s = _teacher_s(model, recorder, described, processes)
+            view_s = _view_s(recorded, recorder, described, processes, teacher_s)
+            takes = RecordingTime(teacher_s=teacher_s, recording_s=view_s * described.samples * described.views)
+        else:
+            takes = known
     if settings.reads_recording and hindrance:
         raise SettingsError(f"distill.teacher is recorded, but {hindrance}")
     return Subject(
@@ -294,23 +309,10 @@ def _hindrance(
     return "; ".join(mistakes)
 
 
-def _recording_time(
-    model: Classifier,
-    samples: Samples,
-    recorder: ReinforceSettings,
-    described: RecordingDescription,
-    processes: Processes,
-) -> RecordingTime:
-    """What the stage reinforce would take."""
-    teacher_s = _teacher_s(model, recorder, described, processes)
-    view_s = _view_s(samples, recorder, described, processes, teacher_s)
-    return RecordingTime(teacher_s=teacher_s, recording_s=view_s * described.samples * described.views)
-
-
 def _teacher_s(
     model: Classifier, recorder: ReinforceSettings, described: RecordingDescription, processes: Processes
 ) -> float:
-    """Seconds that the teacher needs for an image when it is recorded, on all processes together."""
+    """Measure the seconds that the teacher needs for an image when it is recorded, on all processes together."""
     device = processes.device
     frozen = FrozenTeacher(
         copy.deepcopy(model), device, precision=recorder.precision, features=recorder.features, compile="off"
@@ -333,7 +335,7 @@ def _view_s(
     processes: Processes,
     teacher_s: float,
 ) -> float:
-    """Seconds that a view takes to be recorded, on all processes together: a GPU's loaders work beside it, a CPU does both."""
+    """Measure the seconds that a view takes to be recorded, on all processes together: a GPU's loaders work beside it, a CPU does both."""
     augmentation = recorder.augmentation or ViewSettings()
     on_device = makes_views_on_device(recorder.views_on or "auto", processes.device.kind)
     views = Views(samples, size=described.view_size, seed=described.seed, settings=augmentation, on_device=on_device)
@@ -356,12 +358,6 @@ def _view_s(
 # What is found
 
 
-def _elsewhere(settings: TuneSettings, parents: Mapping[str, str]) -> list[Tuning]:
-    """The same distillation, measured on other machines."""
-    distilled = (settings.distill or DistillSettings()).model_dump(mode="json")
-    return forecast_table.read_tunings(settings.elsewhere, forecast_table.subject_of(parents, distilled))
-
-
 def _tune(
     subject: Subject,
     settings: TuneSettings,
@@ -373,7 +369,12 @@ def _tune(
     """Search, and measure what the distillation will use; the same on every process."""
     given, make = subject.settings, partial(subject.training, root)
     found = _search(subject, settings, make, trial_log) if settings.search else None
-    chosen = _chosen(found, given) if found else given
+    chosen = given
+    if found:
+        best = found.best.candidate
+        if best.workers == found.given.workers:  # what is as it was given stays so, also where that is `auto`
+            best = best.model_copy(update={"workers": given.workers})
+        chosen = best.applied(given)
     uses = chosen if settings.apply else given
     measured = measurement.measure(
         make, uses, subject.processes, tracker, ready_s=subject.ready_s, recording_s=subject.recording_s_of(uses)
@@ -412,14 +413,6 @@ def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, trial_
     return search(Candidate.of(subject.settings), job, measure, limit_s=60 * settings.minutes)
 
 
-def _chosen(found: SearchResult, given: DistillSettings) -> DistillSettings:
-    """The best candidate's settings; what is as it was given stays so, also where that is `auto`."""
-    best = found.best.candidate
-    if best.workers == found.given.workers:
-        best = best.model_copy(update={"workers": given.workers})
-    return best.applied(given)
-
-
 def _reasons(found: SearchResult) -> Iterator[str]:
     """What was changed, in words."""
     for tried in found.tried[1:]:
@@ -443,13 +436,19 @@ def _alternatives(
     found: SearchResult | None,
     elsewhere: Sequence[Tuning],
 ) -> Iterator[tuple[str, Forecast]]:
-    """What else could be done -> what that would take."""
+    """Yield what else could be done -> what that would take."""
     samples = len(subject.samples)
     if found and chosen not in (uses, subject.settings):
         tuned = measurement.from_trial(measured, found.best, chosen, subject.recording_s_of(chosen))
         yield "tune.apply=true", forecast.forecast(tuned, forecast.work_of(chosen, samples))
     if measured.place.price is not None:
-        yield from _more_nodes(settings, measured, forecast.work_of(uses, samples), elsewhere)
+        # On more nodes of this pool: as fast as was measured where somebody has, or else as is assumed.
+        same = (measured.place.pool, measured.batch_size)
+        known = [one.measurement for one in elsewhere if (one.place.pool, one.measurement.batch_size) == same]
+        work, efficiency = forecast.work_of(uses, samples), settings.assumed_efficiency
+        for nodes in (2 * measured.place.nodes, 4 * measured.place.nodes):
+            there = forecast.on_nodes([*known, measured], work, nodes, assumed_efficiency=efficiency)
+            yield f"nodes={nodes}", there
     others = [one for one in elsewhere if one.place.pool != measured.place.pool]
     for one in forecast_table.forecast_table(others, [], assumed_efficiency=settings.assumed_efficiency):
         yield f"pool={one.place.pool}" + f" nodes={one.place.nodes}" * (one.place.nodes > 1), one
@@ -460,33 +459,7 @@ def _alternatives(
         yield f"distill.epochs={epochs}", forecast.forecast(measured, forecast.work_of(shorter, samples))
 
 
-def _more_nodes(
-    settings: TuneSettings, measured: Measurement, work: WorkCount, elsewhere: Sequence[Tuning]
-) -> Iterator[tuple[str, Forecast]]:
-    """On more nodes of this pool: as fast as was measured where somebody has, or else as is assumed."""
-    same = (measured.place.pool, measured.batch_size)
-    others = [one.measurement for one in elsewhere if (one.place.pool, one.measurement.batch_size) == same]
-    for nodes in (2 * measured.place.nodes, 4 * measured.place.nodes):
-        one = forecast.on_nodes([*others, measured], work, nodes, assumed_efficiency=settings.assumed_efficiency)
-        yield f"nodes={nodes}", one
-
-
-def _figures(made: Tuning) -> dict[str, object]:
-    """The main numbers."""
-    gains = [tried.run_s for tried in made.tried if tried.taken and tried.run_s]
-    return {
-        "hours": made.forecast.hours,
-        "dollars": made.forecast.dollars,
-        "images_per_second": made.measurement.batch_size / made.measurement.step_s,
-        "gain": gains[0] / gains[-1] if gains else 1.0,
-        "trials": len(made.tried),
-        "search_seconds": made.search_s,
-    }
-
-
-def _tell(made: Tuning, *, active: bool) -> None:
-    if not active:
-        return
+def _tell(made: Tuning) -> None:
     for tried in made.tried:
         rate = f"{tried.trial.images_per_second:,.1f} images/s" if tried.run_s else tried.trial.ended
         logger.info("tune  %s  %s  (%s)", rate, tried.idea, tried.verdict)

@@ -80,7 +80,8 @@ def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) ->
     """
     data = open_dataset(dataset)
     values, parents = settings.model_dump(mode="json"), {"dataset": data.fingerprint}
-    deterministic = settings.distill is not None and settings.distill.deterministic  # which makes other graphs
+    teacher, recorder, student = settings.pretrain, settings.reinforce, settings.distill
+    deterministic = student is not None and student.deterministic  # which makes other graphs
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes(deterministic=deterministic))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-up-")))
@@ -89,18 +90,14 @@ def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) ->
         root = storage.join(checkpoint_root(warmed), f"warm-up-{distinct}")
         _clear(root, processes)  # what an earlier try left: from its checkpoint there would be no step left to do
         rehearsal = Rehearsal(data=data, dataset=dataset, processes=processes, folder=folder, root=root)
-        done = list(rehearsal.trainings(*_subject(settings)))
+        if teacher is None or recorder is None or student is None:
+            raise SettingsError(
+                "warm_up has no trainings to compile for; set warm_up.enabled=true, and it takes those of pretrain and distill"
+            )
+        done = list(rehearsal.trainings(teacher, recorder, student))
         _clear(root, processes)
         if processes.is_first:
             _report(done, draft)
-
-
-def _subject(settings: WarmUpSettings) -> tuple[PretrainSettings, ReinforceSettings, DistillSettings]:
-    if settings.pretrain is None or settings.reinforce is None or settings.distill is None:
-        raise SettingsError(
-            "warm_up has no trainings to compile for; set warm_up.enabled=true, and it takes those of pretrain and distill"
-        )
-    return settings.pretrain, settings.reinforce, settings.distill
 
 
 def _clear(root: str, processes: Processes) -> None:
@@ -142,7 +139,7 @@ class Rehearsal:
             yield self._warmed("distill", began)
 
     def _distill(self, teacher: Classifier, recorder: ReinforceSettings, settings: DistillSettings) -> None:
-        """A student of `teacher`, online, or of blank outputs of its shape where they are to be recorded."""
+        """Train a student of `teacher`, online, or of blank outputs of its shape where they are to be recorded."""
         session, device = self._session("distill", settings, settings), self.processes.device
         samples = distill.open_samples(settings, session.data)
         student = models.create(settings.student, self.data.classes, drop_path=settings.drop_path)
@@ -161,7 +158,7 @@ class Rehearsal:
         )
 
     def _session(self, stage: str, settings: PretrainSettings | DistillSettings, part: TrainingSettings) -> Session:
-        """The surroundings of one training: images for its first steps, and nothing of it tracked or kept."""
+        """Make the surroundings of one training: images for its first steps, and nothing of it tracked or kept."""
         with stage_run(stage, {}, active=False) as untracked:
             return Session(
                 stage=stage,
