@@ -98,7 +98,7 @@ class LocalLauncher:
     """Runs a job on this machine, one node only."""
 
     def run(self, spec: JobSpec) -> None:
-        """Start the processes and wait for them; end them all if one fails, or at Ctrl-C or SIGTERM. They are told where they run."""
+        """Start the processes and wait for them; end them all if one fails, or at Ctrl-C or SIGTERM."""
         launched_unix = time.time()
         from torch.distributed.launcher.api import LaunchConfig
 

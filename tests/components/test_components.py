@@ -29,7 +29,7 @@ SHOWN = {
     },
 }
 """KFP's artifacts: what a person opens in the UI, by a name that says what it is of."""
-TOLD = {"tune": {"distill", "distill_teacher"}}
+FURTHER = {"tune": {"distill", "distill_teacher"}}
 """What a stage's task tells beside the references to its outputs."""
 BESIDE = {"prepare": {"source_version"}, "pretrain": {"weights_version"}, "reinforce": {"distill_teacher"}}
 """What a stage's task gets beside its settings and inputs: it decides whether a cached result is right, or whether there is work."""
@@ -85,7 +85,7 @@ def test_every_component_runs_on_the_one_image_and_installs_nothing(name):
 def test_a_task_hands_on_references_to_what_its_stage_makes_and_shows_what_a_person_opens(name):
     outputs = component(name).component_spec.outputs
     parameters = {key for key, spec in outputs.items() if spec.type == "String"}
-    assert parameters == {f"{key}_uri" for key in STAGES[name].outputs} | TOLD.get(name, set())
+    assert parameters == {f"{key}_uri" for key in STAGES[name].outputs} | FURTHER.get(name, set())
     shown = {key: spec.type.split("@")[0] for key, spec in outputs.items() if key not in parameters}
     assert shown == SHOWN.get(name, {})
 

@@ -25,7 +25,7 @@ from trainer.errors import LaunchError, SettingsError
         ),
     ],
 )
-def test_a_place_that_can_not_be_is_named(place, message):
+def test_a_place_that_cannot_be_is_named(place, message):
     with pytest.raises(SettingsError, match=message):
         Placement(**place).check()
 

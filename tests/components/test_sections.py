@@ -203,7 +203,7 @@ def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
     monkeypatch.setenv("TRAINER_RUN", "run-1")
     configured("digits", experiment="fruit")
-    with stage_run("prepare", {}) as tracker:  # a later task, which was not told the experiment
+    with stage_run("prepare", {}) as tracker:  # a later task, which does not know the experiment
         made = tracking.client().get_run(tracker.run_id)
     assert tracking.client().get_experiment(made.info.experiment_id).name == "fruit"
     for override in ("tracking.enabled=false", "tracking.uri=http://elsewhere:5000"):

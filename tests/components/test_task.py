@@ -65,7 +65,7 @@ def test_an_error_becomes_one_message_in_the_file_that_somebody_reads(tmp_path, 
     assert capfd.readouterr().err == ""
 
 
-def test_an_error_is_printed_where_nobody_waits_for_it(monkeypatch, capfd):
+def test_an_error_is_printed_where_no_one_waits_for_it(monkeypatch, capfd):
     monkeypatch.delenv(task.ERROR_FILE, raising=False)
     with pytest.raises(SystemExit), task.reporting("prepare"):
         raise DataError("prepare: no images")

@@ -143,7 +143,7 @@ def test_a_run_leaves_no_secret_behind(object_store, planted, teacher, tmp_path)
 
 
 @pytest.mark.parametrize(("status", "message"), [(403, "refuses"), (404, "nothing is there")])
-def test_a_store_that_refuses_is_told_without_its_keys(
+def test_a_store_that_refuses_is_reported_without_its_keys(
     object_store, planted, capsys, caplog, tmp_path, status, message
 ):
     object_store.answer(status, path="data")

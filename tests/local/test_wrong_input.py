@@ -214,7 +214,7 @@ def test_what_a_late_stage_would_find(capsys, tmp_path, monkeypatch, settings, p
 
 
 @pytest.mark.parametrize("place", ["/proc/nothing/out", "{}/file/out"])
-def test_an_output_that_can_not_be_written(capsys, tmp_path, place):
+def test_an_output_that_cannot_be_written(capsys, tmp_path, place):
     (tmp_path / "file").write_text("")
     output = place.format(tmp_path)
     assert_message(capsys, "cannot write to", "run", "digits", "--output", output)

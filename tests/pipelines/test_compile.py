@@ -158,7 +158,7 @@ def test_trainings_wait_for_the_warm_up_and_take_nothing_from_it(compiled):
     task = stages_of(compiled)["pretrain"]
     assert "warm-up" in task["dependentTasks"]
     given = [source for kind in task["inputs"].values() for source in kind.values()]
-    producers = {told["producerTask"] for source in given for told in source.values() if isinstance(told, dict)}
+    producers = {value["producerTask"] for source in given for value in source.values() if isinstance(value, dict)}
     assert producers == {"configure", "prepare"}
 
 
@@ -192,7 +192,7 @@ def test_another_image_replaces_the_image_everywhere_and_nothing_else(compiled):
     assert (other, platforms_there) == (original, original_platforms) == (local, platforms)
 
 
-def test_every_pod_finds_store_and_tracking_by_name_and_runs_as_nobody_special(pods, compiled):
+def test_every_pod_finds_store_and_tracking_by_name_and_runs_without_privileges(pods, compiled):
     assert set(pods) == set(compiled["deploymentSpec"]["executors"])
     for pod in pods.values():
         assert {source["configMapName"] for source in pod["configMapAsEnv"]} == {CONFIG_MAP}

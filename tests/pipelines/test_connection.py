@@ -135,7 +135,7 @@ def test_tls_where_there_is_none(api):
     assert "give http:// instead" in message
 
 
-def test_a_certificate_that_nobody_knows(tmp_path, capsys):
+def test_a_certificate_that_no_one_knows(tmp_path, capsys):
     with PipelinesApi(certificate=certificate(tmp_path)) as api:
         assert "set KFP_CA_FILE" in refused(KFP_HOST=api.host)
         connect(KFP_HOST=api.host, KFP_CA_FILE=str(tmp_path / "certificate.pem")).close()

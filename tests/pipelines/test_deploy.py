@@ -68,13 +68,13 @@ def test_other_content_is_another_version_and_every_task_is_on_its_image(api, co
 
 
 @pytest.mark.parametrize(
-    ("image", "told"),
+    ("image", "reported"),
     [("registry.example.com/vit:1", True), (f"registry.example.com/vit@sha256:{'0' * 64}", False), ("vit:1", False)],
 )
-def test_an_image_that_its_tag_alone_names_is_told(api, command, image, told):
+def test_an_image_that_its_tag_alone_names_is_reported(api, command, image, reported):
     code, output, _ = command(deploy.main, "--image", image)
     assert code == 0
-    assert (f"{image} is named by a tag, behind which another image may stand tomorrow" in output) is told
+    assert (f"{image} is named by a tag, behind which another image may stand tomorrow" in output) is reported
     (version,) = api.store.versions.values()
     executors = next(yaml.safe_load_all(version.pipeline_spec["text"]))["deploymentSpec"]["executors"].values()
     for executor in executors:
@@ -327,7 +327,7 @@ def test_a_lost_answer_does_not_start_a_second_run(api, command):
     assert len(api.store.runs) == 1
 
 
-def test_a_start_that_failed_is_told_from_one_that_is_not_known(api, command):
+def test_a_start_that_failed_is_distinguished_from_one_that_is_not_known(api, command):
     api.fail("POST", "/runs", status=500, message="database is away")
     code, _, errors = command(deploy.main, "--run")
     assert code == 2

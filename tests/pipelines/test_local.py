@@ -89,7 +89,7 @@ def test_one_process_for_each_gpu_and_two_without(monkeypatch, gpus, device, ask
     assert local.with_processes(Placement(**asked), device).processes_per_node == expected
 
 
-def test_a_store_that_is_not_there_is_told_before_anything_starts(tmp_path):
+def test_a_store_that_is_not_there_is_reported_before_anything_starts(tmp_path):
     store = {"TRAINER_ARTIFACTS": "s3://bucket/x", "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
     keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
     ended = start(tmp_path, "--pool", "cpu", **store, **keys)

@@ -36,7 +36,7 @@ def warm_up(folder, *arguments, **variables):
         ("neuron-trn1", {"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"}, "TRAINER_ARTIFACTS='': a cluster's job can"),
     ],
 )
-def test_what_can_not_work_is_refused_before_anything_starts(tmp_path, pool, variables, message):
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, pool, variables, message):
     ended = warm_up(tmp_path, "--pool", pool, **variables)
     assert ended.returncode == EXIT_CODE
     (line,) = ended.stderr.splitlines()
@@ -62,7 +62,7 @@ def test_make_hands_everything_on():
 
 
 @pytest.mark.slow
-def test_the_job_runs_the_stage_on_the_pool_and_its_end_is_told(tmp_path):
+def test_the_job_runs_the_stage_on_the_pool_and_its_end_is_reported(tmp_path):
     """Here its process has no torch_xla, and says so; tests/xla/test_warm_up.py has it."""
     node = Node(name="one", capacity={"aws.amazon.com/neuron": "1"})
     with ObjectStore() as store, KubernetesStandIn(tmp_path / "cluster", nodes=[node]) as cluster:

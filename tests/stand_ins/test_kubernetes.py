@@ -198,7 +198,7 @@ def test_a_status_is_written_at_its_own_path_only(jobs):
     assert changed["spec"]["nprocPerNode"] == "2"
 
 
-def test_a_stale_object_can_not_replace_a_newer_one(jobs):
+def test_a_stale_object_cannot_replace_a_newer_one(jobs):
     stale = jobs.create(pytorch_job())
     fresh = jobs.patch("job", {"metadata": {"labels": {"a": "b"}}})
     status = refused(jobs.replace, "job", stale)

@@ -317,7 +317,7 @@ def test_a_taint_must_be_tolerated(tmp_path):
         assert "1 node(s) had untolerated taint {nvidia.com/gpu: present}" in cluster.events("job-master-0")[0][2]
 
 
-def test_an_image_that_can_not_be_pulled(cluster, jobs, core):
+def test_an_image_that_cannot_be_pulled(cluster, jobs, core):
     cluster.script("job-master-0", Script(output=["done"], pull_error_s=3.0))
     jobs.create(pytorch_job(workers=0))
     cluster.wait_for(lambda: waiting_reason(cluster, "job-master-0") == "ImagePullBackOff")

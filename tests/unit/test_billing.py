@@ -128,9 +128,9 @@ def test_what_a_failure_cost_is_lost_and_what_a_checkpoint_kept_is_not(tmp_path)
 
 
 def test_a_launched_stage_without_evidence_tells_its_start_up(tmp_path):
-    told = stage_bill("reinforce", manifest(place=GPUS))
-    assert told.parts == {"startup": 9.0, "work": 104.0}
-    assert told.seconds == pytest.approx(113)
+    reported = stage_bill("reinforce", manifest(place=GPUS))
+    assert reported.parts == {"startup": 9.0, "work": 104.0}
+    assert reported.seconds == pytest.approx(113)
     given_weights = stage_bill("pretrain", manifest(), evidence(tmp_path))
     assert given_weights.parts == {"startup": 9.0, "work": 104.0}
     task = stage_bill("prepare", manifest(startup_seconds=None))

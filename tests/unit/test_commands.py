@@ -134,7 +134,7 @@ def test_bash_completes_commands_options_recipes_and_directories(tmp_path):
         "vit-distill_bill_ru": "runs",
         "vit-distill_completion_": "bash zsh",
     }
-    told = subprocess.run(
+    reported = subprocess.run(
         ["bash", "-c", ASK],
         input="".join(f"{line}\n" for line in asked),
         env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
@@ -144,8 +144,8 @@ def test_bash_completes_commands_options_recipes_and_directories(tmp_path):
         timeout=300,
         check=True,
     )
-    assert told.stderr == ""
-    assert dict(zip(asked, told.stdout.splitlines(), strict=True)) == asked
+    assert reported.stderr == ""
+    assert dict(zip(asked, reported.stdout.splitlines(), strict=True)) == asked
 
 
 def test_zsh_knows_the_recipes(capsys):

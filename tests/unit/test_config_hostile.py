@@ -15,7 +15,7 @@ def test_an_override_is_one_setting():
 
 
 @pytest.mark.parametrize("text", ["\x1b]0;owned\x07", "a\nb", "\u202egpj", "a\0b", "\ud800"])
-def test_text_that_can_not_be_shown_is_refused_wherever_it_stands(text):
+def test_text_that_cannot_be_shown_is_refused_wherever_it_stands(text):
     for values, name in (
         ({"data": {"source": text}}, "data.source"),
         ({"distill": {"student": {"architecture": "vit", "args": {"pool": text}}}}, "distill.student.args.pool"),
@@ -26,7 +26,7 @@ def test_text_that_can_not_be_shown_is_refused_wherever_it_stands(text):
         assert limits.printable(str(caught.value)) == str(caught.value)
 
 
-def test_a_name_of_a_setting_can_not_steer_a_terminal():
+def test_a_name_of_a_setting_cannot_steer_a_terminal():
     with pytest.raises(SettingsError, match=r"unknown setting \\x1b\[2J"):
         config.resolve("", ["\x1b[2J=1"])
 

@@ -76,7 +76,7 @@ def test_the_example_of_the_docstring_is_a_place(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("reported", "message"),
     [
         ("workstation", r"TRAINER_PLACE='workstation': Invalid JSON"),
         ("{}", r"TRAINER_PLACE='{}': pool: Field required; leave it unset, or give such as {\"pool\": \"workstation\""),
@@ -84,8 +84,8 @@ def test_the_example_of_the_docstring_is_a_place(monkeypatch):
         ('{"pool": "a", "node": 2}', r"node: Extra inputs are not permitted"),
     ],
 )
-def test_a_place_that_is_none_is_refused_with_an_example(monkeypatch, told, message):
-    monkeypatch.setenv(costs.PLACE_VARIABLE, told)
+def test_a_place_that_is_none_is_refused_with_an_example(monkeypatch, reported, message):
+    monkeypatch.setenv(costs.PLACE_VARIABLE, reported)
     with pytest.raises(SettingsError, match=message):
         costs.place_here()
 

@@ -86,7 +86,7 @@ LOST = "rank 1 went away during step 4 (Connection closed by peer [10.0.0.7]:471
 
 
 @pytest.mark.parametrize(
-    ("exit_codes", "told", "expected"),
+    ("exit_codes", "reported", "expected"),
     [
         ({0: 143, 1: 143}, {}, "distill: was asked to end; what was written is kept"),
         ({0: 143, 1: 1}, {1: LOST}, "distill: was asked to end; what was written is kept"),
@@ -108,8 +108,8 @@ LOST = "rank 1 went away during step 4 (Connection closed by peer [10.0.0.7]:471
         "an abort without a message",
     ],
 )
-def test_a_request_to_end_can_be_told_from_a_failure(tmp_path, exit_codes, told, expected):
-    for rank, message in told.items():
+def test_a_request_to_end_can_be_distinguished_from_a_failure(tmp_path, exit_codes, reported, expected):
+    for rank, message in reported.items():
         leave(tmp_path, rank, message, when=1000 + rank)
     error = launch._explain(spec(), tmp_path, exit_codes)
     assert str(error).startswith(expected)
@@ -125,7 +125,7 @@ def test_processes_that_the_agent_had_to_end_are_not_to_blame():
     assert launch._first_exit_codes(SimpleNamespace(failures=failures)) == {0: 1}
 
 
-def test_the_earliest_message_is_told_with_its_traceback(tmp_path, capsys):
+def test_the_earliest_message_is_reported_with_its_traceback(tmp_path, capsys):
     leave(tmp_path, 0, "Connection closed by peer", when=200)
     leave(tmp_path, 1, "ValueError: planted", when=100)
     error = launch._explain(spec(), tmp_path, {0: 1, 1: 1})
@@ -140,7 +140,7 @@ def test_a_killed_process_is_to_blame_before_those_that_miss_it(tmp_path, capsys
     assert capsys.readouterr().err == ""
 
 
-def test_a_silent_end_is_told_by_its_exit_code(tmp_path):
+def test_a_silent_end_is_reported_by_its_exit_code(tmp_path):
     error = launch._explain(spec(processes_per_node=1), tmp_path, {0: 7})
     assert str(error) == "distill: ended with exit code 7; its last lines of output stand above"
 
@@ -275,7 +275,7 @@ def test_last_words_have_the_length_that_kubernetes_keeps(node):
     assert len(last_words.read_bytes()) == launch.TERMINATION_LOG_BYTES
 
 
-def test_last_words_that_can_not_be_written_are_told(node, caplog):
+def test_last_words_that_cannot_be_written_are_reported(node, caplog):
     node().mkdir()
     launch.leave_last_words("why")
     assert "the message could not be written to" in caplog.text

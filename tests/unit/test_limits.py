@@ -92,7 +92,7 @@ def test_what_is_printable_can_be_written_and_stays_so(text):
     assert len(shown.splitlines()) <= 1
 
 
-def test_a_message_and_a_line_of_the_log_can_not_steer_a_terminal(caplog):
+def test_a_message_and_a_line_of_the_log_cannot_steer_a_terminal(caplog):
     assert str(SettingsError("\x1b]0;title\x07")) == "\\x1b]0;title\\x07"
     assert len(str(SettingsError("x" * 10**6))) < limits.MESSAGE_CHARACTERS + 100
     record = logging.LogRecord("a", logging.INFO, "a.py", 1, "found %s", ("\x1b[31m.jpg",), None)

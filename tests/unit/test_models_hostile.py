@@ -101,7 +101,7 @@ SQUARE = {"fit": "crop", "size": 24, "interpolation": "bicubic", "max_pixels": 9
         *(SQUARE | {"max_pixels": 0}, SQUARE | {"max_pixels": -1}, SQUARE | {"max_pixels": None}),
     ],
 )
-def test_a_square_that_can_not_be_is_refused(directory, square):
+def test_a_square_that_cannot_be_is_refused(directory, square):
     assert models.load(describe(directory, square=SQUARE)).card.square is not None
     with pytest.raises(ModelError, match=r"(?s)config.json is not the description of a model .*square"):
         models.load(describe(directory, square=square))

@@ -134,7 +134,7 @@ def test_a_source_that_takes_long_to_list_is_not_listed(source):
         (("pretrain.mae.batch_size=4096",), 2000, "pretrain.mae.batch_size = 1797"),  # as many as there are images
     ],
 )
-def test_a_batch_that_can_not_be_dealt_to_the_processes_is_refused(overrides, processes, name):
+def test_a_batch_that_cannot_be_dealt_to_the_processes_is_refused(overrides, processes, name):
     with pytest.raises(SettingsError, match=f"^{name} cannot be divided among {processes} processes"):
         checked(*overrides, processes=processes)
 

@@ -455,7 +455,7 @@ def test_a_limit_that_is_none_is_named(object_store, monkeypatch):
         keep("a")
 
 
-def test_a_cache_that_can_not_be_written_is_named(object_store, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_named(object_store, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "file"))
     with pytest.raises(OutputError, match=r"cannot write to .*/file.*TRAINER_CACHE names"):

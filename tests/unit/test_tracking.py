@@ -326,7 +326,7 @@ def test_what_the_server_has_not_got_is_kept_beside_the_checkpoint(store, tmp_pa
 
 
 @pytest.mark.parametrize("content", ["[", '[["loss", "x", 1, 2]]', '{"a": 1}'])
-def test_kept_points_that_can_not_be_read_are_named_and_left_out(store, tmp_path, caplog, content):
+def test_kept_points_that_cannot_be_read_are_named_and_left_out(store, tmp_path, caplog, content):
     (tmp_path / UNSENT).write_text(content)
     with stage_run("distill", {}, training=content[:1]) as tracker:
         tracker.go_on(str(tmp_path))

@@ -68,7 +68,7 @@ def test_numbers_are_on_the_device_so_that_none_is_a_part_of_the_graph(xla):
     assert weight.cpu().tolist() == [0.0, 0.0, 0.0]
 
 
-def test_memory_that_is_too_small_is_told_from_other_errors(xla):
+def test_memory_that_is_too_small_is_distinguished_from_other_errors(xla):
     assert xla.is_out_of_memory(
         RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
     )

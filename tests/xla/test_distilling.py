@@ -108,7 +108,7 @@ def test_processes_that_do_not_form_one_group_are_refused(distillation):
         ({"accumulation": 3}, "cannot be dealt evenly to 1 processes x 3 micro-batches"),
     ],
 )
-def test_what_xla_can_not_do_is_refused_with_the_reason(distillation, settings, message):
+def test_what_xla_cannot_do_is_refused_with_the_reason(distillation, settings, message):
     ended = groups.run(distillation("refused", **settings), limit_s=120, TRAINER_DEVICE="xla")
     assert ended.codes == [2]
     assert message in ended.messages[0]

@@ -100,7 +100,7 @@ class CollectiveWatchdog:
     def _call_the_roll(self, *, gave_up: bool) -> tuple[list[int], bool]:
         """Return the ranks that have not come as far as this process, and whether somebody has waited for them to the limit.
 
-        The others get some time to say that they have waited in vain too. Where nobody has, those that are missing are gone.
+        The others get some time to say that they have waited in vain too. Where none has, those that are missing are gone.
         """
         self._note(gave_up=gave_up)
         deadline = time.monotonic() + _ROLL_CALL_S

@@ -157,19 +157,19 @@ def prove_one_group(processes: Processes, *, expected: int) -> None:
     if got != wanted:
         raise TrainingError(
             f"{expected} processes were started, but the sum over their ranks is {got} instead of {wanted}: they do not form one "
-            f"group (backend {processes.device.backend}, world size {processes.world_size}{_told(processes)}) and would train isolated "
+            f"group (backend {processes.device.backend}, world size {processes.world_size}{_place(processes)}) and would train isolated "
             "copies; check the launcher's environment"
         )
     place = processes.device.place
     if place is not None and place != (processes.rank, processes.world_size):
         raise TrainingError(
-            f"the launcher calls this process {processes.rank} of {processes.world_size}{_told(processes)}: their exchanges would be mixed "
-            "up; check the launcher's environment"
+            f"the launcher calls this process {processes.rank} of {processes.world_size}{_place(processes)}: their exchanges would be "
+            "mixed up; check the launcher's environment"
         )
 
 
-def _told(processes: Processes) -> str:
-    """What the device's runtime says of this process."""
+def _place(processes: Processes) -> str:
+    """Say which process the device's runtime takes this one for."""
     place = processes.device.place
     if place is None:
         return ""

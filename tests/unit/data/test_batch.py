@@ -71,7 +71,7 @@ def test_a_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         check_gpu_decoding(files(1)[0], on_device=True)
 
 
-def test_what_a_gpu_can_not_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_cannot_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_gpu_decoding(files(1)[0], on_device=True)
     with pytest.raises(SettingsError, match=r"decodes JPEG only.*data\.encoding=jpeg"):

@@ -217,7 +217,7 @@ def test_a_missing_split_is_refused(prepared: Path) -> None:
         open_dataset(prepared).split("test")
 
 
-def test_an_image_that_can_not_be_decoded_is_named(tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     path, broken = tmp_path / "dataset", rows("train", 2)
     broken["image"][1] = {"bytes": b"no image", "path": None}
     with artifacts.create(path, "dataset", settings={}) as draft:

@@ -46,7 +46,7 @@ def rewrite(directory: Path, **columns: list[Any]) -> None:
         ({"image": [{"bytes": None, "path": "/etc/passwd"}] * 2}, r"cannot be opened \(a row lacks its image\)"),
     ],
 )
-def test_rows_that_can_not_be_are_refused(directory: Path, columns: dict[str, list[Any]], reason: str) -> None:
+def test_rows_that_cannot_be_are_refused(directory: Path, columns: dict[str, list[Any]], reason: str) -> None:
     rewrite(directory, **columns)
     with pytest.raises(ArtifactError, match=reason):
         open_dataset(directory).split("train")
@@ -75,7 +75,7 @@ def test_offsets_that_lead_out_of_the_file_are_refused(directory: Path) -> None:
         {"images": 3},
     ],
 )
-def test_a_description_that_can_not_be_is_refused(directory: Path, changes: dict[str, Any]) -> None:
+def test_a_description_that_cannot_be_is_refused(directory: Path, changes: dict[str, Any]) -> None:
     file = directory / "dataset.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     sign(directory, "dataset")

@@ -176,7 +176,7 @@ JPEG = file(Image.fromarray(noise(80, 80)), "JPEG")
         *("bomb", "one row too many", "tiny", "float", "32 bit"),
     ],
 )
-def test_what_can_not_be_used_has_a_reason(content: bytes, reason: str) -> None:
+def test_what_cannot_be_used_has_a_reason(content: bytes, reason: str) -> None:
     with pytest.raises(BadImageError) as caught:
         decoded(content)
     assert str(caught.value).startswith(reason)

@@ -370,7 +370,7 @@ def test_a_batch_with_fewer_images_than_micro_batches_is_refused_with_the_next_m
         micro_batch_size(TrainingSettings(batch_size=5, accumulation=2), 3)
 
 
-def test_where_a_batch_can_not_be_dealt_evenly_micro_batches_differ_by_one():
+def test_where_a_batch_cannot_be_dealt_evenly_micro_batches_differ_by_one():
     settings = TrainingSettings(batch_size=100, accumulation=2)
     runs = [run for rank in range(3) for run in shard_positions(settings, step=7, rank=rank, world_size=3)]
     assert sorted(position for run in runs for position in run) == list(range(700, 800))

@@ -159,7 +159,7 @@ def test_a_uri_is_listed_as_a_folder_is() -> None:
         list_source("imagefolder:memory://sources-none")
 
 
-def test_folders_that_can_not_be_used(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere: does not exist; check data\.source"):
         list_source(f"imagefolder:{tmp_path}/nowhere")
     with pytest.raises(DataError, match="holds no images"):
@@ -231,7 +231,7 @@ def test_a_manifest_needs_no_splits(tmp_path: Path) -> None:
         ("path,label,split\n1.jpg,,\n2.jpg,,train\n", "none of its 2 images has a label"),
     ],
 )
-def test_manifests_that_can_not_be_used(tmp_path: Path, text: str, message: str) -> None:
+def test_manifests_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list_source(manifest(tmp_path, text))
 
@@ -301,7 +301,7 @@ def test_a_folder_that_load_dataset_takes(tmp_path: Path, monkeypatch: pytest.Mo
     assert listing.read(listing.items[1].location) == b"file 1"
 
 
-def test_data_sets_that_can_not_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_sets_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"hub data set .*empty: cannot be loaded"):

@@ -91,7 +91,7 @@ def test_where_all_logits_are_kept_nothing_is_left_over():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 65_520.0, -np.inf])
-def test_numbers_that_a_record_can_not_hold_are_found(value):
+def test_numbers_that_a_record_cannot_hold_are_found(value):
     logits = torch.randn(4, 12)
     logits[2, 5] = value
     everything = replace(DESCRIPTION, top_k=12)

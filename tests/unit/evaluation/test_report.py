@@ -54,7 +54,7 @@ def test_the_verdict_comes_first(reasons):
     assert "2.0x smaller" in text
 
 
-def test_names_of_classes_can_not_bring_in_markup():
+def test_names_of_classes_cannot_bring_in_markup():
     text = page(["<script>alert(1)</script>", "b & c"], [])
     assert "<script" not in text
     assert "&lt;script&gt;" in text

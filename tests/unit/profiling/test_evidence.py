@@ -219,7 +219,7 @@ def test_what_watching_costs_stands_in_the_evidence(evidence: Path) -> None:
     assert record.overhead["operators"] >= record.outside["profiler"].seconds > 0
 
 
-def test_processor_time_of_a_step_is_told_apart_from_waiting(tmp_path: Path) -> None:
+def test_processor_time_of_a_step_is_separate_from_waiting(tmp_path: Path) -> None:
     recorder = Recorder(
         EvidenceSettings(operators_steps=0), name="distill", device=torch.device("cpu"), rank=0, world_size=1
     )

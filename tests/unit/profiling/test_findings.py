@@ -161,7 +161,7 @@ def test_answers_are_kept_as_they_are_also_with_infinite_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", '[{"outcome": "Guess"}]', json.dumps([{"outcome": "Finding", "told": {}}])]
+    "text", ["", "{}", "[1]", '[{"outcome": "Guess"}]', json.dumps([{"outcome": "Finding", "reported": {}}])]
 )
 def test_other_content_is_refused(text: str) -> None:
     with pytest.raises(ArtifactError, match="run the stage profile again"):

@@ -1,4 +1,4 @@
-"""Judging while a training runs: what is told, how often, and what ends."""
+"""Judging while a training runs: what is reported, how often, and what ends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def train(
     return sink, recorder
 
 
-def test_a_finding_is_told_once_in_the_log_and_in_mlflow() -> None:
+def test_a_finding_is_reported_once_in_the_log_and_in_mlflow() -> None:
     sink, _ = train(**ALWAYS)
     (line,) = sink.said
     assert line.startswith(
@@ -84,7 +84,7 @@ def test_a_rule_of_stop_on_ends_the_training() -> None:
         train(stop_on=("class_imbalance",), **ALWAYS)
 
 
-def test_without_a_finding_nothing_is_told_or_ended() -> None:
+def test_without_a_finding_nothing_is_reported_or_ended() -> None:
     sink, _ = train(context=ContextRecord(classes={"apple": 10, "quince": 10}), stop_on=("class_imbalance",), **ALWAYS)
     assert (sink.said, sink.points, sink.tags) == ([], [], {})
 
@@ -133,10 +133,10 @@ class Bell:
 
     def __init__(self, message: str = "") -> None:
         self.rung, self.message = threading.Event(), message
-        self.told: list[tuple[float, str]] = []
+        self.reported: list[tuple[float, str]] = []
 
     def __call__(self, seconds: float, place: str) -> str:
-        self.told.append((seconds, place))
+        self.reported.append((seconds, place))
         self.rung.set()
         return self.message
 
@@ -146,7 +146,7 @@ def test_it_rings_once_and_says_how_long_and_where() -> None:
     with HangWatchdog(0.05, paused=lambda: False, on_hang=bell, ends=False):
         assert bell.rung.wait(LIMIT_S)
         time.sleep(0.2)
-    ((seconds, place),) = bell.told
+    ((seconds, place),) = bell.reported
     assert seconds > 0.05
     assert place == "somewhere", "this test is none of the trainer's code"
 
@@ -166,7 +166,7 @@ def test_what_is_excused_rings_nothing() -> None:
     with HangWatchdog(0.01, paused=lambda: excuses.append(1) is None, on_hang=bell, ends=True):
         while len(excuses) < 20:
             time.sleep(0.01)
-    assert not bell.told
+    assert not bell.reported
 
 
 def test_signs_of_life_put_it_off() -> None:
@@ -176,7 +176,7 @@ def test_signs_of_life_put_it_off() -> None:
         for _ in range(3):
             time.sleep(0.1)
             watchdog.reset()
-    assert not bell.told
+    assert not bell.reported
     assert time.monotonic() - began < LIMIT_S, "leaving does not wait for the alarm"
 
 
@@ -190,4 +190,4 @@ def test_in_another_thread_it_tells_but_ends_nothing() -> None:
     thread = threading.Thread(target=hang)
     thread.start()
     thread.join()
-    assert len(bell.told) == 1
+    assert len(bell.reported) == 1

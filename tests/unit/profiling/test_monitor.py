@@ -147,7 +147,7 @@ def test_swapping_is_sampled_where_there_is_swap(monkeypatch: pytest.MonkeyPatch
     assert (columns["swap_out_bytes_per_s"] == 0).all()
 
 
-def test_a_signal_that_can_not_be_set_up_is_missing_and_the_others_go_on() -> None:
+def test_a_signal_that_cannot_be_set_up_is_missing_and_the_others_go_on() -> None:
     def broken() -> Signal:
         raise PermissionError("not for you")
 

@@ -87,7 +87,7 @@ def test_what_a_step_compiles_is_counted_with_its_time() -> None:
     assert all(record.seconds > 0 for record in compilations.records)
 
 
-def test_nobody_hears_after_the_end() -> None:
+def test_no_one_hears_after_the_end() -> None:
     before = len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)
     compilations = Compilations(Timeline(HostClock()))
     compilations.start()

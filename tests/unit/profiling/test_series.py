@@ -53,7 +53,7 @@ def test_a_new_column_is_zero_in_earlier_rows() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 3])
-def test_a_capacity_that_can_not_be_halved_is_refused(capacity: int) -> None:
+def test_a_capacity_that_cannot_be_halved_is_refused(capacity: int) -> None:
     with pytest.raises(ValueError, match=f"capacity must be even and at least 2, got {capacity}"):
         ThinnedTable(["step"], capacity)
 

@@ -204,7 +204,7 @@ def test_both_networks_of_an_autoencoder_are_seen() -> None:
     assert torch.isfinite(values).all()
 
 
-def test_a_block_that_nobody_asks_is_not_told() -> None:
+def test_a_block_that_no_one_asks_is_not_reported() -> None:
     model = make()
     values = AttentionEntropy(model).measure(lambda: model.network.blocks[0](torch.rand(1, 17, 16)))
     assert torch.isnan(values).tolist() == [False, True]
@@ -250,7 +250,7 @@ def layer(gradient: Tensor | None = None) -> nn.Linear:
     return made
 
 
-def test_what_is_told_of_a_tensor_is_so() -> None:
+def test_what_is_reported_of_a_tensor_is_so() -> None:
     model = layer()
     weights, gradient = model.weight.detach().clone(), model.weight.grad.clone()
     seen = looked_at(model)["weight"]
@@ -300,7 +300,7 @@ def test_a_tensor_without_gradient_is_there_and_says_nothing_of_it() -> None:
     assert not any(math.isnan(value) for value in seen["bias"].values())
 
 
-def test_a_ratio_to_nothing_is_not_told() -> None:
+def test_a_ratio_to_nothing_is_not_reported() -> None:
     model = layer()
     nn.init.zeros_(model.bias)
     assert math.isnan(looked_at(model)["bias"]["update_ratio"])

@@ -144,8 +144,8 @@ def interrupt(distilled, monkeypatch, *inputs, **settings):
     """Begin the distillation "interrupted", which ends after its first checkpoint."""
     save = Checkpoints.save
 
-    def save_and_stop(checkpoints, state, **told):
-        save(checkpoints, state, **told)
+    def save_and_stop(checkpoints, state, **reported):
+        save(checkpoints, state, **reported)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as interruption:

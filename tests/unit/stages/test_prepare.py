@@ -56,7 +56,7 @@ def test_a_failure_leaves_no_artifact(photos: Path, tmp_path: Path) -> None:
         artifacts.read(tmp_path / "out", "dataset")
 
 
-def test_an_output_that_can_not_be_written(photos: Path, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="cannot write"):
         run(DataSettings(source=f"imagefolder:{photos}"), dataset=tmp_path / "file" / "out")

@@ -187,12 +187,12 @@ def test_epochs_and_recording_are_counted_over_the_images_that_are_read(tuned):
         ({"views": {"flip": True}}, r"reinforce\.augmentation differs from distill\.views"),
     ],
 )
-def test_what_can_not_learn_from_recorded_outputs_is_not_tried_with_them(tuned, distill, reason):
+def test_what_cannot_learn_from_recorded_outputs_is_not_tried_with_them(tuned, distill, reason):
     made = tuned(distill, minutes=0.01, reinforce={"views": 2, "top_k": 3, "augmentation": VIEWS})
     assert re.search(reason, made.untried["recorded outputs of the teacher"])
 
 
-def test_a_distillation_that_can_not_learn_from_its_recorded_outputs_is_refused(tuned):
+def test_a_distillation_that_cannot_learn_from_its_recorded_outputs_is_refused(tuned):
     with pytest.raises(SettingsError, match=r"distill\.teacher is recorded, but .*reinforce\.features"):
         tuned({"teacher": "recorded", "feature_weight": 1.0})
 
@@ -206,7 +206,7 @@ def test_a_batch_larger_than_the_data_is_clamped_for_all_trials_and_the_forecast
     assert made.untried["batch_size=2040"] == "more than 1020 is not allowed: there are no more images to train on"
 
 
-def test_a_batch_that_can_not_be_dealt_is_refused(tuned):
+def test_a_batch_that_cannot_be_dealt_is_refused(tuned):
     with pytest.raises(SettingsError, match=r"batch_size = 3 cannot be divided among 1 processes x 4 micro-batches"):
         tuned({"batch_size": 3, "accumulation": 4})
 

@@ -103,7 +103,7 @@ def test_other_processes_neither_read_nor_write(tmp_path):
     assert not (tmp_path / ATTEMPTS).exists()
 
 
-def test_a_note_that_can_not_be_read_is_named_and_begun_anew(tmp_path, caplog):
+def test_a_note_that_cannot_be_read_is_named_and_begun_anew(tmp_path, caplog):
     (tmp_path / ATTEMPTS).write_text("[{")
     with Attempts(str(tmp_path), active=True).resumed_at(3) as attempts:
         assert len(attempts.records()) == 1
@@ -111,7 +111,7 @@ def test_a_note_that_can_not_be_read_is_named_and_begun_anew(tmp_path, caplog):
     assert len(read(tmp_path)) == 1
 
 
-def test_a_place_that_can_not_be_written_does_not_end_the_training(tmp_path, caplog):
+def test_a_place_that_cannot_be_written_does_not_end_the_training(tmp_path, caplog):
     Path(tmp_path / "file").write_text("in the way")
     with Attempts(str(tmp_path / "file"), active=True) as attempts:
         attempts.heartbeat(1)
@@ -180,7 +180,7 @@ def test_a_damaged_note_of_a_failure_is_named_and_passed_over(tmp_path, caplog):
     assert "failure-0.json cannot be read" in caplog.text
 
 
-def test_a_failure_that_can_not_be_noted_is_told_as_it_is(tmp_path, caplog):
+def test_a_failure_that_cannot_be_noted_is_reported_as_it_is(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ZeroDivisionError):
         fail(tmp_path / "file" / "below", ZeroDivisionError("planted"))
@@ -249,7 +249,7 @@ def test_an_answer_that_is_lost_does_not_cost_the_claim(object_store):
     assert claimed.standing() == "newest"
 
 
-def test_a_store_that_refuses_is_told(object_store):
+def test_a_store_that_refuses_is_reported(object_store):
     object_store.answer(403, method="PUT")
     with pytest.raises(StorageError, match="refuses"):
         module.claim(object_store.uri("training"))

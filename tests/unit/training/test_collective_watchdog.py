@@ -38,19 +38,19 @@ def wait(watchdog, what, reason):
 
 def messages(calls):
     """What the errors of calls that are made at the same time say."""
-    told = []
+    reported = []
 
     def run(call):
         with pytest.raises(LostProcessError) as ended:
             call()
-        told.append(str(ended.value))
+        reported.append(str(ended.value))
 
     threads = [threading.Thread(target=run, args=(call,)) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return set(told)
+    return set(reported)
 
 
 def test_who_did_not_come_to_a_meeting_is_named_with_what_it_was_for(group):
@@ -76,7 +76,7 @@ def test_who_waits_in_a_step_notes_nothing_before_and_finds_who_is_missing_too(g
     }
 
 
-def test_a_process_that_is_gone_is_named_without_a_limit_that_nobody_waited_for(group):
+def test_a_process_that_is_gone_is_named_without_a_limit_that_no_one_waited_for(group):
     expected = "rank 2 went away during step 4 (Connection closed by peer [10.0.0.7]:4711)"
     assert messages([lambda one=one: wait(one, "step 4", CLOSED) for one in group[:2]]) == {expected}
 
@@ -98,7 +98,7 @@ class Silent(HashStore):
         time.sleep(60)
 
 
-def test_a_meeting_place_that_does_not_answer_holds_nobody_up(monkeypatch):
+def test_a_meeting_place_that_does_not_answer_holds_none_up(monkeypatch):
     monkeypatch.setattr(module, "_STORE_S", 0.2)
     one = CollectiveWatchdog(Silent(), rank=0, world_size=2, limit_s=5)
     began = time.monotonic()

@@ -221,12 +221,12 @@ with join_processes() as processes:
     result["compiled"] = float((compiled - gradient(make(drop_path=0.2), of_logits, processes)).norm() / compiled.norm())
     result["graphs"] = graphs.count
     model, _ = parallelize_model(make(), TrainingSettings(), processes)
-    exchange, told = DdpTimer(model), []
+    exchange, reported = DdpTimer(model), []
     for step in range(14):
         model(torch.zeros(2, 3, 16, 16, dtype=torch.uint8)).sum().backward()
         exchange.read()
-        told.append(exchange.record())
-    result["exchange"] = [sum(record is None for record in told), told[-1].model_dump()]
+        reported.append(exchange.record())
+    result["exchange"] = [sum(record is None for record in reported), reported[-1].model_dump()]
     print(json.dumps(result))
 """
 

@@ -50,7 +50,7 @@ def test_the_same_measurements_give_the_same_search():
     assert runs[0] == runs[1]
 
 
-def test_the_time_limit_holds_and_what_was_not_tried_is_told():
+def test_the_time_limit_holds_and_what_was_not_tried_is_reported():
     landscape = Landscape(9, "cpu")
     found = search(landscape.start, landscape.job, landscape.measure, limit_s=3 * TRIAL_S)
     assert found.seconds <= 3 * TRIAL_S

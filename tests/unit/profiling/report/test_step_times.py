@@ -78,7 +78,7 @@ def test_what_the_machine_did_not_give_to_a_slow_step_is_named(system: Mapping[s
         pytest.param({"process_cpu_percent": 90.0}, id="nothing unusual"),
     ],
 )
-def test_what_can_not_slow_a_step_is_not_named(system: Mapping[str, Any]) -> None:
+def test_what_cannot_slow_a_step_is_not_named(system: Mapping[str, Any]) -> None:
     assert cause(recorded(system)) == "nothing that slows a step"
 
 

@@ -113,7 +113,7 @@ def test_waiting_for_a_slow_process_is_no_communication(device: str) -> None:
     assert fired(ranks) == ["stragglers"]
 
 
-def test_what_can_not_be_compared_is_not_judged() -> None:
+def test_what_cannot_be_compared_is_not_judged() -> None:
     for rule in RULES:
         assert rule.judge(case_of()) == NotJudged(reason="one process trains alone")
         few = together(steps_of(20), steps_of(20), communication=travelling(50))

@@ -148,19 +148,19 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("other", "told"), OTHERS)
-def test_another_training_is_refused_with_the_difference_where_only_this_one_should_be(tmp_path, other, told):
+@pytest.mark.parametrize(("other", "reported"), OTHERS)
+def test_another_training_is_refused_with_the_difference_where_only_this_one_should_be(tmp_path, other, reported):
     save(checkpoints(tmp_path), 10)
     with pytest.raises(SettingsError, match="unfinished training of other settings or inputs") as caught:
         latest(tmp_path, **other, section="distill", shared=False)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
     assert f"{folder(tmp_path)} holds" in str(caught.value)
     assert "remove that folder" in str(caught.value)
     assert names(tmp_path) == ["step-00000010-g001"]
 
 
-@pytest.mark.parametrize(("other", "told"), OTHERS)
-def test_another_training_begins_anew_beside_it_where_many_stand(tmp_path, caplog, other, told):
+@pytest.mark.parametrize(("other", "reported"), OTHERS)
+def test_another_training_begins_anew_beside_it_where_many_stand(tmp_path, caplog, other, reported):
     caplog.set_level(logging.INFO)
     save(checkpoints(tmp_path), 10)
     assert latest(tmp_path, **other) is None
@@ -359,7 +359,7 @@ def test_a_try_is_over_when_another_has_ended_and_a_new_training_has_taken_its_p
         stale.check_ours()
 
 
-def test_a_store_that_has_lost_the_record_of_the_tries_supersedes_nobody(object_store, caplog):
+def test_a_store_that_has_lost_the_record_of_the_tries_supersedes_none(object_store, caplog):
     held = checkpoints(object_store.uri("c"), output=object_store.uri("student"))
     held.begin()
     save(held, 10)
@@ -434,8 +434,8 @@ def test_all_processes_go_on_from_the_newest_one_that_is_valid_on_all(tmp_path):
     (folder(tmp_path / "damaged-1") / "step-00000020-g001" / "state.json").write_text("{}")
     shutil.rmtree(folder(tmp_path / "lagging-1") / "step-00000020-g001")
     (tmp_path / "unseen-1").mkdir()
-    _, told = on_two_processes(AGREE, tmp_path)
-    assert "passing over a checkpoint: checkpoint damaged-1/" in told
+    _, reported = on_two_processes(AGREE, tmp_path)
+    assert "passing over a checkpoint: checkpoint damaged-1/" in reported
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -546,7 +546,7 @@ def test_a_distillation_goes_on_with_another_value_only_where_that_is_free(name)
     assert (compatible(settings) == compatible(other)) == (name in FREE)
 
 
-def test_each_difference_is_told_with_what_was_and_what_is():
+def test_each_difference_is_reported_with_what_was_and_what_is():
     was = {"epochs": 3, "views": {"flip": True, "mixup": 0.1}, "workers": 1}, {"dataset": "a" * 64, "teacher": "t"}
     now = {"epochs": 4, "views": {"flip": True, "mixup": 0.2}, "workers": 2, "new": None}, {"dataset": "b" * 64}
     assert differences(was, now, section="distill") == [

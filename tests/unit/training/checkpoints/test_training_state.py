@@ -49,7 +49,7 @@ def test_a_state_before_the_first_step_has_nothing_of_the_optimiser():
 
 
 def misfit(seed=1, **changes):
-    """What is told of a state that was changed before it is put back."""
+    """What is reported of a state that was changed before it is put back."""
     saved, other = snapshot_of(2, learner(seed=seed)), learner(seed=3)
     before = everything(capture(2, *other))
     fields = {name: dict(getattr(saved, name)) for name in ("model", "optimizer", "average")}
@@ -63,25 +63,25 @@ def misfit(seed=1, **changes):
 
 
 def test_what_does_not_fit_is_named():
-    told = misfit(model=lambda tensors: tensors.pop("0.bias"))
-    assert told.startswith(
+    reported = misfit(model=lambda tensors: tensors.pop("0.bias"))
+    assert reported.startswith(
         "checkpoint s3://b/c does not fit this training in its weights: it lacks 0.bias; continue with"
     )
-    told = misfit(average=lambda tensors: tensors.update({"3.bias": torch.zeros(2)}))
-    assert "does not fit this training in its average: it has 3.bias, which the model has not;" in told
-    told = misfit(model=lambda tensors: tensors.update({"0.weight": torch.zeros(4, 4)}))
-    assert "0.weight is [4, 4] float32 instead of [4, 3] float32;" in told
-    told = misfit(model=lambda tensors: tensors.update({"0.weight": tensors["0.weight"].bfloat16()}))
-    assert "0.weight is [4, 3] bfloat16 instead of [4, 3] float32;" in told
-    told = misfit(optimizer=lambda tensors: tensors.update({"exp_avg/0.weight": torch.zeros(3, 4)}))
+    reported = misfit(average=lambda tensors: tensors.update({"3.bias": torch.zeros(2)}))
+    assert "does not fit this training in its average: it has 3.bias, which the model has not;" in reported
+    reported = misfit(model=lambda tensors: tensors.update({"0.weight": torch.zeros(4, 4)}))
+    assert "0.weight is [4, 4] float32 instead of [4, 3] float32;" in reported
+    reported = misfit(model=lambda tensors: tensors.update({"0.weight": tensors["0.weight"].bfloat16()}))
+    assert "0.weight is [4, 3] bfloat16 instead of [4, 3] float32;" in reported
+    reported = misfit(optimizer=lambda tensors: tensors.update({"exp_avg/0.weight": torch.zeros(3, 4)}))
     assert (
         "does not fit this training in its optimiser: exp_avg/0.weight is [3, 4] float32 instead of [4, 3] float32;"
-        in told
+        in reported
     )
-    told = misfit(optimizer=lambda tensors: tensors.update({"exp_avg/9.weight": torch.zeros(3, 4)}))
-    assert "it has exp_avg/9.weight, which the model has not;" in told
-    told = misfit(model=lambda tensors: [tensors.pop(name) for name in list(tensors)])
-    assert "it lacks 0.weight; it lacks 0.bias; it lacks 1.weight; and 6 more;" in told
+    reported = misfit(optimizer=lambda tensors: tensors.update({"exp_avg/9.weight": torch.zeros(3, 4)}))
+    assert "it has exp_avg/9.weight, which the model has not;" in reported
+    reported = misfit(model=lambda tensors: [tensors.pop(name) for name in list(tensors)])
+    assert "it lacks 0.weight; it lacks 0.bias; it lacks 1.weight; and 6 more;" in reported
 
 
 def test_other_options_of_a_weight_are_named():
