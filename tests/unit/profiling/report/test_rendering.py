@@ -18,11 +18,11 @@ from trainer.billing import StageBill, make_bill
 from trainer.data.curation import ImageCandidate
 from trainer.data.dataset_schema import SplitName
 from trainer.pages import Paragraph
-from trainer.profiling.compare import compare
+from trainer.profiling import compare
 from trainer.profiling.compared_run import ComparedRun
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
-from trainer.profiling.report import build, comparison
+from trainer.profiling.report import build
 from trainer.profiling.training_summary import summarize
 
 pytestmark = pytest.mark.skipif(
@@ -99,7 +99,7 @@ def pages(
         "card": data_card(card_content(classes=NAMES, splits=splits)),
         "short": report(plain, []),
         "large": report([large], answers),
-        "comparison": comparison.build(compare(*sides)),
+        "comparison": compare.page(compare.compare(*sides)),
     }
     for name, text in content.items():
         (folder / f"{name}.html").write_text(text)
