@@ -116,7 +116,7 @@ neuron-warm-up: $(READY)  ## compile beforehand on a pool what a recipe's traini
 undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put there [KFP_HOST=url NAMESPACE=name VERSION=name ALL=1]
 	@$(VENV)/python -m pipelines.undeploy --image "$$IMAGE" $(if $(VERSION),--version "$$VERSION") $(if $(ALL),--all)
 
-docs: $(READY)  ## write docs/configuration.md and docs/rules.md
+docs: $(READY)  ## write docs/configuration.md, rules.md and stages.md
 	$(VENV)/python docs/generate.py
 
 lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1 takes newer versions]

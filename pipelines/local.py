@@ -71,9 +71,8 @@ def run(options: argparse.Namespace) -> None:
     place.check(warms_up=settings.warm_up.enabled)
     place = with_processes(place, settings.run.device)
     if place.pool:
-        storage.children(
-            launching.exchange_folder()
-        )  # a store that refuses, or is not there, is reported before the work
+        # A store that refuses, or is not there, is reported before the work.
+        storage.children(launching.exchange_folder())
     directory = runner.new_directory(options.recipe, options.output or None)
     (directory / summaries.SUMMARY).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, place))

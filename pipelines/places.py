@@ -143,9 +143,8 @@ def _authenticate(configuration: kfp_server_api.Configuration, environment: Mapp
             changed.api_key["authorization"] = Path(file).read_text().strip()
 
         read_token(configuration)
-        configuration.refresh_api_key_hook = (
-            read_token  # before each request: the kubelet renews it while we wait for a run
-        )
+        # Before each request: the kubelet renews it while we wait for a run.
+        configuration.refresh_api_key_hook = read_token
         used.append(f"the token in {file}")
     configuration.api_key_prefix["authorization"] = "Bearer"
     if environment.get(COOKIES_VARIABLE):

@@ -56,11 +56,11 @@ def run(config: api.LaunchConfig, arguments: Sequence[str]) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
     # `elastic_launch` has no parameter for the agent; it imports the name, and does not export it.
-    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
+    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # imported there, not exported
     try:
         api.elastic_launch(config, sys.executable)(*arguments)
     finally:
-        api.LocalElasticAgent = LocalElasticAgent  # type: ignore[attr-defined]
+        api.LocalElasticAgent = LocalElasticAgent  # type: ignore[attr-defined]  # as above
         if threading.current_thread() is threading.main_thread():  # only there can they have been replaced
             for number, handler in before.items():
                 signal.signal(number, handler)

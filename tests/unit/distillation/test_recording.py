@@ -8,8 +8,8 @@ import torch
 
 from trainer import artifacts
 from trainer.distillation import recording, shards
-from trainer.distillation.losses import TeacherOutputs
-from trainer.distillation.recording import Recording, RecordingDescription, open_recording
+from trainer.distillation.losses import TeacherOutputs, recorded_kl
+from trainer.distillation.recording import Recording, RecordingDescription, open_recording, placeholder_recording
 from trainer.distillation.reinforcement import pack, summarize, unusable
 from trainer.errors import ArtifactError
 
@@ -184,3 +184,25 @@ def test_something_else_than_a_description_is_refused(tmp_path):
         (draft.path / recording.DESCRIPTION).write_text('{"samples": 3}')
     with pytest.raises(ArtifactError, match=r"recording.json does not describe recorded outputs .*; record them again"):
         open_recording(tmp_path / "outputs")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before there are any
+
+LARGE = replace(DESCRIPTION, samples=50_000, views=30, block=12_500, classes=1000, top_k=10, features=4, view_size=224)
+
+
+def test_any_sample_is_there_in_the_shape_of_real_records_and_a_loss_can_be_computed(tmp_path):
+    read = placeholder_recording(tmp_path, LARGE).read(
+        np.array([0, 12_499, 12_500, 49_999]), np.zeros(4, dtype=np.int64)
+    )
+    assert read.logits.shape == read.indices.shape == (4, 10)
+    assert read.features.shape == (4, 4)
+    assert torch.isfinite(recorded_kl(torch.randn(4, 1000), read, 2.0))
+
+
+def test_the_shards_take_the_room_of_one(tmp_path):
+    placeholder_recording(tmp_path, LARGE)
+    files = list((tmp_path / "records").iterdir())
+    assert len(files) == 4
+    assert len({file.stat().st_ino for file in files}) == 1
