@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from components.launch.api_errors import Resource
+from components.launch.api_errors import WORKFLOWS
 from trainer import tracking
 from trainer.errors import LaunchError, TrackingError
 from trainer.host import environment_variables
@@ -37,7 +37,6 @@ WORKFLOW = "TRAINER_WORKFLOW"
 """Environment variable of a task on a cluster: the name of its run's Workflow."""
 RUN_LABEL = "pipeline/runid"
 """The label by which Workflows and pods of KFP know their run."""
-WORKFLOWS = Resource("workflows", "argoproj.io", "v1alpha1")
 FAILED = f"{RUN_LABEL},workflows.argoproj.io/phase in (Failed,Error)"
 """Selects Workflows of KFP that did not succeed, by the labels that Argo keeps: each is large, and most did."""
 LEFT_AFTER_S, LEFT_FOR_S = 60.0, 900.0

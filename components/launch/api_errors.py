@@ -45,6 +45,7 @@ class Resource:
 
 
 PODS = Resource("pods")
+WORKFLOWS = Resource("workflows", "argoproj.io", "v1alpha1")
 EVENTS = Resource("events")
 
 JOB_VERBS = ("create", "delete", "get", "list", "patch", "watch")

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from components.launch.api_errors import (
     PODS,
+    WORKFLOWS,
     ConflictError,
     ForbiddenError,
     KindNotInstalledError,
@@ -26,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 ORPHANED_AFTER_S = 120.0
 """How long after the end of its task's pod a job is an orphan: KFP waits a minute at most (`pipelines/distillation.py`) before it retries
-the task, whose new pod then adopts the job."""
+the task, whose new pod then adopts the job. A run that has ended retries nothing, and its jobs are orphans at once."""
+WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
+"""The label by which Argo's pods know their Workflow."""
 
 _SECONDS: Mapping[str, int] = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -164,9 +167,21 @@ def _why_orphaned(cluster: Cluster, owner: Owner) -> str:
     times += [condition.get("lastTransitionTime") for condition in status.get("conditions") or []]
     times += [container["state"].get("terminated", {}).get("finishedAt") for container in containers]
     ended_s = min(_seconds_since(time) for time in times if time)
-    if pod["metadata"]["uid"] != owner.uid or phase not in {"Succeeded", "Failed"} or ended_s < ORPHANED_AFTER_S:
+    if pod["metadata"]["uid"] != owner.uid or phase not in {"Succeeded", "Failed"}:
+        return ""
+    if ended_s < ORPHANED_AFTER_S and not _has_ended(
+        cluster, pod["metadata"].get("labels", {}).get(WORKFLOW_LABEL, "")
+    ):
         return ""
     return f"the pod of its task, {owner.name}, ended {format_duration(ended_s)} ago ({phase})"
+
+
+def _has_ended(cluster: Cluster, workflow: str) -> bool:
+    """Return whether a Workflow is there and has ended; of a pod without one nothing is known."""
+    try:
+        return bool(workflow and cluster.get(WORKFLOWS, workflow).get("status", {}).get("finishedAt"))
+    except NotFoundError:
+        return False
 
 
 def _seconds_since(time: str) -> float:

@@ -14,7 +14,7 @@ from components.launch.api_errors import ApiRetry, ForbiddenError
 from components.launch.backends import BACKENDS
 from components.launch.identity import Owner
 from components.launch.job import TaskJob
-from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
+from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS, WORKFLOWS
 from trainer.errors import SettingsError
 
 
@@ -185,6 +185,19 @@ def test_a_job_that_is_followed_or_may_be_again_is_no_orphan(kubernetes, make, t
     assert command.main(["reap", "--orphaned"]) == 0
     assert left(kubernetes) == jobs
     assert capsys.readouterr().out == "0 of this project's jobs deleted in namespace kubeflow\n"
+
+
+@pytest.mark.parametrize(("ended", "is_left"), [(True, False), (False, True)], ids=["ended", "still running"])
+def test_a_run_that_has_ended_retries_no_task_so_its_job_is_an_orphan_at_once(
+    kubernetes, make, task_pod, ended, is_left
+):
+    status = {"phase": "Failed", "finishedAt": ago(5)} if ended else {"phase": "Running", "finishedAt": None}
+    kubernetes.add(WORKFLOWS, {"metadata": {"name": "distillation-x7k2p"}, "spec": {}, "status": status})
+    name = make("run-1", condition="Running", owner=task_pod(phase="Failed", ended_s=10))
+    with kubernetes.store.changing(PODS, "kubeflow", "task-1") as pod:
+        pod["metadata"]["labels"] = {reaper.WORKFLOW_LABEL: "distillation-x7k2p"}
+    assert command.main(["reap", "--orphaned"]) == 0
+    kubernetes.wait_for(lambda: left(kubernetes) == ({name} if is_left else set()))
 
 
 def test_an_evicted_pod_has_no_container_and_ended_all_the_same(make, task_pod, left_soon):
