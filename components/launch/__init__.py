@@ -8,10 +8,9 @@ From the lowest layer to the highest:
     api_errors      requests to the API server, the errors that its answers mean, retries
     backends        PyTorchJob and TrainJob: rendered by pure functions, and read
     client          the Kubernetes client, the only module that imports `kubernetes`
-    job_progress    what was observed of a job: messages, limits, outcome; without clock and server
+    job_progress    what was observed of a job: messages, limits, outcome, cause; without clock and server
     readers         the threads that watch objects and read logs
     job             the job of a task, created once or adopted; the record that is kept of it
-    diagnosis       why a job failed
     launcher        submit, follow, explain, retry
     reaper          jobs that are no longer followed
 """

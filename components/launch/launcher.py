@@ -25,10 +25,16 @@ from components.launch.api_errors import (
 )
 from components.launch.backends import BACKENDS
 from components.launch.client import Cluster
-from components.launch.diagnosis import explain_failure, fails_again
 from components.launch.identity import Identity
 from components.launch.job import JobRecord, TaskJob
-from components.launch.job_progress import JobLimits, JobOutcome, JobProgress, read_replica
+from components.launch.job_progress import (
+    JobLimits,
+    JobOutcome,
+    JobProgress,
+    explain_failure,
+    fails_again,
+    read_replica,
+)
 from components.launch.pools import Pool
 from components.launch.readers import Change, Informer, LogLine, LogReader, ReaderThreads, ThreadEnded
 from trainer import storage
