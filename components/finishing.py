@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from components.launch.api_errors import WORKFLOWS
+from components.launch.job_manifest import WORKFLOWS
 from trainer import tracking
 from trainer.errors import LaunchError, TrackingError
 from trainer.host import environment_variables
@@ -57,11 +57,11 @@ def finish(pool: str, state: str, error: str) -> None:
         status = "KILLED"
     logger.info("the run ended: %s%s", state, f" ({error})" if error else "")
     if pool:
-        from components.launch import identity, reaper
+        from components.launch import job_manifest, reaper
         from components.launch.client import Cluster
 
         try:
-            own = identity.from_environment("finish")
+            own = job_manifest.Identity.from_environment("finish")
             with Cluster.connect(own.namespace) as cluster:
                 for name in reaper.delete_jobs(cluster, own.run):
                     logger.info("deleted the job %s, which was left", name)

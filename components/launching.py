@@ -48,12 +48,12 @@ class Placement:
                 f"processes_per_node must be >= 0 (0: one for each device), got {self.processes_per_node}"
             )
         if self.pool:
-            from components.launch import pod_template, pools
+            from components.launch import job_manifest, pools
 
             pool = pools.get(self.pool)
             pool.place(self.nodes, self.processes_per_node)
             if warms_up:
-                pod_template.check_compile_cache(pool, os.environ)
+                job_manifest.check_compile_cache(pool, os.environ)
         elif os.environ.get("KFP_POD_NAME"):
             raise SettingsError(
                 "pool is empty, but the tasks' own pods on this cluster are too small to train in; name a node pool, such as cpu"
@@ -130,10 +130,10 @@ def launch(training: TrainingTask) -> None:
         (record / JOB).write_text(json.dumps(asdict(spec), indent=2))
         LocalLauncher().run(spec)
         return
-    from components.launch import identity, pools
+    from components.launch import job_manifest, pools
     from components.launch.launcher import ClusterLauncher
 
-    pool, task = pools.get(place.pool), identity.from_environment(stage.name)
+    pool, task = pools.get(place.pool), job_manifest.Identity.from_environment(stage.name)
     outputs = {
         name: uri if storage.is_remote(uri) else storage.join(exchange_folder(), "runs", task.run, stage.name, name)
         for name, uri in training.outputs.items()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import yaml
 
 from components import extra
-from components.launch import identity, pools
-from components.launch.backends import BACKENDS
+from components.launch import job_manifest, pools
+from components.launch.job_manifest import BACKENDS
 from trainer import commands, config, stages
 from trainer.commands import Subparsers
 from trainer.costs import Price
@@ -67,7 +67,7 @@ def _add_render(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_recipe(parser)
     commands.add_overrides(parser)
     parser.add_argument("--run", default="example", metavar="NAME", help="name of the run (default: %(default)s)")
-    parser.add_argument("--namespace", default=identity.DEFAULT_NAMESPACE, help="default: %(default)s")
+    parser.add_argument("--namespace", default=job_manifest.DEFAULT_NAMESPACE, help="default: %(default)s")
     for name in DIRECTORIES:
         parser.add_argument(f"--{flag(name)}", metavar="URI", help=f"default: s3://bucket/RUN/{name}")
     parser.set_defaults(command=_render)
@@ -91,7 +91,7 @@ def _add_reap(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     )
     scope.add_argument("--all", action="store_true", help="all jobs of all runs")
     parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
-    parser.add_argument("--namespace", default=identity.default_namespace(), help="default: %(default)s")
+    parser.add_argument("--namespace", default=job_manifest.default_namespace(), help="default: %(default)s")
     parser.set_defaults(command=_reap)
 
 
@@ -114,7 +114,7 @@ def _render(options: argparse.Namespace) -> None:
         nodes=options.nodes,
         processes_per_node=options.processes,
     )
-    job = identity.Identity(run=options.run, task=stage.name, namespace=options.namespace)
+    job = job_manifest.Identity(run=options.run, task=stage.name, namespace=options.namespace)
     manifest = BACKENDS[options.backend or pool.backend].render(spec, pool, job)
     # The body that is sent: YAML would use anchors for objects that occur twice.
     plain = json.loads(json.dumps(manifest))

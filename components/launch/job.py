@@ -6,27 +6,26 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from components.launch.api_errors import ApiRetry, ApiUnavailableError, ClusterError, ConflictError, NotFoundError
-from components.launch.backends import Backend
-from components.launch.client import Cluster
-from components.launch.identity import (
+from components.launch.client import ApiRetry, ApiUnavailableError, Cluster, ClusterError, ConflictError, NotFoundError
+from components.launch.job_manifest import (
     ATTEMPT_LABEL,
     FAILURE_ANNOTATION,
     HASH_ANNOTATION,
     RUN_LABEL,
     TASK_LABEL,
+    Backend,
     Identity,
-    differences,
 )
 from components.launch.pools import Pool
 from components.launch.readers import LogLine
 from trainer import storage
+from trainer.artifacts import canonical_json
 from trainer.errors import LaunchError, TrainerError
 from trainer.launch import JobSpec
 
@@ -195,6 +194,34 @@ def _attempt(job: Mapping[str, Any]) -> int:
 
 def _hash(job: Mapping[str, Any]) -> str:
     return str(job["metadata"].get("annotations", {}).get(HASH_ANNOTATION, ""))
+
+
+def differences(existing: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """List what differs between the specifications of two manifests, such as `spec.runPolicy.backoffLimit: 0 -> 3`."""
+    pair = [{key: manifest.get(key) for key in ("apiVersion", "kind", "spec")} for manifest in (existing, wanted)]
+    return list(_differences("", *pair))
+
+
+def _differences(path: str, existing: Any, wanted: Any) -> Iterator[str]:
+    if isinstance(existing, list) and isinstance(wanted, list):
+        existing, wanted = _keyed(existing), _keyed(wanted)
+    if not (isinstance(existing, dict) and isinstance(wanted, dict)):
+        if existing != wanted:
+            yield f"{path}: {_shown(existing)} -> {_shown(wanted)}"
+        return
+    for key in [*existing, *(key for key in wanted if key not in existing)]:
+        inner = f"{path}{key}" if key.startswith("[") else f"{path}.{key}" if path else key
+        yield from _differences(inner, existing.get(key), wanted.get(key))
+
+
+def _keyed(items: list[Any]) -> dict[str, Any]:
+    # By `name` where all items have one, so that an added variable in the middle is one difference.
+    named = all(isinstance(item, dict) and "name" in item for item in items)
+    return {f"[{item['name'] if named else index}]": item for index, item in enumerate(items)}
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else value if isinstance(value, str) else canonical_json(value)
 
 
 class JobRecord:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from components.launch.api_errors import format_duration
-from components.launch.backends import JobState
+from components.launch.client import format_duration
+from components.launch.job_manifest import JobState
 from trainer.errors import (
     CRASH_EXIT_CODE,
     CRASHED_NODE_EXIT_CODE,

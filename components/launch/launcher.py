@@ -12,21 +12,18 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Self
 
-from components.launch import pod_template
-from components.launch.api_errors import (
-    EVENTS,
-    PODS,
+from components.launch import job_manifest
+from components.launch.client import (
     ApiRetry,
     ApiUnavailableError,
+    Cluster,
     ClusterError,
     ForbiddenError,
     KindNotInstalledError,
     format_duration,
 )
-from components.launch.backends import BACKENDS
-from components.launch.client import Cluster
-from components.launch.identity import Identity
 from components.launch.job import JobRecord, TaskJob
+from components.launch.job_manifest import BACKENDS, EVENTS, PODS, Identity
 from components.launch.job_progress import (
     JobLimits,
     JobOutcome,
@@ -113,9 +110,9 @@ class ClusterLauncher:
     def _run(self, spec: JobSpec, cluster: Cluster) -> None:
         if doubt := self._pool.price.doubt() if self._pool.price else "":
             logger.warning("pool %s: %s", self._pool.name, doubt)
-        if (uri := os.environ.get(pod_template.TRACKING_URI)) and not pod_template.tracks_in_reach(os.environ):
+        if (uri := os.environ.get(job_manifest.TRACKING_URI)) and not job_manifest.tracks_in_reach(os.environ):
             logger.warning(
-                "the job's metrics are not tracked: its pods cannot reach %s=%s", pod_template.TRACKING_URI, uri
+                "the job's metrics are not tracked: its pods cannot reach %s=%s", job_manifest.TRACKING_URI, uri
             )
         record, attempt = self._record, 0
         while True:

@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self
 
-from components.launch.api_errors import (
-    PODS,
+from components.launch.client import (
     ApiRetry,
     ApiUnavailableError,
+    Cluster,
     ExpiredError,
     ForbiddenError,
     LogNotReadyError,
     NotFoundError,
-    Resource,
     RetryStopped,
+    Stream,
+    watch_events,
 )
-from components.launch.client import Cluster, Stream, watch_events
+from components.launch.job_manifest import PODS, Resource
 from components.launch.job_progress import Replica
 
 logger = logging.getLogger(__name__)

@@ -8,19 +8,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from components.launch.api_errors import (
-    PODS,
-    WORKFLOWS,
+from components.launch.client import (
+    Cluster,
     ConflictError,
     ForbiddenError,
     KindNotInstalledError,
     NotFoundError,
-    Resource,
     format_duration,
 )
-from components.launch.backends import BACKENDS, JobPhase
-from components.launch.client import Cluster
-from components.launch.identity import RUN_LABEL, TASK_LABEL, Owner, label_value
+from components.launch.job_manifest import (
+    BACKENDS,
+    PODS,
+    RUN_LABEL,
+    TASK_LABEL,
+    WORKFLOWS,
+    JobPhase,
+    Owner,
+    Resource,
+    label_value,
+)
 from trainer.errors import SettingsError
 
 logger = logging.getLogger(__name__)

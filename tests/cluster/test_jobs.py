@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from components.launch import pools
-from components.launch.identity import Identity
+from components.launch.job_manifest import Identity
 from components.launch.launcher import ClusterLauncher
 from components.launch.pools import SecretKey
 from tests.cluster.conftest import eventually, kubectl, objects

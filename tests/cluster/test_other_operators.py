@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from components.launch.backends import BACKENDS
+from components.launch.job_manifest import BACKENDS
 from tests.cluster.conftest import eventually, installed, kubectl, objects, pool
 from tests.cluster.faults import registered
 

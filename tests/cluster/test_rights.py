@@ -6,8 +6,8 @@ import subprocess
 import pytest
 import yaml
 
-from components.launch import api_errors
-from components.launch.backends import BACKENDS
+from components.launch import client
+from components.launch.job_manifest import BACKENDS
 from tests.cluster.conftest import NAMESPACE, installed, kubectl
 from tests.manifests.jobs import job, templates
 
@@ -30,7 +30,7 @@ def test_each_kind_of_job_is_known_here():
 
 def test_the_account_may_do_what_is_used():
     """Of the kinds of jobs that this cluster knows: the API server does not answer what may be done with another."""
-    needed = api_errors.VERBS | {kind: api_errors.JOB_VERBS for kind in KINDS if installed(kind)}
+    needed = client.VERBS | {kind: client.JOB_VERBS for kind in KINDS if installed(kind)}
     assert [(verb, kind) for kind, verbs in needed.items() for verb in verbs if not may(verb, kind)] == []
 
 

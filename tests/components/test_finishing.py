@@ -11,7 +11,7 @@ from kfp.local.orchestrator import enhanced_dag_orchestrator
 
 from components import finishing
 from components.launch import __main__ as command
-from components.launch.identity import Identity
+from components.launch.job_manifest import Identity
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, WORKFLOWS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 from trainer import tracking

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from components.launch import pools
-from components.launch.backends import BACKENDS
-from components.launch.identity import Identity
+from components.launch.job_manifest import BACKENDS, Identity
 from pipelines import deploy
 from tests.faults.tracking_server import TrackingServer
 from tests.stand_ins.object_store import ACCESS_KEY, SECRET_KEY

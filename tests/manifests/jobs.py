@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from components.launch import pools
-from components.launch.backends import BACKENDS
-from components.launch.identity import Identity
+from components.launch.job_manifest import BACKENDS, Identity
 from trainer.launch import JobSpec
 
 IDENTITY = Identity(run="run", task="distill")

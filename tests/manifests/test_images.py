@@ -42,10 +42,10 @@ def test_the_base_is_pinned(name):
 @pytest.mark.parametrize("name", IMAGES)
 def test_it_does_not_run_as_root(name):
     """The last user is a number, for Kubernetes cannot know who a name is; it is the user of the jobs' pods."""
-    from components.launch import pod_template
+    from components.launch import job_manifest
 
     users = [rest for instruction, rest in instructions(name) if instruction == "USER"]
-    assert users[-1] == f"{pod_template.USER}:{pod_template.USER}"
+    assert users[-1] == f"{job_manifest.USER}:{job_manifest.USER}"
 
 
 @pytest.mark.parametrize("name", IMAGES)

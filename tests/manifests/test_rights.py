@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from components.launch import api_errors, identity, pools, reaper
-from components.launch.backends import BACKENDS
+from components.launch import client, job_manifest, pools, reaper
 from components.launch.client import Cluster
+from components.launch.job_manifest import BACKENDS
 from components.launch.launcher import ClusterLauncher
 from tests.manifests.jobs import IDENTITY, job, spec
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
@@ -24,10 +24,9 @@ read pods as well."""
 
 def used():
     """(group, resource, name or "") -> verbs."""
-    launcher = {("", kind, ""): set(verbs) for kind, verbs in api_errors.VERBS.items()}
+    launcher = {("", kind, ""): set(verbs) for kind, verbs in client.VERBS.items()}
     jobs = {
-        (backend.resource.group, backend.resource.plural, ""): set(api_errors.JOB_VERBS)
-        for backend in BACKENDS.values()
+        (backend.resource.group, backend.resource.plural, ""): set(client.JOB_VERBS) for backend in BACKENDS.values()
     }
     return launcher | jobs | KFP
 
@@ -62,7 +61,7 @@ def kubernetes(render, tmp_path, monkeypatch):
 
 
 def run(owner):
-    account = identity.Identity(run=IDENTITY.run, task=IDENTITY.task, owner=owner)
+    account = job_manifest.Identity(run=IDENTITY.run, task=IDENTITY.task, owner=owner)
     ClusterLauncher(pools.get("cpu"), account).run(spec())
 
 
@@ -70,7 +69,7 @@ def test_the_launcher_works_with_them(kubernetes, caplog):
     """It creates a job, adopts one that runs, follows both to their ends, and deletes one that is left."""
     caplog.set_level(logging.INFO, logger="components")
     pod = kubernetes.add_pod("task")
-    owner = identity.Owner(name="task", uid=pod["metadata"]["uid"])
+    owner = job_manifest.Owner(name="task", uid=pod["metadata"]["uid"])
     kubernetes.script("distill-*", Script(output=["step 1", 0.3, "step 2"]))
     run(owner)
     kubernetes.add(PYTORCHJOBS, job("cpu", attempt=2))

@@ -7,7 +7,7 @@ import pytest
 
 from components.launch import pools
 from components.launch.client import Cluster
-from components.launch.identity import Identity
+from components.launch.job_manifest import Identity
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 from trainer.launch import JobSpec
 

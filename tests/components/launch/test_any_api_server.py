@@ -13,10 +13,9 @@ import pytest
 from kubernetes import client, config
 
 from components.launch import reaper
-from components.launch.api_errors import ApiRetry
-from components.launch.backends import BACKENDS
-from components.launch.identity import HASH_ANNOTATION
+from components.launch.client import ApiRetry
 from components.launch.job import TaskJob
+from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION
 from components.launch.launcher import ClusterLauncher
 from tests.stand_ins.kubernetes.real_api_server import RealApiServer, why_missing
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn

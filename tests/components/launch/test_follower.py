@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from components.launch.api_errors import ApiRetry
-from components.launch.backends import BACKENDS
+from components.launch.client import ApiRetry
 from components.launch.job import JobRecord, TaskJob
+from components.launch.job_manifest import BACKENDS
 from components.launch.job_progress import JobLimits, JobProgress
 from components.launch.launcher import JobFollower
 from tests.stand_ins.kubernetes.resources import EVENTS, PYTORCHJOBS

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from components.launch import readers
-from components.launch.api_errors import PODS, ApiRetry, ApiUnavailableError, ForbiddenError
+from components.launch.client import ApiRetry, ApiUnavailableError, ForbiddenError
+from components.launch.job_manifest import PODS
 from components.launch.readers import Informer, ReaderThreads, ThreadEnded
 from tests.stand_ins.kubernetes import resources as kinds
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn

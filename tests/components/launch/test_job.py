@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from components.launch.api_errors import ApiRetry, ClusterError, ForbiddenError, KindNotInstalledError
-from components.launch.backends import BACKENDS
-from components.launch.identity import HASH_ANNOTATION, Owner
-from components.launch.job import TaskJob
+from components.launch.client import ApiRetry, ClusterError, ForbiddenError, KindNotInstalledError
+from components.launch.job import TaskJob, differences
+from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION, Owner
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
 from trainer.errors import LaunchError
 
@@ -196,3 +195,34 @@ def test_a_manifest_that_the_server_refuses_ends_with_its_words(kubernetes, job)
     with pytest.raises(ClusterError, match="answered 4"):
         wrong.submit(ApiRetry(5))
     assert not wrong.delete()
+
+
+def test_differences_are_listed_by_path():
+    existing = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": "a"},
+        "spec": {
+            "runPolicy": {"backoffLimit": 0},
+            "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
+            "args": ["-m", "trainer"],
+        },
+    }
+    wanted = {
+        **existing,
+        "metadata": {"name": "b"},
+        "spec": {
+            "runPolicy": {"backoffLimit": 3, "suspend": True},
+            "env": [{"name": "A", "value": "1"}, {"name": "NEW", "value": "x"}, {"name": "B", "value": "3"}],
+            "args": ["-m", "other"],
+        },
+    }
+    assert differences(existing, existing | {"metadata": {}}) == []
+    assert differences(existing, wanted) == [
+        "spec.runPolicy.backoffLimit: 0 -> 3",
+        "spec.runPolicy.suspend: unset -> true",
+        "spec.env[B].value: 2 -> 3",
+        'spec.env[NEW]: unset -> {"name":"NEW","value":"x"}',
+        "spec.args[1]: trainer -> other",
+    ]
+    assert differences(existing, existing | {"spec": {}})[0] == 'spec.runPolicy: {"backoffLimit":0} -> unset'

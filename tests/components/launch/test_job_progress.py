@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from components.launch.backends import JobState
+from components.launch.job_manifest import JobState
 from components.launch.job_progress import (
     JobLimits,
     JobProgress,

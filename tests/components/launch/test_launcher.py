@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from components.launch import launcher, pools, readers
-from components.launch.api_errors import ApiUnavailableError
-from components.launch.identity import Owner
+from components.launch.client import ApiUnavailableError
+from components.launch.job_manifest import Owner
 from components.launch.launcher import ClusterLauncher
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from tests.stand_ins.kubernetes.stand_in import Script
@@ -536,7 +536,7 @@ def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, logged, monke
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
 def test_while_the_server_is_unavailable_a_missing_line_is_no_silence(kubernetes, run, logged, meanwhile, monkeypatch):
-    monkeypatch.setattr("components.launch.api_errors.SETTLE_S", 1.0)
+    monkeypatch.setattr("components.launch.client.SETTLE_S", 1.0)
     steps = [item for number in range(12) for item in (f"step {number}", 0.2)]
     kubernetes.script("*-master-0", Script(output=[*steps, 0.2]))
     kubernetes.script("*-worker-0", Script(output=steps))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from components.launch import readers
-from components.launch.api_errors import ApiRetry, ForbiddenError
+from components.launch.client import ApiRetry, ForbiddenError
 from components.launch.job_progress import Replica, read_replica
 from components.launch.readers import LogLine, LogPosition, LogReader, ReaderThreads
 from tests.stand_ins.kubernetes.resources import PODS

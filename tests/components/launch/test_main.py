@@ -5,7 +5,7 @@ import sys
 import pytest
 import yaml
 
-from components.launch import backends, identity, pools
+from components.launch import job_manifest, pools
 from components.launch.__main__ import main
 from tests.stand_ins.kubernetes import schemas
 from trainer import config
@@ -30,8 +30,8 @@ def test_the_printed_manifest_is_what_the_launcher_sends(capsys):
         nodes=4,
         processes_per_node=0,
     )
-    job = identity.Identity(run="r", task="distill", namespace="team")
-    assert manifest == backends.BACKENDS["pytorchjob"].render(spec, pools.get("gpu-a100"), job)
+    job = job_manifest.Identity(run="r", task="distill", namespace="team")
+    assert manifest == job_manifest.BACKENDS["pytorchjob"].render(spec, pools.get("gpu-a100"), job)
     assert "&id" not in printed
 
 

@@ -10,10 +10,9 @@ import pytest
 
 from components.launch import __main__ as command
 from components.launch import reaper
-from components.launch.api_errors import ApiRetry, ForbiddenError
-from components.launch.backends import BACKENDS
-from components.launch.identity import Owner
+from components.launch.client import ApiRetry, ForbiddenError
 from components.launch.job import TaskJob
+from components.launch.job_manifest import BACKENDS, Owner
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS, WORKFLOWS
 from trainer.errors import SettingsError
 

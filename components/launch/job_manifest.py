@@ -1,0 +1,637 @@
+"""The manifest of a job, as it is sent: its identity, its pods, and the two kinds of job, PyTorchJob and TrainJob.
+
+Everything is rendered by pure functions; `Backend.render` adds what this process forwards. `BACKENDS` is the one place where a kind is
+chosen by name; it also says how a job of that kind is found and read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from components.image import IMAGE, IMAGE_VARIABLE, neuron
+from components.launch.pools import RESERVED, SECRET, Pool, quantity
+from trainer.artifacts import digest
+from trainer.base_models import holds_secret
+from trainer.config import CHECKPOINTS_VARIABLE, DEVICE_VARIABLE
+from trainer.errors import LaunchError, SettingsError
+from trainer.launch import SHUTDOWN_TIMEOUT_S, JobSpec
+from trainer.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
+
+RUN_LABEL = "vit-distillation/run"
+TASK_LABEL = "vit-distillation/task"
+STAGE_LABEL = "vit-distillation/stage"
+ATTEMPT_LABEL = "vit-distillation/attempt"
+HASH_ANNOTATION = "vit-distillation/spec-hash"
+FAILURE_ANNOTATION = "vit-distillation/failure"
+"""Of a failed job that would fail again: its message."""
+
+NAMESPACE_VARIABLE = "TRAINER_NAMESPACE"
+DEFAULT_NAMESPACE = "kubeflow"
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""The file that holds a pod's own namespace."""
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A kind of object, as the API addresses it."""
+
+    plural: str
+    group: str = ""
+    version: str = "v1"
+
+    def __str__(self) -> str:
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+    def path(self, namespace: str, *names: str) -> str:
+        """Return the path of the collection, of an object in it, or of a subresource of the object."""
+        root = f"/apis/{self.group}" if self.group else "/api"
+        return "/".join((root, self.version, "namespaces", namespace, self.plural, *names))
+
+
+PODS = Resource("pods")
+EVENTS = Resource("events")
+WORKFLOWS = Resource("workflows", "argoproj.io", "v1alpha1")
+PYTORCHJOBS = Resource("pytorchjobs", "kubeflow.org", "v1")
+TRAINJOBS = Resource("trainjobs", "trainer.kubeflow.org", "v1alpha1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The pod of the task that launches; when it is deleted, so is the job."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A job of a run."""
+
+    run: str
+    """Name or id of the run, any text."""
+    task: str
+    """The pipeline's task, which is the stage's name."""
+    attempt: int = 1
+    """Counts the jobs of one task in one run."""
+    namespace: str = DEFAULT_NAMESPACE
+    owner: Owner | None = None
+
+    @classmethod
+    def from_environment(cls, task: str, *, namespace: str = "", attempt: int = 1) -> Self:
+        """Return the identity of a task's job, from the environment that Kubeflow Pipelines or a local run has set.
+
+        Args:
+            task: the task's name.
+            namespace: where its job goes; empty: `TRAINER_NAMESPACE`, or the pod's own namespace, or kubeflow.
+            attempt: which of the task's jobs it is.
+
+        Raises:
+            LaunchError: nothing names the run.
+        """
+        run = os.environ.get("KFP_RUN_ID") or os.environ.get("TRAINER_RUN")
+        if not run:
+            raise LaunchError(f"{task}: nothing names the run, so its job can have no name; set TRAINER_RUN")
+        pod, uid = os.environ.get("KFP_POD_NAME"), os.environ.get("KFP_POD_UID")
+        return cls(
+            run=run,
+            task=task,
+            attempt=attempt,
+            namespace=namespace or default_namespace(),
+            owner=Owner(name=pod, uid=uid) if pod and uid else None,
+        )
+
+    @property
+    def name(self) -> str:
+        """The job's name: a DNS-1035 label of at most 40 characters, the same for equal run, task and attempt."""
+        # 40 characters, because the operator adds `-worker-31` and pods' names may have 63.
+        distinct = digest([self.run, self.task, self.attempt])[:8]
+        task, run = (re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") for text in (self.task, self.run))
+        words = f"{task[:10].strip('-') or 'task'}-{run[:20].strip('-') or 'run'}"
+        return f"{words if words[0].isalpha() else f'j{words[1:]}'}-{distinct}"
+
+    def labels(self, stage: str) -> dict[str, str]:
+        """Return the labels of the job and its pods, by which they are found."""
+        return {RUN_LABEL: label_value(self.run), TASK_LABEL: label_value(self.task), STAGE_LABEL: label_value(stage)}
+
+    def metadata(self, stage: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Render the metadata of a job.
+
+        Args:
+            stage: the stage that it runs.
+            body: the manifest without metadata, whose hash is recorded.
+        """
+        metadata: dict[str, Any] = {
+            "name": self.name,
+            "namespace": self.namespace,
+            "labels": self.labels(stage) | {ATTEMPT_LABEL: str(self.attempt)},
+            "annotations": {HASH_ANNOTATION: spec_hash(body)},
+        }
+        if self.owner:
+            owner = {"apiVersion": "v1", "kind": "Pod", "name": self.owner.name, "uid": self.owner.uid}
+            metadata["ownerReferences"] = [owner]
+        return metadata
+
+
+def default_namespace() -> str:
+    """Return the namespace that jobs go to by default: `TRAINER_NAMESPACE`, or the pod's own, or kubeflow."""
+    named = os.environ.get(NAMESPACE_VARIABLE)
+    if named:
+        return named
+    return _OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.is_file() else DEFAULT_NAMESPACE
+
+
+def label_value(text: str) -> str:
+    """Return a valid label value for any text: the text itself if it is one, otherwise a short form with a digest."""
+    if re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", text):
+        return text
+    words = re.sub(r"[^-A-Za-z0-9_.]+", "-", text)[:50].strip("-_.")
+    return f"{words}-{digest(text)[:8]}".lstrip("-")
+
+
+def spec_hash(manifest: Mapping[str, Any]) -> str:
+    """Return a digest of a job's kind and specification, but neither name, owner nor attempt."""
+    return digest([manifest["apiVersion"], manifest["kind"], manifest["spec"]])[:16]
+
+
+USER = 1000
+"""The image's user. The pod names it because the operator's own init container has an image whose user is root."""
+GRACE_PERIOD_S = SHUTDOWN_TIMEOUT_S + 30
+"""How long a pod has to end: first its processes end, then its termination message and its logs have to get out."""
+COMMAND = ["python"]
+
+POD_SECURITY: dict[str, Any] = {
+    "runAsNonRoot": True,
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "fsGroup": USER,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""With `CONTAINER_SECURITY`, what Pod Security requires of a pod at its level `restricted`."""
+CONTAINER_SECURITY: dict[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+CACHE = "/cache"
+"""Where a pod keeps what it read from the object store."""
+CACHE_FRACTION = 0.8
+"""Share of the cache's volume that is filled. A pod whose volume exceeds its limit is evicted, and files in transit come on top."""
+VOLUME_MOUNTS = [
+    {"name": "shared-memory", "mountPath": "/dev/shm"},
+    {"name": "cache", "mountPath": CACHE},
+    {"name": "tmp", "mountPath": "/tmp"},
+]
+"""Where a container finds the `pod_volumes`."""
+
+COMPILE_CACHE = "NEURON_COMPILE_CACHE_URL"
+"""Where Neuron's compiler keeps graphs: a folder of the pod, or of an object store, where the next job finds them."""
+TRACKING_URI = "MLFLOW_TRACKING_URI"
+FORWARDED = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "TRAINER_RUN",
+    "TRAINER_RUN_ID",
+    "TRAINER_DEBUG",
+)
+"""Variables of a task that its job gets too, besides MLflow's. Other AWS variables name files and roles of the task's own pod."""
+_SERVICE_LINK = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+"""Variables that Kubernetes sets in a task's pod for each Service of its namespace, one called `mlflow` among them."""
+
+
+def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: dict[str, Any]) -> dict[str, Any]:
+    """Render a whole pod template.
+
+    Args:
+        spec: the job.
+        pool: where it runs.
+        identity: which job it is.
+        container: what the backend adds to the container, its name among them.
+
+    Raises:
+        LaunchError: the image is not known, or the environment holds a secret or a reserved variable.
+    """
+    return {
+        "metadata": pod_metadata(spec, identity),
+        "spec": {
+            **pod_placement(pool),
+            # The API server is the launcher's business, not the training's.
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": POD_SECURITY,
+            "terminationGracePeriodSeconds": GRACE_PERIOD_S,
+            "containers": [
+                {
+                    **container,
+                    "image": pod_image(pool),
+                    "imagePullPolicy": "IfNotPresent",
+                    "command": COMMAND,
+                    "args": spec.node_arguments(),
+                    "env": pod_environment(spec, pool, identity),
+                    "resources": pod_resources(pool),
+                    "securityContext": CONTAINER_SECURITY,
+                    # A process that is killed leaves no termination message; its last lines take the place.
+                    "terminationMessagePolicy": "FallbackToLogsOnError",
+                    "volumeMounts": VOLUME_MOUNTS,
+                }
+            ],
+            "volumes": pod_volumes(pool),
+        },
+    }
+
+
+def pod_image(pool: Pool, task: str = IMAGE) -> str:
+    """Return the pool's own image, or else that of its task, in the variant for the pool's device.
+
+    Raises:
+        LaunchError: the variant is not known, since a digest names the task's image.
+    """
+    if pool.image or pool.device != "xla":
+        return pool.image or task
+    if "@" in task:
+        raise LaunchError(
+            f"pool {pool.name}: {task} names one image by its digest, not that for Neuron; set image of the pool"
+        )
+    return neuron(task)
+
+
+def pod_resources(pool: Pool) -> dict[str, Any]:
+    """Render requests and limits."""
+    # They are equal: accelerators require it, and a replica that is throttled or evicted holds up all others.
+    return {"requests": pool.resources, "limits": pool.resources}
+
+
+def pod_volumes(pool: Pool) -> list[dict[str, Any]]:
+    """Render the volumes: everything that a pod writes to, since its root file system is read-only."""
+    return [
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": pool.shared_memory}},
+        {"name": "cache", "emptyDir": {"sizeLimit": pool.cache}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+
+
+def pod_metadata(spec: JobSpec, identity: Identity) -> dict[str, Any]:
+    """Render labels and annotations of the pods."""
+    return {
+        # A sidecar would outlive the training, and the pod would never end.
+        "labels": identity.labels(spec.stage) | {"sidecar.istio.io/inject": "false"},
+        # Moving a training pod to another node restarts the whole job.
+        "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"},
+    }
+
+
+def pod_placement(pool: Pool) -> dict[str, Any]:
+    """Render which nodes take the pods, and their service account, without what the pool leaves empty."""
+    fields = {
+        "nodeSelector": pool.node_selector,
+        "tolerations": [toleration.manifest() for toleration in pool.tolerations],
+        "serviceAccountName": pool.service_account,
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def pod_environment(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[str, Any]]:
+    """Render the container's `env`: values, and secrets by reference.
+
+    Raises:
+        LaunchError: the job's environment holds a secret, also within an address, or sets a reserved variable.
+        SettingsError: the job does not fit the pool's nodes.
+    """
+    for name in spec.environment:
+        if SECRET.search(name) or RESERVED.fullmatch(name):
+            raise LaunchError(
+                f"{spec.stage}: {name} cannot be part of a job's environment: "
+                + (
+                    "it looks like a secret; name it under secrets of the pool"
+                    if SECRET.search(name)
+                    else "it is set by the launcher"
+                )
+            )
+    # A pod sees all cores of its node, but may use only those that it requested.
+    threads = max(1, int(pool.cpus / pool.processes(spec.processes_per_node)))
+    defaults = {
+        "TRAINER_RUN": identity.run,
+        "OMP_NUM_THREADS": str(threads),
+        # The root file system is read-only, so these point to volumes.
+        "HOME": "/tmp",
+        "HF_HOME": f"{CACHE}/huggingface",
+    }
+    values = {
+        **defaults,
+        **pool.environment,
+        **spec.environment,
+        **pool.place(spec.nodes, spec.processes_per_node).environment(),
+        DEVICE_VARIABLE: pool.device,
+        CACHE_VARIABLE: CACHE,
+        LIMIT_VARIABLE: f"{CACHE_FRACTION * quantity(pool.cache) / 2**30:g}",
+        # An autoscaler adds nodes one after the other; torch's own timeout is a quarter of an hour.
+        "PET_RDZV_CONF": f"timeout={60 * pool.queued_minutes},join_timeout={60 * pool.queued_minutes}",
+    }
+    for name, value in values.items():
+        if holds_secret(value):
+            raise LaunchError(
+                f"{spec.stage}: {name} holds a password or a token, which everybody could read in the job; leave it out of the address, "
+                "and name a Secret and its key under secrets of the pool, such as for MLFLOW_TRACKING_PASSWORD"
+            )
+    references = [
+        {
+            "name": name,
+            "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key, "optional": secret.optional}},
+        }
+        for name, secret in sorted(pool.secrets.items())
+    ]
+    return [{"name": name, "value": values[name]} for name in sorted(values)] + references
+
+
+def forwarded_environment(task: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a task forwards to its job: no secret's value, and no place on the task's own machine.
+
+    Args:
+        task: the task's environment.
+    """
+    forwarded = {name: task[name] for name in FORWARDED if task.get(name)}
+    forwarded |= {name: task[name] for name in (CHECKPOINTS_VARIABLE, COMPILE_CACHE) if "://" in task.get(name, "")}
+    if not tracks_in_reach(task):
+        return forwarded
+    return forwarded | {
+        name: value
+        for name, value in task.items()
+        if name.startswith("MLFLOW_") and not SECRET.search(name) and not _SERVICE_LINK.fullmatch(name)
+    }
+
+
+def tracks_in_reach(task: Mapping[str, str]) -> bool:
+    """Return whether a task's MLflow has an address that the pods of its job reach as well."""
+    return task.get(TRACKING_URI, "").startswith(("http://", "https://", "databricks"))
+
+
+def check_compile_cache(pool: Pool, task: Mapping[str, str]) -> None:
+    """Check that the next job finds what is compiled on a pool.
+
+    Args:
+        pool: where the job runs.
+        task: the environment of the task that launches it.
+
+    Raises:
+        SettingsError: it would be lost with the pods.
+    """
+    if pool.device != "xla":
+        raise SettingsError(
+            f"pool {pool.name}: what is compiled on it stays in the pods and is lost with them, so warm_up would warm nothing; it serves "
+            "pools of Neuron devices, and a machine of your own; set warm_up.enabled=false"
+        )
+    cache = forwarded_environment(task).get(COMPILE_CACHE) or pool.environment.get(COMPILE_CACHE, "")
+    if "://" not in cache:
+        raise SettingsError(
+            f"pool {pool.name}: {COMPILE_CACHE}={cache} lies in the pods, so what warm_up compiles would be lost with them; set it to a "
+            "folder of an object store, such as s3://BUCKET/neuron-cache: in the ConfigMap vit-distillation, from a laptop in its "
+            "environment, or in the pool's; or set warm_up.enabled=false"
+        )
+
+
+PYTORCHJOB_CONTAINER = "pytorch"
+"""The operator gives its variables to the container of this name."""
+TRAINJOB_NODE = "node"
+"""The runtime's name for the job of the training pods, and for their container."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+
+JobPhase = Literal["pending", "suspended", "running", "restarting", "succeeded", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """The state of a job, in terms that all backends share."""
+
+    phase: JobPhase
+    reason: str = ""
+    """The operator's reason, such as PyTorchJobFailed."""
+    message: str = ""
+    """The operator's message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """A kind of job."""
+
+    resource: Resource
+    kind: str
+    container: str
+    """The name of the training container in a job's pods."""
+    renderer: Callable[[JobSpec, Pool, Identity], dict[str, Any]]
+    """A pure function; `render` adds the launching process's environment and image."""
+    state: Callable[[Mapping[str, Any]], JobState]
+    """A job as the API server shows it -> its state."""
+    pod_selector: Callable[[str], str]
+    """A job's name -> the label selector of its pods."""
+    replica: Callable[[Mapping[str, str]], str]
+    """A pod's labels -> its replica's name, such as `worker-3`."""
+
+    def render(self, spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
+        """Render the manifest of a job as it is sent, with the environment and the image that this process forwards.
+
+        Raises:
+            TrainerError: the job does not fit the pool or the backend.
+        """
+        forwarded = forwarded_environment(os.environ)
+        image = pod_image(pool, os.environ.get(IMAGE_VARIABLE) or IMAGE)
+        return self.renderer(
+            replace(spec, environment=forwarded | dict(spec.environment)),
+            pool.model_copy(update={"image": image}),
+            identity,
+        )
+
+
+def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
+    """Render a PyTorchJob: a master, and a worker for each further node; an elastic job has workers only, since any node may leave.
+
+    Raises:
+        LaunchError: the job does not fit the pool.
+    """
+    run_policy = {
+        # Workers would otherwise continue when the master has ended; those that ended are kept, with their exit codes.
+        "cleanPodPolicy": "Running",
+        # It would count restarts within a pod, of which the policy ExitCode has none; `JobProgress` counts instead.
+        **({} if pool.retries else {"backoffLimit": 0}),
+        # For when the launcher is gone. Its own limits are the exact ones: the operator's clock also runs while pods wait for nodes.
+        "activeDeadlineSeconds": 60 * (pool.queued_minutes + pool.running_minutes),
+        "ttlSecondsAfterFinished": 60 * pool.keep_minutes,
+    }
+    masters = 0 if pool.elastic_min_nodes else 1
+    job = {
+        "nprocPerNode": str(pool.processes(spec.processes_per_node)),
+        "runPolicy": run_policy,
+        **_elastic_policy(spec, pool),
+        "pytorchReplicaSpecs": {
+            role: _replica_spec(count, spec, pool, identity)
+            for role, count in {"Master": masters, "Worker": spec.nodes - masters}.items()
+            if count
+        },
+    }
+    return _manifest(PYTORCHJOBS, "PyTorchJob", job, spec, pool, identity)
+
+
+def _elastic_policy(spec: JobSpec, pool: Pool) -> dict[str, Any]:
+    if not pool.elastic_min_nodes:
+        return {}
+    if spec.nodes < pool.elastic_min_nodes:
+        raise LaunchError(
+            f"{spec.stage}: nodes = {spec.nodes}, but pool {pool.name} is elastic and needs {pool.elastic_min_nodes} at least "
+            f"(elastic_min_nodes); ask for {pool.elastic_min_nodes} or more, or choose a pool that is not elastic"
+        )
+    policy = {
+        "rdzvBackend": "c10d",
+        "minReplicas": pool.elastic_min_nodes,
+        "maxReplicas": spec.nodes,
+        "maxRestarts": pool.retries,
+    }
+    return {"elasticPolicy": policy}
+
+
+def _replica_spec(count: int, spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
+    port = {"name": "pytorchjob-port", "containerPort": 23456, "protocol": "TCP"}
+    container = {"name": PYTORCHJOB_CONTAINER, "ports": [port]}
+    return {
+        "replicas": count,
+        # Exit codes below 128 fail the job: the trainer's own errors, which would come again. Others (preempted, killed, crashed) get a
+        # new pod.
+        "restartPolicy": "ExitCode" if pool.retries else "Never",
+        "template": pod_template(spec, pool, identity, container=container),
+    }
+
+
+def render_trainjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
+    """Render a TrainJob on a runtime with torch's policy: `trainer` says what runs, a patch of the runtime what its pods are.
+
+    Raises:
+        LaunchError: the pool asks for what TrainJobs do not support.
+    """
+    for field in ("elastic_min_nodes", "retries"):
+        if getattr(pool, field):
+            raise LaunchError(
+                f"{spec.stage}: pool {pool.name}: {field} = {getattr(pool, field)} is not supported by TrainJobs; "
+                f'set it to 0, or backend = "pytorchjob"'
+            )
+    job = {
+        "runtimeRef": {"name": pool.runtime},
+        # For when the launcher is gone: its own limits are the exact ones.
+        "activeDeadlineSeconds": 60 * (pool.queued_minutes + pool.running_minutes),
+        "trainer": {
+            "image": pod_image(pool),
+            "command": COMMAND,
+            "args": spec.node_arguments(),
+            "env": pod_environment(spec, pool, identity),
+            "numNodes": spec.nodes,
+            "numProcPerNode": pool.processes(spec.processes_per_node),
+            "resourcesPerNode": pod_resources(pool),
+        },
+        # The manager says whose patch it is: a path with a domain, as Trainer requires.
+        "runtimePatches": [
+            {"manager": "vit-distillation/launcher", "trainingRuntimeSpec": _runtime_patch(spec, pool, identity)}
+        ],
+    }
+    return _manifest(TRAINJOBS, "TrainJob", job, spec, pool, identity)
+
+
+def _runtime_patch(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
+    # Trainer lets a patch set these fields only.
+    template = {
+        "metadata": pod_metadata(spec, identity),
+        "spec": {
+            **pod_placement(pool),
+            "securityContext": POD_SECURITY,
+            # Kueue 0.19 writes a TrainJob with the types of Trainer 2.2, which drops this field of 2.3 when it lets a job start; JobSet
+            # then denies the change, and the job stays suspended.
+            **({} if pool.queue else {"terminationGracePeriodSeconds": GRACE_PERIOD_S}),
+            "containers": [
+                {
+                    "name": TRAINJOB_NODE,
+                    "volumeMounts": VOLUME_MOUNTS,
+                    "securityContext": CONTAINER_SECURITY,
+                }
+            ],
+            "volumes": pod_volumes(pool),
+        },
+    }
+    return {
+        "template": {
+            "spec": {"replicatedJobs": [{"name": TRAINJOB_NODE, "template": {"spec": {"template": template}}}]}
+        }
+    }
+
+
+def _manifest(
+    resource: Resource, kind: str, job: dict[str, Any], spec: JobSpec, pool: Pool, identity: Identity
+) -> dict[str, Any]:
+    head = {"apiVersion": f"{resource.group}/{resource.version}", "kind": kind}
+    metadata = identity.metadata(spec.stage, {**head, "spec": job})
+    if pool.queue:
+        metadata["labels"][QUEUE_LABEL] = pool.queue
+    return {**head, "metadata": metadata, "spec": job}
+
+
+def _pytorchjob_state(job: Mapping[str, Any]) -> JobState:
+    phases: Mapping[str, JobPhase] = {
+        "Failed": "failed",
+        "Succeeded": "succeeded",
+        "Suspended": "suspended",
+        "Restarting": "restarting",
+        "Running": "running",
+    }
+    return _state_from_conditions(job, phases)
+
+
+def _trainjob_state(job: Mapping[str, Any]) -> JobState:
+    state = _state_from_conditions(job, {"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"})
+    # A TrainJob has no condition for running; pods that are ready show it.
+    if state.phase == "pending" and any(part.get("ready") for part in job.get("status", {}).get("jobsStatus") or []):
+        return JobState(phase="running")
+    return state
+
+
+def _state_from_conditions(job: Mapping[str, Any], phases: Mapping[str, JobPhase]) -> JobState:
+    """Return the state that the conditions of a job's status show.
+
+    Args:
+        job: the job as the API server shows it.
+        phases: type of a condition -> phase; where several are true, the first one here decides.
+    """
+    conditions = job.get("status", {}).get("conditions") or []
+    true = {condition["type"]: condition for condition in conditions if condition.get("status") == "True"}
+    for kind, phase in phases.items():
+        if kind in true:
+            return JobState(phase=phase, reason=true[kind].get("reason", ""), message=true[kind].get("message", ""))
+    return JobState(phase="pending")
+
+
+def _pytorchjob_replica(labels: Mapping[str, str]) -> str:
+    return f"{labels['training.kubeflow.org/replica-type']}-{labels['training.kubeflow.org/replica-index']}"
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "pytorchjob": Backend(
+        resource=PYTORCHJOBS,
+        kind="PyTorchJob",
+        container=PYTORCHJOB_CONTAINER,
+        renderer=render_pytorchjob,
+        state=_pytorchjob_state,
+        pod_selector="training.kubeflow.org/job-name={}".format,
+        replica=_pytorchjob_replica,
+    ),
+    "trainjob": Backend(
+        resource=TRAINJOBS,
+        kind="TrainJob",
+        container=TRAINJOB_NODE,
+        renderer=render_trainjob,
+        state=_trainjob_state,
+        pod_selector=f"jobset.sigs.k8s.io/jobset-name={{}},jobset.sigs.k8s.io/replicatedjob-name={TRAINJOB_NODE}".format,
+        replica=lambda labels: f"{TRAINJOB_NODE}-{labels['batch.kubernetes.io/job-completion-index']}",
+    ),
+}
+"""Name of a pool's backend -> the backend."""

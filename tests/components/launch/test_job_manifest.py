@@ -1,0 +1,614 @@
+"""The manifest of a job: its identity, its pods and their environment, PyTorchJobs and TrainJobs."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.image import IMAGE
+from components.launch import job_manifest, pools
+from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION, Identity, JobState, Owner
+from tests.stand_ins.kubernetes import schemas
+from trainer.costs import Machines
+from trainer.errors import LaunchError, SettingsError
+from trainer.launch import JobSpec
+
+
+def spec(**changes):
+    values = {
+        "stage": "distill",
+        "settings": {"temperature": 2},
+        "inputs": {"dataset": "s3://b/d", "teacher": "s3://b/t"},
+        "outputs": {"student": "s3://b/s", "evidence": "s3://b/e"},
+        "processes_per_node": 0,
+    }
+    return JobSpec(**values | changes)
+
+
+MANIFEST = {
+    "apiVersion": "kubeflow.org/v1",
+    "kind": "PyTorchJob",
+    "metadata": {"name": "a"},
+    "spec": {
+        "runPolicy": {"backoffLimit": 0},
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
+        "args": ["-m", "trainer"],
+    },
+}
+
+
+@given(run=st.text(), task=st.text(), attempt=st.integers(1, 10**6))
+@settings(max_examples=200, deadline=None)
+def test_any_run_gives_names_and_labels_that_kubernetes_takes(run, task, attempt):
+    job = Identity(run=run, task=task, attempt=attempt)
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job.name)
+    assert len(job.name) <= 40
+    assert "--" not in job.name
+    for value in job.labels("distill").values():
+        assert re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", value)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ("20261121-101010-digits", "distill-20261121-101010-digi-"),
+        ("0f4f6e0c-8a4e-4f0f-9c0e-1d7d3f6f8a11", "distill-0f4f6e0c-8a4e-4f0f-9-"),
+        ("Größe 7", "distill-gr-e-7-"),
+        ("数字", "distill-run-"),
+    ],
+)
+def test_a_name_begins_with_the_task_and_the_run(run, words):
+    assert Identity(run=run, task="distill").name.startswith(words)
+
+
+def test_runs_tasks_and_attempts_have_names_of_their_own():
+    jobs = [
+        Identity(run=run, task=task, attempt=attempt)
+        for run in ("a" * 60 + "1", "a" * 60 + "2", "A", "a")
+        for task in ("pretrain", "distill")
+        for attempt in (1, 2)
+    ]
+    assert len({job.name for job in jobs}) == len(jobs)
+    assert Identity(run="a", task="distill").name == Identity(run="a", task="distill", namespace="other").name
+
+
+def test_labels_of_different_runs_differ_and_valid_ones_are_kept():
+    assert job_manifest.label_value("20261121-101010-digits") == "20261121-101010-digits"
+    assert job_manifest.label_value("a b") != job_manifest.label_value("a-b")
+    assert job_manifest.label_value("x" * 64) != job_manifest.label_value("x" * 65)
+
+
+def test_the_environment_of_a_task_names_its_job(monkeypatch):
+    for name, value in {
+        "KFP_RUN_ID": "run-1",
+        "TRAINER_RUN": "other",
+        "KFP_POD_NAME": "pod",
+        "KFP_POD_UID": "uid",
+        "TRAINER_NAMESPACE": "team",
+    }.items():
+        monkeypatch.setenv(name, value)
+    job = Identity.from_environment("distill", attempt=2)
+    assert job == Identity(run="run-1", task="distill", attempt=2, namespace="team", owner=Owner(name="pod", uid="uid"))
+    assert Identity.from_environment("distill", namespace="mine").namespace == "mine"
+    monkeypatch.delenv("KFP_RUN_ID")
+    monkeypatch.delenv("KFP_POD_UID")
+    job = Identity.from_environment("distill")
+    assert (job.run, job.owner) == ("other", None)
+
+
+def test_without_a_run_there_is_no_name(monkeypatch):
+    monkeypatch.delenv("KFP_RUN_ID", raising=False)
+    monkeypatch.delenv("TRAINER_RUN", raising=False)
+    with pytest.raises(
+        LaunchError, match="distill: nothing names the run, so its job can have no name; set TRAINER_RUN"
+    ):
+        Identity.from_environment("distill")
+
+
+def test_the_job_belongs_to_its_tasks_pod():
+    job = Identity(run="a", task="distill", owner=Owner(name="pod", uid="u-1"))
+    metadata = job.metadata("distill", MANIFEST)
+    assert metadata["ownerReferences"] == [{"apiVersion": "v1", "kind": "Pod", "name": "pod", "uid": "u-1"}]
+    assert "ownerReferences" not in Identity(run="a", task="distill").metadata("distill", MANIFEST)
+
+
+def test_the_hash_is_of_the_specification_alone():
+    same = MANIFEST | {"metadata": {"name": "b"}, "status": {"conditions": []}}
+    other = MANIFEST | {"spec": MANIFEST["spec"] | {"args": []}}
+    assert job_manifest.spec_hash(MANIFEST) == job_manifest.spec_hash(same)
+    assert job_manifest.spec_hash(MANIFEST) != job_manifest.spec_hash(other)
+    assert job_manifest.spec_hash(MANIFEST) != job_manifest.spec_hash(MANIFEST | {"kind": "TrainJob"})
+
+
+@pytest.fixture(params=["cpu", "gpu-a100-spot", "neuron-trn1-16"])
+def template(request):
+    job = Identity(run="run", task="distill")
+    return job_manifest.pod_template(spec(), pools.get(request.param), job, container={"name": "pytorch"})
+
+
+def test_a_pod_meets_pod_security_restricted(template):
+    """The rules of https://kubernetes.io/docs/concepts/security/pod-security-standards, one by one."""
+    spec = template["spec"]
+    (container,) = spec["containers"]
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] > 0
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert "privileged" not in container["securityContext"]
+    assert all("hostPort" not in port for port in container.get("ports", []))
+    assert all(set(volume) - {"name"} == {"emptyDir"} for volume in spec["volumes"])
+
+
+def test_only_volumes_can_be_written_to_and_the_environment_points_there(template):
+    (container,) = template["spec"]["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounted) == {"/dev/shm", "/cache", "/tmp"}
+    assert set(mounted.values()) == {volume["name"] for volume in template["spec"]["volumes"]}
+    values = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    for name in ("TRAINER_CACHE", "HOME", "HF_HOME"):
+        assert values[name].startswith(tuple(mounted))
+
+
+def test_shared_memory_is_memory():
+    volumes = {volume["name"]: volume["emptyDir"] for volume in job_manifest.pod_volumes(pools.get("gpu-a100"))}
+    assert volumes["shared-memory"] == {"medium": "Memory", "sizeLimit": "256Gi"}
+    assert volumes["cache"] == {"sizeLimit": "250Gi"}
+
+
+def test_limits_are_requests_and_accelerators_are_among_them():
+    resources = job_manifest.pod_resources(pools.get("gpu-h100"))
+    assert resources["limits"] == resources["requests"]
+    assert resources["limits"]["nvidia.com/gpu"] == "8"
+    assert resources["limits"]["vpc.amazonaws.com/efa"] == "32"
+
+
+def test_a_pod_has_no_token_and_no_sidecar(template):
+    assert template["spec"]["automountServiceAccountToken"] is False
+    assert template["spec"]["serviceAccountName"] == "vit-distillation"
+    assert template["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
+
+
+def test_a_pod_runs_a_node_of_the_stage(template):
+    (container,) = template["spec"]["containers"]
+    assert [*container["command"], *container["args"]] == ["python", *spec().node_arguments()]
+
+
+def test_the_image_is_the_pools_or_the_tasks_for_the_pools_device():
+    cpu, trainium = pools.get("cpu"), pools.get("neuron-trn1")
+    assert job_manifest.pod_image(cpu) == IMAGE
+    assert job_manifest.pod_image(cpu, "registry:5000/team/own:1") == "registry:5000/team/own:1"
+    assert job_manifest.pod_image(trainium) == IMAGE.replace("vit-distillation", "vit-distillation-neuron")
+    assert job_manifest.pod_image(trainium, "registry:5000/team/own:1") == "registry:5000/team/own-neuron:1"
+    assert job_manifest.pod_image(trainium, "own") == "own-neuron"
+    assert (
+        job_manifest.pod_image(trainium.model_copy(update={"image": "registry/other:1"}), "own@sha256:ab")
+        == "registry/other:1"
+    )
+    with pytest.raises(LaunchError, match="pool neuron-trn1: own@sha256:ab names one image by its digest"):
+        job_manifest.pod_image(trainium, "own@sha256:ab")
+
+
+def test_placement_says_nothing_where_the_pool_says_nothing():
+    assert job_manifest.pod_placement(pools.get("cpu").model_copy(update={"service_account": ""})) == {}
+    assert job_manifest.pod_placement(pools.get("gpu-a10g-spot")) == {
+        "nodeSelector": {"node.kubernetes.io/instance-type": "g5.xlarge", "eks.amazonaws.com/capacityType": "SPOT"},
+        "tolerations": [
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+            {"key": "vit-distillation/spot", "operator": "Exists", "effect": "NoSchedule"},
+        ],
+        "serviceAccountName": "vit-distillation",
+    }
+
+
+# The environment
+
+TASK = {
+    "AWS_ENDPOINT_URL_S3": "http://store:9000",
+    "AWS_DEFAULT_REGION": "eu-central-1",
+    "AWS_ACCESS_KEY_ID": "AKIA-leaked",
+    "AWS_SECRET_ACCESS_KEY": "leaked",
+    "AWS_SESSION_TOKEN": "leaked",
+    "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/secrets/token",
+    "AWS_PROFILE": "me",
+    "MLFLOW_TRACKING_URI": "http://mlflow:5000",
+    "MLFLOW_EXPERIMENT_ID": "7",
+    "MLFLOW_RUN_ID": "r",
+    "MLFLOW_TRACKING_USERNAME": "leaked",
+    "MLFLOW_TRACKING_PASSWORD": "leaked",
+    "MLFLOW_TRACKING_TOKEN": "leaked",
+    "TRAINER_RUN": "run",
+    "TRAINER_RUN_ID": "0123",
+    "TRAINER_CHECKPOINTS": "s3://bucket/checkpoints",
+    "TRAINER_ARTIFACTS": "s3://bucket/artifacts",
+    "TRAINER_DEVICE": "cuda",
+    "HOME": "/home/me",
+    "PATH": "/bin",
+}
+
+
+def rendered(job=None, pool="cpu", **changes):
+    chosen = pools.get(pool).model_copy(update=changes)
+    entries = job_manifest.pod_environment(job or spec(), chosen, Identity(run="run", task="distill"))
+    names = [entry["name"] for entry in entries]
+    assert len(set(names)) == len(names)
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
+
+
+def test_a_task_forwards_where_things_are_and_no_secret():
+    assert job_manifest.forwarded_environment(TASK) == {
+        "AWS_ENDPOINT_URL_S3": "http://store:9000",
+        "AWS_DEFAULT_REGION": "eu-central-1",
+        "MLFLOW_TRACKING_URI": "http://mlflow:5000",
+        "MLFLOW_EXPERIMENT_ID": "7",
+        "MLFLOW_RUN_ID": "r",
+        "TRAINER_RUN": "run",
+        "TRAINER_RUN_ID": "0123",
+        "TRAINER_CHECKPOINTS": "s3://bucket/checkpoints",
+    }
+
+
+def test_compiled_graphs_are_kept_where_the_task_says_if_the_next_job_reaches_that():
+    def cache(value):
+        given = job_manifest.forwarded_environment(TASK | {"NEURON_COMPILE_CACHE_URL": value})
+        return rendered(spec(environment=given), "neuron-trn1")["NEURON_COMPILE_CACHE_URL"]
+
+    assert cache("s3://bucket/neuron-cache") == "s3://bucket/neuron-cache"
+    assert cache("/var/tmp/mine") == cache("") == "/cache/neuron"
+
+
+@pytest.mark.parametrize(
+    ("pool", "cache", "message"),
+    [
+        ("neuron-trn1", "", r"pool neuron-trn1: NEURON_COMPILE_CACHE_URL=/cache/neuron lies in the pods, so .* lost"),
+        ("neuron-trn1-16", "/mnt/shared", r"NEURON_COMPILE_CACHE_URL=/cache/neuron lies in the pods"),
+        (
+            "gpu-a100",
+            "s3://bucket/cache",
+            r"pool gpu-a100: what is compiled on it stays in the pods .* warm_up\.enabled",
+        ),
+    ],
+)
+def test_a_warm_up_that_would_be_lost_with_its_pods_is_refused(pool, cache, message):
+    with pytest.raises(SettingsError, match=message):
+        job_manifest.check_compile_cache(pools.get(pool), {"NEURON_COMPILE_CACHE_URL": cache})
+
+
+def test_a_warm_up_is_not_refused_where_the_next_job_finds_it():
+    job_manifest.check_compile_cache(pools.get("neuron-trn1"), {"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"})
+    own = pools.get("neuron-trn1").model_copy(update={"environment": {"NEURON_COMPILE_CACHE_URL": "s3://bucket/own"}})
+    job_manifest.check_compile_cache(own, {})
+
+
+@pytest.mark.parametrize("name", [name for name, pool in pools.load().items() if pool.device == "xla"])
+def test_a_neuron_pod_finds_its_runtime_and_takes_one_process_a_core(name):
+    """Which core is whose, torch_neuronx reads from torchrun's variables."""
+    pool, values = pools.get(name), rendered(pool=name)
+    assert (values["TRAINER_DEVICE"], values["PJRT_DEVICE"]) == ("xla", "NEURON")
+    assert pool.processes_per_node == 2 * pool.accelerators
+    assert ("FI_PROVIDER" in values) == pool.joins_nodes
+    assert not [variable for variable in values if variable.startswith(("NEURON_PJRT", "XLA_", "NEURON_RT_NUM"))]
+
+
+@pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL_S3", "TRAINER_CHECKPOINTS"])
+@pytest.mark.parametrize("address", ["https://me:leaked@host/x", "https://leaked@host", "https://host/x?token=leaked"])
+def test_an_address_with_a_password_does_not_get_into_the_job(name, address):
+    given = job_manifest.forwarded_environment(TASK | {name: address})
+    with pytest.raises(LaunchError, match=f"{name} holds a password or a token") as caught:
+        rendered(spec(environment=given))
+    assert "leaked" not in str(caught.value)
+
+
+def test_places_on_the_tasks_own_machine_are_not_forwarded():
+    local = TASK | {"MLFLOW_TRACKING_URI": "sqlite:////home/me/mlflow.db", "TRAINER_CHECKPOINTS": "/home/me/runs"}
+    given = job_manifest.forwarded_environment(local)
+    assert not [name for name in given if name.startswith("MLFLOW_") or name == "TRAINER_CHECKPOINTS"]
+
+
+def test_the_addresses_of_services_called_mlflow_are_not_taken_for_its_settings():
+    """Kubernetes sets them in a task's pod, for the Services `mlflow` and `mlflow-database` of its namespace."""
+    links = {
+        "MLFLOW_SERVICE_HOST": "10.96.0.7",
+        "MLFLOW_SERVICE_PORT": "5000",
+        "MLFLOW_SERVICE_PORT_HTTP": "5000",
+        "MLFLOW_PORT": "tcp://10.96.0.7:5000",
+        "MLFLOW_PORT_5000_TCP": "tcp://10.96.0.7:5000",
+        "MLFLOW_PORT_5000_TCP_ADDR": "10.96.0.7",
+        "MLFLOW_DATABASE_PORT": "tcp://10.96.0.8:5432",
+        "MLFLOW_DATABASE_PORT_5432_TCP_PROTO": "tcp",
+    }
+    assert job_manifest.forwarded_environment(TASK | links) == job_manifest.forwarded_environment(TASK)
+    own = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}
+    assert job_manifest.forwarded_environment(TASK | own) == job_manifest.forwarded_environment(TASK) | own
+
+
+def test_secrets_come_by_reference():
+    values = rendered(spec(environment=job_manifest.forwarded_environment(TASK)))
+    assert values["AWS_SECRET_ACCESS_KEY"] == {
+        "secretKeyRef": {"name": "vit-distillation-store", "key": "AWS_SECRET_ACCESS_KEY", "optional": True}
+    }
+    assert "leaked" not in str(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("MY_TOKEN", "it looks like a secret; name it under secrets of the pool"), ("RANK", "it is set by the launcher")],
+)
+def test_a_job_cannot_bring_secrets_or_what_the_launcher_sets(name, reason):
+    with pytest.raises(LaunchError, match=f"distill: {name} cannot be part of a job's environment: {reason}"):
+        rendered(spec(environment={name: "x"}))
+
+
+def test_the_pool_decides_the_device_and_the_threads():
+    values = rendered(pool="gpu-a100")
+    assert (values["TRAINER_DEVICE"], values["OMP_NUM_THREADS"]) == ("cuda", "11")
+    assert rendered(spec(processes_per_node=2), pool="gpu-a100")["OMP_NUM_THREADS"] == "45"
+    assert rendered(spec(processes_per_node=5))["OMP_NUM_THREADS"] == "1"
+
+
+def test_pods_know_their_place_and_its_price():
+    place = Machines.model_validate_json(rendered(spec(nodes=4), pool="gpu-a100")["TRAINER_PLACE"])
+    assert (place.pool, place.instance, place.nodes, place.processes_per_node) == ("gpu-a100", "p4d.24xlarge", 4, 8)
+    assert place.price == pools.get("gpu-a100").price
+    spot = Machines.model_validate_json(rendered(spec(processes_per_node=2), pool="gpu-a100-spot")["TRAINER_PLACE"])
+    assert (spot.processes_per_node, spot.price) == (2, None)
+    with pytest.raises(LaunchError, match="TRAINER_PLACE cannot be part of a job's environment: it is set by the"):
+        rendered(spec(environment={"TRAINER_PLACE": "{}"}))
+
+
+def test_the_job_goes_before_the_pool_and_that_before_the_defaults():
+    pool = {"environment": {"OMP_NUM_THREADS": "3", "NCCL_DEBUG": "WARN"}}
+    values = rendered(spec(environment={"NCCL_DEBUG": "INFO"}), **pool)
+    assert (values["OMP_NUM_THREADS"], values["NCCL_DEBUG"]) == ("3", "INFO")
+
+
+def test_nodes_wait_for_one_another_as_long_as_a_job_may_be_queued():
+    assert rendered(queued_minutes=90)["PET_RDZV_CONF"] == "timeout=5400,join_timeout=5400"
+
+
+def test_the_cache_stays_within_its_volume():
+    assert float(rendered(cache="20Gi")["TRAINER_CACHE_GIB"]) == pytest.approx(16)
+    with pytest.raises(LaunchError, match="TRAINER_CACHE_GIB cannot be part of a job's environment"):
+        rendered(spec(environment={"TRAINER_CACHE_GIB": "100"}))
+
+
+def pytorchjob(nodes=2, pool="cpu", attempt=1, processes=0, **changes):
+    chosen = pools.get(pool).model_copy(update=changes)
+    job = Identity(run="run", task="distill", attempt=attempt)
+    return job_manifest.render_pytorchjob(spec(nodes=nodes, processes_per_node=processes), chosen, job)
+
+
+@pytest.mark.parametrize(
+    ("pool", "nodes"),
+    [(name, nodes) for name, pool in pools.load().items() for nodes in (1, 2)[: 1 + pool.joins_nodes]],
+)
+def test_the_api_server_takes_a_pytorchjob_of_any_pool(pool, nodes):
+    schemas.check(pytorchjob(nodes=nodes, pool=pool, queue="team"))
+
+
+def test_one_node_is_a_master_alone():
+    replicas = pytorchjob(nodes=1)["spec"]["pytorchReplicaSpecs"]
+    assert list(replicas) == ["Master"]
+    assert replicas["Master"]["replicas"] == 1
+
+
+def test_four_nodes_are_a_master_and_three_workers_of_the_same_pod():
+    replicas = pytorchjob(nodes=4)["spec"]["pytorchReplicaSpecs"]
+    assert {role: replica["replicas"] for role, replica in replicas.items()} == {"Master": 1, "Worker": 3}
+    assert replicas["Master"]["template"] == replicas["Worker"]["template"]
+    assert [one["name"] for one in replicas["Master"]["template"]["spec"]["containers"]] == ["pytorch"]
+
+
+def test_processes_are_text():
+    assert pytorchjob(pool="gpu-a100")["spec"]["nprocPerNode"] == "8"
+    assert pytorchjob(pool="gpu-a100", processes=4)["spec"]["nprocPerNode"] == "4"
+    with pytest.raises(SettingsError, match="got 9"):
+        pytorchjob(pool="gpu-a100", processes=9)
+
+
+def test_the_run_policy_ends_and_cleans_up_what_is_not_followed():
+    policy = pytorchjob(queued_minutes=10, running_minutes=20, keep_minutes=30)["spec"]["runPolicy"]
+    assert policy == {
+        "cleanPodPolicy": "Running",
+        "backoffLimit": 0,
+        "activeDeadlineSeconds": 1800,
+        "ttlSecondsAfterFinished": 1800,
+    }
+
+
+def test_without_retries_the_first_failure_ends_the_job():
+    job = pytorchjob(nodes=4)["spec"]
+    assert job["runPolicy"]["backoffLimit"] == 0
+    assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {"Never"}
+
+
+def test_with_retries_the_exit_code_decides_whether_a_pod_is_started_again():
+    job = pytorchjob(nodes=4, retries=2)["spec"]
+    assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {"ExitCode"}
+    assert "backoffLimit" not in job["runPolicy"]  # with 0 the first preemption would be the end
+
+
+def test_an_elastic_pool_gives_an_elastic_job_of_equal_nodes():
+    job = pytorchjob(nodes=4, elastic_min_nodes=2, retries=3)
+    assert job["spec"]["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 2, "maxReplicas": 4, "maxRestarts": 3}
+    assert {role: one["replicas"] for role, one in job["spec"]["pytorchReplicaSpecs"].items()} == {"Worker": 4}
+    schemas.check(job)
+    schemas.check(pytorchjob(nodes=1, elastic_min_nodes=1, retries=1))
+    assert "elasticPolicy" not in pytorchjob()["spec"]
+
+
+def test_an_elastic_job_needs_nodes_enough():
+    with pytest.raises(LaunchError, match="nodes = 2, but pool cpu is elastic and needs 3 at least"):
+        pytorchjob(nodes=2, elastic_min_nodes=3, retries=1)
+
+
+def test_a_queue_is_kueues_label():
+    assert "kueue.x-k8s.io/queue-name" not in pytorchjob()["metadata"]["labels"]
+    assert pytorchjob(queue="team")["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+
+
+def test_the_recorded_hash_is_the_same_for_every_attempt_and_changes_with_the_job():
+    first, again = (pytorchjob(attempt=attempt)["metadata"] for attempt in (1, 2))
+    assert first["name"] != again["name"]
+    assert first["annotations"] == again["annotations"]
+    assert first["annotations"][HASH_ANNOTATION] != pytorchjob(nodes=3)["metadata"]["annotations"][HASH_ANNOTATION]
+
+
+def condition(kind, status="True"):
+    return {"type": kind, "status": status, "reason": f"PyTorchJob{kind}", "message": f"it is {kind}"}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "phase"),
+    [
+        ([], "pending"),
+        ([condition("Created")], "pending"),
+        ([condition("Created"), condition("Suspended")], "suspended"),
+        ([condition("Created"), condition("Suspended", "False"), condition("Running")], "running"),
+        ([condition("Created"), condition("Running", "False"), condition("Restarting")], "restarting"),
+        ([condition("Created"), condition("Running", "False"), condition("Succeeded")], "succeeded"),
+        ([condition("Created"), condition("Running", "False"), condition("Failed")], "failed"),
+    ],
+)
+def test_the_conditions_of_a_pytorchjob_give_its_state(conditions, phase):
+    state = BACKENDS["pytorchjob"].state({"status": {"conditions": conditions}})
+    assert state.phase == phase
+    if phase != "pending":
+        kind = phase.capitalize()
+        assert state == JobState(phase=phase, reason=f"PyTorchJob{kind}", message=f"it is {kind}")
+
+
+def test_a_new_job_without_status_is_pending():
+    assert BACKENDS["pytorchjob"].state({}).phase == "pending"
+    assert BACKENDS["pytorchjob"].state({"status": {"conditions": None}}).phase == "pending"
+
+
+# TrainJobs
+
+JOB = Identity(run="run", task="distill")
+
+
+def trainjob(nodes=2, pool="gpu-a100", **changes):
+    return job_manifest.render_trainjob(spec(nodes=nodes), pools.get(pool).model_copy(update=changes), JOB)
+
+
+@pytest.mark.parametrize("pool", [name for name, pool in pools.load().items() if not pool.retries])
+def test_the_api_server_takes_a_trainjob_of_any_pool(pool):
+    schemas.check(trainjob(pool=pool, nodes=2 if pools.get(pool).joins_nodes else 1, queue="team"))
+
+
+def test_both_backends_run_the_same():
+    """The pods that Trainer makes of the patch have what the PyTorchJob's have, as far as a patch can say it."""
+    job = trainjob(nodes=4)["spec"]
+    other = job_manifest.render_pytorchjob(spec(nodes=4), pools.get("gpu-a100"), JOB)["spec"]
+    template = other["pytorchReplicaSpecs"]["Master"]["template"]
+    (container,) = template["spec"]["containers"]
+    trained = job["trainer"]
+    assert [trained[name] for name in ("image", "command", "args", "env")] == [
+        container[name] for name in ("image", "command", "args", "env")
+    ]
+    assert trained["resourcesPerNode"] == container["resources"]
+    assert (trained["numNodes"], str(trained["numProcPerNode"])) == (4, other["nprocPerNode"])
+    (patch,) = job["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    patched = replicated["template"]["spec"]["template"]
+    assert patched["metadata"] == template["metadata"]
+    (patched_container,) = patched["spec"].pop("containers")
+    assert patched["spec"].items() <= template["spec"].items()
+    assert template["spec"].keys() - patched["spec"].keys() == {
+        "containers",
+        "automountServiceAccountToken",
+        "enableServiceLinks",
+    }
+    assert patched_container == {
+        "name": "node",
+        "volumeMounts": container["volumeMounts"],
+        "securityContext": container["securityContext"],
+    }
+
+
+KNOWN_TO_KUEUE = {
+    "serviceAccountName",
+    "volumes",
+    "initContainers",
+    "containers",
+    "imagePullSecrets",
+    "securityContext",
+    "nodeSelector",
+    "affinity",
+    "tolerations",
+    "schedulingGates",
+}
+"""PodSpecPatch of Trainer 2.2.1, whose types Kueue 0.19.2 is built with; it writes a TrainJob without the fields that others have."""
+
+
+def test_a_job_in_a_queue_has_no_field_that_kueue_would_drop():
+    """The server denies what a dropped field changes, and the job stays suspended."""
+    (patch,) = trainjob(queue="team")["spec"]["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["spec"]["template"]["spec"].keys() <= KNOWN_TO_KUEUE
+
+
+def test_the_runtime_is_the_pools():
+    assert trainjob(runtime="torch-neuron")["spec"]["runtimeRef"] == {"name": "torch-neuron"}
+
+
+@pytest.mark.parametrize("field", ["retries", "elastic_min_nodes"])
+def test_what_trainjobs_do_not_support_is_refused(field):
+    with pytest.raises(
+        LaunchError, match=f"pool gpu-a100: {field} = 2 is not supported by TrainJobs; set it to 0, or backend"
+    ):
+        trainjob(**{field: 2})
+
+
+def trainjob_condition(kind, status="True"):
+    return {"type": kind, "status": status, "reason": "Because", "message": "it is so"}
+
+
+@pytest.mark.parametrize(
+    ("status", "phase"),
+    [
+        ({}, "pending"),
+        ({"jobsStatus": [{"name": "node", "active": 1, "ready": 0}]}, "pending"),
+        ({"jobsStatus": [{"name": "node", "active": 1, "ready": 1}]}, "running"),
+        ({"conditions": [trainjob_condition("Suspended")]}, "suspended"),
+        (
+            {"conditions": [trainjob_condition("Suspended", "False")], "jobsStatus": [{"name": "node", "ready": 1}]},
+            "running",
+        ),
+        (
+            {"conditions": [trainjob_condition("Complete")], "jobsStatus": [{"name": "node", "succeeded": 1}]},
+            "succeeded",
+        ),
+        ({"conditions": [trainjob_condition("Failed")]}, "failed"),
+    ],
+)
+def test_the_status_of_a_trainjob_gives_its_state(status, phase):
+    assert BACKENDS["trainjob"].state({"status": status}).phase == phase
+
+
+def test_a_backend_finds_a_jobs_pods_and_names_their_parts():
+    old, new = BACKENDS["pytorchjob"], BACKENDS["trainjob"]
+    assert old.pod_selector("a") == "training.kubeflow.org/job-name=a"
+    assert new.pod_selector("a") == "jobset.sigs.k8s.io/jobset-name=a,jobset.sigs.k8s.io/replicatedjob-name=node"
+    labels = {"training.kubeflow.org/replica-type": "worker", "training.kubeflow.org/replica-index": "2"}
+    assert old.replica(labels) == "worker-2"
+    assert new.replica({"batch.kubernetes.io/job-completion-index": "2"}) == "node-2"
+
+
+def test_every_pools_backend_is_there():
+    (allowed,) = [set(pools.Pool.model_fields["backend"].annotation.__args__)]
+    assert allowed == set(BACKENDS)
+
+
+def test_a_backend_sends_what_this_process_forwards(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://store:9000")
+    monkeypatch.setenv("TRAINER_IMAGE", "registry/vit-distillation:abc")
+    sent = BACKENDS["trainjob"].render(spec(), pools.get("cpu"), JOB)["spec"]["trainer"]
+    assert sent["image"] == "registry/vit-distillation:abc"
+    assert {"name": "AWS_ENDPOINT_URL_S3", "value": "http://store:9000"} in sent["env"]
+    pool = pools.get("cpu").model_copy(update={"image": "registry/own:1"})
+    assert BACKENDS["trainjob"].render(spec(), pool, JOB)["spec"]["trainer"]["image"] == "registry/own:1"
