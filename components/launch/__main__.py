@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import yaml
 
 from components import extra
-from components.launch import job_manifest, pools
-from components.launch.job_manifest import BACKENDS
+from components.launch import pools
+from components.launch.job_manifest import BACKENDS, DEFAULT_NAMESPACE, Identity, default_namespace
 from trainer import commands, config, stages
 from trainer.commands import Subparsers
-from trainer.costs import Price
 from trainer.errors import LaunchError, TrainerError
 from trainer.launch import JobSpec, flag
 
@@ -67,7 +66,7 @@ def _add_render(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_recipe(parser)
     commands.add_overrides(parser)
     parser.add_argument("--run", default="example", metavar="NAME", help="name of the run (default: %(default)s)")
-    parser.add_argument("--namespace", default=job_manifest.DEFAULT_NAMESPACE, help="default: %(default)s")
+    parser.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="default: %(default)s")
     for name in DIRECTORIES:
         parser.add_argument(f"--{flag(name)}", metavar="URI", help=f"default: s3://bucket/RUN/{name}")
     parser.set_defaults(command=_render)
@@ -91,7 +90,7 @@ def _add_reap(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     )
     scope.add_argument("--all", action="store_true", help="all jobs of all runs")
     parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
-    parser.add_argument("--namespace", default=job_manifest.default_namespace(), help="default: %(default)s")
+    parser.add_argument("--namespace", default=default_namespace(), help="default: %(default)s")
     parser.set_defaults(command=_reap)
 
 
@@ -114,7 +113,7 @@ def _render(options: argparse.Namespace) -> None:
         nodes=options.nodes,
         processes_per_node=options.processes,
     )
-    job = job_manifest.Identity(run=options.run, task=stage.name, namespace=options.namespace)
+    job = Identity(run=options.run, task=stage.name, namespace=options.namespace)
     manifest = BACKENDS[options.backend or pool.backend].render(spec, pool, job)
     # The body that is sent: YAML would use anchors for objects that occur twice.
     plain = json.loads(json.dumps(manifest))
@@ -162,16 +161,12 @@ def _pools(_options: argparse.Namespace) -> None:
 
 def _row(pool: pools.Pool) -> tuple[str, ...]:
     devices = f"{pool.accelerators} {pool.device}" if pool.accelerators else f"{pool.resources['cpu']} cores"
-    price = (f"{pool.price.dollars_an_hour:.2f}", _origin(pool.price)) if pool.price else ("", "")
-    if pool.spot:
-        price = ("varies", "")
+    price = ("varies", "") if pool.spot else ("", "")
+    if pool.price:
+        old = "; look it up again" if pool.price.doubt() else ""
+        origin = f"{pool.price.date} ({pool.price.age_days()} days old{old}), {pool.price.region}"
+        price = (f"{pool.price.dollars_an_hour:.2f}", origin)
     return (pool.name, pool.instance or "any", devices, str(pool.processes_per_node), *price)
-
-
-def _origin(price: Price) -> str:
-    """Return date and region of a price, such as `2026-11 (20 days old), us-east-1`."""
-    old = "; look it up again" if price.doubt() else ""
-    return f"{price.date} ({price.age_days()} days old{old}), {price.region}"
 
 
 if __name__ == "__main__":

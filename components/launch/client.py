@@ -53,12 +53,6 @@ VERBS: Mapping[str, tuple[str, ...]] = {
 """The verbs that a launcher needs on each kind of object; on the jobs of either backend it needs `JOB_VERBS`."""
 
 
-def role_rule(group: str, kind: str) -> str:
-    """Return the rule of a Role that allows what a launcher does with a kind of object, as one line of YAML."""
-    verbs = ", ".join(VERBS.get(kind, JOB_VERBS))
-    return f'{{apiGroups: ["{group}"], resources: [{kind}], verbs: [{verbs}]}}'
-
-
 Result = TypeVar("Result")
 
 
@@ -150,9 +144,11 @@ def response_error(status: int, message: str, request: ServerRequest) -> Cluster
     if status == 403 and re.search(
         r'User ".*" cannot ', message
     ):  # 403 also stands for a quota or an admission webhook
+        verbs = ", ".join(VERBS.get(request.kind, JOB_VERBS))
+        rule = f'{{apiGroups: ["{resource.group}"], resources: [{request.kind}], verbs: [{verbs}]}}'
         return ForbiddenError(
             f"no right to {request}: {message}; a Role bound to that account in this namespace needs the rule "
-            f"{role_rule(resource.group, request.kind)} (manifests/base has Role and RoleBinding: kubectl apply -k manifests/base)"
+            f"{rule} (manifests/base has Role and RoleBinding: kubectl apply -k manifests/base)"
         )
     if unknown := re.findall(r'unknown field "([^"]+)"', message):
         return KindNotInstalledError(
@@ -281,10 +277,6 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
         self._client.rest_client.pool_manager.clear()
         self._client.close()
 
@@ -295,19 +287,19 @@ class Cluster:
             KindNotInstalledError: this cluster's version of the kind lacks fields.
         """
         # Strict: by default the server drops unknown fields with a warning, and the job would run without them.
-        return self._json(self._request("create", resource), query={"fieldValidation": "Strict"}, body=manifest)
+        return self._json("create", resource, query={"fieldValidation": "Strict"}, body=manifest)
 
     def get(self, resource: Resource, name: str) -> dict[str, Any]:
-        return self._json(self._request("get", resource, name))
+        return self._json("get", resource, name)
 
     def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> ObjectList:
         """Return all objects that the selectors match; an empty list where the namespace does not exist."""
-        listed = self._json(self._request("list", resource), query=_selectors(labels, fields))
+        listed = self._json("list", resource, query=_selectors(labels, fields))
         return ObjectList(listed["items"], listed["metadata"]["resourceVersion"])
 
     def patch(self, resource: Resource, name: str, change: Mapping[str, Any]) -> dict[str, Any]:
         """Change an object by a JSON merge patch."""
-        return self._json(self._request("patch", resource, name), body=change)
+        return self._json("patch", resource, name, body=change)
 
     def delete(self, resource: Resource, name: str, *, uid: str, version: str = "") -> None:
         """Delete an object if it is the one with this uid. It stays visible until everything that it owns is gone.
@@ -324,7 +316,7 @@ class Cluster:
         preconditions = {"uid": uid} | ({"resourceVersion": version} if version else {})
         # Foreground: the job stays visible until its pods are gone, so a caller can wait for them.
         options = {"propagationPolicy": "Foreground", "preconditions": preconditions}
-        self._json(self._request("delete", resource, name), body=options)
+        self._json("delete", resource, name, body=options)
 
     def watch(self, resource: Resource, version: str, *, labels: str = "", fields: str = "") -> Stream:
         """Stream the changes since a resource version, one JSON object a line; see `watch_events`."""
@@ -334,10 +326,8 @@ class Cluster:
             "timeoutSeconds": WATCH_TIMEOUT_S,
             "allowWatchBookmarks": "true",
         }
-        response = self._open(
-            self._request("watch", resource), query=query | _selectors(labels, fields), timeout_s=WATCH_TIMEOUT_S + 10
-        )
-        return Stream(response, self.host)
+        query |= _selectors(labels, fields)
+        return Stream(self._open("watch", resource, query=query, timeout_s=WATCH_TIMEOUT_S + 10), self.host)
 
     def log(self, pod: str, *, container: str, since: str = "", previous: bool = False) -> Stream:
         """Stream the lines of a container, each after its time, with those that are still to come.
@@ -354,16 +344,12 @@ class Cluster:
         query: dict[str, Any] = {"container": container, "timestamps": "true"}
         query |= {"previous": "true"} if previous else {"follow": "true"}
         query |= {"sinceTime": since} if since else {}
-        response = self._open(self._request("get", PODS, pod, "log"), query=query, timeout_s=LOG_TIMEOUT_S)
-        return Stream(response, self.host)
-
-    def _request(self, verb: str, resource: Resource, *names: str) -> ServerRequest:
-        return ServerRequest(self.host, self.namespace, verb, resource, names)
+        return Stream(self._open("get", PODS, pod, "log", query=query, timeout_s=LOG_TIMEOUT_S), self.host)
 
     def _json(
-        self, request: ServerRequest, *, query: Mapping[str, Any] | None = None, body: object = None
+        self, verb: str, resource: Resource, *names: str, query: Mapping[str, Any] | None = None, body: object = None
     ) -> dict[str, Any]:
-        response = self._open(request, query=query or {}, body=body, timeout_s=RESPONSE_TIMEOUT_S)
+        response = self._open(verb, resource, *names, query=query or {}, timeout_s=RESPONSE_TIMEOUT_S, body=body)
         try:
             content: dict[str, Any] = json.loads(response.data)
         except (urllib3.exceptions.HTTPError, OSError) as error:
@@ -375,13 +361,20 @@ class Cluster:
         return content
 
     def _open(
-        self, request: ServerRequest, *, query: Mapping[str, Any], timeout_s: float, body: object = None
+        self,
+        verb: str,
+        resource: Resource,
+        *names: str,
+        query: Mapping[str, Any],
+        timeout_s: float,
+        body: object = None,
     ) -> urllib3.BaseHTTPResponse:
-        content = "application/merge-patch+json" if request.verb == "patch" else "application/json"
+        request = ServerRequest(self.host, self.namespace, verb, resource, names)
+        content = "application/merge-patch+json" if verb == "patch" else "application/json"
         try:
             response: urllib3.BaseHTTPResponse = self._client.call_api(
                 request.path,
-                _METHODS.get(request.verb, "GET"),
+                _METHODS.get(verb, "GET"),
                 query_params=[*query.items()],
                 header_params={"Accept": "application/json", "Content-Type": content},
                 body=body,

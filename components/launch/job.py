@@ -37,7 +37,7 @@ LATE_S = 1.0
 
 
 class TaskJob:
-    """The job of one task."""
+    """The job of one task. What asks the API server raises a `ClusterError` if it does not answer or refuses."""
 
     def __init__(self, cluster: Cluster, backend: Backend, spec: JobSpec, pool: Pool, identity: Identity) -> None:
         """Render the job; nothing is sent before `submit`.
@@ -110,20 +110,12 @@ class TaskJob:
         return True
 
     def annotate_failure(self, message: str) -> None:
-        """Record on the job that it would fail again.
-
-        Raises:
-            ClusterError: the API server does not answer or refuses.
-        """
+        """Record on the job that it would fail again."""
         change = {"metadata": {"annotations": {FAILURE_ANNOTATION: message}}}
         self._cluster.patch(self.backend.resource, self.name, change)
 
     def delete(self) -> bool:
-        """Delete the job, if it was created; return whether there was one.
-
-        Raises:
-            ClusterError: the API server does not answer or refuses.
-        """
+        """Delete the job, if it was created; return whether there was one."""
         if not self._created and self._unanswered:
             self._find_created()
         if not self._created:

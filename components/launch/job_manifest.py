@@ -139,8 +139,7 @@ class Identity:
 
 def default_namespace() -> str:
     """Return the namespace that jobs go to by default: `TRAINER_NAMESPACE`, or the pod's own, or kubeflow."""
-    named = os.environ.get(NAMESPACE_VARIABLE)
-    if named:
+    if named := os.environ.get(NAMESPACE_VARIABLE):
         return named
     return _OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.is_file() else DEFAULT_NAMESPACE
 
@@ -454,6 +453,17 @@ def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str
     Raises:
         LaunchError: the job does not fit the pool.
     """
+    if spec.nodes < pool.elastic_min_nodes:
+        raise LaunchError(
+            f"{spec.stage}: nodes = {spec.nodes}, but pool {pool.name} is elastic and needs {pool.elastic_min_nodes} at least "
+            f"(elastic_min_nodes); ask for {pool.elastic_min_nodes} or more, or choose a pool that is not elastic"
+        )
+    elastic_policy = {
+        "rdzvBackend": "c10d",
+        "minReplicas": pool.elastic_min_nodes,
+        "maxReplicas": spec.nodes,
+        "maxRestarts": pool.retries,
+    }
     run_policy = {
         # Workers would otherwise continue when the master has ended; those that ended are kept, with their exit codes.
         "cleanPodPolicy": "Running",
@@ -467,7 +477,7 @@ def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str
     job = {
         "nprocPerNode": str(pool.processes(spec.processes_per_node)),
         "runPolicy": run_policy,
-        **_elastic_policy(spec, pool),
+        **({"elasticPolicy": elastic_policy} if pool.elastic_min_nodes else {}),
         "pytorchReplicaSpecs": {
             role: _replica_spec(count, spec, pool, identity)
             for role, count in {"Master": masters, "Worker": spec.nodes - masters}.items()
@@ -475,23 +485,6 @@ def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str
         },
     }
     return _manifest(PYTORCHJOBS, "PyTorchJob", job, spec, pool, identity)
-
-
-def _elastic_policy(spec: JobSpec, pool: Pool) -> dict[str, Any]:
-    if not pool.elastic_min_nodes:
-        return {}
-    if spec.nodes < pool.elastic_min_nodes:
-        raise LaunchError(
-            f"{spec.stage}: nodes = {spec.nodes}, but pool {pool.name} is elastic and needs {pool.elastic_min_nodes} at least "
-            f"(elastic_min_nodes); ask for {pool.elastic_min_nodes} or more, or choose a pool that is not elastic"
-        )
-    policy = {
-        "rdzvBackend": "c10d",
-        "minReplicas": pool.elastic_min_nodes,
-        "maxReplicas": spec.nodes,
-        "maxRestarts": pool.retries,
-    }
-    return {"elasticPolicy": policy}
 
 
 def _replica_spec(count: int, spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:

@@ -25,33 +25,29 @@ STUCK_S = 300.0
 """How long a replica may wait for what rarely arrives by itself, such as an image of a wrong name."""
 TAIL_LINES = 10
 """Last lines of each replica that are kept for messages."""
-_STUCK_REASONS = frozenset(
-    {
-        "ErrImagePull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "ErrImageNeverPull",
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "RunContainerError",
-    }
-)
+_STUCK_REASONS = {
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+}
 """Reasons of a waiting container that rarely resolve by themselves."""
-_DISRUPTION_REASONS = frozenset(
-    {
-        "PreemptionByScheduler",
-        "DeletionByTaintManager",
-        "EvictionByEvictionAPI",
-        "DeletionByPodGC",
-        "TerminationByKubelet",
-    }
-)
+_DISRUPTION_REASONS = {
+    "PreemptionByScheduler",
+    "DeletionByTaintManager",
+    "EvictionByEvictionAPI",
+    "DeletionByPodGC",
+    "TerminationByKubelet",
+}
 """Reasons of the pod condition DisruptionTarget: Kubernetes has taken the machine away."""
-_NORMAL_PROBLEMS = frozenset({"Preempted", "TaintManagerEviction"})
+_NORMAL_PROBLEMS = {"Preempted", "TaintManagerEviction"}
 """Events of type Normal that are a problem for the job."""
-_UNSCHEDULED = frozenset({"FailedScheduling", "Unschedulable"})
+_UNSCHEDULED = {"FailedScheduling", "Unschedulable"}
 """Events of a pod that waits for a machine; out of date once its replica has one."""
-_REPORTED_COUNTS = frozenset({10, 100, 1000, 10000})
+_REPORTED_COUNTS = {10, 100, 1000, 10000}
 """How often a problem has to happen to be reported again."""
 
 

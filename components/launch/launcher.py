@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Self
 
-from components.launch import job_manifest
 from components.launch.client import (
     ApiRetry,
     ApiUnavailableError,
@@ -23,7 +22,7 @@ from components.launch.client import (
     format_duration,
 )
 from components.launch.job import JobRecord, TaskJob
-from components.launch.job_manifest import BACKENDS, EVENTS, PODS, Identity
+from components.launch.job_manifest import BACKENDS, EVENTS, PODS, TRACKING_URI, Identity, tracks_in_reach
 from components.launch.job_progress import (
     JobLimits,
     JobOutcome,
@@ -110,10 +109,8 @@ class ClusterLauncher:
     def _run(self, spec: JobSpec, cluster: Cluster) -> None:
         if doubt := self._pool.price.doubt() if self._pool.price else "":
             logger.warning("pool %s: %s", self._pool.name, doubt)
-        if (uri := os.environ.get(job_manifest.TRACKING_URI)) and not job_manifest.tracks_in_reach(os.environ):
-            logger.warning(
-                "the job's metrics are not tracked: its pods cannot reach %s=%s", job_manifest.TRACKING_URI, uri
-            )
+        if (uri := os.environ.get(TRACKING_URI)) and not tracks_in_reach(os.environ):
+            logger.warning("the job's metrics are not tracked: its pods cannot reach %s=%s", TRACKING_URI, uri)
         record, attempt = self._record, 0
         while True:
             job = TaskJob(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)

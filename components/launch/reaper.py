@@ -1,10 +1,13 @@
-"""Deletion of jobs that are no longer followed. Only jobs with this project's labels are considered."""
+"""Deletion of jobs that are no longer followed. Only jobs with this project's labels are considered.
+
+What asks the API server raises a `ClusterError` if it does not answer or refuses.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -37,8 +40,6 @@ the task, whose new pod then adopts the job. A run that has ended retries nothin
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 """The label by which Argo's pods know their Workflow."""
 
-_SECONDS: Mapping[str, int] = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectJob:
@@ -70,11 +71,7 @@ class ProjectJob:
 
 
 def find(cluster: Cluster, run: str = "") -> list[ProjectJob]:
-    """Return the jobs of a run, or of all runs, in the cluster's namespace, the oldest first.
-
-    Raises:
-        ClusterError: the API server does not answer or refuses.
-    """
+    """Return the jobs of a run, or of all runs, in the cluster's namespace, the oldest first."""
     selector = f"{RUN_LABEL}={label_value(run)}" if run else RUN_LABEL
     return sorted(_list(cluster, selector), key=lambda job: -job.age_s)
 
@@ -83,20 +80,13 @@ def find_orphaned(cluster: Cluster) -> list[ProjectJob]:
     """Return the jobs that still run although the pod of their task ended a while ago, in the cluster's namespace, the oldest first.
 
     A job without an owner is followed from elsewhere, such as a laptop; one whose owner is deleted is deleted by Kubernetes itself.
-
-    Raises:
-        ClusterError: the API server does not answer or refuses.
     """
     jobs = [job for job in find(cluster) if not job.over]
     return [replace(job, orphaned=why) for job in jobs if job.owner and (why := _why_orphaned(cluster, job.owner))]
 
 
 def delete(cluster: Cluster, job: ProjectJob) -> bool:
-    """Delete a job, with its pods; return whether it still existed. An orphan that has changed, as by adoption, is left.
-
-    Raises:
-        ClusterError: the API server does not answer or refuses.
-    """
+    """Delete a job, with its pods; return whether it still existed. An orphan that has changed, as by adoption, is left."""
     try:
         cluster.delete(job.resource, job.name, uid=job.uid, version=job.version if job.orphaned else "")
     except (NotFoundError, ConflictError):
@@ -106,11 +96,7 @@ def delete(cluster: Cluster, job: ProjectJob) -> bool:
 
 
 def delete_jobs(cluster: Cluster, run: str) -> list[str]:
-    """Delete the jobs of a run that have not ended; return their names. Those that ended stay as evidence.
-
-    Raises:
-        ClusterError: the API server does not answer or refuses.
-    """
+    """Delete the jobs of a run that have not ended; return their names. Those that ended stay as evidence."""
     left = [job for job in find(cluster, run) if not job.over]
     for job in left:
         delete(cluster, job)
@@ -126,7 +112,7 @@ def parse_age(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if not match:
         raise SettingsError(f"{text!r} is no age; give a number with s, m, h or d, such as 30m or 2h")
-    return float(match[1]) * _SECONDS[match[2]]
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def _list(cluster: Cluster, selector: str) -> Iterator[ProjectJob]:
