@@ -66,10 +66,6 @@ class Processes:
             dist.all_gather_object(values, value, group=self.host)
         return values
 
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over the processes, element by element; the same on every process."""
-        return self.total(values) / self.world_size
-
     def total(self, values: torch.Tensor, what: str = "a sum over all processes") -> torch.Tensor:
         """Sum over the processes, element by element; the same on every process. On a GPU the host continues meanwhile."""
         if self.world_size == 1:

@@ -9,7 +9,7 @@ import torch
 from trainer.config import DistillSettings
 from trainer.data.batch import Recorded
 from trainer.distillation import losses
-from trainer.distillation.losses import TeacherOutputs
+from trainer.distillation.losses import TeacherOutputs, all_logits, complete, top_class
 from trainer.distillation.objective import FEATURE_LOSSES, choose_logit_loss
 
 BATCH, CLASSES = 6, 5
@@ -427,3 +427,35 @@ def test_no_loss_reads_a_value_back(settings, count):
     student = logits(0).to("meta").requires_grad_()
     loss(student, TeacherOutputs(TEACHER.to("meta")) if count is None else said, LABELS.to("meta")).backward()
     assert student.grad.shape == student.shape
+
+
+OUTPUTS = torch.tensor([[0.5, 2.0, -1.0], [3.0, 3.0, 7.0]])
+
+
+def first_logits(count):
+    values, indices = OUTPUTS.topk(count, dim=1)
+    return Recorded(indices, values, torch.zeros(2, 2), torch.ones(2, 4))
+
+
+def test_all_recorded_logits_come_back_in_their_places():
+    whole = complete(first_logits(3), 3)
+    assert torch.equal(whole.logits, OUTPUTS)
+    assert torch.equal(whole.features, torch.ones(2, 4))
+    assert complete(first_logits(2), 3) is None
+
+
+def test_all_logits_are_those_of_either_kind():
+    assert torch.equal(all_logits(TeacherOutputs(OUTPUTS), 3), OUTPUTS)
+    assert torch.equal(all_logits(first_logits(3), 3), OUTPUTS)
+    with pytest.raises(AssertionError, match="3 logits are needed"):
+        all_logits(first_logits(2), 3)
+
+
+def test_the_top_class_is_that_of_either_kind():
+    assert top_class(TeacherOutputs(OUTPUTS)).tolist() == [1, 2]
+    assert top_class(first_logits(1)).tolist() == [1, 2]
+
+
+def test_the_recorded_top_class_survives_rounding_to_equal_logits():
+    rounded = Recorded(torch.tensor([[2, 0, 1]]), torch.tensor([[4.0, 4.0, 1.0]]), torch.zeros(1, 2), None)
+    assert top_class(rounded).tolist() == [2]

@@ -35,7 +35,7 @@ def test_without_torchrun_there_is_one_process(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with join_processes() as processes:
         assert (processes.rank, processes.world_size, processes.is_first) == (0, 1, True)
-        assert processes.mean(torch.tensor([3.0])).tolist() == [3.0]
+        assert processes.total(torch.tensor([3.0])).tolist() == [3.0]
         processes.barrier()
 
 
@@ -45,15 +45,14 @@ def free_port():
         return str(listener.getsockname()[1])
 
 
-def test_sums_and_means_are_over_all_processes(tmp_path):
+def test_sums_are_over_all_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import json, sys, torch\n"
         "from trainer.training.process_group import join_processes\n"
         "with join_processes() as processes:\n"
         "    values = torch.tensor([float(processes.rank), 10.0])\n"
-        "    result = {'total': processes.total(values).tolist(), 'mean': processes.mean(values).tolist(),\n"
-        "              'own': values.tolist()}\n"
+        "    result = {'total': processes.total(values).tolist(), 'own': values.tolist()}\n"
         "    print(json.dumps(result))\n"
     )
     environment = os.environ | {
@@ -73,7 +72,6 @@ def test_sums_and_means_are_over_all_processes(tmp_path):
     ]
     results = [json.loads(process.communicate(timeout=300)[0]) for process in started]
     assert [result["total"] for result in results] == [[1.0, 20.0]] * 2
-    assert [result["mean"] for result in results] == [[0.5, 10.0]] * 2
     assert [result["own"] for result in results] == [[0.0, 10.0], [1.0, 10.0]]
 
 

@@ -9,12 +9,22 @@ import numpy as np
 
 from trainer.config import EvidenceSettings
 from trainer.profiling.evidence import RankEvidence, Spans, TensorSamples, TrainingEvidence
-from trainer.profiling.evidence_schema import SCHEMA_VERSION, TENSOR_COLUMNS, ProcessRecord, RankRecord, StepRecord
-from trainer.profiling.rules.outcomes import Case
+from trainer.profiling.evidence_schema import (
+    SCHEMA_VERSION,
+    TENSOR_COLUMNS,
+    CompilationRecord,
+    ProcessRecord,
+    RankRecord,
+    StepRecord,
+    TransferRecord,
+)
+from trainer.profiling.rules import judge
+from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.timeline import PHASES
 from trainer.thresholds import RuleSettings
 
 GPU = "cuda:0 (a GPU)"
+XLA = "xla:0 (NEURON)"
 STEPS = 110
 """Of which rules look at 100: the first ten warm up."""
 USUAL_MS = {"data": 1, "to_device": 0, "teacher_forward": 4, "forward": 2, "backward": 2, "optimizer": 1}
@@ -114,6 +124,39 @@ def rank_of(
     )
 
 
+def on_xla(
+    steps: Mapping[str, np.ndarray] | None = None,
+    *,
+    transfers: Any = 0.0,
+    fallbacks: Mapping[str, int] | None = None,
+    compiled: Mapping[int, float] | None = None,
+    **record: Any,
+) -> RankEvidence:
+    """A process on XLA.
+
+    Args:
+        steps: its step table.
+        transfers: from the device, in each step.
+        fallbacks: operator that ran on the host -> calls.
+        compiled: step -> seconds in the compiler.
+        record: further fields of its record.
+    """
+    steps = dict(steps or steps_of())
+    steps["transfers"] = np.zeros(len(steps["step"])) + transfers
+    exchanged = TransferRecord(
+        from_device=200,
+        from_device_s=2.0,
+        from_device_bytes=800,
+        to_device_bytes=10**6,
+        fallbacks=fallbacks or {},
+    )
+    compilations = tuple(
+        CompilationRecord(step=step, graphs=1, seconds=spent)
+        for step, spent in ({0: 60.0, 1: 50.0} | dict(compiled or {})).items()
+    )
+    return rank_of(steps, device=XLA, transfers=exchanged, compilations=compilations, **record)
+
+
 def case_of(
     *ranks: RankEvidence, rules: RuleSettings | None = None, live: bool = False, stage_s: float | None = None
 ) -> Case:
@@ -125,3 +168,15 @@ def case_of(
 def together(*steps: Mapping[str, np.ndarray], **record: Any) -> list[RankEvidence]:
     """Processes that train together, each with its step table."""
     return [rank_of(table, rank=rank, world_size=len(steps), **record) for rank, table in enumerate(steps)]
+
+
+def finding(rule: Rule, *ranks: RankEvidence) -> Finding:
+    """What a rule finds in a training by these processes."""
+    outcome = rule.judge(case_of(*ranks))
+    assert isinstance(outcome, Finding), outcome
+    return outcome
+
+
+def all_fired(*ranks: RankEvidence) -> list[str]:
+    """Names of all rules that have a finding."""
+    return [one.rule.name for one in judge(case_of(*ranks)) if isinstance(one.outcome, Finding)]

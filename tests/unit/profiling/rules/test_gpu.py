@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of
+from tests.unit.profiling.rules.synthetic import GPU, STEPS, XLA, all_fired, case_of, finding, on_xla, rank_of, steps_of
 from trainer import config
 from trainer.profiling.evidence import RankEvidence, Spans
 from trainer.profiling.evidence_schema import ContextRecord, Operator, OperatorTable
 from trainer.profiling.rules.gpu import batch_size, gpu_utilization, host_syncs, host_to_device, teacher_share
-from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
+from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.training_summary import summarize
 from trainer.thresholds import RuleSettings, TeacherShare
 
+NUMBERS = np.arange(STEPS)
 RULES = (batch_size, gpu_utilization, host_to_device, host_syncs)
 USED = {
     "cpu0_percent": 30.0,
@@ -28,12 +29,6 @@ USED = {
 
 def fired(*ranks: RankEvidence) -> list[str]:
     return [rule.name for rule in RULES if isinstance(rule.judge(case_of(*ranks)), Finding)]
-
-
-def finding(rule: Rule, *ranks: RankEvidence) -> Finding:
-    outcome = rule.judge(case_of(*ranks))
-    assert isinstance(outcome, Finding)
-    return outcome
 
 
 def on_gpu(steps: dict[str, np.ndarray] | None = None, **system: object) -> RankEvidence:
@@ -221,3 +216,54 @@ def test_the_share_is_that_of_the_page() -> None:
 @pytest.mark.parametrize("given", [{"teacher": "recorded"}, {"device": "xla:0 (a Trainium)"}, {"steps": 30}])
 def test_where_no_teacher_runs_or_too_little_is_known_it_is_not_judged(given: dict[str, Any]) -> None:
     assert isinstance(judged(4.2, **given), NotJudged)
+
+
+# -- on XLA
+
+
+def test_a_tenth_of_the_steps_may_read_values() -> None:
+    assert all_fired(on_xla(transfers=NUMBERS % 10 == 0)) == []
+    assert all_fired(on_xla(transfers=NUMBERS % 9 == 0)) == ["host_syncs"]
+
+
+def test_the_first_steps_may_read_values() -> None:
+    assert all_fired(on_xla(transfers=np.where(NUMBERS < 10, 5.0, 0.0))) == []
+
+
+def test_values_that_are_read_are_reported_with_steps_and_saving() -> None:
+    found = finding(host_syncs, on_xla(transfers=np.where(NUMBERS >= 50, 2.0, 0.0)))
+    assert found.text.startswith("In 60% of the steps values come from the device (1.2 times a step, first in step 50")
+    assert ".cpu()" in found.advice
+    assert found.steps == (50, STEPS - 1)
+    assert found.saving is not None
+    assert found.saving.seconds == pytest.approx(2.0 * 1.2 * STEPS / 200)
+
+
+def test_operators_on_the_host_are_named() -> None:
+    found = finding(host_syncs, on_xla(transfers=1.0, fallbacks={"aten::_local_scalar_dense": 9, "aten::i0": 110}))
+    assert "aten::i0 (110 calls) ran on the host; single values were read 9 times" in found.text
+    assert "XLA has no aten::i0" in found.advice
+    assert found.numbers["aten::i0_calls"] == 110
+
+
+def test_single_values_are_named() -> None:
+    found = finding(host_syncs, on_xla(transfers=1.0, fallbacks={"aten::_local_scalar_dense": 110}))
+    assert "Single values were read 110 times (aten::_local_scalar_dense)." in found.text
+    assert ".item()" in found.advice
+
+
+def test_steps_whose_transfers_were_not_counted_say_nothing() -> None:
+    counted = np.where(NUMBERS % 17 == 0, 1.0, np.nan)
+    few = host_syncs.judge(case_of(on_xla(transfers=counted)))
+    assert isinstance(few, NotJudged)
+    assert "10 are needed" in few.reason
+    assert (
+        finding(host_syncs, on_xla(transfers=np.where(NUMBERS % 5 == 0, 1.0, np.nan))).numbers["transferring_share"]
+        == 1
+    )
+
+
+def test_what_only_gpus_have_is_not_judged() -> None:
+    reasons = {rule.name: rule.judge(case_of(on_xla())) for rule in (gpu_utilization, host_to_device)}
+    assert reasons["gpu_utilization"] == NotJudged(reason=f"the training runs on {XLA}")
+    assert reasons["host_to_device"] == NotJudged(reason="on XLA batches are sent ahead, while the device computes")

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of, together
-from trainer.profiling.evidence import Evidence, RankEvidence, TrainingEvidence
+from tests.unit.profiling.rules.synthetic import (
+    GPU,
+    STEPS,
+    all_fired,
+    case_of,
+    finding,
+    on_xla,
+    rank_of,
+    steps_of,
+    together,
+)
+from trainer.profiling.evidence import Evidence, RankEvidence, Spans, TrainingEvidence
 from trainer.profiling.evidence_schema import CompilationRecord, ContextRecord
 from trainer.profiling.findings import judged
 from trainer.profiling.rules.lifecycle import (
     gpu_memory_growth,
     own_overhead,
     recompilation,
+    stalled_training,
     start_up,
     step_outliers,
 )
-from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
-from trainer.thresholds import OwnOverhead, RuleSettings
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Rule
+from trainer.thresholds import OwnOverhead, Recompilation, RuleSettings
 
 NUMBERS = np.arange(STEPS)
 
@@ -223,3 +235,153 @@ def test_a_short_recording_says_nothing_of_its_cost() -> None:
     assert "lasts 59.0 s" in str(outcome_of(own_overhead, short))
     assert fires(own_overhead, short, own_overhead=OwnOverhead(fewest_seconds=0))
     assert isinstance(outcome_of(own_overhead, rank_of(ended_s=100.0)), NotJudged)
+
+
+# -- a training in which nothing happens
+
+
+def with_pause(seconds: float, *, before: int = 50) -> dict[str, Any]:
+    """Steps of ten milliseconds, with so much time between two of them."""
+    steps = steps_of(STEPS)
+    return steps | {"start_s": steps["start_s"] + np.where(np.arange(STEPS) >= before, seconds, 0)}
+
+
+def with_span(case: Case, seconds: float) -> Case:
+    """A validation at the end of the 50th step."""
+    rank = case.training.ranks[0]
+    start = rank.steps["start_s"][49] + rank.steps["seconds"][49]
+    spans = Spans(names=["evaluate"], start_s=np.array([start]), seconds=np.array([seconds]))
+    return replace(case, training=replace(case.training, ranks=[replace(rank, spans=spans)]))
+
+
+@pytest.mark.parametrize(("seconds", "fires"), [(1799.9, False), (1800.1, True)])
+def test_a_pause_between_two_steps(seconds: float, fires: bool) -> None:
+    outcome = outcome_of(stalled_training, rank_of(with_pause(seconds)))
+    assert isinstance(outcome, Finding if fires else Healthy)
+    if isinstance(outcome, Finding):
+        assert outcome.text.startswith("No step ended for 1,800 s between steps 50 and 51 (limit 1800 s)")
+        assert outcome.saving is not None
+        assert outcome.saving.seconds == pytest.approx(1800, abs=1)
+        assert outcome.steps == (49, 50)
+
+
+def test_a_step_that_hangs() -> None:
+    data = np.full(STEPS, 1.0)
+    data[20] = 2e6  # milliseconds
+    finding = outcome_of(stalled_training, rank_of(steps_of(STEPS, data=data)))
+    assert isinstance(finding, Finding)
+    assert "between steps 20 and 21" in finding.text
+
+
+def test_validation_accounts_for_its_time() -> None:
+    case = case_of(rank_of(with_pause(4000.0)))
+    assert isinstance(stalled_training.judge(with_span(case, 3000.0)), Healthy)
+    assert isinstance(stalled_training.judge(with_span(case, 1000.0)), Finding)
+
+
+def test_compilation_accounts_for_its_time() -> None:
+    def judged(seconds: float) -> object:
+        record = {"compilations": (CompilationRecord(step=50, graphs=1, seconds=seconds),)}
+        return outcome_of(stalled_training, rank_of(with_pause(4000.0), **record))
+
+    assert isinstance(judged(3000.0), Healthy)
+    assert isinstance(judged(1000.0), Finding)
+
+
+def test_steps_that_the_table_left_out_are_no_pause() -> None:
+    """Every tenth of steps of 200 seconds."""
+    steps = {name: values[::10] for name, values in steps_of(STEPS, forward=200_000.0).items()}
+    assert not fires(stalled_training, rank_of(steps))
+
+
+def test_several_pauses_are_counted() -> None:
+    steps = with_pause(2000.0)
+    steps["start_s"] = steps["start_s"] + np.where(np.arange(STEPS) >= 70, 3000.0, 0)
+    finding = outcome_of(stalled_training, rank_of(steps))
+    assert isinstance(finding, Finding)
+    assert finding.numbers["stalls"] == 2
+    assert finding.saving is not None
+    assert finding.saving.seconds == pytest.approx(5000, abs=1)
+
+
+def test_one_step_tells_nothing() -> None:
+    assert isinstance(outcome_of(stalled_training, rank_of(steps_of(1))), NotJudged)
+
+
+# -- on XLA
+
+
+def test_graphs_of_the_first_ten_steps_are_no_finding() -> None:
+    assert all_fired(on_xla(compiled={9: 1.0})) == []
+    assert all_fired(on_xla(compiled={10: 1.0})) == ["recompilation"]
+
+
+def test_a_batch_of_another_size_is_named() -> None:
+    steps = steps_of()
+    steps["images"] = np.where(NUMBERS == 40, 77.0, 128.0)
+    found = finding(recompilation, on_xla(steps, compiled={40: 30.0}))
+    assert found.text.endswith("which took 30.0 s. The number of images had changed: 77 instead of 128.")
+    assert "pad or drop" in found.advice
+    assert found.steps == (40, 40)
+
+
+def test_steps_are_found_in_a_training_that_went_on() -> None:
+    steps = steps_of()
+    steps["step"] = steps["step"] + 1000
+    steps["images"] = np.where(NUMBERS == 40, 77.0, 128.0)
+    assert "77 instead of 128" in finding(recompilation, on_xla(steps, compiled={40: 30.0})).text
+
+
+def test_a_look_at_the_weights_is_named() -> None:
+    def finding_at(*steps: int) -> Finding:
+        rank = on_xla(compiled=dict.fromkeys(steps, 30.0), tensors=2)
+        looks = replace(rank.tensors, steps=np.array([50.0, 100.0]))
+        return finding(recompilation, replace(rank, tensors=looks))
+
+    assert "a measurement of the weights" in finding_at(50, 100).text
+    assert "evidence.tensors_every" in finding_at(50).advice
+    assert "measurement" not in finding_at(50, 51).text
+
+
+def test_a_number_in_the_graph_is_distinguished_from_a_value_that_changed_once() -> None:
+    always = finding(recompilation, on_xla(compiled=dict.fromkeys(range(12, STEPS), 0.1)))
+    assert "a number that changes in each step" in always.text
+    once = finding(recompilation, on_xla(compiled={12: 0.1, 60: 0.1}))
+    assert "A shape changed, or a Python value" in once.text
+    assert all("PT_XLA_DEBUG_LEVEL=2" in found.advice for found in (always, once))
+
+
+def test_a_step_that_the_table_no_longer_holds_had_as_many_images_as_any() -> None:
+    steps = steps_of()
+    steps["images"] = np.where(NUMBERS == 42, 77.0, 128.0)
+    kept = {name: values[::2] for name, values in steps.items()}
+    assert "number of images" not in finding(recompilation, on_xla(kept, compiled={41: 30.0})).text
+    assert "number of images" in finding(recompilation, on_xla(kept, compiled={42: 30.0})).text
+
+
+def test_a_training_that_ended_in_its_first_step_has_no_sizes_to_compare() -> None:
+    nothing = on_xla({name: values[:0] for name, values in steps_of().items()}, samples=1)
+    found = recompilation.judge(case_of(nothing, rules=RuleSettings(recompilation=Recompilation(after_steps=0))))
+    assert isinstance(found, Finding)
+    assert "A shape changed" in found.text
+
+
+def test_a_long_compilation_has_a_cache_of_its_own() -> None:
+    found = finding(start_up, on_xla(startup={"compile": 2000.0}))
+    assert "NEURON_COMPILE_CACHE_URL" in found.advice
+    assert "TORCHINDUCTOR" not in found.advice
+
+
+def test_memory_of_the_device_that_grows() -> None:
+    def grown(share: float) -> RankEvidence:
+        system = {
+            "device_memory_used_bytes": 2**30 * np.linspace(1, 1 + share, 100),
+            "device_memory_total_bytes": 2.0**34,
+        }
+        return on_xla(system=system)
+
+    assert all_fired(grown(0.05)) == []
+    found = finding(gpu_memory_growth, grown(0.2))
+    assert found.text.startswith("Memory of the device grows")
+    left_h = (2**34 - found.numbers["last_bytes"]) / found.numbers["bytes_an_hour"]
+    assert f"full in {left_h:.1f} h" in found.text

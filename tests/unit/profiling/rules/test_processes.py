@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of, together
+from tests.unit.profiling.rules.synthetic import GPU, STEPS, XLA, case_of, rank_of, steps_of, together
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.evidence_schema import CommunicationRecord, ContextRecord
 from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
@@ -123,3 +123,17 @@ def test_what_cannot_be_compared_is_not_judged() -> None:
     for rule in RULES:
         assert not rule.live
         assert isinstance(rule.judge(case_of(rank_of(world_size=2), live=True)), NotJudged)
+
+
+# -- on XLA
+
+
+def test_waiting_for_others_where_the_graph_is_handed_over_is_no_own_work() -> None:
+    def both(**slower: float) -> list[RankEvidence]:
+        return together(steps_of(dispatch=5.0), steps_of(**slower), device=XLA)
+
+    assert isinstance(stragglers.judge(case_of(*both(forward=7.0))), Finding)
+    assert not isinstance(stragglers.judge(case_of(*both(dispatch=5.0))), Finding)
+    exchanged = communication.judge(case_of(*both(dispatch=5.0)))
+    assert isinstance(exchanged, NotJudged)
+    assert "XLA" in exchanged.reason

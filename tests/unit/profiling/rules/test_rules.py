@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.profiling.rules.learning import case_of, measured
-from tests.unit.profiling.rules.synthetic import steps_of
+from tests.unit.profiling.rules.synthetic import all_fired, on_xla, steps_of
 from trainer.config import EvidenceSettings
 from trainer.profiling.rules import RULES, judge
 from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
@@ -37,6 +37,10 @@ def test_a_rule_that_is_turned_off_says_so() -> None:
 def test_a_running_training_is_judged_by_live_rules_only() -> None:
     answers = judge(case_of(live=True))
     assert {answer.rule.name for answer in answers} == {rule.name for rule in RULES if rule.live}
+
+
+def test_a_healthy_training_on_xla_fires_nothing() -> None:
+    assert all_fired(on_xla()) == []
 
 
 def test_nothing_recorded_is_no_finding() -> None:
