@@ -21,7 +21,7 @@ from trainer import pages
 from trainer.errors import ArtifactError, TrainerError, make_directory
 from trainer.pages import Block, PageSection
 from trainer.profiling import compare, labels
-from trainer.profiling.compared_run import ComparedRun, read_compared_run
+from trainer.profiling.compare import ComparedRun, read_compared_run
 from trainer.profiling.findings import ranked_findings, verdict
 from trainer.profiling.report import findings, over_time, step_times
 

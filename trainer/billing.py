@@ -17,8 +17,7 @@ from trainer.forecast import Forecast, Seconds
 
 if TYPE_CHECKING:
     from trainer.artifacts import Manifest
-    from trainer.profiling.evidence import Evidence
-    from trainer.profiling.evidence_schema import AttemptRecord, RankRecord
+    from trainer.profiling.evidence import AttemptRecord, Evidence, RankRecord
 
 PARTS: Mapping[str, str] = {
     "startup": "start-up",

@@ -301,9 +301,8 @@ def _stage(options: argparse.Namespace) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     from trainer.profiling import compare
-    from trainer.profiling.compared_run import read_compared_run
 
-    compared = compare.compare(read_compared_run(options.before), read_compared_run(options.after))
+    compared = compare.compare(*map(compare.read_compared_run, (options.before, options.after)))
     print(limits.printable(compare.text(compared)))
     if options.output:
         page = Path(options.output)

@@ -26,7 +26,7 @@ from torch import nn
 
 from trainer.config import EvidenceSettings
 from trainer.profiling.recorder import Recorder, Sources
-from trainer.profiling.spans import span
+from trainer.profiling.timeline import span
 
 DIGITS = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
 PHASES = ("data", "to_device", "forward", "backward", "optimizer")

@@ -18,7 +18,8 @@ import psutil
 
 from tests.faults.inside import NONE, NOTES, Fault, Notes, install
 from trainer import artifacts, launch, models, storage, summary
-from trainer.stages import STAGES, evaluate, profile
+from trainer.profiling import findings
+from trainer.stages import STAGES, evaluate
 from trainer.tuning.tuning_schema import read_tuning
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,7 @@ COMPARED: Mapping[str, Callable[[artifacts.Artifact], Mapping[str, str]]] = {
     "model": _files(models.WEIGHTS),
     "teacher_outputs": _files("records/"),
     "tuning": _decided,
-    "report": _files(profile.FINDINGS),
+    "report": _files(findings.FINDINGS),
     "evaluation": _files(evaluate.CONFUSION),
     "registration": _registered,
 }

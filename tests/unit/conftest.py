@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from trainer.profiling.spans import recording_to
-from trainer.profiling.timeline import HostClock, Timeline
+from trainer.profiling.timeline import HostClock, Timeline, recording_to
 
 torch.set_num_threads(1)  # other processes of the tests want a core too
 

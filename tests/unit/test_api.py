@@ -19,7 +19,7 @@ from tests.distillations import QUICK, TINY
 from trainer import api, artifacts, config, models
 from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, ModelError, OutputError, SettingsError
-from trainer.profiling.compared_run import read_compared_run
+from trainer.profiling.compare import read_compared_run
 from trainer.profiling.evidence import read_evidence
 from trainer.served_student.preprocessing import BadImageError, to_square
 

@@ -9,14 +9,18 @@ from trainer.billing import Bill, bill_here, make_bill, stage_bill
 from trainer.config import EvidenceSettings
 from trainer.costs import PLACE_VARIABLE, Machines, Price
 from trainer.forecast import Forecast
-from trainer.profiling.evidence import Evidence, RankEvidence, Spans, TensorSamples, TrainingEvidence
-from trainer.profiling.evidence_schema import (
+from trainer.profiling.evidence import (
     AttemptRecord,
     CompilationRecord,
+    Evidence,
     OutsideRecord,
     ProcessRecord,
+    RankEvidence,
     RankRecord,
+    Spans,
     StepRecord,
+    TensorSamples,
+    TrainingEvidence,
 )
 
 BEGAN = 1_790_000_000.0

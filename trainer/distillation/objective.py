@@ -18,7 +18,7 @@ from trainer.distillation import losses
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs, all_logits, top_class
 from trainer.models import Classifier
-from trainer.profiling.spans import span
+from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
 from trainer.training.spec import Losses
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.data.batch import Batch
 from trainer.models import Classifier
-from trainer.profiling.spans import span
+from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
 from trainer.training.spec import Losses
 

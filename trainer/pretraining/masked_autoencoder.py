@@ -19,7 +19,7 @@ from trainer.data.batch import Batch, to_device
 from trainer.data.randomness import uniform
 from trainer.errors import ModelError
 from trainer.models import Classifier
-from trainer.profiling.spans import span
+from trainer.profiling.timeline import span
 from trainer.training.spec import Losses
 
 _MASK = 0x6D61736B

@@ -20,6 +20,8 @@ from trainer.profiling.rules.outcomes import Case, Finding, Healthy, Judgement, 
 from trainer.profiling.training_summary import TrainingSummary, summarize
 from trainer.thresholds import RuleSettings
 
+FINDINGS = "findings.json"
+"""What every rule answered on every training, in a report."""
 _OUTCOMES: Mapping[str, type[Outcome]] = {kind.__name__: kind for kind in (Finding, Healthy, NotJudged)}
 _SEVERITIES = ("note", "warning", "severe")
 

@@ -19,7 +19,7 @@ from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.lifecycle import hanging, stalled_training
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
-from trainer.profiling.spans import span
+from trainer.profiling.timeline import span
 from trainer.tracking.stage_runs import Tracker
 
 _SIGNAL = signal.SIGUSR1

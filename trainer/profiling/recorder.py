@@ -22,26 +22,30 @@ from trainer.config import EvidenceSettings
 from trainer.costs import place_here
 from trainer.devices.torch_private import CompileHooks
 from trainer.host import processor_name, seconds_since_launch, started_unix, usable_cores
-from trainer.profiling.evidence import Curve, RankEvidence, Spans, TensorSamples, TrainingEvidence, write_rank
-from trainer.profiling.evidence_schema import (
+from trainer.profiling.evidence import (
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
     AttemptRecord,
     CommunicationRecord,
     CompilationRecord,
     ContextRecord,
+    Curve,
     OutsideRecord,
     ProcessRecord,
+    RankEvidence,
     RankRecord,
+    Spans,
     StepRecord,
+    TensorSamples,
+    TrainingEvidence,
+    write_rank,
 )
 from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
-from trainer.profiling.spans import recording_to, seconds_of_a_mark
 from trainer.profiling.tensor_sampler import TensorSampler
 from trainer.profiling.throughput import images_per_second
-from trainer.profiling.timeline import PROFILER, Clock, CudaClock, HostClock, Timeline
+from trainer.profiling.timeline import PROFILER, Clock, CudaClock, HostClock, Timeline, recording_to, seconds_of_a_mark
 
 if TYPE_CHECKING:
     from trainer.profiling.xla_counters import XlaCounters

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainer.config import EvidenceSettings
 from trainer.devices import ReadBack
 from trainer.devices.torch_private import norm_all
-from trainer.profiling.evidence_schema import TENSOR_COLUMNS
+from trainer.profiling.evidence import TENSOR_COLUMNS
 from trainer.profiling.series import Series, ThinnedTable
 from trainer.profiling.timeline import RECORDER, Timeline
 

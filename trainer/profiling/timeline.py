@@ -1,7 +1,7 @@
 """Where the time of each training step goes.
 
 Code names what it does (`with span("forward"): ...`) inside of steps (`with timeline.step(7, images=1024): ...`). A span belongs to the
-timeline that records in the current context (`spans.recording_to`); where none does, it does nothing. Every beginning and
+timeline that records in the current context (`recording_to`); where none does, it does nothing. Every beginning and
 end is one mark of a clock, and the time between two neighbouring marks belongs to the innermost range open between them. So times are
 exclusive, nothing is counted twice, and the ranges of a step with `OTHER` sum to the step exactly.
 
@@ -23,7 +23,9 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import add
@@ -32,7 +34,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from trainer.profiling.evidence_schema import SPAN_COLUMNS, STEP_COLUMNS
+from trainer.profiling.evidence import SPAN_COLUMNS, STEP_COLUMNS
 from trainer.profiling.series import ThinnedTable
 
 Mark = TypeVar("Mark")
@@ -576,3 +578,45 @@ class Timeline:
 
     def _since_origin(self, nanoseconds: int) -> float:
         return (nanoseconds - (self.origin_ns or 0)) * 1e-9
+
+
+_recording: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
+_NO_SPAN: AbstractContextManager[None] = nullcontext()
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Name a block of code, whose time the timeline of this context records; without one, do nothing.
+
+    Threads have contexts of their own, so what they do is never mixed into the training's timeline.
+
+    Raises:
+        ValueError: the name is reserved or holds a slash.
+    """
+    timeline = _recording.get()
+    return _NO_SPAN if timeline is None else timeline.span(name)
+
+
+@contextmanager
+def recording_to(timeline: Timeline) -> Iterator[None]:
+    """Let the spans of a block, which this thread runs, count for `timeline`."""
+    token = _recording.set(timeline)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def seconds_of_a_mark(clock: Clock[Any], counter: StepCounter | None = None) -> float:
+    """What a mark of a timeline costs, with its share of what a step costs; measured on steps of the usual phases with nothing in them."""
+    timeline, steps = Timeline(clock, counter=counter, steps_kept=2, spans_kept=2), 100
+    timeline.start()
+    with recording_to(timeline):
+        began = time.perf_counter()
+        for step in range(steps):
+            with timeline.step(step):
+                for name in PHASES:
+                    with span(name):
+                        pass
+        seconds = time.perf_counter() - began
+    timeline.finish()
+    return seconds / timeline.totals.marks

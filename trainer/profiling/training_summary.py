@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainer.costs import Machines
-from trainer.profiling.evidence import RankEvidence, TrainingEvidence
-from trainer.profiling.evidence_schema import AttemptRecord, CommunicationRecord, Operator
+from trainer.profiling.evidence import AttemptRecord, CommunicationRecord, Operator, RankEvidence, TrainingEvidence
 from trainer.profiling.rules.outcomes import Case
 from trainer.profiling.rules.processes import communication_share
 from trainer.profiling.series import Rows, Series, mean_in_bins

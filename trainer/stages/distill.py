@@ -18,7 +18,7 @@ from trainer.distillation.objective import DistillObjective, ProjectedStudent
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.errors import SettingsError
 from trainer.models import Classifier
-from trainer.profiling.evidence_schema import ContextRecord
+from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Startup
 from trainer.training.session import open_session
 

@@ -20,8 +20,6 @@ from trainer.tracking.stage_runs import stage_run
 
 logger = logging.getLogger(__name__)
 
-FINDINGS = "findings.json"
-"""What every rule answered on every training."""
 SUMMARY = "summary.json"
 """The numbers of every training."""
 BILL = "bill.json"
@@ -85,7 +83,7 @@ def write(draft: Draft, settings: ProfileSettings, sources: Sequence[Evidence], 
     answers = [answer for source in sources for answer in findings.judged(source, settings.rules)]
     numbers = TypeAdapter(dict[str, TrainingSummary]).dump_json({one.name: one for one in summaries}, indent=2)
     (draft.path / SUMMARY).write_bytes(numbers + b"\n")
-    (draft.path / FINDINGS).write_text(findings.to_json(answers))
+    (draft.path / findings.FINDINGS).write_text(findings.to_json(answers))
     (draft.path / BILL).write_text(bill.model_dump_json(indent=2) + "\n")
     (draft.path / REPORT).write_text(page.build(trainings, answers, bill, top_operators=settings.top_operators))
     for summary in summaries:

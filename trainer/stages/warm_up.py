@@ -35,7 +35,7 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.distillation.recording import placeholder_recording
 from trainer.errors import SettingsError
 from trainer.models import Classifier
-from trainer.profiling.evidence_schema import RankRecord
+from trainer.profiling.evidence import RankRecord
 from trainer.profiling.recorder import Startup
 from trainer.stages import distill, pretrain, reinforce
 from trainer.tracking.stage_runs import stage_run

@@ -35,7 +35,7 @@ from trainer.errors import (
     TrainerError,
     TrainingError,
 )
-from trainer.profiling.evidence_schema import AttemptRecord
+from trainer.profiling.evidence import AttemptRecord
 from trainer.training.collective_watchdog import wait_limit_s
 from trainer.training.writer import LAST_WAIT_S, Writer
 

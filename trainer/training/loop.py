@@ -20,10 +20,10 @@ from trainer.data.loader import MicroBatches
 from trainer.data.randomness import random_bits
 from trainer.devices import RowShardedOptimizer
 from trainer.errors import PreemptedError, TrainingError
-from trainer.profiling.evidence_schema import ContextRecord
+from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
-from trainer.profiling.spans import span
+from trainer.profiling.timeline import span
 from trainer.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.attempts import Attempts

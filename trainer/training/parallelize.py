@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.config import Precision, TrainingSettings
 from trainer.devices import Device
 from trainer.devices.torch_private import DdpTimings, compiler_backend, ddp_timings
-from trainer.profiling.evidence_schema import CommunicationRecord
+from trainer.profiling.evidence import CommunicationRecord
 from trainer.training.process_group import Processes
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from trainer.data.loader import Views
 from trainer.data.views.mixing import mix
 from trainer.data.views.rendering import make_views
 from trainer.devices import Device
-from trainer.profiling.spans import span
+from trainer.profiling.timeline import span
 
 
 def make_prefetcher(batches: Iterator[Batch], views: Views, device: Device) -> Prefetcher:

@@ -27,7 +27,7 @@ from trainer.data.loader import RecordedOutputs, Samples, micro_batch_size
 from trainer.errors import OutputError, PreemptedError, SupersededError, TrainerError
 from trainer.graph import STAGES, Kind
 from trainer.models import Classifier
-from trainer.profiling.evidence_schema import ContextRecord
+from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder, Startup
 from trainer.served_student.preprocessing import Square
 from trainer.tracking.stage_runs import Tracker, stage_run

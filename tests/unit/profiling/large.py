@@ -8,16 +8,19 @@ from dataclasses import replace
 import numpy as np
 
 from trainer.costs import Machines, Price
-from trainer.profiling.evidence import Curve, RankEvidence, TensorSamples, TrainingEvidence
-from trainer.profiling.evidence_schema import (
+from trainer.profiling.evidence import (
     TENSOR_COLUMNS,
     AttemptRecord,
     CommunicationRecord,
     CompilationRecord,
     ContextRecord,
+    Curve,
     Operator,
     OperatorTable,
+    RankEvidence,
     RankRecord,
+    TensorSamples,
+    TrainingEvidence,
 )
 from trainer.profiling.findings import Answer
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Saving

@@ -15,7 +15,7 @@ import torch
 from trainer.config import EvidenceSettings, WatchSettings
 from trainer.errors import TrainingError
 from trainer.profiling import live_rules
-from trainer.profiling.evidence_schema import ContextRecord
+from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import HangWatchdog, LiveRules
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules.outcomes import Case

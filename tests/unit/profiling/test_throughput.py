@@ -12,8 +12,7 @@ import pytest
 from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of, together
 from trainer import formatting
 from trainer.billing import make_bill
-from trainer.profiling.evidence import TrainingEvidence
-from trainer.profiling.evidence_schema import CommunicationRecord
+from trainer.profiling.evidence import CommunicationRecord, TrainingEvidence
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.report import build
 from trainer.profiling.rules.lifecycle import step_outliers

@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from trainer.profiling.spans import recording_to, span
 from trainer.profiling.timeline import (
     BETWEEN,
     INTERRUPTED,
@@ -18,6 +17,8 @@ from trainer.profiling.timeline import (
     PROFILER,
     HostClock,
     Timeline,
+    recording_to,
+    span,
 )
 
 SECOND = 1_000_000_000

@@ -9,7 +9,7 @@ from trainer.charts.bars import Bar, BarPart, StackedRow, bars, by_colour, stack
 from trainer.charts.svg import colour_class
 from trainer.pages import Block, Details, Figure, Legend, Paragraph, Subsection, Table
 from trainer.profiling import labels
-from trainer.profiling.evidence_schema import Operator
+from trainer.profiling.evidence import Operator
 from trainer.profiling.throughput import is_core
 from trainer.profiling.training_summary import OperatorSummary, TrainingSummary, operator_ms
 

@@ -6,8 +6,7 @@ import numpy as np
 
 from trainer import formatting
 from trainer.config import ReinforceSettings
-from trainer.profiling.evidence import RankEvidence
-from trainer.profiling.evidence_schema import TransferRecord
+from trainer.profiling.evidence import RankEvidence, TransferRecord
 from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, is_traced, usual, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
 from trainer.profiling.rules.outcomes import (

@@ -8,8 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from trainer.costs import duration_text
-from trainer.profiling.evidence import RankEvidence
-from trainer.profiling.evidence_schema import CompilationRecord
+from trainer.profiling.evidence import CompilationRecord, RankEvidence
 from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, is_traced, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, first_cause, rule

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.pages import Figure
-from trainer.profiling.evidence import TensorSamples, TrainingEvidence
-from trainer.profiling.evidence_schema import TENSOR_COLUMNS
+from trainer.profiling.evidence import TENSOR_COLUMNS, TensorSamples, TrainingEvidence
 from trainer.profiling.report.layers import by_layer, section
 
 

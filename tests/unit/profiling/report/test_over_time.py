@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainer.profiling.evidence import RankEvidence, Spans, TrainingEvidence
-from trainer.profiling.evidence_schema import STEP_COLUMNS
+from trainer.profiling.evidence import STEP_COLUMNS, RankEvidence, Spans, TrainingEvidence
 from trainer.profiling.report.over_time import phase_shares
 
 EDGES = np.linspace(0, 10, 11)

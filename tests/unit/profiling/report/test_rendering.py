@@ -19,7 +19,7 @@ from trainer.data.curation import ImageCandidate
 from trainer.data.dataset_schema import SplitName
 from trainer.pages import Paragraph
 from trainer.profiling import compare
-from trainer.profiling.compared_run import ComparedRun
+from trainer.profiling.compare import ComparedRun
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.report import build

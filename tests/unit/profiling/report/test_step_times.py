@@ -11,8 +11,7 @@ import pytest
 
 from tests.unit.profiling.rules.synthetic import STEPS, rank_of, steps_of
 from trainer.pages import Table
-from trainer.profiling.evidence import RankEvidence, Spans, TrainingEvidence
-from trainer.profiling.evidence_schema import CompilationRecord
+from trainer.profiling.evidence import CompilationRecord, RankEvidence, Spans, TrainingEvidence
 from trainer.profiling.report import step_times
 from trainer.profiling.training_summary import summarize
 

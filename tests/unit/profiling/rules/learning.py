@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.unit.profiling.rules.synthetic import rank_of, steps_of
-from trainer.profiling.evidence import Curve, TensorSamples, TrainingEvidence
-from trainer.profiling.evidence_schema import ContextRecord
+from trainer.profiling.evidence import ContextRecord, Curve, TensorSamples, TrainingEvidence
 from trainer.profiling.rules.outcomes import Case
 from trainer.thresholds import RuleSettings
 

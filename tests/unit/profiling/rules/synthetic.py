@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 
 from trainer.config import EvidenceSettings
-from trainer.profiling.evidence import RankEvidence, Spans, TensorSamples, TrainingEvidence
-from trainer.profiling.evidence_schema import (
+from trainer.profiling.evidence import (
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
     CompilationRecord,
     ProcessRecord,
+    RankEvidence,
     RankRecord,
+    Spans,
     StepRecord,
+    TensorSamples,
+    TrainingEvidence,
     TransferRecord,
 )
 from trainer.profiling.rules import judge

@@ -9,8 +9,7 @@ import pytest
 
 from tests.unit.profiling.rules.synthetic import GPU, STEPS, XLA, all_fired, case_of, finding, on_xla, rank_of, steps_of
 from trainer import config
-from trainer.profiling.evidence import RankEvidence, Spans
-from trainer.profiling.evidence_schema import ContextRecord, Operator, OperatorTable
+from trainer.profiling.evidence import ContextRecord, Operator, OperatorTable, RankEvidence, Spans
 from trainer.profiling.rules.gpu import batch_size, gpu_utilization, host_syncs, host_to_device, teacher_share
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.training_summary import summarize

@@ -20,8 +20,7 @@ from tests.unit.profiling.rules.synthetic import (
     steps_of,
     together,
 )
-from trainer.profiling.evidence import Evidence, RankEvidence, Spans, TrainingEvidence
-from trainer.profiling.evidence_schema import CompilationRecord, ContextRecord
+from trainer.profiling.evidence import CompilationRecord, ContextRecord, Evidence, RankEvidence, Spans, TrainingEvidence
 from trainer.profiling.findings import judged
 from trainer.profiling.rules.lifecycle import (
     gpu_memory_growth,

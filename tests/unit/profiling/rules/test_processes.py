@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.profiling.rules.synthetic import GPU, STEPS, XLA, case_of, rank_of, steps_of, together
-from trainer.profiling.evidence import RankEvidence
-from trainer.profiling.evidence_schema import CommunicationRecord, ContextRecord
+from trainer.profiling.evidence import CommunicationRecord, ContextRecord, RankEvidence
 from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
 from trainer.profiling.rules.processes import communication, load_balance, stragglers
 
