@@ -23,7 +23,8 @@ from trainer.pages import Block, PageSection
 from trainer.profiling import compare, labels
 from trainer.profiling.compare import ComparedRun, read_compared_run
 from trainer.profiling.findings import ranked_findings, verdict
-from trainer.profiling.report import findings, over_time, step_times
+from trainer.profiling.report import over_time, step_times
+from trainer.profiling.report.page import findings
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -424,7 +424,7 @@ def _use(pair: Pair) -> Table:
 
 
 def _signals(one: TrainingSummary) -> dict[str, float]:
-    cores = [signal.mean for name, signal in one.system.items() if is_core(name)]
+    cores = one.cores_percent
     first = {"cores_percent": sum(cores) / len(cores), "busiest_core_percent": max(cores)} if cores else {}
     others = {name: signal for name, signal in one.system.items() if not is_core(name)}
     return first | {name: signal.max if name.endswith("_bytes") else signal.mean for name, signal in others.items()}

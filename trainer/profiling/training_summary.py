@@ -172,6 +172,11 @@ class TrainingSummary:
     communication_share: float | None = None
     """Share of the undisturbed step that waits for gradients that travel, as the rule on communication has it; none where it cannot say."""
 
+    @property
+    def cores_percent(self) -> list[float]:
+        """Mean use of each core."""
+        return [signal.mean for name, signal in self.system.items() if is_core(name)]
+
 
 def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> TrainingSummary:
     """Reduce the evidence of one training to its numbers; what `rules` (by default those of no run) call a stall is not compared."""

@@ -13,8 +13,8 @@ from trainer.artifacts import Artifact, Draft
 from trainer.billing import Bill, make_bill, stage_bill
 from trainer.config import ProfileSettings
 from trainer.profiling import findings
-from trainer.profiling import report as page
 from trainer.profiling.evidence import Evidence, read_evidence
+from trainer.profiling.report import page
 from trainer.profiling.training_summary import TrainingSummary, summarize
 from trainer.tracking.stage_runs import stage_run
 

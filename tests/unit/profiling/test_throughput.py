@@ -14,7 +14,7 @@ from trainer import formatting
 from trainer.billing import make_bill
 from trainer.profiling.evidence import CommunicationRecord, TrainingEvidence
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.report import build
+from trainer.profiling.report.page import build
 from trainer.profiling.rules.lifecycle import step_outliers
 from trainer.profiling.rules.outcomes import Finding
 from trainer.profiling.rules.processes import communication
