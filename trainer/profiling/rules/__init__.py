@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.profiling.rules.gpu import batch_size, gpu_utilization, host_syncs, host_to_device, teacher_share
-from trainer.profiling.rules.inputs import class_imbalance, low_recorded_mass, vanishing_loss_term, weak_teacher
+from trainer.profiling.rules.learning import (
+    class_imbalance,
+    loss_not_falling,
+    low_recorded_mass,
+    overfitting,
+    vanishing_loss_term,
+    weak_teacher,
+)
 from trainer.profiling.rules.lifecycle import (
     gpu_memory_growth,
     own_overhead,
@@ -15,7 +22,6 @@ from trainer.profiling.rules.lifecycle import (
     step_outliers,
 )
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
-from trainer.profiling.rules.loss_curves import loss_not_falling, overfitting
 from trainer.profiling.rules.outcomes import Case, Judgement, NotJudged, Rule
 from trainer.profiling.rules.processes import communication, load_balance, stragglers
 from trainer.profiling.rules.weights import (
