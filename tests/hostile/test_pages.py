@@ -7,11 +7,8 @@ import pytest
 
 from tests.unit.data.test_card import Dropped, Quarantined, candidate, content, data_card
 from tests.unit.evaluation.test_report import page as evaluation_page
-from trainer import pages
-from trainer.charts import bars, curves, lanes, matrices, svg
-from trainer.charts.bars import BarPart, StackedRow
-from trainer.charts.curves import ReliabilityCurve
-from trainer.charts.lanes import MarkedTime
+from trainer import charts, pages, svg
+from trainer.charts import BarPart, MarkedTime, ReliabilityCurve, StackedRow
 from trainer.pages import (
     BulletList,
     Details,
@@ -105,26 +102,26 @@ def padded(names):
     return [name.ljust(60, ".") for name in names]
 
 
-def charts(names):
+def all_charts(names):
     """Every chart that shows names."""
     names = padded(names)
     counts = np.arange(len(names) ** 2).reshape(len(names), -1)
     curve = ReliabilityCurve(name=names[0], confidence=[0.5], accuracy=[0.5], counts=[1])
     window = MarkedTime(label=names[1], style="note", start_s=0, end_s=1)
-    lane = lanes.window_lane(names[2], names[3], [window], 10)
+    lane = charts.window_lane(names[2], names[3], [window], 10)
     part = BarPart(name="named", label=names[4], share=1.0)
     drawn = [
-        matrices.confusion(counts, names, names[5]),
-        curves.recalls({names[0]: np.linspace(0, 1, len(names))}, names, names[1]),
-        curves.reliability([curve], names[2]),
-        bars.stacked_columns(names, [(names[0], [1] * len(names))], names[1]),
-        bars.stacked_rows([StackedRow(label=names[2], parts=[part], note=names[3])], names[4], names[5]),
-        lanes.over_time([lane], 10, names[6]),
+        charts.confusion(counts, names, names[5]),
+        charts.recalls({names[0]: np.linspace(0, 1, len(names))}, names, names[1]),
+        charts.reliability([curve], names[2]),
+        charts.stacked_columns(names, [(names[0], [1] * len(names))], names[1]),
+        charts.stacked_rows([StackedRow(label=names[2], parts=[part], note=names[3])], names[4], names[5]),
+        charts.over_time([lane], 10, names[6]),
     ]
     return pages.render("", "", [Figure(chart) for chart in drawn])
 
 
-@pytest.mark.parametrize("make", [card, parts, charts, evaluation])
+@pytest.mark.parametrize("make", [card, parts, all_charts, evaluation])
 def test_hostile_names_are_text(make):
     plain, hostile = Elements(make(PLAIN)), Elements(make(HOSTILE))
     assert hostile.elements == plain.elements

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from trainer import formatting, limits, pages
-from trainer.charts.bars import stacked_columns
+from trainer.charts import stacked_columns
 from trainer.config import DataSettings
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import DROPPED, QUARANTINE, UNLABELED, SplitName

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainer import pages
-from trainer.charts.curves import outlines
+from trainer.charts import outlines
 from trainer.distillation.coverage import EDGES, TEMPERATURES, Coverage, entries
 from trainer.distillation.recording import RecordingDescription
 from trainer.distillation.reinforcement import RecordedWork

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from trainer import pages, summary
-from trainer.charts import curves, matrices
-from trainer.charts.curves import ReliabilityCurve
+from trainer import charts, pages, summary
+from trainer.charts import ReliabilityCurve
 from trainer.evaluation import metrics
 from trainer.evaluation.latency import Latency, Machine
 from trainer.evaluation.metrics import Calibration, Confusion, Ints
@@ -129,7 +128,7 @@ def _calibration(both: Mapping[str, Measured]) -> PageSection:
         for series, (name, measured) in enumerate(both.items())
     ]
     caption = "How often a prediction is right, by its confidence; above the dotted line the model is too modest, below it too sure"
-    return PageSection("Calibration", [Legend(legend), Figure(curves.reliability(drawn, "Calibration"), caption)])
+    return PageSection("Calibration", [Legend(legend), Figure(charts.reliability(drawn, "Calibration"), caption)])
 
 
 def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Example]) -> PageSection:
@@ -143,9 +142,9 @@ def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Ex
     if not blocks:
         blocks.append(Paragraph("No test image was taken for another class."))
     caption = "Rows: the class; columns: what the student took it for."
-    if np.count_nonzero(student.matrix) > matrices.MOST_CELLS:
-        caption += f" The {matrices.MOST_CELLS:,} largest shares are drawn."
-    chart = matrices.confusion(student.matrix, classes, "Confusion matrix of the student")
+    if np.count_nonzero(student.matrix) > charts.MOST_CELLS:
+        caption += f" The {charts.MOST_CELLS:,} largest shares are drawn."
+    chart = charts.confusion(student.matrix, classes, "Confusion matrix of the student")
     return PageSection("What the student confuses", [*blocks, Figure(chart, caption)])
 
 
@@ -173,7 +172,7 @@ def _classes(both: Mapping[str, Measured], classes: Sequence[str]) -> PageSectio
         shown = ["-" if np.isnan(share) else f"{share:.1%}" for share in shares]
         rows.append((classes[index], int(images[index]), *shown))
     headers = ["class", "test images", *(f"{name} {figure}" for name in both for figure in ("precision", "recall"))]
-    chart = curves.recalls(recall, classes, "Recall of each class")
+    chart = charts.recalls(recall, classes, "Recall of each class")
     legend = Legend([("g0", "teacher"), ("g1", "student")])
     figure = Figure(chart, "Recall, the student's worst classes first")
     return PageSection("Classes", [legend, figure, Table(headers, rows)])

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from trainer.charts.svg import COLOURS
+from trainer.svg import COLOURS
 
 _SHORT = 28
 """Characters of a cell that is not broken into lines."""

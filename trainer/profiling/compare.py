@@ -10,8 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainer import artifacts, formatting, limits, pages, storage, summary
-from trainer.charts.bars import BarPart, StackedRow, stacked_rows
-from trainer.charts.svg import COLOURS, colour_class
+from trainer.charts import BarPart, StackedRow, stacked_rows
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Subsection, Table
@@ -22,6 +21,7 @@ from trainer.profiling.report import over_time
 from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.profiling.throughput import is_core
 from trainer.profiling.training_summary import OperatorSummary, TrainingSummary, operator_ms, summarize
+from trainer.svg import COLOURS, colour_class
 from trainer.thresholds import RuleSettings
 
 Row = tuple[str, ...]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer import formatting
-from trainer.charts.matrices import HeatMap, heat_map
-from trainer.charts.svg import Flags
+from trainer.charts import HeatMap, heat_map
 from trainer.pages import Block, Details, Figure, Subsection, Table
 from trainer.profiling.evidence import Curve, TensorSamples, TrainingEvidence
 from trainer.profiling.series import Series
+from trainer.svg import Flags
 
 _MOST_LAYERS = 40
 _MOST_COLUMNS = 64

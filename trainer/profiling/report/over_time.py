@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from trainer.charts import lanes as chart
-from trainer.charts.bars import by_colour
-from trainer.charts.lanes import BINS, ChartLine, Lane, MarkedTime
-from trainer.charts.svg import colour_class
+from trainer import charts
+from trainer.charts import BINS, ChartLine, Lane, MarkedTime, by_colour
 from trainer.pages import Figure, Legend, Subsection
 from trainer.profiling import labels
 from trainer.profiling.evidence import RankEvidence, TrainingEvidence
@@ -18,6 +16,7 @@ from trainer.profiling.series import Series, mean_in_bins, spread_over, thin_cur
 from trainer.profiling.throughput import is_core, phase_seconds
 from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
 from trainer.profiling.training_summary import TrainingSummary
+from trainer.svg import colour_class
 
 _METRICS = (
     ("loss", "Loss", "training", 1.0),
@@ -68,16 +67,16 @@ def section(
             name, style = f"{number}. {one.answer.title}", one.finding.severity
             windows.append(MarkedTime(label=name, style=style, start_s=span[0], end_s=span[1]))
     lanes = [
-        *([chart.window_lane("Findings", "when seen", windows, duration)] if windows else []),
+        *([charts.window_lane("Findings", "when seen", windows, duration)] if windows else []),
         *_metric_lanes(evidence, duration),
-        chart.stack_lane("Time", "% of the time", shares, {name: labels.label(name) for name in shares}),
+        charts.stack_lane("Time", "% of the time", shares, {name: labels.label(name) for name in shares}),
         *_step_lanes(first, edges, duration),
         *_machine_lanes(first.system, edges, duration),
     ]
     legend = Legend([(colour_class(name), labels.label(name)) for name in shares])
     caption = "All strips share the time axis. Time: what each moment was spent on, in rank 0. Cores: the stronger the colour, the busier."
     title = "The training and the machine over time"
-    return Subsection(title, [legend, Figure(chart.over_time(lanes, duration, title, windows=windows), caption)])
+    return Subsection(title, [legend, Figure(charts.over_time(lanes, duration, title, windows=windows), caption)])
 
 
 def _metric_lanes(evidence: TrainingEvidence, duration: float) -> list[Lane]:
@@ -88,7 +87,7 @@ def _metric_lanes(evidence: TrainingEvidence, duration: float) -> list[Lane]:
             continue
         seconds, values = thin_curve(metric.seconds, metric.values * factor, BINS)
         curve = ChartLine(style="s0", label=name, seconds=seconds, values=values)
-        lanes.append(chart.line_lane(title, unit, [curve], duration, low=None))
+        lanes.append(charts.line_lane(title, unit, [curve], duration, low=None))
     return lanes
 
 
@@ -101,13 +100,13 @@ def _step_lanes(rank: RankEvidence, edges: Series, duration: float) -> list[Lane
         ChartLine(style="s1", label="longest", seconds=centres, values=np.array([values.max() for values in ms])),
         ChartLine(style="s0", label="mean", seconds=centres, values=np.array([values.mean() for values in ms])),
     ]
-    lanes = [chart.line_lane("Steps", "ms", curves, duration, height=54)]
+    lanes = [charts.line_lane("Steps", "ms", curves, duration, height=54)]
     if np.isfinite(rank.steps["queued"]).any():
         centres, queued = _by_bin(rank, rank.steps["queued"], edges)
         curve = ChartLine(
             style="s0", label="ready", seconds=centres, values=np.array([values.mean() for values in queued])
         )
-        lanes.append(chart.line_lane("Loaders", "batches ready", [curve], duration, height=54, high=2.0))
+        lanes.append(charts.line_lane("Loaders", "batches ready", [curve], duration, height=54, high=2.0))
     return lanes
 
 
@@ -122,7 +121,7 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
     ends, centres, lanes = system["end_s"], (edges[1:] + edges[:-1]) / 2, []
     cores = [mean_in_bins(ends, values, edges) for name, values in system.items() if is_core(name) and len(ends)]
     if cores:
-        lanes.append(chart.heat_lane("CPU cores", "% busy", np.stack(cores)))
+        lanes.append(charts.heat_lane("CPU cores", "% busy", np.stack(cores)))
     for title, unit, factor, high, signals in _MACHINE:
         columns = [(style, column, label) for style, column, label in signals if column in system]
         means = [mean_in_bins(ends, system[column] * factor, edges) for _, column, _ in columns]
@@ -132,7 +131,7 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
         ]
         curves = [curve for curve in curves if np.isfinite(curve.values).any()]
         if curves:
-            lanes.append(chart.line_lane(title, unit, curves, duration, height=54, high=high))
+            lanes.append(charts.line_lane(title, unit, curves, duration, height=54, high=high))
     return lanes
 
 

@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 
 from trainer import billing, formatting, pages
 from trainer.billing import Bill
-from trainer.charts.bars import Bar, BarPart, StackedRow, bars, stacked_rows
-from trainer.charts.svg import colour_class
+from trainer.charts import Bar, BarPart, StackedRow, bars, stacked_rows
 from trainer.costs import dollars_text
 from trainer.pages import Block, Details, Figure, FindingCard, Legend, PageSection, Paragraph, Subsection, Table, Tiles
 from trainer.profiling import labels
@@ -17,6 +16,7 @@ from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, s
 from trainer.profiling.report import layers, over_time, step_times
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
 from trainer.profiling.training_summary import TrainingSummary
+from trainer.svg import colour_class
 
 _STARTUP = {
     "launch": ("launch", "until the process had started"),

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from markupsafe import Markup
 
-from trainer import formatting
-from trainer.charts import svg
+from trainer import formatting, svg
 from trainer.profiling.labels import LABELS
 
 
