@@ -10,7 +10,7 @@ import pytest
 
 from trainer import storage
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, OutputError, StorageAwayError, StorageError
-from trainer.storage import cache, objects, retries, transfers
+from trainer.storage import cache, objects, transfers
 
 PART = 100_000
 
@@ -142,7 +142,7 @@ def test_a_store_that_answers_others_is_not_back_while_a_request_still_fails(obj
         assert storage.read_bytes(object_store.uri("here")) == b"1"
         assert storage.is_away(), "else each of many requests would say that it is back, and the next that it is away"
 
-    retries.call("there", ask)
+    objects.call("there", ask)
     assert not storage.is_away()
     assert len(caplog.messages) == 2
 
@@ -156,8 +156,8 @@ def test_waits_grow_and_differ(monkeypatch):
         raise ConnectionResetError
 
     with pytest.raises(StorageError, match=r"x: gave up after 12 attempts in 0 s; the last time: ConnectionResetError"):
-        retries.call("x", fail)
-    longest = [min(retries.RETRY.first_s * 2**count, retries.RETRY.longest_s) for count in range(11)]
+        objects.call("x", fail)
+    longest = [min(objects.RETRY.first_s * 2**count, objects.RETRY.longest_s) for count in range(11)]
     assert all(most / 2 <= wait <= most for wait, most in zip(waits, longest, strict=True))
     assert len({wait / most for wait, most in zip(waits, longest, strict=True)}) == 11
 

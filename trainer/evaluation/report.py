@@ -14,8 +14,7 @@ from PIL import Image
 from trainer import charts, pages, summary
 from trainer.charts import ReliabilityCurve
 from trainer.evaluation import metrics
-from trainer.evaluation.latency import Latency, Machine
-from trainer.evaluation.metrics import Calibration, Confusion, Ints
+from trainer.evaluation.metrics import Calibration, Confusion, Ints, Latency, Machine
 from trainer.formatting import isolated
 from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, Table
 

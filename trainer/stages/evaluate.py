@@ -18,7 +18,7 @@ from trainer.config import EvaluateSettings
 from trainer.data.dataset import Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
-from trainer.evaluation import latency, metrics, report
+from trainer.evaluation import metrics, report
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
@@ -98,7 +98,7 @@ def _evaluate(
 ) -> dict[str, Any]:
     """Measure, judge, write the files; returns the main figures."""
     logits = {subject.name: predict(subject.model, split, settings.batch_size, subject.name) for subject in subjects}
-    timed = latency.measure(
+    timed = metrics.measure_latency(
         {subject.name: subject.model for subject in subjects},
         split.read(range(min(len(split), max(settings.latency_batch_sizes)))),
         batch_sizes=settings.latency_batch_sizes,
@@ -119,7 +119,7 @@ def _evaluate(
         student_p95_ms=ours["latency_ms"]["p95"],
     )
     verdict = asdict(metrics.judge(settings.gate, judged))
-    machine = latency.machine()
+    machine = metrics.machine()
     student_matrix = measured["student"].matrix
     examples = _examples(settings, split, logits["student"], student_matrix)
     details = {name: _details(part, classes) for name, part in measured.items()}
@@ -156,7 +156,7 @@ def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logi
 
 
 def _measured(
-    subject: _Evaluated, logits: Logits, split: Split, settings: EvaluateSettings, latencies: Sequence[latency.Latency]
+    subject: _Evaluated, logits: Logits, split: Split, settings: EvaluateSettings, latencies: Sequence[metrics.Latency]
 ) -> Measured:
     model = subject.model
     classes = len(model.card.labels)
@@ -164,7 +164,7 @@ def _measured(
     figures = {
         "architecture": model.card.architecture,
         "parameters": models.parameter_count(model),
-        "macs": latency.multiply_accumulates(model, split.read([0])),
+        "macs": metrics.multiply_accumulates(model, split.read([0])),
         "size_bytes": subject.size_bytes,
         "latency_ms": {"p50": latencies[0].p50_ms, "p95": latencies[0].p95_ms},
         "throughput": max(timed.images_per_second for timed in latencies),

@@ -8,8 +8,8 @@ Endpoint and credentials come from the environment, as every S3 tool reads them:
 AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_DEFAULT_REGION. Other schemes that fsspec knows can be read and written
 too, with its own settings.
 
-`objects` handles one object or name, `transfers` moves many files at once, `cache` keeps what was fetched, once per node, `retries` makes
-the requests. Whatever goes wrong in the store ends in a `StorageError`.
+`objects` handles one object or name, and makes the requests; `transfers` moves many files at once; `cache` keeps what was fetched, once
+per node. Whatever goes wrong in the store ends in a `StorageError`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trainer.storage.objects import (
     exists,
     files,
     flush,
+    is_away,
     is_remote,
     join,
     listing,
@@ -34,7 +35,6 @@ from trainer.storage.objects import (
     write_bytes,
     write_checksummed,
 )
-from trainer.storage.retries import is_away
 from trainer.storage.transfers import FileRecord, download_directory, file_digest, upload_directory
 
 __all__ = [

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, StorageError, make_directory, writing_to
-from trainer.storage.objects import CONNECTIONS, files, is_s3, join, locate, read_bytes, write_bytes
-from trainer.storage.retries import call
+from trainer.storage.objects import CONNECTIONS, call, files, is_s3, join, locate, read_bytes, write_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from trainer.evaluation import metrics, report
-from trainer.evaluation.latency import Latency, Machine
-from trainer.evaluation.metrics import Confusion
+from trainer.evaluation.metrics import Confusion, Latency, Machine
 from trainer.evaluation.report import Example, Measured
 
 
