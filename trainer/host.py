@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 import psutil
@@ -128,13 +128,11 @@ class EndRequest:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Restore the signals' former handlers; a request that the block has not followed ends it now."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if error is None and self.came:
+        if kind is None and self.came:
             raise Terminated
 
     def defer(self) -> None:

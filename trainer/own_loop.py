@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -52,9 +51,7 @@ class LoopRecording:
         self._recorder.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._recorder.__exit__(kind, error, trace)
         evidence, settings = self._output / "evidence", ProfileSettings()
         try:

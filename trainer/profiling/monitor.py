@@ -74,6 +74,19 @@ class MemorySignal:
         return (memory.total - memory.available,)
 
 
+class _Rates:
+    """How much counters grow in a second, from one reading to the next."""
+
+    def __init__(self, *counters: float) -> None:
+        self._last = (time.perf_counter(), *counters)
+
+    def since_last(self, *counters: float) -> list[float]:
+        now, before = (time.perf_counter(), *counters), self._last
+        self._last = now
+        seconds = max(now[0] - before[0], 1e-9)
+        return [(after - first) / seconds for after, first in zip(now[1:], before[1:], strict=True)]
+
+
 class ProcessSignal:
     """This process: resident memory, also without what it shares (mapped files), in bytes; CPU time in percent of one core."""
 
@@ -82,12 +95,10 @@ class ProcessSignal:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._last = (time.perf_counter(), time.process_time())
+        self._rates = _Rates(time.process_time())
 
     def read(self) -> Sequence[float]:
-        now = (time.perf_counter(), time.process_time())
-        share = (now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9)
-        self._last = now
+        (share,) = self._rates.since_last(time.process_time())
         memory = self._process.memory_info()
         return (memory.rss, memory.rss - getattr(memory, "shared", 0), 100 * share)
 
@@ -102,7 +113,7 @@ class LoadersSignal:
         """`pids` gives their ids now."""
         self._pids = pids
         self._processes: dict[int, psutil.Process] = {}
-        self._last = (time.perf_counter(), math.nan)
+        self._rates = _Rates(math.nan)
 
     def read(self) -> Sequence[float]:
         times = []  # of all of them; NaN where there are none, or one has ended
@@ -115,9 +126,7 @@ class LoadersSignal:
             except psutil.NoSuchProcess:
                 times = [math.nan]
                 break
-        now = (time.perf_counter(), math.fsum(times) if times else math.nan)
-        share = (now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9)
-        self._last = now
+        (share,) = self._rates.since_last(math.fsum(times) if times else math.nan)
         return (100 * share,)
 
 
@@ -128,14 +137,10 @@ class CounterSignal:
         self.name = name
         self.columns = columns
         self._counters = counters
-        self._last = (time.perf_counter(), *counters())
+        self._rates = _Rates(*counters())
 
     def read(self) -> Sequence[float]:
-        now = (time.perf_counter(), *self._counters())
-        seconds = max(now[0] - self._last[0], 1e-9)
-        rates = ((now[1] - self._last[1]) / seconds, (now[2] - self._last[2]) / seconds)
-        self._last = now
-        return rates
+        return self._rates.since_last(*self._counters())
 
 
 class GpuSignal:

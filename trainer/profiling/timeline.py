@@ -29,7 +29,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import add
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -254,29 +253,8 @@ class _Span:
     def __enter__(self) -> None:
         self._timeline._enter(self._name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timeline._leave()
-
-
-class _Step:
-    """`with timeline.step(step)`."""
-
-    __slots__ = ("_images", "_step", "_timeline")
-
-    def __init__(self, timeline: Timeline, step: int, images: int) -> None:
-        self._timeline = timeline
-        self._step = step
-        self._images = images
-
-    def __enter__(self) -> None:
-        self._timeline._begin_step(self._step, self._images)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timeline._end_step(completed=kind is None)
 
 
 class Timeline:
@@ -333,9 +311,16 @@ class Timeline:
 
     # -- what the training calls
 
-    def step(self, step: int, *, images: int = 0) -> _Step:
-        """One optimiser step, as a context; `images` is how many it takes over all processes and micro-batches (0: unknown)."""
-        return _Step(self, step, images)
+    @contextmanager
+    def step(self, step: int, *, images: int = 0) -> Iterator[None]:
+        """One optimiser step; `images` is how many it takes over all processes and micro-batches (0: unknown)."""
+        self._begin_step(step, images)
+        completed = False
+        try:
+            yield
+            completed = True
+        finally:
+            self._end_step(completed=completed)
 
     def span(self, name: str) -> _Span:
         """Return a named range as a context, inside or outside of a step; most code calls `span` instead.

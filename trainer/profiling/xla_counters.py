@@ -46,7 +46,8 @@ class XlaCounters:
         self._seconds: dict[int, float] = {}
         self._fallbacks: Counter[str] = Counter()
         self._compiled = _Compiled()
-        self._beside_s = 0.0
+        self.beside_s = 0.0
+        """Seconds in the compiler between the steps."""
         self._fallbacks_before: Mapping[str, int] = {}
         self._transfers_before = math.nan
         self._began = _Totals()
@@ -90,12 +91,7 @@ class XlaCounters:
 
     def _count_beside(self) -> None:
         _, seconds = self._compiled.since_last()
-        self._beside_s += seconds
-
-    @property
-    def beside_s(self) -> float:
-        """Seconds in the compiler between the steps."""
-        return self._beside_s
+        self.beside_s += seconds
 
     @property
     def compiling(self) -> bool:
