@@ -299,9 +299,9 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, no
     last_start = max((failure["start"] for _, failure in written), default=0)
     reported = [entry for entry in written if entry[1]["start"] == last_start]
     missed = {rank for rank, failure in reported if _LOST_CONNECTION.search(failure["message"])}
-    if PREEMPTED_EXIT_CODE in exit_codes.values() and all(
-        code == PREEMPTED_EXIT_CODE or rank in missed for rank, code in exit_codes.items()
-    ):  # one was asked to end, and the others were too, or report a lost connection
+    # One was asked to end, and the others were too, or report a lost connection.
+    explained = (code == PREEMPTED_EXIT_CODE or rank in missed for rank, code in exit_codes.items())
+    if PREEMPTED_EXIT_CODE in exit_codes.values() and all(explained):
         return PreemptedError(
             f"{spec.stage}: was asked to end; what was written is kept, and the same command continues from there"
         )

@@ -221,9 +221,7 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
         )
     pairs = [Pair(name=name, before=before.trainings[name], after=after.trainings[name]) for name in names]
     counts = [side.run.get("dataset") if side.run else None for side in (before, after)]
-    same_data = (
-        False if all(counts) and counts[0] != counts[1] else None
-    )  # if neither fingerprints nor counts are recorded
+    same_data = False if all(counts) and counts[0] != counts[1] else None  # None: nothing tells
     if before.dataset and after.dataset:
         same_data = before.dataset == after.dataset
     accuracy = ""

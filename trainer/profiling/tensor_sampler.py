@@ -92,9 +92,8 @@ class TensorStats:
         """Mean over each tensor's sample of every quantity [E]: [Q, T]."""
         values = torch.stack([quantity.float() for quantity in quantities], dim=1)
         if self._owners is None:
-            return torch.segment_reduce(
-                values, "mean", lengths=self._lengths, axis=0, unsafe=True
-            ).T  # checks would wait
+            # `unsafe` leaves out checks, which would wait for the device
+            return torch.segment_reduce(values, "mean", lengths=self._lengths, axis=0, unsafe=True).T
         sums = values.new_zeros(len(self.names), len(quantities)).index_add(0, self._owners, values)
         return (sums / self._lengths[:, None]).T
 

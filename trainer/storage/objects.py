@@ -191,9 +191,8 @@ def create_bytes(uri: str | Path, content: bytes) -> bool:
     system, path = locate(uri)
     try:
         call(str(uri), lambda: system.pipe_file(path, content, mode="create"))
-    except (
-        ObjectExistsError
-    ):  # also if a repeated request meets what the first has written, of which only the answer was lost
+    except ObjectExistsError:
+        # Or a repeated request has met what the first one had written, of which only the answer was lost.
         return read_bytes(uri) == content
     return True
 

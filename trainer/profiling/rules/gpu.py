@@ -206,9 +206,8 @@ def host_syncs(case: Case) -> Outcome:
         )
     names = _WAITING_CALLS if on_gpu else (_READ,)
     reads = sum(operator.calls for operator in table.operators if operator.name in names) / table.steps
-    if (
-        not on_gpu
-    ):  # torch itself reads AdamW's step count of each tensor and, in DistributedDataParallel, whether it was used
+    if not on_gpu:
+        # torch itself reads AdamW's step count of each tensor and, in DistributedDataParallel, whether it was used
         norms = zip(rank.tensors.tensors, rank.tensors.values["gradient_norm"], strict=True)
         trained = {name for name, norm in norms if np.isfinite(norm)}
         reads = max(0.0, reads - len(trained) * (2 if rank.record.world_size > 1 else 1))

@@ -33,10 +33,9 @@ def own_work(steps: Steps) -> Series:
 
     On XLA the host waits for the device, and so for the others, where it hands over the step's graph.
     """
-    is_sharded = steps.record.context.settings.get(
-        "zero", False
-    )  # then processes exchange weights in the optimiser, too
-    waiting = ("backward", "dispatch", "optimizer") if is_sharded else ("backward", "dispatch")
+    waiting = ["backward", "dispatch"]
+    if steps.record.context.settings.get("zero"):  # then processes exchange weights in the optimiser, too
+        waiting.append("optimizer")
     return np.asarray(steps.seconds - steps.phase(*waiting) - steps.delayed + steps.delayed_in("backward"))
 
 
