@@ -242,16 +242,17 @@ def _recorded_shares(rank: RankEvidence) -> dict[str, float]:
 
 def _slowest(rank: RankEvidence, measured: Rows) -> list[SlowStep]:
     """The slowest steps that took far longer than the median, the slowest first."""
-    seconds = rank.steps["seconds"]
+    number, seconds = rank.steps["step"], rank.steps["seconds"]
     if not len(measured):
         return []
     slow = measured[seconds[measured] > _SLOW * np.median(seconds[measured])]
     chosen = slow[np.argsort(-seconds[slow], kind="stable")][:_SLOWEST_STEPS]
     phases, delayed, queued = phase_seconds(rank), rank.steps["host_delayed_seconds"], rank.steps["queued"]
+    completed = number - number[0]  # steps before each, as compilations are counted
     has_queue = bool(np.isfinite(queued).any() and np.nanmedian(queued) > 0)
     return [
         SlowStep(
-            step=int(rank.steps["step"][row]),
+            step=int(number[row]),
             start_s=float(rank.steps["start_s"][row]),
             ms=1000 * float(seconds[row]),
             phase_ms={name: 1000 * float(values[row]) for name, values in phases.items()},
@@ -259,15 +260,10 @@ def _slowest(rank: RankEvidence, measured: Rows) -> list[SlowStep]:
             machine=_machine_between(rank.system, rank.steps["start_s"][row], seconds[row]),
             no_batch_ready=has_queue and bool(queued[row] == 0),
             follows=_follows(rank, rank.steps["start_s"][row], float(np.median(seconds[measured]))),
-            graphs=sum(one.graphs for one in rank.record.compilations if one.step == row_number(rank, row)),
+            graphs=sum(one.graphs for one in rank.record.compilations if one.step == completed[row]),
         )
         for row in chosen.tolist()
     ]
-
-
-def row_number(rank: RankEvidence, row: int) -> int:
-    """How many steps the process had completed before the step of a row, as compilations are counted."""
-    return int(rank.steps["step"][row] - rank.steps["step"][0])
 
 
 def _follows(rank: RankEvidence, start_s: float, step_s: float) -> str:
