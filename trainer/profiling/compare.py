@@ -15,11 +15,10 @@ from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Subsection, Table
 from trainer.profiling import findings, labels
-from trainer.profiling.evidence import TrainingEvidence, read_evidence
+from trainer.profiling.evidence import TrainingEvidence, is_core, read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.report import over_time
 from trainer.profiling.rules.outcomes import Finding, NotJudged
-from trainer.profiling.throughput import is_core
 from trainer.profiling.training_summary import OperatorSummary, TrainingSummary, operator_ms, summarize
 from trainer.svg import COLOURS, colour_class
 from trainer.thresholds import RuleSettings

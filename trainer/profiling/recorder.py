@@ -37,13 +37,13 @@ from trainer.profiling.evidence import (
     StepRecord,
     TensorSamples,
     TrainingEvidence,
+    images_per_second,
     write_rank,
 )
 from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.tensor_sampler import TensorSampler
-from trainer.profiling.throughput import images_per_second
 from trainer.profiling.timeline import PROFILER, Clock, CudaClock, HostClock, Timeline, recording_to, seconds_of_a_mark
 
 if TYPE_CHECKING:

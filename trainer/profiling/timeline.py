@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from trainer.profiling.evidence import SPAN_COLUMNS, STEP_COLUMNS
+from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
 from trainer.profiling.series import ThinnedTable
 
 Mark = TypeVar("Mark")
@@ -128,12 +128,6 @@ class ThreadTime:
         return math.nan if self._file is None else int(os.pread(self._file, 64, 0).split()[1])
 
 
-PHASES = ("data", "to_device", "teacher_forward", "forward", "backward", "optimizer")
-"""The phases that every training loop has, in their order."""
-OTHER = "other"
-"""What remains of a step."""
-BETWEEN = "between"
-"""What remains between steps."""
 INTERRUPTED = "interrupted"
 """A step that ended with an exception."""
 PROFILER = "profiler"

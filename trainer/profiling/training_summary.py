@@ -1,6 +1,6 @@
 """The numbers of the profile report, computed from the evidence; `summary.json` of the report holds exactly these.
 
-Times of steps are those of the measured steps (`trainer.profiling.throughput`). Shares of the whole recording are taken from sums over
+Times of steps are those of the measured steps (`trainer.profiling.evidence`). Shares of the whole recording are taken from sums over
 everything.
 """
 
@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 
 from trainer.costs import Machines
-from trainer.profiling.evidence import AttemptRecord, CommunicationRecord, Operator, RankEvidence, TrainingEvidence
-from trainer.profiling.rules.outcomes import Case
-from trainer.profiling.rules.processes import communication_share
-from trainer.profiling.series import Rows, Series, mean_in_bins
-from trainer.profiling.throughput import (
+from trainer.profiling.evidence import (
+    BETWEEN,
+    OTHER,
+    PHASES,
+    AttemptRecord,
+    CommunicationRecord,
+    Operator,
+    RankEvidence,
     Spread,
+    TrainingEvidence,
     images_per_second,
     is_core,
     measured_steps,
@@ -28,7 +32,9 @@ from trainer.profiling.throughput import (
     spread,
     step_ms,
 )
-from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
+from trainer.profiling.rules.outcomes import Case
+from trainer.profiling.rules.processes import communication_share
+from trainer.profiling.series import Rows, Series, mean_in_bins
 from trainer.thresholds import RuleSettings
 
 _SLOWEST_STEPS = 8

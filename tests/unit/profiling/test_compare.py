@@ -14,9 +14,8 @@ from trainer.config import ProfileSettings
 from trainer.errors import EXIT_CODE, ArtifactError
 from trainer.profiling.compare import ComparedRun, Comparison, change, compare, read_compared_run, text
 from trainer.profiling.compare import page as compare_page
-from trainer.profiling.evidence import TrainingEvidence
+from trainer.profiling.evidence import Spread, TrainingEvidence
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
-from trainer.profiling.throughput import Spread
 from trainer.profiling.training_summary import PhaseSummary, TrainingSummary, summarize
 from trainer.stages import profile
 

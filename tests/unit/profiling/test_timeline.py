@@ -7,13 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from trainer.profiling.evidence import BETWEEN, OTHER, PHASES
 from trainer.profiling.timeline import (
-    BETWEEN,
     INTERRUPTED,
     MOST_PENDING,
     MOST_RANGES,
-    OTHER,
-    PHASES,
     PROFILER,
     HostClock,
     Timeline,

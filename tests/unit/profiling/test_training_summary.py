@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.profiling.evidence import TrainingEvidence, read_evidence
-from trainer.profiling.throughput import measured_steps
+from trainer.profiling.evidence import TrainingEvidence, measured_steps, read_evidence
 from trainer.profiling.training_summary import summarize
 
 

@@ -10,11 +10,9 @@ from trainer import charts
 from trainer.charts import BINS, ChartLine, Lane, MarkedTime, by_colour
 from trainer.pages import Figure, Legend, Subsection
 from trainer.profiling import labels
-from trainer.profiling.evidence import RankEvidence, TrainingEvidence
+from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, RankEvidence, TrainingEvidence, is_core, phase_seconds
 from trainer.profiling.findings import RankedFinding
 from trainer.profiling.series import Series, mean_in_bins, spread_over, thin_curve
-from trainer.profiling.throughput import is_core, phase_seconds
-from trainer.profiling.timeline import BETWEEN, OTHER, PHASES
 from trainer.profiling.training_summary import TrainingSummary
 from trainer.svg import colour_class
 

@@ -8,8 +8,7 @@ from trainer import formatting
 from trainer.charts import Bar, BarPart, StackedRow, bars, by_colour, histogram, stacked_bar, stacked_rows
 from trainer.pages import Block, Details, Figure, Legend, Paragraph, Subsection, Table
 from trainer.profiling import labels
-from trainer.profiling.evidence import Operator, TrainingEvidence
-from trainer.profiling.throughput import Spread, is_core, measured_steps
+from trainer.profiling.evidence import Operator, Spread, TrainingEvidence, is_core, measured_steps
 from trainer.profiling.training_summary import OperatorSummary, SlowStep, TrainingSummary, operator_ms
 from trainer.svg import colour_class
 

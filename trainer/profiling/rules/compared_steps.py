@@ -12,10 +12,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.evidence import RankEvidence, phase_of
 from trainer.profiling.rules.outcomes import Case, NotJudged
 from trainer.profiling.series import Series
-from trainer.profiling.throughput import phase_of
 
 FEWEST_STEPS = 30
 """Fewer steps may be an exception."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from trainer import formatting
 from trainer.config import ReinforceSettings
-from trainer.profiling.evidence import RankEvidence, TransferRecord
+from trainer.profiling.evidence import RankEvidence, TransferRecord, is_core, phase_shares
 from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, is_traced, usual, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
 from trainer.profiling.rules.outcomes import (
@@ -23,7 +23,6 @@ from trainer.profiling.rules.outcomes import (
 )
 from trainer.profiling.rules.processes import communication, load_balance, stragglers
 from trainer.profiling.series import Series
-from trainer.profiling.throughput import is_core, phase_shares
 
 FEWEST_SAMPLES = 20
 """Fewer samples of the system may be an exception."""

@@ -8,12 +8,11 @@ from itertools import pairwise
 import numpy as np
 
 from trainer.costs import duration_text
-from trainer.profiling.evidence import CompilationRecord, RankEvidence
+from trainer.profiling.evidence import CompilationRecord, RankEvidence, phase_of, step_ms
 from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, is_traced, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, first_cause, rule
 from trainer.profiling.series import Series
-from trainer.profiling.throughput import phase_of, step_ms
 
 _AVOIDABLE: Mapping[str, str] = {
     "compile": "keep compiled graphs between runs (TORCHINDUCTOR_CACHE_DIR on a volume that stays), or set compile=off",

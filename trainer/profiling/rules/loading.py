@@ -12,11 +12,10 @@ from typing import Literal
 
 import numpy as np
 
-from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.evidence import RankEvidence, is_core
 from trainer.profiling.rules.compared_steps import Steps, at_steps, had_core, usual
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule
 from trainer.profiling.series import Series
-from trainer.profiling.throughput import is_core
 
 _MARGIN = 1.25
 """Loader processes together should be this many times as fast as the step, since rates vary."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from trainer.config import EvidenceSettings
 from trainer.profiling.evidence import (
+    PHASES,
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
     CompilationRecord,
@@ -23,7 +24,6 @@ from trainer.profiling.evidence import (
 )
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
-from trainer.profiling.timeline import PHASES
 from trainer.thresholds import RuleSettings
 
 GPU = "cuda:0 (a GPU)"
