@@ -113,19 +113,12 @@ def _latency(both: Mapping[str, Measured], machine: Machine) -> PageSection:
 
 
 def _calibration(both: Mapping[str, Measured]) -> PageSection:
-    drawn = [
-        ReliabilityCurve(
-            name=name,
-            confidence=one.calibration.confidence,
-            accuracy=one.calibration.accuracy,
-            counts=one.calibration.counts,
-        )
-        for name, one in both.items()
-    ]
-    legend = [
-        (f"g{series}", f"{name}, error {measured.calibration.error:.3f}")
-        for series, (name, measured) in enumerate(both.items())
-    ]
+    drawn, legend = [], []
+    for series, (name, measured) in enumerate(both.items()):
+        one = measured.calibration
+        curve = ReliabilityCurve(name=name, confidence=one.confidence, accuracy=one.accuracy, counts=one.counts)
+        drawn.append(curve)
+        legend.append((f"g{series}", f"{name}, error {one.error:.3f}"))
     caption = "How often a prediction is right, by its confidence; above the dotted line the model is too modest, below it too sure"
     return PageSection("Calibration", [Legend(legend), Figure(charts.reliability(drawn, "Calibration"), caption)])
 

@@ -464,13 +464,10 @@ def _at(content: Mapping[str, Any], keys: Sequence[str]) -> float | None:
 
 def _settings(before: ComparedRun, after: ComparedRun) -> Table:
     """List the settings that differ."""
-    whole = before.run is not None and after.run is not None
-    sides = [
-        side.run["settings"]
-        if whole and side.run is not None
-        else {name: training.settings for name, training in side.trainings.items()}
-        for side in (before, after)
-    ]
+    if before.run is not None and after.run is not None:
+        sides = [before.run["settings"], after.run["settings"]]
+    else:
+        sides = [{name: one.settings for name, one in side.trainings.items()} for side in (before, after)]
     a, b = (dict(_flat(settings)) for settings in sides)
     rows: list[Row] = []
     for name in {**a, **b}:

@@ -436,11 +436,8 @@ def _read_training(directory: Path) -> TrainingEvidence:
     for name in dict.fromkeys(names):
         steps, seconds, values = (column[names == name] for column in columns)
         curves[str(name)] = Curve(steps=steps, seconds=seconds, values=values)
-    return TrainingEvidence(
-        name=directory.name,
-        ranks=[_read_rank(directory, record) for record in records],
-        metrics=curves,
-    )
+    ranks = [_read_rank(directory, record) for record in records]
+    return TrainingEvidence(name=directory.name, ranks=ranks, metrics=curves)
 
 
 def _read_record(path: Path) -> RankRecord:

@@ -113,15 +113,8 @@ def _measure(layers: Layers, name: str, title: str) -> Figure | None:
     caption = f"{title} of each layer, each time it was sampled, logarithmic."
     if layers.broken.any():
         caption += " Red: weights or gradients that are not finite."
-    return _map(
-        layers.names,
-        layers.steps,
-        0.1 + 0.9 * shares,
-        layers.broken,
-        title,
-        caption,
-        [f"{10**end:.1e}" for end in (low, high)],
-    )
+    ends = f"{10**low:.1e}", f"{10**high:.1e}"
+    return _map(layers.names, layers.steps, 0.1 + 0.9 * shares, layers.broken, title, caption, ends)
 
 
 def _map(
@@ -148,6 +141,11 @@ def _map(
 
 
 def _table(layers: Layers) -> Details:
+    headers = [
+        "Layer",
+        *(f"{title}, {when}" for _, title in _MEASURES for when in ("first", "last")),
+        "Samples not finite",
+    ]
     rows = []
     for row, name in enumerate(layers.names):
         cells = [formatting.clipped(name, 60)]
@@ -155,14 +153,8 @@ def _table(layers: Layers) -> Details:
             known = layers.values[measure][row]
             known = known[np.isfinite(known)]
             cells += [f"{value:.2e}" for value in known[[0, -1]]] if len(known) else ["none", "none"]
-        rows.append(
-            [*cells, f"{int(layers.broken[row].sum())} of {len(layers.steps)}" if layers.broken[row].any() else "none"]
-        )
-    headers = [
-        "Layer",
-        *(f"{title}, {when}" for _, title in _MEASURES for when in ("first", "last")),
-        "Samples not finite",
-    ]
+        broken = int(layers.broken[row].sum())
+        rows.append([*cells, f"{broken} of {len(layers.steps)}" if broken else "none"])
     return Details("The layers in numbers", [Table(headers, rows)])
 
 
@@ -180,13 +172,5 @@ def _attention(metrics: Mapping[str, Curve]) -> Figure | None:
     low, high = float(known.min()), float(known.max())
     shares = (values - low) / (high - low) if high > low else np.where(np.isfinite(values), 0.5, np.nan)
     caption = "Entropy of each block's attention, as a share of the largest possible: 0 attends to one place, 1 to all places alike."
-    broken = np.zeros(values.shape, dtype=bool)
-    return _map(
-        list(curves),
-        steps,
-        0.1 + 0.9 * shares,
-        broken,
-        "Entropy of the attention",
-        caption,
-        [f"{low:.2f}", f"{high:.2f}"],
-    )
+    title, ends, broken = "Entropy of the attention", (f"{low:.2f}", f"{high:.2f}"), np.zeros(values.shape, dtype=bool)
+    return _map(list(curves), steps, 0.1 + 0.9 * shares, broken, title, caption, ends)

@@ -85,21 +85,16 @@ def findings(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) ->
     known = {summary.name: summary for summary in summaries}
     cards: list[Block] = [card(index + 1, one, known) for index, one in enumerate(ranked)]
     healthy = [(one, one.outcome.text) for one in answers if isinstance(one.outcome, Healthy)]
-    short, unjudged = (
-        [
-            (one, one.outcome.reason)
-            for one in answers
-            if isinstance(one.outcome, NotJudged) and one.outcome.too_short == too_short
-        ]
-        for too_short in (True, False)
-    )
+    unjudged = [(one, one.outcome) for one in answers if isinstance(one.outcome, NotJudged)]
+    too_short = [(one, outcome.reason) for one, outcome in unjudged if outcome.too_short]
+    others = [(one, outcome.reason) for one, outcome in unjudged if not outcome.too_short]
     return PageSection(
         f"Findings: {len(ranked) - notes}" + (f", notes: {notes}" if notes else ""),
         [
             *(cards or [Paragraph("None.")]),
             _folded("the rule found nothing", "What it saw", healthy),
-            _folded("the training was too short for the rule", "What is missing", short),
-            _folded("the rule could not judge", "Why", unjudged),
+            _folded("the training was too short for the rule", "What is missing", too_short),
+            _folded("the rule could not judge", "Why", others),
         ],
     )
 

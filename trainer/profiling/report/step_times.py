@@ -150,15 +150,10 @@ def operators(summary: TrainingSummary, top: int) -> Subsection:
         return Subsection(title, [Paragraph(f"Not recorded: {reason}.")])
     total = max(sum(seen.categories.values()), 1e-12)
     place = "on the device" if seen.clock == "device" else "on the CPU"
-    rows = [
-        Bar(
-            name="forward",
-            label=name,
-            value=ms,
-            note=f"{formatting.percent(ms / total)}  ·  {formatting.milliseconds(ms)}",
-        )
-        for name, ms in seen.categories.items()
-    ]
+    rows = []
+    for name, ms in seen.categories.items():
+        note = f"{formatting.percent(ms / total)}  ·  {formatting.milliseconds(ms)}"
+        rows.append(Bar(name="forward", label=name, value=ms, note=note))
     caption = f"Own time {place} for each kind of work, a step, over {seen.steps} steps of torch.profiler (rank 0)."
     blocks: list[Block] = [Figure(bars(rows, "ms a step", "Operators by kind of work"), caption)]
     blocks.append(_table("Operator", seen.operators[:top], seen, total))
