@@ -101,9 +101,8 @@ def _step_lanes(rank: RankEvidence, edges: Series, duration: float) -> list[Lane
     lanes = [charts.line_lane("Steps", "ms", curves, duration, height=54)]
     if np.isfinite(rank.steps["queued"]).any():
         centres, queued = _by_bin(rank, rank.steps["queued"], edges)
-        curve = ChartLine(
-            style="s0", label="ready", seconds=centres, values=np.array([values.mean() for values in queued])
-        )
+        ready = np.array([values.mean() for values in queued])
+        curve = ChartLine(style="s0", label="ready", seconds=centres, values=ready)
         lanes.append(charts.line_lane("Loaders", "batches ready", [curve], duration, height=54, high=2.0))
     return lanes
 
@@ -121,13 +120,11 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
     if cores:
         lanes.append(charts.heat_lane("CPU cores", "% busy", np.stack(cores)))
     for title, unit, factor, high, signals in _MACHINE:
-        columns = [(style, column, label) for style, column, label in signals if column in system]
-        means = [mean_in_bins(ends, system[column] * factor, edges) for _, column, _ in columns]
-        curves = [
-            ChartLine(style=style, label=label, seconds=centres, values=values)
-            for (style, _, label), values in zip(columns, means, strict=True)
-        ]
-        curves = [curve for curve in curves if np.isfinite(curve.values).any()]
+        curves = []
+        for style, column, label in signals:
+            values = mean_in_bins(ends, system[column] * factor, edges) if column in system else np.array([])
+            if np.isfinite(values).any():
+                curves.append(ChartLine(style=style, label=label, seconds=centres, values=values))
         if curves:
             lanes.append(charts.line_lane(title, unit, curves, duration, height=54, high=high))
     return lanes
