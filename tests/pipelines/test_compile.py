@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -16,15 +17,22 @@ from pipelines import compile as compilation
 from pipelines.distillation import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
 from trainer.graph import OPTIONAL_STAGES, STAGES
 
+compiled_text = functools.cache(compilation.compiled_text)  # a second each
+
+
+def load(text):
+    """The pipeline and what is Kubernetes' of it."""
+    return yaml.load_all(text, Loader=yaml.CSafeLoader)
+
 
 @pytest.fixture(scope="module")
 def compiled():
-    return next(iter(yaml.safe_load_all(compilation.compiled_text())))
+    return next(load(compiled_text()))
 
 
 @pytest.fixture(scope="module")
 def pods():
-    _, platforms = yaml.safe_load_all(compilation.compiled_text())
+    _, platforms = load(compiled_text())
     return platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
 
 
@@ -50,13 +58,14 @@ def constant(compiled, task, name):
 
 
 def test_the_committed_file_is_fresh():
-    assert compilation.COMPILED.read_text() == compilation.compiled_text(), "run `make compile`"
+    assert compilation.COMPILED.read_text() == compiled_text(), "run `make compile`"
 
 
 def test_check_fails_on_a_stale_file_and_writes_nothing(tmp_path, monkeypatch, capsys):
     stale = tmp_path / "distillation.yaml"
     stale.write_text("old")
     monkeypatch.setattr(compilation, "COMPILED", stale)
+    monkeypatch.setattr(compilation, "compiled_text", compiled_text)
     assert compilation.main(["--check"]) == 1
     assert stale.read_text() == "old"
     assert "make compile" in capsys.readouterr().err
@@ -75,7 +84,7 @@ def test_compiling_imports_nothing_heavy():
 
 def test_every_stage_is_a_task_of_its_name(compiled):
     assert set(stages_of(compiled)) == {"configure", *TASKS.values()}
-    assert compilation.task_names(compilation.compiled_text()) == {*stages_of(compiled), "finish"}
+    assert compilation.task_names(compiled_text()) == {*stages_of(compiled), "finish"}
 
 
 def test_finish_runs_however_the_stages_end(compiled):
@@ -97,7 +106,7 @@ def test_the_place_of_the_recorded_outputs_comes_from_reinforce_which_knows_whet
 
 @pytest.mark.parametrize("optional", [(), ("warm_up",), ("reinforce",), OPTIONAL_STAGES], ids=" ".join)
 def test_a_graph_has_the_stages_that_are_asked_for_and_every_input_comes_from_the_stage_that_makes_it(optional):
-    compiled = next(iter(yaml.safe_load_all(compilation.compiled_text(optional))))
+    compiled = next(load(compiled_text(optional)))
     there = [name for name in STAGES if name in optional or name not in OPTIONAL_STAGES]
     assert set(stages_of(compiled)) == {"configure", *(TASKS[name] for name in there)}
     makers = {key: name for name in there for key in STAGES[name].outputs if key != "evidence"}
@@ -121,13 +130,13 @@ def test_every_stage_gets_its_own_section_and_distill_what_tune_makes_of_it(comp
     for name in STAGES:
         maker = "tune" if name == "distill" else "configure"
         assert source_of(compiled, TASKS[name], "settings") == (maker, name)
-    plain = next(iter(yaml.safe_load_all(compilation.compiled_text(()))))
+    plain = next(load(compiled_text(())))
     assert source_of(plain, "distill", "settings") == ("configure", "distill")
 
 
 def test_a_task_is_the_same_in_every_graph_so_that_its_cached_result_counts(compiled):
     """KFP's key: image, command, inputs by value, and the specification of the outputs."""
-    plain = next(iter(yaml.safe_load_all(compilation.compiled_text(()))))
+    plain = next(load(compiled_text(())))
     for name in stages_of(plain):
         assert plain["components"][f"comp-{name}"] == compiled["components"][f"comp-{name}"]
         executor = f"exec-{name}"
@@ -176,9 +185,9 @@ def test_every_parameter_has_a_default_and_a_description(compiled):
 
 
 def test_another_image_replaces_the_image_everywhere_and_nothing_else(compiled):
-    text = compilation.compiled_text()
-    local, platforms = yaml.safe_load_all(compilation.with_image(text, "elsewhere:1"))
-    other, platforms_there = yaml.safe_load_all(compilation.for_cluster(text, "elsewhere:1"))
+    text = compiled_text()
+    local, platforms = load(compilation.with_image(text, "elsewhere:1"))
+    other, platforms_there = load(compilation.for_cluster(text, "elsewhere:1"))
     containers = [executor["container"] for executor in other["deploymentSpec"]["executors"].values()]
     assert [container.pop("image") for container in containers] == ["elsewhere:1"] * len(
         other["deploymentSpec"]["executors"]
@@ -186,7 +195,7 @@ def test_another_image_replaces_the_image_everywhere_and_nothing_else(compiled):
     assert all(container.pop("env") == [{"name": IMAGE_VARIABLE, "value": "elsewhere:1"}] for container in containers)
     for executor in local["deploymentSpec"]["executors"].values():
         assert executor["container"].pop("image") == "elsewhere:1"
-    original, original_platforms = yaml.safe_load_all(text)
+    original, original_platforms = load(text)
     originals = [executor["container"].pop("image") for executor in original["deploymentSpec"]["executors"].values()]
     assert set(originals) == {IMAGE}
     assert (other, platforms_there) == (original, original_platforms) == (local, platforms)
