@@ -344,7 +344,7 @@ def register(
         report: The report on both trainings.
         evaluation: The measurements and the verdict.
         teacher_outputs: The teacher's recorded outputs; empty: the teacher ran in every step.
-        tuning: The forecast of the distillation; empty: nobody made one.
+        tuning: The forecast of the distillation; empty: none was made.
         warmed: The report on what was compiled beforehand; empty: nothing was.
     """
     import json

@@ -262,7 +262,7 @@ def test_a_loop_without_a_length_ends_with_its_last_batch(loop, tmp_path):
         train(recording, loop, batches=iter(batches[:2]))
     [training] = read_evidence(tmp_path / "evidence").trainings
     assert training.ranks[0].steps["step"].tolist() == list(range(14))
-    assert training.ranks[0].record.steps.images == 0  # nobody said how many a batch has
+    assert training.ranks[0].record.steps.images == 0  # the loop did not say how many a batch has
 
 
 def test_steps_of_ones_own_have_their_images(loop, tmp_path):

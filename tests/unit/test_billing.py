@@ -127,7 +127,7 @@ def test_what_a_failure_cost_is_lost_and_what_a_checkpoint_kept_is_not(tmp_path)
     bill = stage_bill("distill", manifest(), evidence(tmp_path, record(attempts=(first, second, third))))
     assert bill.parts["lost"] == pytest.approx(0.2 * 100 + 10)
     assert bill.parts["training"] == pytest.approx(85 + 0.8 * 100)
-    assert bill.seconds == pytest.approx(113 + 110)  # what lies between the attempts is nobody's
+    assert bill.seconds == pytest.approx(113 + 110)  # the time between the attempts is not billed
     assert bill.iterations_per_second == pytest.approx(2.0)
 
 
