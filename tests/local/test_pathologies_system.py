@@ -166,7 +166,8 @@ def test_a_long_start_up_is_found_by_its_rule_alone(patient):
     rules = RuleSettings(start_up=StartUp(largest_minutes=3 / 60))
     found = findings(patient.distil(fault=slow), rules)
     assert set(found) == {"start_up"}, found
-    assert findings(patient.distil(), rules) == {}
+    # No other rule fires on a healthy training either, which has a test of its own.
+    assert "start_up" not in findings(patient.distil(), rules)
 
 
 def test_recording_too_much_is_found_by_its_rule_alone(patient):
