@@ -82,7 +82,7 @@ def installed(kind):
 
 
 def eventually(condition, *, seconds, what):
-    """Wait until a condition gives something true, and give that."""
+    """Wait until a condition gives something true, and give that. One that can no longer come true raises an error itself."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := condition():
@@ -156,11 +156,12 @@ def deploy(settings, *, wait, pool="cpu", further=()):
 
 @contextlib.contextmanager
 def pool(**fields):
-    """Add a pool to those that the cluster knows, like `cpu` except for these fields; gives its name."""
+    """Add a pool to those that the cluster knows, like `cpu` except for these fields and for one core a pod; gives its name."""
     name = f"test-{secrets.token_hex(4)}"
-    table = "\n".join(
-        [f"[pools.{name}]", 'based_on = "cpu"', *(f"{key} = {json.dumps(value)}" for key, value in fields.items()), ""]
-    )
+    # Threads of several pods that wait for one another on few cores cost more than they give.
+    own = {**fields, "resources.cpu": 1}
+    lines = [f"[pools.{name}]", 'based_on = "cpu"', *(f"{key} = {json.dumps(value)}" for key, value in own.items()), ""]
+    table = "\n".join(lines)
 
     def change(edit):
         """Another test may do the same now: the API server refuses to replace what has changed meanwhile."""

@@ -22,9 +22,16 @@ def settings():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings):
+def small():
+    """A pool whose jobs try nothing again."""
+    with pool() as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings, small):
     """A run that nothing befalls."""
-    run = deploy(settings(), wait=True)
+    run = deploy(settings(), wait=True, pool=small)
     assert run.exit_code == 0, run.output
     return run
 
@@ -33,12 +40,17 @@ def undisturbed(settings):
 def struck(settings, run_pipeline):
     """Run the pipeline on a pool while these faults strike its distillation, each when a step has been done since the one before."""
 
-    def strike(faults, **there):
-        run = run_pipeline(settings(), length="", wait=False, **there)
+    def strike(faults, pool):
+        run = run_pipeline(settings(), length="", wait=False, pool=pool)
         with Watch(run, "distill") as watch:
+
+            def stepped(since):
+                assert run.phase() in {"Pending", "Running"}, f"the run ended before all of {faults} could strike"
+                return len(watch.lines) > since
+
             for fault in faults:
                 seen = len(watch.lines)
-                eventually(lambda seen=seen: len(watch.lines) > seen, seconds=2400, what=f"a step before: {fault}")
+                eventually(lambda seen=seen: stepped(seen), seconds=2400, what=f"a step before: {fault}")
                 FAULTS[fault](run, "distill")
         assert run.wait().exit_code == 0, run.output
         return run
@@ -57,9 +69,9 @@ def attempts(run):
     return [job["metadata"]["labels"]["vit-distillation/attempt"] for job in run.jobs("distill")]
 
 
-def test_mlflow_is_away_then_the_task_is_killed_and_then_the_master(undisturbed, struck, mlflow):
+def test_mlflow_is_away_then_the_task_is_killed_and_then_the_master(undisturbed, struck, mlflow, small):
     """One job goes through the first two. Its pool tries nothing again, so that the third one costs it, and a second one is made."""
-    run = struck(["MLflow away", "task killed", "master killed"])
+    run = struck(["MLflow away", "task killed", "master killed"], small)
     assert is_the_same(mlflow, run, undisturbed)
     assert sorted(attempts(run)) == ["1", "2"]
     tries = run.task_pods("distill")
@@ -67,8 +79,8 @@ def test_mlflow_is_away_then_the_task_is_killed_and_then_the_master(undisturbed,
     assert "exists already; following it" in kubectl("logs", tries[1]["metadata"]["name"], "--container=main")
 
 
-def test_the_store_is_away_and_the_controllers_are_restarted(undisturbed, struck, mlflow):
-    run = struck(["store away", "controllers restarted"])
+def test_the_store_is_away_and_the_controllers_are_restarted(undisturbed, struck, mlflow, small):
+    run = struck(["store away", "controllers restarted"], small)
     assert is_the_same(mlflow, run, undisturbed)
     assert attempts(run) == ["1"]
 
@@ -85,7 +97,7 @@ def spot_node():
 def test_a_spot_pool_loses_machines(undisturbed, struck, mlflow, spot_node):
     """One job survives them all."""
     with pool(spot=True) as name:
-        run = struck(["master deleted", "worker killed", "node tainted"], pool=name)
+        run = struck(["master deleted", "worker killed", "node tainted"], name)
     assert is_the_same(mlflow, run, undisturbed)
     assert attempts(run) == ["1"]
 
