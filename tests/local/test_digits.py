@@ -63,18 +63,16 @@ def run(folder, *arguments, processes):
 
 
 @pytest.mark.slow
-def test_the_whole_run_and_the_same_again(tmp_path):
-    """On one process, which takes half of the cores and learns the same."""
-    ended = run(tmp_path, processes=1)
+def test_a_small_run_and_the_same_again(tmp_path):
+    """One epoch of each training. On one process, which takes half of the cores and learns the same."""
+    small = ["--set", *SMALL.split()]
+    ended = run(tmp_path, *small, processes=1)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
     assert list(missing(KEYS, summary)) == []
     assert summary["dataset"]["train"] + summary["dataset"]["val"] + summary["dataset"]["test"] == 1797
-    assert summary["teacher"]["test"]["top1"] >= 0.95  # 97 % is the mean of three seeds: docs/experiments.md
-    assert summary["student"]["test"]["top1"] >= 0.93
     assert summary["teacher"]["parameters"] >= 10 * summary["student"]["parameters"]
-    assert summary["verdict"] == {"passed": True, "reasons": []}
     assert summary["mlflow"]["model_version"] == "1"
     for place in summary["reports"].values():
         assert (tmp_path / place).stat().st_size > 1000
@@ -86,13 +84,23 @@ def test_the_whole_run_and_the_same_again(tmp_path):
     assert {"startup", "training", "evaluation", "checkpoints"} <= set(distill.parts)
     assert distill.dollars is None
 
-    again = run(tmp_path, "--output", str((tmp_path / "runs" / "latest").resolve()), processes=1)
+    again = run(tmp_path, "--output", str((tmp_path / "runs" / "latest").resolve()), *small, processes=1)
     assert again.returncode == 0, again.stderr
     for stage in ("pretrain", "distill", "profile", "evaluate"):
         assert f"{stage}  kept from an earlier run in the same output" in again.stderr
     repeated = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
     assert repeated["student"] == summary["student"]
     assert repeated["mlflow"]["run_id"] == summary["mlflow"]["run_id"]
+
+
+@pytest.mark.long
+def test_the_recipe_reaches_its_accuracy(tmp_path):
+    ended = run(tmp_path, processes=1)
+    assert ended.returncode == 0, ended.stderr
+    summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
+    assert summary["teacher"]["test"]["top1"] >= 0.95  # 97 % is the mean of three seeds: docs/experiments.md
+    assert summary["student"]["test"]["top1"] >= 0.93
+    assert summary["verdict"] == {"passed": True, "reasons": []}
 
 
 @pytest.mark.slow
