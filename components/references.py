@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-from trainer import artifacts
+from trainer import artifacts, limits, storage
 from trainer.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -26,6 +26,49 @@ def to(uri: str, kind: Kind) -> str:
         ArtifactError: it is not there.
     """
     return f"{uri}#{kind}={artifacts.manifest(uri, kind).fingerprint}"
+
+
+def shared(uri: str, kind: Kind, run: str) -> str:
+    """Make the reference to what a run made, or return that to the same content if another run made it before.
+
+    Runs that start together each make the same data set. With two references to it, a later run would get one of them from KFP's cache,
+    and train again what the cache has under the other.
+
+    Args:
+        uri: the artifact's, in the run's folder of the pipeline's root: `ROOT/RUN/...`.
+        kind: the artifact's.
+        run: the id of the run; empty where there is none, as in `kfp.local`.
+
+    Raises:
+        ArtifactError: it is not there.
+    """
+    reference = to(uri, kind)
+    root, inside, _ = uri.partition(f"/{run}/")
+    if not (run and inside):
+        return reference
+    entry = storage.join(root, "references", f"{kind}-{_parts(reference)['fingerprint']}")
+    if storage.create_bytes(entry, reference.encode()):
+        return reference
+    earlier = storage.read_limited(entry, limits.TOML_BYTES).decode(errors="replace")
+    if _is_complete(earlier, kind, _parts(reference)["fingerprint"]):
+        return earlier
+    storage.write_bytes(entry, reference.encode())
+    return reference
+
+
+def _is_complete(reference: str, kind: Kind, fingerprint: str) -> bool:
+    """Check that a reference is to this content, and that every file of it is there. Their sizes are compared, and nothing is read."""
+    parts = _PATTERN.fullmatch(reference)
+    if parts is None or parts.group("kind", "fingerprint") != (kind, fingerprint):
+        return False
+    try:
+        content = artifacts.manifest(parts["uri"], kind)
+    except ArtifactError:  # removed since
+        return False
+    sizes = storage.files(parts["uri"])
+    return content.fingerprint == fingerprint and all(
+        sizes.get(name) == record["size"] for name, record in content.files.items()
+    )
 
 
 def is_reference(text: object) -> bool:

@@ -145,7 +145,8 @@ def _place(name: str) -> str:
 
 
 def _made(stage: str, places: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(references.to(places[name], kind) for name, kind in stages.STAGES[stage].outputs.items())
+    run = os.environ.get("KFP_RUN_ID", "")  # of a run on a cluster
+    return tuple(references.shared(places[name], kind, run) for name, kind in stages.STAGES[stage].outputs.items())
 
 
 def warm_up(settings: str, inputs: Mapping[str, str], place: Placement) -> tuple[str, ...]:

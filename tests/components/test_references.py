@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from components import references
-from trainer import artifacts
+from trainer import artifacts, storage
 from trainer.errors import ArtifactError
 
 
@@ -26,6 +26,53 @@ def test_a_reference_holds_the_place_the_kind_and_the_content(dataset, tmp_path)
     assert references.is_reference(dataset)
     assert not any(references.is_reference(text) for text in ("", "online", str(path), f"{path}#dataset=12", 3))
     assert references.uri_of(dataset) == str(path)
+
+
+@pytest.fixture(params=["folder", "store"])
+def root(request, tmp_path):
+    """A pipeline's root."""
+    if request.param == "folder":
+        return str(tmp_path / "root")
+    return f"s3://{request.getfixturevalue('object_store').bucket}/root"
+
+
+def made(root, run, content="images"):
+    """The reference that a run hands on after it has made a data set."""
+    uri = f"{root}/{run}/prepare/dataset"
+    with artifacts.create(uri, "dataset", settings={}) as draft:
+        (draft.path / "content").write_text(content)
+    return references.shared(uri, "dataset", run)
+
+
+def test_runs_that_make_the_same_hand_on_one_reference(root):
+    """A later run gets either run's from KFP's cache, which must hold what was made of it."""
+    first, second, other = made(root, "run-1"), made(root, "run-2"), made(root, "run-3", "other images")
+    assert first.startswith(f"{root}/run-1/prepare/dataset#dataset=")
+    assert second == first
+    assert other.startswith(f"{root}/run-3/")
+
+
+@pytest.mark.parametrize("lost", ["content", "manifest.json"])
+def test_what_another_run_has_lost_is_not_handed_on(root, lost):
+    first = made(root, "run-1")
+    storage.remove_file(storage.join(references.uri_of(first), lost))
+    second = made(root, "run-2")
+    assert second.startswith(f"{root}/run-2/")
+    assert made(root, "run-3") == second
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff", b"s3://elsewhere/run-1#model=" + b"0" * 64])
+def test_a_spoilt_entry_is_written_again(root, text):
+    entry = f"{root}/references/dataset-{made(root, 'run-1').rpartition('=')[2]}"
+    storage.write_bytes(entry, text)
+    second = made(root, "run-2")
+    assert second.startswith(f"{root}/run-2/")
+    assert storage.read_bytes(entry).decode() == second
+
+
+@pytest.mark.parametrize("run", ["", "elsewhere"])
+def test_outside_of_a_clusters_run_a_task_hands_on_its_own(dataset, run):
+    assert references.shared(references.uri_of(dataset), "dataset", run) == dataset
 
 
 def test_inputs_that_are_not_given_are_left_out(dataset, tmp_path):

@@ -124,6 +124,16 @@ def test_a_stage_on_a_cluster_writes_into_the_store(object_store, monkeypatch):
     assert references.is_whole(made)
 
 
+def test_runs_on_a_cluster_that_make_the_same_hand_on_one_reference(object_store, monkeypatch):
+    made = set()
+    for run in ("run-1", "run-2"):
+        monkeypatch.setenv("KFP_RUN_ID", run)
+        monkeypatch.setattr(artifact_types, "CONTAINER_TASK_ROOT", f"/minio/{object_store.bucket}/v2/{run}/prepare")
+        made |= {*task.run_stage("prepare", PREPARE, {})}
+    (reference,) = made
+    assert reference.startswith(f"minio://{object_store.bucket}/v2/run-1/prepare/dataset#dataset=")
+
+
 def test_a_wrong_setting_ends_the_task(folder, capfd):
     with pytest.raises(SystemExit):
         task.run_stage("prepare", '{"image_size": 1}', {})
