@@ -21,14 +21,24 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
     if process.name not in {"1", str(os.getpid())}:
         os.kill(int(process.name), signal.SIGKILL)
 """
-"""Kills a container's processes but the first, which the kernel protects from those inside: exit code 137, as after an OOM kill.
-Filling the memory from beside a task does not work: the kernel then kills the process that fills it."""
+"""Kills a container's processes but the first, which the kernel protects from those inside: exit code 137, as after an OOM kill."""
+FILL = """
+import os, time
+for _ in range(1024):
+    if os.fork() == 0:
+        held = bytearray(16 << 20)
+        held[::4096] = bytes([1]) * (len(held) // 4096)  # touched, or it takes no memory
+        time.sleep(60)
+        os._exit(0)
+time.sleep(60)
+"""
+"""Fills a container's memory up to its limit with processes that are each smaller than the task. The kernel kills the largest first."""
 
 
-def kill(pod, container="main"):
-    """Kill what runs in a pod's container."""
+def execute(pod, container, script):
+    """Run Python code in a pod's container, which it may not survive."""
     where = ["--namespace", pod["metadata"]["namespace"], pod["metadata"]["name"], "--container", container]
-    command = ["kubectl", "exec", *where, "--", "python", "-c", KILL]
+    command = ["kubectl", "exec", *where, "--", "python", "-c", script]
     subprocess.run(command, capture_output=True, check=False, timeout=120)
 
 
@@ -38,17 +48,17 @@ def kill(pod, container="main"):
 
 def kill_the_master(run: Run, stage: str) -> None:
     """All of its processes, as the kernel does when memory runs out."""
-    kill(run.pods(stage, "master")[0], "pytorch")
+    execute(run.pods(stage, "master")[0], "pytorch", KILL)
 
 
 def kill_a_worker(run: Run, stage: str) -> None:
     """The same for another pod of the job."""
-    kill(run.pods(stage, "worker")[0], "pytorch")
+    execute(run.pods(stage, "worker")[0], "pytorch", KILL)
 
 
-def kill_the_task(run: Run, stage: str) -> None:
-    """The pod that follows the job, not one of the job's."""
-    kill(run.task_pods(stage)[-1])
+def fill_the_task(run: Run, stage: str) -> None:
+    """The pod that follows the job, not one of the job's: the kernel kills it when its memory is full."""
+    execute(run.task_pods(stage)[-1], "main", FILL)
 
 
 def delete_the_master(run: Run, stage: str) -> None:
@@ -110,7 +120,7 @@ def restart_controllers(run: Run, stage: str) -> None:
 FAULTS: dict[str, Callable[[Run, str], None]] = {
     "master killed": kill_the_master,
     "worker killed": kill_a_worker,
-    "task killed": kill_the_task,
+    "task out of memory": fill_the_task,
     "master deleted": delete_the_master,
     "worker deleted": delete_a_worker,
     "node tainted": evict,

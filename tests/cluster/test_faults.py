@@ -69,13 +69,15 @@ def attempts(run):
     return [job["metadata"]["labels"]["vit-distillation/attempt"] for job in run.jobs("distill")]
 
 
-def test_mlflow_is_away_then_the_task_is_killed_and_then_the_master(undisturbed, struck, mlflow, small):
+def test_mlflow_is_away_then_memory_is_full_and_then_the_master_is_killed(undisturbed, struck, mlflow, small):
     """One job goes through the first two. Its pool tries nothing again, so that the third one costs it, and a second one is made."""
-    run = struck(["MLflow away", "task killed", "master killed"], small)
+    run = struck(["MLflow away", "task out of memory", "master killed"], small)
     assert is_the_same(mlflow, run, undisturbed)
     assert sorted(attempts(run)) == ["1", "2"]
     tries = run.task_pods("distill")
     assert len(tries) == 2
+    (first,) = (status for status in tries[0]["status"]["containerStatuses"] if status["name"] == "main")
+    assert first["state"]["terminated"]["reason"] == "OOMKilled"
     assert "exists already; following it" in kubectl("logs", tries[1]["metadata"]["name"], "--container=main")
 
 
