@@ -1,6 +1,7 @@
 """What the API server itself says of our account and of our pods."""
 
 import json
+import secrets
 import subprocess
 
 import pytest
@@ -45,7 +46,7 @@ def test_the_account_may_do_no_more(verb, kind):
 @pytest.fixture
 def strict_namespace():
     """A namespace that refuses pods below the level `restricted`."""
-    name = "vit-distillation-restricted"
+    name = f"vit-distillation-{secrets.token_hex(4)}"
     label = {"pod-security.kubernetes.io/enforce": "restricted"}
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": label}}
     kubectl("apply", "--filename=-", text=json.dumps(body))
