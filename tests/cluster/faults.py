@@ -57,8 +57,18 @@ def kill_a_worker(run: Run, stage: str) -> None:
 
 
 def fill_the_task(run: Run, stage: str) -> None:
-    """The pod that follows the job, not one of the job's: the kernel kills it when its memory is full."""
-    execute(run.task_pods(stage)[-1], "main", FILL)
+    """The pod that follows the job, not one of the job's: the kernel kills it when its memory is full, and another one follows."""
+    before = run.task_pods(stage)
+    execute(before[-1], "main", FILL)
+
+    def followed():
+        *_, pod = run.task_pods(stage)
+        if pod["metadata"]["uid"] == before[-1]["metadata"]["uid"]:
+            return False
+        log = kubectl("logs", pod["metadata"]["name"], "--container=main", check=False)
+        return "following it" in log or pod["status"]["phase"] in {"Succeeded", "Failed"}
+
+    eventually(followed, seconds=180, what="the task's next pod follows the job")
 
 
 def delete_the_master(run: Run, stage: str) -> None:
