@@ -174,7 +174,7 @@ def test_trainings_wait_for_the_warm_up_and_take_nothing_from_it(compiled):
 def test_caching(compiled):
     tasks = {**stages_of(compiled), "finish": compiled["root"]["dag"]["tasks"]["finish"]}
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
-    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile"}
+    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile", "evaluate"}
 
 
 def test_every_parameter_has_a_default_and_a_description(compiled):
