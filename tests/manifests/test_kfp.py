@@ -78,4 +78,4 @@ def test_kfps_own_mlflow_plugin_is_off():
 def test_argo_looks_often():
     """A run of ten small tasks waits for little else."""
     (container,) = patch("workflow-controller.yaml")["spec"]["template"]["spec"]["containers"]
-    assert container == {"name": "workflow-controller", "env": [{"name": "DEFAULT_REQUEUE_TIME", "value": "1s"}]}
+    assert container == {"name": "workflow-controller", "env": [{"name": "DEFAULT_REQUEUE_TIME", "value": "100ms"}]}

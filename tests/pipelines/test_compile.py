@@ -15,6 +15,7 @@ from components.image import IMAGE, IMAGE_VARIABLE
 from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines.distillation import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
+from tests.cluster import empty_pipeline
 from trainer.graph import OPTIONAL_STAGES, STAGES
 
 compiled_text = functools.cache(compilation.compiled_text)  # a second each
@@ -175,6 +176,26 @@ def test_caching(compiled):
     tasks = {**stages_of(compiled), "finish": compiled["root"]["dag"]["tasks"]["finish"]}
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
     assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile", "evaluate"}
+
+
+def test_the_empty_pipeline_has_the_graph_of_a_run_without_optional_stages():
+    """Or its time would say nothing of what Kubeflow Pipelines takes for ours."""
+
+    def shape(text, names):
+        tasks = stages_of(next(load(text)))
+        known = {task: names(task, one) for task, one in tasks.items()}
+        return {
+            known[task]: ({known[other] for other in one.get("dependentTasks", ())}, bool(one["cachingOptions"]))
+            for task, one in tasks.items()
+        }
+
+    ours = shape(compiled_text(()), lambda task, _: task)
+    empty = shape(empty_pipeline.compiled_text(), lambda _, one: one["taskInfo"]["name"])
+    assert empty.keys() == ours.keys()
+    for task, (after, cached) in empty.items():
+        assert cached == ours[task][1]
+        # All of ours wait for configure besides, which comes before all.
+        assert after - {"configure"} == ours[task][0] - {"configure"}
 
 
 def test_every_parameter_has_a_default_and_a_description(compiled):
