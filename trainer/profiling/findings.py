@@ -14,10 +14,10 @@ from trainer import formatting
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.profiling import labels
-from trainer.profiling.evidence import Evidence, TrainingEvidence
+from trainer.profiling.evidence import Evidence
 from trainer.profiling.rules import judge
-from trainer.profiling.rules.outcomes import Case, Finding, Healthy, Judgement, NotJudged, Outcome, setting_of
-from trainer.profiling.training_summary import TrainingSummary, summarize
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, setting_of
+from trainer.profiling.training_summary import TrainingSummary
 from trainer.thresholds import RuleSettings
 
 FINDINGS = "findings.json"
@@ -48,37 +48,26 @@ class RankedFinding:
 
 
 def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
-    """Let every rule judge every training of an evidence artifact."""
-    before: Sequence[TrainingEvidence | None] = [None, *evidence.trainings[:-1]]
+    """Let every rule judge every training of an evidence artifact; a saving's dollars are at the price of the place where it ran."""
     # The length of each recording with what came before it: the parts of the start-up end with the first step, within the recording.
     records = [training.ranks[0].record for training in evidence.trainings]
     stage_s = sum(one.ended_s + max(0.0, sum(one.startup.values()) - (one.first_step_s or 0.0)) for one in records)
-    judgements = [
-        judgement
-        for earlier, training in zip(before, evidence.trainings, strict=False)
-        for judgement in judge(Case(training=training, rules=rules, before=earlier, stage_s=stage_s))
-    ]
-    return answers(judgements, [summarize(training) for training in evidence.trainings])
-
-
-def answers(judgements: Sequence[Judgement], summaries: Sequence[TrainingSummary]) -> list[Answer]:
-    """Add dollars to judgements, by the price of the place where each training ran."""
-    places = {summary.name: summary.place for summary in summaries}
-    result = []
-    for judgement in judgements:
-        place, outcome = places[judgement.training], judgement.outcome
-        saving = outcome.saving if isinstance(outcome, Finding) else None
-        result.append(
-            Answer(
-                rule=judgement.rule.name,
-                title=judgement.rule.title,
-                kind=judgement.rule.kind,
-                training=judgement.training,
-                outcome=outcome,
-                dollars=place.dollars(saving.seconds) if place and saving else None,
+    answers = []
+    for training in evidence.trainings:
+        place = training.ranks[0].record.place
+        for rule, outcome in judge(Case(training=training, rules=rules, stage_s=stage_s)).items():
+            saving = outcome.saving if isinstance(outcome, Finding) else None
+            answers.append(
+                Answer(
+                    rule=rule.name,
+                    title=rule.title,
+                    kind=rule.kind,
+                    training=training.name,
+                    outcome=outcome,
+                    dollars=place.dollars(saving.seconds) if place and saving else None,
+                )
             )
-        )
-    return result
+    return answers
 
 
 def ranked_findings(given: Sequence[Answer]) -> list[RankedFinding]:

@@ -169,7 +169,7 @@ class LiveRules:
         try:
             with span("rules"):
                 case = Case(training=self._recorder.snapshot(), rules=self._settings.rules, live=True)
-                judgements = judge(case)
+                answers = judge(case)
         except Exception:  # a rule that fails must not cost the training that it is to save
             logger.warning("%s  is no longer judged while it runs, for that failed", self._recorder.name, exc_info=True)
             self._due = math.inf
@@ -178,7 +178,7 @@ class LiveRules:
         self._spent += now - began
         self._recorder.cost("rules", now - began)
         self._due = max(now + self._settings.interval_s, self._began + self._spent / max(self._settings.budget, 1e-9))
-        found = [(one.rule, one.outcome) for one in judgements if isinstance(one.outcome, Finding)]
+        found = [(rule, outcome) for rule, outcome in answers.items() if isinstance(outcome, Finding)]
         new = [(rule, finding) for rule, finding in found if rule.name not in self._reported]
         return sorted(new, key=lambda pair: pair[0].name in self._settings.stop_on)
 

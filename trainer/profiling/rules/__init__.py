@@ -22,7 +22,7 @@ from trainer.profiling.rules.lifecycle import (
     step_outliers,
 )
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
-from trainer.profiling.rules.outcomes import Case, Judgement, NotJudged, Rule
+from trainer.profiling.rules.outcomes import Case, NotJudged, Outcome, Rule
 from trainer.profiling.rules.processes import communication, load_balance, stragglers
 from trainer.profiling.rules.weights import (
     exploding_gradients,
@@ -69,12 +69,12 @@ TRAINING_RULES: Sequence[Rule] = (
 RULES: Sequence[Rule] = (*SYSTEM_RULES, *TRAINING_RULES)
 
 
-def judge(case: Case) -> list[Judgement]:
+def judge(case: Case) -> dict[Rule, Outcome]:
     """Judge a training by every rule, or by those that allow it while it runs."""
-    judgements = []
-    for rule in RULES:
-        if rule.live or not case.live:
-            off = NotJudged(reason=f"turned off (profile.rules.{rule.name}.enabled)")
-            outcome = rule.judge(case) if getattr(case.rules, rule.name).enabled else off
-            judgements.append(Judgement(rule=rule, training=case.training.name, outcome=outcome))
-    return judgements
+    return {
+        rule: rule.judge(case)
+        if getattr(case.rules, rule.name).enabled
+        else NotJudged(reason=f"turned off (profile.rules.{rule.name}.enabled)")
+        for rule in RULES
+        if rule.live or not case.live
+    }

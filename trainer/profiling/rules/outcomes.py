@@ -21,8 +21,6 @@ class Case:
 
     training: TrainingEvidence
     rules: RuleSettings
-    before: TrainingEvidence | None = None
-    """The training before it in the same stage."""
     stage_s: float | None = None
     """From the start of the stage's processes to the end of its last training; None while it runs."""
     live: bool = False
@@ -99,16 +97,6 @@ class Rule:
     judge: Callable[[Case], Outcome]
     live: bool = True
     """Whether it can be judged while the training runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """A rule's answer on a training."""
-
-    rule: Rule
-    training: str
-    """`mae`, `finetune` or `distill`."""
-    outcome: Outcome
 
 
 def rule(

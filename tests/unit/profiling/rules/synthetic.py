@@ -182,4 +182,4 @@ def finding(rule: Rule, *ranks: RankEvidence) -> Finding:
 
 def all_fired(*ranks: RankEvidence) -> list[str]:
     """Names of all rules that have a finding."""
-    return [one.rule.name for one in judge(case_of(*ranks)) if isinstance(one.outcome, Finding)]
+    return [rule.name for rule, outcome in judge(case_of(*ranks)).items() if isinstance(outcome, Finding)]
