@@ -297,15 +297,16 @@ class Spans:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSamples:
-    """Looks at tensors of weights, in their order; all of one step stand together."""
+    """L looks at P tensors of weights, in their order."""
 
-    steps: Series
-    seconds: Series
-    """Since the recording began."""
     tensors: Sequence[str]
-    """Names of the tensors."""
+    """Their names, [P]."""
+    steps: Series
+    """[L]."""
+    seconds: Series
+    """Since the recording began, [L]."""
     values: Mapping[str, Series]
-    """Each of `TENSOR_COLUMNS` -> a value a sample."""
+    """Each of `TENSOR_COLUMNS` -> [L, P]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,12 +367,14 @@ def write_rank(directory: str | Path, training: TrainingEvidence) -> None:
         spans = {"start_s": rank.spans.start_s, "seconds": rank.spans.seconds}
         names = {"range": pa.array(rank.spans.names, pa.string())}
         _write_arrow(path / f"{prefix}-spans.arrow", names | _numbers(spans))
+        looks, tensors = rank.tensors, len(rank.tensors.tensors)
         samples = {
-            "step": pa.array(rank.tensors.steps.astype(np.int64)),
-            "seconds": pa.array(rank.tensors.seconds),
-            "tensor": pa.array(rank.tensors.tensors, pa.string()),
+            "step": pa.array(np.repeat(looks.steps.astype(np.int64), tensors)),
+            "seconds": pa.array(np.repeat(looks.seconds, tensors)),
+            "tensor": pa.array([*looks.tensors] * len(looks.steps), pa.string()),
         }
-        _write_arrow(path / f"{prefix}-tensors.arrow", samples | _numbers(rank.tensors.values))
+        values = {name: grid.ravel() for name, grid in looks.values.items()}
+        _write_arrow(path / f"{prefix}-tensors.arrow", samples | _numbers(values))
         _write_arrow(path / f"{prefix}-system.arrow", _numbers(rank.system))
         if rank.record.rank == 0:
             _write_arrow(path / "metrics.arrow", _metric_columns(training.metrics))
@@ -469,14 +472,21 @@ def _read_rank(directory: Path, record: RankRecord) -> RankEvidence:
             start_s=_values(spans, "start_s"),
             seconds=_values(spans, "seconds"),
         ),
-        tensors=TensorSamples(
-            steps=_values(tensors, "step"),
-            seconds=_values(tensors, "seconds"),
-            tensors=tensors.column("tensor").to_pylist(),
-            values={name: _values(tensors, name) for name in TENSOR_COLUMNS},
-        ),
+        tensors=_tensor_samples(tensors),
         system=_series(system),
     )
+
+
+def _tensor_samples(table: pa.Table) -> TensorSamples:
+    """Arrange the rows by look and tensor; NaN where there is none."""
+    owners = table.column("tensor").to_pylist()
+    tensors = {name: number for number, name in enumerate(dict.fromkeys(owners))}
+    steps, first, rows = np.unique(_values(table, "step"), return_index=True, return_inverse=True)
+    place = rows, np.fromiter((tensors[name] for name in owners), np.int64, len(owners))
+    values = {name: np.full((len(steps), len(tensors)), np.nan) for name in TENSOR_COLUMNS}
+    for name, grid in values.items():
+        grid[place] = _values(table, name)
+    return TensorSamples(tensors=list(tensors), steps=steps, seconds=_values(table, "seconds")[first], values=values)
 
 
 def _read_arrow(path: Path, columns: Sequence[str]) -> pa.Table:

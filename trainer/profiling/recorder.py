@@ -310,8 +310,7 @@ class Recorder:
         self.tensor_sampler.take_in()
         steps, samples = self.timeline.steps, self._monitor.samples()
         names, spans = list(self.timeline.outside), self.timeline.spans
-        tensors, (moments, values) = self.tensor_sampler.tensors, self.tensor_sampler.table()
-        sampled_steps, sampled_s = np.repeat(moments, len(tensors), axis=0).T
+        moments, values = self.tensor_sampler.table()
         curves = {name: table.array().T for name, table in self._metrics.items()}
         rank = RankEvidence(
             record=self._record(self._monitor),
@@ -322,10 +321,10 @@ class Recorder:
                 seconds=spans.column("seconds"),
             ),
             tensors=TensorSamples(
-                steps=sampled_steps,
-                seconds=sampled_s,
-                tensors=[*tensors] * len(moments),
-                values={name: values[:, :, index].ravel() for index, name in enumerate(TENSOR_COLUMNS)},
+                tensors=self.tensor_sampler.tensors,
+                steps=moments[:, 0],
+                seconds=moments[:, 1],
+                values={name: values[:, :, index] for index, name in enumerate(TENSOR_COLUMNS)},
             ),
             system=dict(zip(self._monitor.columns, samples.T, strict=True)),
         )

@@ -50,19 +50,15 @@ def section(evidence: TrainingEvidence) -> Subsection | None:
 
 def by_layer(looks: TensorSamples) -> Layers:
     """Bring the samples of tensors together as matrices, a row a layer."""
-    steps, columns = np.unique(looks.steps, return_inverse=True)
-    tensors = list(dict.fromkeys(looks.tensors))
-    layer_of = _layers_of(tensors)
+    layer_of = _layers_of(looks.tensors)
     names = list(dict.fromkeys(layer_of.values()))
-    rows = np.array([names.index(layer_of[tensor]) for tensor in tensors])
-    row_of = dict(zip(tensors, rows.tolist(), strict=True))
-    place = np.array([row_of[tensor] for tensor in looks.tensors]), columns
+    rows = [names.index(layer_of[tensor]) for tensor in looks.tensors]
 
     def together(values: Series) -> Series:
-        total = np.zeros((len(names), len(steps)))
-        np.add.at(total, place, np.where(np.isfinite(values), values, 0.0))
+        total = np.zeros((len(names), len(looks.steps)))
+        np.add.at(total, rows, np.where(np.isfinite(values), values, 0.0).T)
         known = np.zeros_like(total)
-        np.add.at(known, place, np.isfinite(values))
+        np.add.at(known, rows, np.isfinite(values).T)
         return np.where(known > 0, total, np.nan)
 
     weight, gradient, ratio = (looks.values[name] for name in ("weight_norm", "gradient_norm", "update_ratio"))
@@ -72,7 +68,7 @@ def by_layer(looks: TensorSamples) -> Layers:
         update = np.sqrt(together((ratio * weight) ** 2) / weight_squares)
     return Layers(
         names=names,
-        steps=steps,
+        steps=looks.steps,
         values={
             "weight_norm": np.sqrt(weight_squares),
             "gradient_norm": np.sqrt(together(gradient**2)),

@@ -199,7 +199,7 @@ def host_syncs(case: Case) -> Outcome:
             too_short=bool(planned) and rank.record.steps.count < min(planned) + settings.operators_steps,
         )
     on_gpu = rank.record.device.startswith("cuda")
-    if not on_gpu and not rank.tensors.tensors:
+    if not on_gpu and not len(rank.tensors.steps):
         return NotJudged(
             reason="no measurement of the weights shows how many values the optimiser reads, as it would on a CPU"
         )
@@ -207,9 +207,8 @@ def host_syncs(case: Case) -> Outcome:
     reads = sum(operator.calls for operator in table.operators if operator.name in names) / table.steps
     if not on_gpu:
         # torch itself reads AdamW's step count of each tensor and, in DistributedDataParallel, whether it was used
-        norms = zip(rank.tensors.tensors, rank.tensors.values["gradient_norm"], strict=True)
-        trained = {name for name, norm in norms if np.isfinite(norm)}
-        reads = max(0.0, reads - len(trained) * (2 if rank.record.world_size > 1 else 1))
+        trained = int(np.isfinite(rank.tensors.values["gradient_norm"]).any(axis=0).sum())
+        reads = max(0.0, reads - trained * (2 if rank.record.world_size > 1 else 1))
     what = "waits for the device" if on_gpu else "values read one by one"
     if reads <= limit:
         return Healthy(text=f"{reads:.3g} {what} in a step.")

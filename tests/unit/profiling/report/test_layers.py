@@ -11,11 +11,10 @@ from trainer.profiling.report.layers import by_layer, section
 
 
 def looks(names: list[str], steps: int = 2, **columns: list[float]) -> TensorSamples:
-    rows = len(names) * steps
-    values = {name: np.asarray(columns.get(name, np.ones(rows)), dtype=float) for name in TENSOR_COLUMNS}
-    values |= {name: np.zeros(rows) for name in ("weight_nonfinite", "gradient_nonfinite") if name not in columns}
-    order = np.repeat(np.arange(steps) * 50.0, len(names))
-    return TensorSamples(steps=order, seconds=order / 10, tensors=names * steps, values=values)
+    shape, order = (steps, len(names)), np.arange(steps) * 50.0
+    usual = {name: np.zeros(shape) if name.endswith("nonfinite") else np.ones(shape) for name in TENSOR_COLUMNS}
+    given = {name: np.asarray(values, dtype=float).reshape(shape) for name, values in columns.items()}
+    return TensorSamples(tensors=names, steps=order, seconds=order / 10, values=usual | given)
 
 
 def test_a_layers_norm_is_that_of_all_its_tensors() -> None:
