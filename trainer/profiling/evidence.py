@@ -84,6 +84,8 @@ TENSOR_COLUMNS = (
 """Of a tensor of weights in a sample: how many elements and dimensions; norm and mean absolute value of the weights before the step and
 of the gradient before clipping; share of elements that are not finite, or zero; norm of the step's update against the norm of the
 weights, NaN where that is 0; share of elements that the step did not change. What is of the gradient is NaN where there is none."""
+ATTENTION_ENTROPY = "attention_entropy/"
+"""What the names of such metrics begin with; the block's name follows."""
 METRIC_COLUMNS = ("step", "seconds", "name", "value")
 
 Category = Literal[

@@ -22,6 +22,8 @@ from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.timeline import span
 from trainer.tracking.stage_runs import Tracker
 
+logger = logging.getLogger(__name__)
+
 _SIGNAL = signal.SIGUSR1
 _OWN = "trainer."
 
@@ -97,9 +99,6 @@ def _place(thread: threading.Thread) -> str:
     if frame is None:
         return "somewhere"
     return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname} (line {frame.f_lineno})"
-
-
-logger = logging.getLogger(__name__)
 
 
 class LiveRules:

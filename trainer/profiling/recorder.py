@@ -54,9 +54,9 @@ class Compilations:
     """Counts and times what torch compiles within the steps of a recording, backward passes too."""
 
     def __init__(self, timeline: Timeline) -> None:
+        self.records: dict[int, CompilationRecord] = {}
+        """Of each step that compiled something."""
         self._timeline = timeline
-        self._graphs: dict[int, int] = {}
-        self._seconds: dict[int, float] = {}
         self._began = 0.0
         self._hooks = CompileHooks(self._started, self._ended)
 
@@ -66,21 +66,15 @@ class Compilations:
     def stop(self) -> None:
         self._hooks.remove()
 
-    @property
-    def records(self) -> tuple[CompilationRecord, ...]:
-        return tuple(
-            CompilationRecord(step=step, graphs=graphs, seconds=self._seconds[step])
-            for step, graphs in self._graphs.items()
-        )
-
     def _started(self) -> None:
         self._began = time.perf_counter()
 
     def _ended(self) -> None:
         if self._timeline.inside_step:
-            step = self._timeline.steps_completed
-            self._graphs[step] = self._graphs.get(step, 0) + 1
-            self._seconds[step] = self._seconds.get(step, 0.0) + time.perf_counter() - self._began
+            step, seconds = self._timeline.steps_completed, time.perf_counter() - self._began
+            known = self.records.get(step, CompilationRecord(step=step, graphs=0, seconds=0.0))
+            graphs, seconds = known.graphs + 1, known.seconds + seconds
+            self.records[step] = CompilationRecord(step=step, graphs=graphs, seconds=seconds)
 
 
 IMPORTED_UNIX = time.time()
@@ -359,7 +353,7 @@ class Recorder:
             startup=self._startup_parts(),
             attempts=self._sources.attempts(),
             failed=self._failed,
-            compilations=self._compilations.records,
+            compilations=tuple(self._compilations.records.values()),
             compile_beside_s=self._counters.beside_s if self._counters else 0.0,
             transfers=self._counters.transfers if self._counters else None,
             communication=self._sources.communication() if self._sources.communication else None,
@@ -393,7 +387,7 @@ class Recorder:
         if first is None:
             return self._startup_s
         seconds = (first - self._origin_ns) * 1e-9
-        compiling = sum(record.seconds for record in self._compilations.records if record.step == 0)
+        compiling = sum(record.seconds for record in self._compilations.records.values() if record.step == 0)
         parts = {"compile": compiling} if compiling else {}
         return self._startup_s | parts | {"first_step": max(0.0, seconds - compiling)}
 

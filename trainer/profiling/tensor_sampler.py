@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainer.config import EvidenceSettings
 from trainer.devices import ReadBack
 from trainer.devices.torch_private import norm_all
-from trainer.profiling.evidence import TENSOR_COLUMNS
+from trainer.profiling.evidence import ATTENTION_ENTROPY, TENSOR_COLUMNS
 from trainer.profiling.series import Series, ThinnedTable
 from trainer.profiling.timeline import RECORDER, Timeline
 
@@ -121,10 +121,6 @@ def _stride(weights: Tensor) -> int:
     return stride
 
 
-METRIC = "attention_entropy/"
-"""What the names of the metrics begin with; the block's name follows."""
-
-
 class AttentionEntropy:
     """Mean entropy of the attention rows of each block, as a share of the largest, log N: 0 looks at one token, 1 at all alike."""
 
@@ -134,7 +130,7 @@ class AttentionEntropy:
         self._modules = {
             name.removesuffix(".attn"): module for name, module in model.named_modules() if type(module) is Attention
         }
-        self.metrics = [f"{METRIC}{name}" for name in self._modules]
+        self.metrics = [f"{ATTENTION_ENTROPY}{name}" for name in self._modules]
         """Name of each block's metric."""
 
     @torch.no_grad()
@@ -171,10 +167,6 @@ TENSOR_SAMPLES_KEPT = 256
 """Samples that are kept after the first one; more of them are thinned evenly."""
 
 
-Metrics = Callable[[int, Mapping[str, float], float], None]
-"""Takes points of curves: the step, values by name, seconds since the recording began."""
-
-
 class _Sent(NamedTuple):
     """A sample on its way to the host."""
 
@@ -194,7 +186,7 @@ class TensorSampler:
         self,
         settings: EvidenceSettings,
         timeline: Timeline,
-        metrics: Metrics,
+        metrics: Callable[[int, Mapping[str, float], float], None],
         model: nn.Module | None,
         *,
         left_out: Collection[str] = (),
@@ -207,7 +199,7 @@ class TensorSampler:
         Args:
             settings: how often, and at what cost.
             timeline: records the training.
-            metrics: takes the curves.
+            metrics: takes points of curves: the step, values by name, seconds since the recording began.
             model: what is trained, on its device, neither compiled nor wrapped; None: nothing.
             left_out: names of weights that are not trained on purpose.
             attention: whether to sample attention too.
