@@ -15,7 +15,7 @@ from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.profiling import labels
 from trainer.profiling.evidence import Evidence
-from trainer.profiling.rules import judge
+from trainer.profiling.rules import SYSTEM_RULES, judge
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, setting_of
 from trainer.profiling.training_summary import TrainingSummary
 from trainer.thresholds import RuleSettings
@@ -61,7 +61,7 @@ def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
                 Answer(
                     rule=rule.name,
                     title=rule.title,
-                    kind=rule.kind,
+                    kind="system" if rule in SYSTEM_RULES else "training",
                     training=training.name,
                     outcome=outcome,
                     dollars=place.dollars(saving.seconds) if place and saving else None,

@@ -67,7 +67,6 @@ def _p95(values: Series) -> float:
 
 
 @rule(
-    kind="system",
     title="Batch size",
     needs="use of the cores, of the GPU and of its memory",
     fires="the 95th percentiles of all three lie below `largest_percent`, and no finding says what the GPU waits for",
@@ -100,7 +99,6 @@ def batch_size(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="GPU utilisation",
     needs="use of the GPU",
     fires=(
@@ -144,7 +142,6 @@ def _if_used(case: Case, samples: _GpuSamples, percent: float) -> Saving:
 
 
 @rule(
-    kind="system",
     title="Host to device",
     needs="phase `to_device` of the steps, on a GPU",
     fires="copies to the GPU and views made there take more than `share` of the steps' time",
@@ -178,7 +175,6 @@ def host_to_device(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="Host syncs",
     needs="a window of operators; on a CPU a measurement of the weights, too; on XLA its own counters",
     fires=(
@@ -289,7 +285,6 @@ def _transfers(case: Case, record: TransferRecord) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="Teacher in every step",
     needs="phase `teacher_forward` of the steps",
     fires=(

@@ -43,7 +43,6 @@ _MEASUREMENTS = 3
 
 
 @rule(
-    kind="training",
     title="Class imbalance",
     needs="The number of training images of each class.",
     fires="The largest class has more than `ratio` times the images of the smallest.",
@@ -73,7 +72,6 @@ def class_imbalance(case: Case) -> Outcome:
 
 
 @rule(
-    kind="training",
     title="Weak teacher",
     needs="The teacher's validation accuracy, which the stage pretrain measures, and the student's.",
     fires=(
@@ -132,7 +130,6 @@ def _weak(text: str, confidence: float) -> Finding:
 
 
 @rule(
-    kind="training",
     title="Low recorded mass",
     needs="The coverage of the teacher's recorded outputs.",
     fires="The recorded classes hold less than `mass` of the teacher's probability in the mean, at the temperature nearest to the loss's.",
@@ -158,7 +155,6 @@ def low_recorded_mass(case: Case) -> Outcome:
 
 
 @rule(
-    kind="training",
     title="Vanishing loss term",
     needs=f"{_FEWEST_POINTS} points of each term of the distillation's loss, and their weights.",
     fires=(
@@ -228,7 +224,6 @@ _CAUSES = (
 
 
 @rule(
-    kind="training",
     title="Loss not falling",
     needs=f"{_POINTS} points of the loss; while the training runs, the share `window` of its steps.",
     fires=(
@@ -292,7 +287,6 @@ def loss_not_falling(case: Case) -> Outcome:
 
 
 @rule(
-    kind="training",
     title="Overfitting",
     needs=f"{_MEASUREMENTS} measurements on the validation split, and a training loss with labels (`label_weight` above 0).",
     fires=(

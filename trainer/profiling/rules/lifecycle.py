@@ -49,7 +49,6 @@ _STALL_ADVICE = (
 
 
 @rule(
-    kind="system",
     title="Start-up",
     needs="the parts of the start-up; after the training also how long its stage took",
     fires=(
@@ -94,7 +93,6 @@ def start_up(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="Step outliers",
     needs="the duration of the steps, and how long the training's thread had no core",
     fires=(
@@ -143,7 +141,6 @@ def step_outliers(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="Memory growth",
     needs="samples of the memory that torch has allocated on the GPU, or that is used of an XLA device, and of the process's own memory",
     fires="either grows by more than `growth` after the first quarter of the training, and in every part of the rest",
@@ -210,7 +207,6 @@ def _mib(value: float) -> str:
 
 
 @rule(
-    kind="system",
     title="Recompilation",
     needs="when graphs were compiled",
     fires="a graph was compiled after more than `after_steps` steps",
@@ -276,7 +272,6 @@ def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tupl
 
 
 @rule(
-    kind="training",
     title="Stalled training",
     needs="Two steps.",
     fires=(
@@ -342,7 +337,6 @@ def hanging(seconds: float, step: int, place: str) -> Finding:
 
 
 @rule(
-    kind="system",
     title="Own overhead",
     needs="what the recorder measures of itself, in recordings of at least `fewest_seconds`",
     fires="recording takes more than `share` of the training's time, without the windows of operators, which are opened once",

@@ -132,7 +132,6 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
 
 
 @rule(
-    kind="system",
     title="I/O bottleneck",
     needs="phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait",
     fires=(
@@ -173,7 +172,6 @@ def io_bottleneck(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="Loader workers",
     needs="how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck",
     fires=(
@@ -222,7 +220,6 @@ def loader_workers(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="CPU bottleneck",
     needs="phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU",
     fires=(

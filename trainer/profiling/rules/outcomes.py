@@ -86,7 +86,6 @@ class Rule:
 
     name: str
     """Its key in `RuleSettings`."""
-    kind: Literal["system", "training"]
     title: str
     needs: str
     """The evidence that it reads, for docs/rules.md."""
@@ -100,18 +99,11 @@ class Rule:
 
 
 def rule(
-    *, kind: Literal["system", "training"], title: str, needs: str, fires: str, advises: str, live: bool = True
+    *, title: str, needs: str, fires: str, advises: str, live: bool = True
 ) -> Callable[[Callable[[Case], Outcome]], Rule]:
     """Make a rule of the function that judges it, which has its name; the arguments are those of `Rule`."""
     return lambda judge: Rule(
-        name=judge.__name__,
-        kind=kind,
-        title=title,
-        needs=needs,
-        fires=fires,
-        advises=advises,
-        judge=judge,
-        live=live,
+        name=judge.__name__, title=title, needs=needs, fires=fires, advises=advises, judge=judge, live=live
     )
 
 

@@ -81,7 +81,6 @@ def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
 
 
 @rule(
-    kind="training",
     title="Poor initialisation",
     needs="The measurement at the first step, before its update.",
     fires=(
@@ -134,7 +133,6 @@ def poor_initialisation(case: Case) -> Outcome:
 
 
 @rule(
-    kind="training",
     title="Vanishing gradients",
     needs=f"{_FEWEST} measurements of the gradients.",
     fires="More than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.",
@@ -171,7 +169,6 @@ def vanishing_gradients(case: Case) -> Outcome:
 
 
 @rule(
-    kind="training",
     title="Exploding gradients",
     needs=f"Measurements of the weights and gradients; {_FEWEST} of them for growth.",
     fires=(
@@ -251,7 +248,6 @@ def _calm(case: Case, history: TensorSamples) -> str:
 
 
 @rule(
-    kind="training",
     title="Update ratio",
     needs=(
         f"Measurements of weights and their updates, and the learning rate; {_FEWEST} of them near the peak learning rate for the lower "
@@ -318,7 +314,6 @@ def _is_warm(case: Case, steps: Series) -> Flags:
 
 
 @rule(
-    kind="training",
     title="Unchanged weights",
     needs="`looks` measurements of the weights.",
     fires="In `looks` measurements in a row no step changed an element of a tensor.",
