@@ -20,6 +20,7 @@ from trainer.profiling.rules.outcomes import (
     listed,
     remaining_s,
     rule,
+    too_short,
 )
 from trainer.profiling.rules.processes import communication, load_balance, stragglers
 from trainer.profiling.series import Series
@@ -55,10 +56,7 @@ def _samples(case: Case) -> _GpuSamples | NotJudged:
         return NotJudged(reason=f"the use of the GPU is not known: {reason}")
     samples = _GpuSamples(rank)
     if len(samples.gpu) < FEWEST_SAMPLES:
-        return NotJudged(
-            reason=f"only {len(samples.gpu)} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed",
-            too_short=True,
-        )
+        return too_short(f"only {len(samples.gpu)} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed")
     return samples
 
 
@@ -237,9 +235,8 @@ def _transfers(case: Case, record: TransferRecord) -> Outcome:
     counted = np.isfinite(rank.steps["transfers"])
     counted[:IGNORED] = False
     if counted.sum() < _FEWEST_COUNTED:
-        return NotJudged(
-            reason=f"transfers were counted in only {counted.sum()} steps after the first {IGNORED}; {_FEWEST_COUNTED} are needed",
-            too_short=True,
+        return too_short(
+            f"transfers were counted in only {counted.sum()} steps after the first {IGNORED}; {_FEWEST_COUNTED} are needed"
         )
     numbers, values = numbers[counted], rank.steps["transfers"][counted]
     share = float(np.mean(values > 0))

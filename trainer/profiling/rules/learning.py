@@ -18,6 +18,7 @@ from trainer.profiling.rules.outcomes import (
     saving_after,
     setting,
     start_unseen,
+    too_short,
 )
 from trainer.profiling.rules.weights import (
     exploding_gradients,
@@ -107,7 +108,7 @@ def weak_teacher(case: Case) -> Outcome:
         )
     curve = case.training.metrics.get("val_top1")
     if curve is None or not len(curve.values):
-        return NotJudged(reason="the student has not been measured on the validation split yet", too_short=True)
+        return too_short("the student has not been measured on the validation split yet")
     student, margin = float(curve.values[-1]), limits.margin + accuracy_noise(case, teacher)
     if student - teacher <= margin:
         return Healthy(text=f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
@@ -170,7 +171,7 @@ def vanishing_loss_term(case: Case) -> Outcome:
     if not terms:
         return NotJudged(reason="only a distillation's loss has terms")
     if min(map(len, terms.values())) < _FEWEST_POINTS:
-        return NotJudged(reason=f"fewer than {_FEWEST_POINTS} points of the loss were recorded", too_short=True)
+        return too_short(f"fewer than {_FEWEST_POINTS} points of the loss were recorded")
     if answer := start_unseen(case) or first_cause(case, weak_teacher):
         return answer
     temperature = float(settings.get("temperature", 1))
@@ -235,7 +236,7 @@ _CAUSES = (
 def loss_not_falling(case: Case) -> Outcome:
     limits, curve = case.rules.loss_not_falling, case.training.metrics.get("loss")
     if curve is None or len(curve.values) < _POINTS:
-        return NotJudged(reason=f"fewer than {_POINTS} points of the loss were recorded", too_short=True)
+        return too_short(f"fewer than {_POINTS} points of the loss were recorded")
     if answer := start_unseen(case):
         return answer
     record, window = case.training.ranks[0].record, limits.window
@@ -302,12 +303,11 @@ def overfitting(case: Case) -> Outcome:
         return NotJudged(reason="no training loss with labels, or no validation loss, was recorded")
     losses, accuracies = metrics["val_loss"], metrics["val_top1"]
     if len(losses.values) < _MEASUREMENTS:
-        return NotJudged(
-            reason=(
+        return too_short(
+
                 f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed "
                 f"({setting(case, 'validate_every_epochs')})"
-            ),
-            too_short=True,
+
         )
     best = int(losses.values.argmin())
     # the median of the last points of the training loss at each measurement

@@ -80,6 +80,11 @@ class NotJudged:
 Outcome = Finding | Healthy | NotJudged
 
 
+def too_short(reason: str) -> NotJudged:
+    """Return the answer of a rule that a longer training would let judge."""
+    return NotJudged(reason=reason, too_short=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """A test for one cause of slow or failed trainings."""

@@ -23,6 +23,7 @@ from trainer.profiling.rules.outcomes import (
     saving_after,
     setting,
     start_unseen,
+    too_short,
 )
 from trainer.profiling.series import Series
 
@@ -282,10 +283,7 @@ def update_ratio(case: Case) -> Outcome:
         )
     warm = _is_warm(case, history.steps) & np.isfinite(ratios)
     if warm.sum() < _FEWEST:
-        return NotJudged(
-            reason=f"{warm.sum()} measurements were at a learning rate near its peak, and {_FEWEST} are needed",
-            too_short=True,
-        )
+        return too_short(f"{warm.sum()} measurements were at a learning rate near its peak, and {_FEWEST} are needed")
     if cause := first_cause(case, vanishing_gradients):
         return cause
     ratio = float(ratios[warm].max())
