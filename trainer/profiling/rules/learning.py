@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from trainer.profiling.rules import weights
 from trainer.profiling.rules.outcomes import (
     Case,
     Finding,
@@ -19,13 +20,6 @@ from trainer.profiling.rules.outcomes import (
     setting,
     start_unseen,
     too_short,
-)
-from trainer.profiling.rules.weights import (
-    exploding_gradients,
-    poor_initialisation,
-    unchanged_weights,
-    update_ratio,
-    vanishing_gradients,
 )
 
 _PARTS = 3
@@ -166,8 +160,8 @@ def low_recorded_mass(case: Case) -> Outcome:
 )
 def vanishing_loss_term(case: Case) -> Outcome:
     settings, metrics = case.training.ranks[0].record.context.settings, case.training.metrics
-    weights = {name: float(settings.get(f"{name}_weight", 0)) for name in ("logit", "feature", "label")}
-    terms = {name: metrics[name].values for name, weight in weights.items() if weight and name in metrics}
+    weight = {name: float(settings.get(f"{name}_weight", 0)) for name in ("logit", "feature", "label")}
+    terms = {name: metrics[name].values for name in weight if weight[name] and name in metrics}
     if not terms:
         return NotJudged(reason="only a distillation's loss has terms")
     if min(map(len, terms.values())) < _FEWEST_POINTS:
@@ -188,7 +182,7 @@ def vanishing_loss_term(case: Case) -> Outcome:
                 advice="Choose a distill.temperature between 1 and 10.",
                 numbers={"rounding": rounding, "term": term},
             )
-    sizes = np.stack([weights[name] * np.abs(values) for name, values in terms.items()])
+    sizes = np.stack([weight[name] * np.abs(values) for name, values in terms.items()])
     shares = sizes / np.maximum(sizes.sum(0), np.finfo(np.float64).tiny)
     largest = np.max([np.median(part, axis=1) for part in np.array_split(shares, _PARTS, axis=1)], axis=0)
     shares = dict(zip(terms, largest.tolist(), strict=True))
@@ -197,7 +191,7 @@ def vanishing_loss_term(case: Case) -> Outcome:
         return Healthy(
             text="shares of the loss: " + ", ".join(f"{name} up to {share:.0%}" for name, share in shares.items())
         )
-    softened = f" (now {weights[least]:g})"
+    softened = f" (now {weight[least]:g})"
     if least == "logit" and settings.get("temperature"):
         softened += f" or distill.temperature (now {temperature:g})"
     return Finding(
@@ -213,11 +207,11 @@ def vanishing_loss_term(case: Case) -> Outcome:
 
 
 _CAUSES = (
-    poor_initialisation,
-    exploding_gradients,
-    vanishing_gradients,
-    unchanged_weights,
-    update_ratio,
+    weights.poor_initialisation,
+    weights.exploding_gradients,
+    weights.vanishing_gradients,
+    weights.unchanged_weights,
+    weights.update_ratio,
     weak_teacher,
     vanishing_loss_term,
 )
@@ -304,10 +298,8 @@ def overfitting(case: Case) -> Outcome:
     losses, accuracies = metrics["val_loss"], metrics["val_top1"]
     if len(losses.values) < _MEASUREMENTS:
         return too_short(
-
-                f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed "
-                f"({setting(case, 'validate_every_epochs')})"
-
+            f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed "
+            f"({setting(case, 'validate_every_epochs')})"
         )
     best = int(losses.values.argmin())
     # the median of the last points of the training loss at each measurement
