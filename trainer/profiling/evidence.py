@@ -540,21 +540,16 @@ def is_core(signal: str) -> bool:
     return signal.startswith("cpu") and signal.endswith("_percent")
 
 
-def measured_rows(profiled: Series) -> Rows:
-    """Positions of the rows that are neither the first step nor under the profiler (all rows, if none remain)."""
-    rows = np.arange(len(profiled))
-    usual = rows[(rows > 0) & (profiled == 0)]
+def measured_steps(steps: Mapping[str, Series]) -> Rows:
+    """Rows of a process's step table that are neither the first step nor under the profiler (all rows, if none remain)."""
+    rows = np.arange(len(steps["profiled"]))
+    usual = rows[(rows > 0) & (steps["profiled"] == 0)]
     return usual if len(usual) else rows
-
-
-def measured_steps(rank: RankEvidence) -> Rows:
-    """As `measured_rows`, of a process's step table."""
-    return measured_rows(rank.steps["profiled"])
 
 
 def step_ms(rank: RankEvidence) -> Spread | None:
     """How long the measured steps take; none where there are none."""
-    return spread(1000 * rank.steps["seconds"][measured_steps(rank)])
+    return spread(1000 * rank.steps["seconds"][measured_steps(rank.steps)])
 
 
 def images_per_second(steps: Mapping[str, Series]) -> float | None:
@@ -568,7 +563,7 @@ def images_per_second(steps: Mapping[str, Series]) -> float | None:
     Returns:
         None where there are no steps, or the training did not record its images.
     """
-    rows = measured_rows(steps["profiled"])
+    rows = measured_steps(steps)
     images, seconds = float(steps["images"][rows].sum()), float(steps["seconds"][rows].sum())
     return images / seconds if images and seconds else None
 
@@ -593,6 +588,6 @@ def phase_seconds(rank: RankEvidence) -> dict[str, Series]:
 
 def phase_shares(rank: RankEvidence) -> dict[str, float]:
     """Share of the measured steps' time of each phase."""
-    measured = measured_steps(rank)
+    measured = measured_steps(rank.steps)
     total = max(float(rank.steps["seconds"][measured].sum()), 1e-12)
     return {name: float(seconds[measured].sum()) / total for name, seconds in phase_seconds(rank).items()}
