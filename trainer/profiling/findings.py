@@ -112,17 +112,11 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
     if failed:
         return Verdict(outcome="failed", text=f"{labels.training(failed.name)} ended with an error: {failed.failed}")
     notes = _below(len(every), "note")
-    short = [summary for summary in summaries if _is_too_short(given, summary)]
+    short = {summary.name: text for summary in summaries if (text := _too_short(given, summary))}
     if short:
-        each = []
-        for summary in short:
-            outcomes = [one.outcome for one in given if one.training == summary.name]
-            missed = sum(isinstance(outcome, NotJudged) and outcome.too_short for outcome in outcomes)
-            steps = _counted(summary.steps, "step")
-            each.append(f"{missed} of {_counted(len(outcomes), 'rule')} on {labels.training(summary.name)} ({steps})")
-        settings = ", ".join(setting_of(summary.name, "epochs") for summary in short)
+        settings = ", ".join(setting_of(name, "epochs") for name in short)
         advice = f"train longer ({settings}) before you trust that nothing was found"
-        return Verdict(outcome="too_short", text=f"Too short to judge: {', '.join(each)}; {advice}{notes}.")
+        return Verdict(outcome="too_short", text=f"Too short to judge: {', '.join(short.values())}; {advice}{notes}.")
     judged = {one.rule for one in given if isinstance(one.outcome, Healthy)}
     unjudged = {one.rule for one in given} - judged - {one.answer.rule for one in every}
     looked = f"{_counted(len(judged), 'rule')} looked and found nothing" if judged else "no rule could judge it"
@@ -148,12 +142,15 @@ of each kind (speed, weights, losses) have looked.
 """
 
 
-def _is_too_short(given: Sequence[Answer], summary: TrainingSummary) -> bool:
-    """Whether so few rules could judge a training that finding nothing says little."""
+def _too_short(given: Sequence[Answer], summary: TrainingSummary) -> str:
+    """Say how many rules lacked steps, where so few could judge a training that finding nothing says little."""
     outcomes = [one.outcome for one in given if one.training == summary.name]
     missed = sum(isinstance(outcome, NotJudged) and outcome.too_short for outcome in outcomes)
     judged = sum(not isinstance(outcome, NotJudged) for outcome in outcomes)
-    return missed > UNJUDGED_MOST * (judged + missed)
+    if missed <= UNJUDGED_MOST * (judged + missed):
+        return ""
+    steps = _counted(summary.steps, "step")
+    return f"{missed} of {_counted(len(outcomes), 'rule')} on {labels.training(summary.name)} ({steps})"
 
 
 def saving_text(one: RankedFinding, summaries: Mapping[str, TrainingSummary]) -> str:
