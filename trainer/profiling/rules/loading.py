@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -41,13 +40,6 @@ class LoadingWait:
     def storage_s(self) -> float:
         """Of the waiting, while nothing was computed."""
         return self.waiting_s - self.computing_s
-
-    @property
-    def cause(self) -> Literal["storage", "processor", "nothing"]:
-        """What most of the waiting is for."""
-        if not self.waiting_s:
-            return "nothing"
-        return "storage" if self.storage_s > self.computing_s else "processor"
 
     def share(self, seconds: float) -> float:
         """Return seconds as a share of the step."""
@@ -271,11 +263,11 @@ def cpu_bottleneck(case: Case) -> Outcome:
 
 def _waits_for_processor(loading: LoadingWait, waiting_share: float, own_share: float) -> bool:
     limit = own_share if loading.itself else waiting_share
-    return loading.cause == "processor" and loading.share(loading.computing_s) > limit
+    return loading.computing_s >= loading.storage_s and loading.share(loading.computing_s) > limit
 
 
 def _waits_for_storage(loading: LoadingWait, waiting_share: float) -> bool:
-    return loading.cause == "storage" and loading.share(loading.storage_s) > waiting_share
+    return loading.storage_s > loading.computing_s and loading.share(loading.storage_s) > waiting_share
 
 
 def _loading_share(loading: LoadingWait, share: float, seconds: float) -> str:
