@@ -77,15 +77,11 @@ class HangWatchdog:
         while not self._closing.wait(self._seconds / 10):
             if self._paused():
                 self.reset()
-                continue
-            silent = time.monotonic() - self._seen
-            if silent > self._seconds:
+            elif (silent := time.monotonic() - self._seen) > self._seconds:
                 self._message = self._on_hang(silent, _place(self._watched))
-                break
-        else:
-            return
-        if self._ends:
-            signal.pthread_kill(self._watched.ident or 0, _SIGNAL)
+                if self._ends:
+                    signal.pthread_kill(self._watched.ident or 0, _SIGNAL)
+                return
 
     def _end(self, _number: int, _frame: FrameType | None) -> NoReturn:
         raise TrainingError(self._message)

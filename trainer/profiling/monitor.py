@@ -134,37 +134,33 @@ class CounterSignal:
         return self._rates.since_last(*self._counters())
 
 
-class GpuSignal:
+class _OfGpu:
+    """A signal of the GPU that this process trains on."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise LookupError(f"the training runs on {device.type}")
+        self._device = device
+
+
+class GpuSignal(_OfGpu):
     """The GPU that this process trains on: utilisation in percent, as NVML sees it."""
 
     columns = ("gpu_percent",)
-
-    def __init__(self, device: torch.device) -> None:
-        _need_gpu(device)
-        self._device = device
 
     def read(self) -> Sequence[float]:
         """Share of the last sampling period of NVML in which a kernel ran."""
         return (float(torch.cuda.utilization(self._device)),)
 
 
-class GpuMemorySignal:
+class GpuMemorySignal(_OfGpu):
     """The memory of the GPU that this process trains on, in bytes: used by any process, there is, held by this process's tensors."""
 
     columns = ("gpu_memory_used_bytes", "gpu_memory_total_bytes", "gpu_memory_allocated_bytes")
 
-    def __init__(self, device: torch.device) -> None:
-        _need_gpu(device)
-        self._device = device
-
     def read(self) -> Sequence[float]:
         free, total = torch.cuda.mem_get_info(self._device)
         return (float(total - free), float(total), float(torch.cuda.memory_allocated(self._device)))
-
-
-def _need_gpu(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise LookupError(f"the training runs on {device.type}")
 
 
 def _disk_counters() -> tuple[float, float]:
