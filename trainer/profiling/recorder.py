@@ -186,9 +186,6 @@ class Recorder:
         Args:
             settings: what is recorded, and how often.
             name: `mae`, `finetune` or `distill`.
-            device: on which it trains.
-            rank: of the process.
-            world_size: processes.
             context: what is known of the training beside what is measured.
             startup: what the time before it went into.
             sources: what is read of the training while it runs.
@@ -209,7 +206,7 @@ class Recorder:
         clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
         self._counters = _xla_counters() if on_xla else None
         self.timeline = Timeline(
-            clock, window=self._windows, counter=self._counters, queued=lambda: sources.loader.ready
+            clock, windows=self._windows, counter=self._counters, queued=lambda: sources.loader.ready
         )
         self.tensor_sampler = TensorSampler(
             settings,
