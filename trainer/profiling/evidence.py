@@ -435,12 +435,11 @@ def _read_training(directory: Path) -> TrainingEvidence:
             f"{len(expected)} processes; run the training again, with an output that all of them can write to"
         )
     metrics = _read_arrow(directory / "metrics.arrow", METRIC_COLUMNS)
-    names = np.asarray(metrics.column("name").to_pylist(), dtype=object)
-    columns = [_values(metrics, name) for name in ("step", "seconds", "value")]
+    names = np.asarray(metrics["name"], dtype=object)
     curves = {}
-    for name in dict.fromkeys(names):
-        steps, seconds, values = (column[names == name] for column in columns)
-        curves[str(name)] = Curve(steps=steps, seconds=seconds, values=values)
+    for name in dict.fromkeys(metrics["name"]):
+        steps, seconds, values = (metrics[column][names == name] for column in ("step", "seconds", "value"))
+        curves[name] = Curve(steps=steps, seconds=seconds, values=values)
     ranks = [_read_rank(directory, record) for record in records]
     return TrainingEvidence(name=directory.name, ranks=ranks, metrics=curves)
 
@@ -465,33 +464,28 @@ def _read_rank(directory: Path, record: RankRecord) -> RankEvidence:
     steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*STEP_COLUMNS, *record.steps.ranges))
     spans = _read_arrow(directory / f"{prefix}-spans.arrow", SPAN_COLUMNS)
     tensors = _read_arrow(directory / f"{prefix}-tensors.arrow", ("step", "seconds", "tensor", *TENSOR_COLUMNS))
-    system = _read_arrow(directory / f"{prefix}-system.arrow", SYSTEM_COLUMNS)
     return RankEvidence(
         record=record,
-        steps=_series(steps),
-        spans=Spans(
-            names=spans.column("range").to_pylist(),
-            start_s=_values(spans, "start_s"),
-            seconds=_values(spans, "seconds"),
-        ),
+        steps=steps,
+        spans=Spans(names=spans["range"], start_s=spans["start_s"], seconds=spans["seconds"]),
         tensors=_tensor_samples(tensors),
-        system=_series(system),
+        system=_read_arrow(directory / f"{prefix}-system.arrow", SYSTEM_COLUMNS),
     )
 
 
-def _tensor_samples(table: pa.Table) -> TensorSamples:
+def _tensor_samples(table: Mapping[str, Any]) -> TensorSamples:
     """Arrange the rows by look and tensor; NaN where there is none."""
-    owners = table.column("tensor").to_pylist()
-    tensors = {name: number for number, name in enumerate(dict.fromkeys(owners))}
-    steps, first, rows = np.unique(_values(table, "step"), return_index=True, return_inverse=True)
-    place = rows, np.fromiter((tensors[name] for name in owners), np.int64, len(owners))
+    tensors = {name: number for number, name in enumerate(dict.fromkeys(table["tensor"]))}
+    steps, first, rows = np.unique(table["step"], return_index=True, return_inverse=True)
+    place = rows, np.array([tensors[name] for name in table["tensor"]], dtype=np.int64)
     values = {name: np.full((len(steps), len(tensors)), np.nan) for name in TENSOR_COLUMNS}
     for name, grid in values.items():
-        grid[place] = _values(table, name)
-    return TensorSamples(tensors=list(tensors), steps=steps, seconds=_values(table, "seconds")[first], values=values)
+        grid[place] = table[name]
+    return TensorSamples(tensors=list(tensors), steps=steps, seconds=table["seconds"][first], values=values)
 
 
-def _read_arrow(path: Path, columns: Sequence[str]) -> pa.Table:
+def _read_arrow(path: Path, columns: Sequence[str]) -> dict[str, Any]:
+    """Read the columns of a table, which has at least `columns`: a list of texts, or an array of float64."""
     try:
         with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
             table = reader.read_all()
@@ -500,15 +494,10 @@ def _read_arrow(path: Path, columns: Sequence[str]) -> pa.Table:
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise ArtifactError(f"evidence {path}: lacks the columns {', '.join(missing)}; run the training again")
-    return table
-
-
-def _values(table: pa.Table, column: str) -> Series:
-    return np.asarray(table.column(column).to_numpy(), dtype=np.float64)
-
-
-def _series(table: pa.Table) -> dict[str, Series]:
-    return {name: _values(table, name) for name in table.column_names}
+    return {
+        name: column.to_pylist() if column.type == pa.string() else np.asarray(column.to_numpy(), dtype=np.float64)
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
