@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +133,7 @@ def _read_run(uri: str) -> ComparedRun:
     places = [place for place in places if artifacts.manifest(place, "evidence").fingerprint in wanted]
     recorded = [read_evidence(place).trainings for place in places]
     evidence = {training.name: training for trainings in recorded for training in trainings}
-    dataset = read.dataset or _dataset_of(places)
-    return ComparedRun(
-        name=uri, trainings=read.trainings, answers=read.answers, evidence=evidence, run=content, dataset=dataset
-    )
+    return replace(read, name=uri, evidence=evidence, run=content, dataset=read.dataset or _dataset_of(places))
 
 
 def _dataset_of(places: Sequence[str]) -> str | None:
