@@ -188,7 +188,7 @@ class LiveRules:
 
     def _is_paused(self) -> bool:
         timeline = self._recorder.timeline
-        return timeline.first_step_ended_ns is None or timeline.is_beside_steps or self._recorder.is_compiling
+        return timeline.first_step_s is None or timeline.is_beside_steps or self._recorder.is_compiling
 
     def _hangs(self, seconds: float, place: str) -> str:
         return self._report(stalled_training, hanging(seconds, self._step, place))

@@ -240,7 +240,7 @@ class Recorder:
         self._monitor = Monitor(
             signals(self._device, machine=machine, loaders=lambda: self._sources.loader.pids),
             self._settings.system_interval_s,
-            origin_ns=self._origin_ns,
+            origin_ns=self.timeline.origin_ns,
         )
         if not machine:
             self._monitor.missing["machine"] = "recorded by the first process of the machine only"
@@ -270,11 +270,6 @@ class Recorder:
     def is_compiling(self) -> bool:
         """Whether XLA compiles a graph at this moment; another thread may ask."""
         return self._counters is not None and self._counters.compiling
-
-    @property
-    def _origin_ns(self) -> int:
-        assert self.timeline.origin_ns is not None
-        return self.timeline.origin_ns
 
     def metrics(self, step: int, values: Mapping[str, float], seconds: float | None = None) -> None:
         """Add points to curves, `seconds` since the recording began (now where not given); kept by rank 0, ignored elsewhere."""
@@ -332,7 +327,6 @@ class Recorder:
 
     def _record(self, monitor: Monitor) -> RankRecord:
         timeline, totals = self.timeline, self.timeline.totals
-        first = timeline.first_step_ended_ns
         return RankRecord(
             schema_version=SCHEMA_VERSION,
             name=self.name,
@@ -356,7 +350,7 @@ class Recorder:
             communication=self._sources.communication() if self._sources.communication else None,
             overhead=self._overhead(monitor),
             began_unix=self._began_unix,
-            first_step_s=None if first is None else (first - self._origin_ns) * 1e-9,
+            first_step_s=timeline.first_step_s,
             ended_s=self._ended_s or timeline.now_s(),
             settings=self._settings,
             steps=StepRecord(
@@ -380,10 +374,9 @@ class Recorder:
 
     def _startup_parts(self) -> dict[str, float]:
         """Where no step has ended yet, what came before the recording."""
-        first = self.timeline.first_step_ended_ns
-        if first is None:
+        seconds = self.timeline.first_step_s
+        if seconds is None:
             return self._startup_s
-        seconds = (first - self._origin_ns) * 1e-9
         compiling = sum(record.seconds for record in self._compilations.records.values() if record.step == 0)
         parts = {"compile": compiling} if compiling else {}
         return self._startup_s | parts | {"first_step": max(0.0, seconds - compiling)}

@@ -259,9 +259,10 @@ class Timeline:
         """Ranges outside of steps; `range` is the position in `outside`."""
         self.outside: dict[str, OutsideTotal] = {BETWEEN: OutsideTotal()}
         self.totals = StepTotals(ranges=[0.0] * len(self.ranges))
-        self.origin_ns: int | None = None
+        self.origin_ns = 0
         """Time of the host's clock at which the recording began."""
-        self.first_step_ended_ns: int | None = None
+        self.first_step_s: float | None = None
+        """End of the first step, by the host's clock since the recording began."""
         self.clock = clock
         self._nanoseconds = nanoseconds
         self._windows = windows
@@ -394,7 +395,8 @@ class Timeline:
         self._hand_over(segment)
         self._begin_outside(mark)
         if completed:
-            self.first_step_ended_ns = self.first_step_ended_ns or now
+            if self.first_step_s is None:
+                self.first_step_s = self._since_origin(now)
             self._at_window(opens=False)
             self._ordinal += 1
         self._take_in_passed()
@@ -528,7 +530,7 @@ class Timeline:
         )
 
     def _since_origin(self, nanoseconds: int) -> float:
-        return (nanoseconds - (self.origin_ns or 0)) * 1e-9
+        return (nanoseconds - self.origin_ns) * 1e-9
 
 
 _recording: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
