@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import psutil
 import torch
-from torch import nn
 
 from trainer.config import EvidenceSettings
 from trainer.costs import place_here
@@ -43,7 +42,7 @@ from trainer.profiling.evidence import (
 from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
-from trainer.profiling.tensor_sampler import TensorSampler
+from trainer.profiling.tensor_sampler import SampledModel, TensorSampler
 from trainer.profiling.timeline import PROFILER, Clock, CudaClock, HostClock, Timeline, recording_to, seconds_of_a_mark
 
 if TYPE_CHECKING:
@@ -140,17 +139,9 @@ class LoaderStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sources:
+class Sources(SampledModel):
     """What a recorder reads of a training, beside its own timeline and monitor."""
 
-    model: nn.Module | None = None
-    """What is trained, on its device, neither compiled nor wrapped: its weights, gradients and attention are sampled."""
-    left_out: Collection[str] = ()
-    """Names of weights that are not trained on purpose."""
-    attention: bool = True
-    """Whether to sample attention too."""
-    agree: Callable[[bool], bool] | None = None
-    """From whether this process would sample a step to whether all do; None where each may decide by itself."""
     loader: LoaderStats = field(default_factory=LoaderStats)
     attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple
     """All attempts of the training, the last one is this."""
@@ -208,16 +199,8 @@ class Recorder:
         self.timeline = Timeline(
             clock, windows=self._windows, counter=self._counters, queued=lambda: sources.loader.ready
         )
-        self.tensor_sampler = TensorSampler(
-            settings,
-            self.timeline,
-            self.metrics,
-            sources.model,
-            left_out=sources.left_out,
-            attention=sources.attention,
-            agree=sources.agree,
-            apart=self._counters.apart if self._counters else nullcontext,
-        )
+        apart = self._counters.apart if self._counters else nullcontext
+        self.tensor_sampler = TensorSampler(settings, self.timeline, self.metrics, sources, apart=apart)
         """Samples of weights, gradients and attention."""
         self._context = context or ContextRecord()
         self._startup = startup

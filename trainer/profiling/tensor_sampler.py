@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -175,6 +176,20 @@ class _Sent(NamedTuple):
     measured: ReadBack
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampledModel:
+    """What is sampled, and how the processes of a training go about it."""
+
+    model: nn.Module | None = None
+    """What is trained, on its device, neither compiled nor wrapped: its weights, gradients and attention are sampled."""
+    left_out: Collection[str] = ()
+    """Names of weights that are not trained on purpose."""
+    attention: bool = True
+    """Whether to sample attention too."""
+    agree: Callable[[bool], bool] | None = None
+    """From whether this process would sample a step to whether all do; None where each may decide by itself."""
+
+
 class TensorSampler:
     """Samples a model in the first step of a process and then in multiples of `tensors_every` steps, as far as the budget allows.
 
@@ -187,11 +202,8 @@ class TensorSampler:
         settings: EvidenceSettings,
         timeline: Timeline,
         metrics: Callable[[int, Mapping[str, float], float], None],
-        model: nn.Module | None,
+        sampled: SampledModel,
         *,
-        left_out: Collection[str] = (),
-        attention: bool = True,
-        agree: Callable[[bool], bool] | None = None,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Of a model.
@@ -200,10 +212,7 @@ class TensorSampler:
             settings: how often, and at what cost.
             timeline: records the training.
             metrics: takes points of curves: the step, values by name, seconds since the recording began.
-            model: what is trained, on its device, neither compiled nor wrapped; None: nothing.
-            left_out: names of weights that are not trained on purpose.
-            attention: whether to sample attention too.
-            agree: from whether this process would sample to whether all do; None where each may decide by itself.
+            sampled: the model; none: nothing is sampled.
             apart: stands around the sampler's own work.
         """
         self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
@@ -213,19 +222,20 @@ class TensorSampler:
         self._later = ThinnedTable(["step", "seconds"], 2)
         self._sent: deque[_Sent] = deque()
         self._last_step: int | None = None
-        self._agree = agree
+        self._agree = sampled.agree
         self._host_s = 0.0
         self.missing: dict[str, str] = {}
         """What is not sampled -> the reason."""
+        model = sampled.model
         if model is None:
             return
         if not settings.tensors_every:
             self.missing["tensors"] = "turned off (tensors_every is 0)"
             return
-        self._tensors = TensorStats(model, left_out=left_out)
+        self._tensors = TensorStats(model, left_out=sampled.left_out)
         values = len(self.tensors) * len(TENSOR_COLUMNS)
         self._later = ThinnedTable(["step", "seconds", *map(str, range(values))], TENSOR_SAMPLES_KEPT)
-        if not attention:
+        if not sampled.attention:
             self.missing["attention"] = "looked at by rank 0 only"
         elif (entropy := AttentionEntropy(model)).metrics:
             self._attention = entropy
