@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainer import config
 from trainer.base_models import Section
 from trainer.graph import STAGES, ArtifactSpec, Stage
-from trainer.profiling.rules import RULES
+from trainer.profiling.rules import SYSTEM_RULES, TRAINING_RULES
 from trainer.profiling.rules.outcomes import Rule
 from trainer.thresholds import RuleSettings
 
@@ -56,7 +56,6 @@ _STAGES_HEAD = """\
 In the order in which they run. On a cluster `configure` comes before them, which resolves the settings, and `finish` after them,
 however they ended. `python -m trainer stage NAME --help` shows how to run one alone.
 """
-_KINDS = {"system": "How fast the machine is used", "training": "What is learned"}
 
 
 def settings_page() -> str:
@@ -92,13 +91,14 @@ def _cell(text: str) -> str:
 
 def rules_page() -> str:
     """docs/rules.md as Markdown."""
-    return _RULES_HEAD + "".join(_rules(kind) for kind in _KINDS)
+    return (
+        _RULES_HEAD + _rules("How fast the machine is used", SYSTEM_RULES) + _rules("What is learned", TRAINING_RULES)
+    )
 
 
-def _rules(kind: str) -> str:
-    chosen = [rule for rule in RULES if rule.kind == kind]
-    contents = [f"- [{rule.title}](#{_anchor(rule.title)}) (`{rule.name}`)" for rule in chosen]
-    return "\n".join([f"\n## {_KINDS[kind]}\n", *contents, *map(_rule, chosen)]) + "\n"
+def _rules(title: str, rules: Sequence[Rule]) -> str:
+    contents = [f"- [{rule.title}](#{_anchor(rule.title)}) (`{rule.name}`)" for rule in rules]
+    return "\n".join([f"\n## {title}\n", *contents, *map(_rule, rules)]) + "\n"
 
 
 def _anchor(title: str) -> str:

@@ -95,7 +95,7 @@ RULES = RuleSettings(own_overhead=OwnOverhead(fewest_seconds=600))
 def judged(training: TrainingEvidence, rules: RuleSettings | None = None) -> dict[str, Outcome]:
     """Name of each rule -> its answer."""
     case = Case(training=training, rules=rules or RULES)
-    return {judgement.rule.name: judgement.outcome for judgement in judge(case)}
+    return {rule.name: outcome for rule, outcome in judge(case).items()}
 
 
 def findings(training: TrainingEvidence, rules: RuleSettings | None = None) -> dict[str, str]:

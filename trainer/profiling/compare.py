@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainer.profiling.evidence import TrainingEvidence, is_core, read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.report import over_time
 from trainer.profiling.rules.outcomes import Finding, NotJudged
-from trainer.profiling.training_summary import OperatorSummary, TrainingSummary, operator_ms, summarize
+from trainer.profiling.training_summary import TrainingSummary, operator_ms, summarize
 from trainer.svg import COLOURS, colour_class
 from trainer.thresholds import RuleSettings
 
@@ -120,7 +120,11 @@ def _read_run(uri: str) -> ComparedRun:
     content = _json(storage.join(uri, summary.SUMMARY))
     if not {"settings", "stages", "student", "teacher", "reports"} <= content.keys():
         raise ArtifactError(f"{storage.join(uri, summary.SUMMARY)}: is not the summary of a run; {_CHOICE}")
-    report = _report_of(uri, content)
+    page = str(content["reports"].get("profile", ""))  # where the run says that it was
+    reports = [storage.join(uri, _REPORT), *([storage.parent(page)] if page else [])]
+    report = next(filter(artifacts.exists, reports), None)
+    if report is None:
+        raise ArtifactError(f"{uri}: its report is not at {' nor at '.join(reports)}; give the directory of the report")
     read = _read_report(report)
     tasks = storage.parent(storage.parent(report))
     places = [storage.join(above, name) for above, names in ((uri, _EVIDENCE), (tasks, _TASKS)) for name in names]
@@ -129,26 +133,13 @@ def _read_run(uri: str) -> ComparedRun:
     places = [place for place in places if artifacts.manifest(place, "evidence").fingerprint in wanted]
     recorded = [read_evidence(place).trainings for place in places]
     evidence = {training.name: training for trainings in recorded for training in trainings}
-    dataset = read.dataset or _dataset_of(places)
-    return ComparedRun(
-        name=uri, trainings=read.trainings, answers=read.answers, evidence=evidence, run=content, dataset=dataset
-    )
+    return replace(read, name=uri, evidence=evidence, run=content, dataset=read.dataset or _dataset_of(places))
 
 
 def _dataset_of(places: Sequence[str]) -> str | None:
     """Read the fingerprint of the data set that the evidence is of."""
     known = [artifacts.manifest(place, "evidence").parents.get("dataset") for place in places]
     return next(filter(None, known), None)
-
-
-def _report_of(uri: str, content: Mapping[str, Any]) -> str:
-    """Find the run's report: in its directory, or where the run says that it was."""
-    page = str(content["reports"].get("profile", ""))
-    places = [storage.join(uri, _REPORT), *([storage.parent(page)] if page else [])]
-    for place in places:
-        if artifacts.exists(place):
-            return place
-    raise ArtifactError(f"{uri}: its report is not at {' nor at '.join(places)}; give the directory of the report")
 
 
 def _json(path: str) -> dict[str, Any]:
@@ -187,6 +178,10 @@ class Pair:
     def scaled(self, one: TrainingSummary, ms: float) -> float:
         """Convert a time of a step to `unit`."""
         return 1000 * ms / one.images_a_step if self.per_image and one.images_a_step else ms
+
+    def times(self, taken: Callable[[TrainingSummary], Mapping[str, float]]) -> list[dict[str, float]]:
+        """Convert what `taken` takes of each side, in milliseconds of a step, to `unit`."""
+        return [{name: self.scaled(one, ms) for name, ms in taken(one).items()} for one in (self.before, self.after)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +303,7 @@ def _verdict(pair: Pair, accuracy: str) -> str:
     speed = (
         summary.ratio(first, second, "as fast", "slower") if abs(second / first - 1) >= _ALIKE else "as fast as before"
     )
-    before, after = _phase_ms(pair, pair.before), _phase_ms(pair, pair.after)
+    before, after = pair.times(_phase_ms)
     moves = {phase: after.get(phase, 0.0) - before.get(phase, 0.0) for phase in {**before, **after}}
     moved, faster = "", second < first
     if moves:
@@ -319,24 +314,30 @@ def _verdict(pair: Pair, accuracy: str) -> str:
     return f"{name}: {speed}, {formatting.short(first)} before and {formatting.short(second)} {pair.unit} after{moved}{accuracy}."
 
 
-def _phase_ms(pair: Pair, one: TrainingSummary) -> dict[str, float]:
-    """Collect the mean time of each phase."""
-    return {name: pair.scaled(one, phase.ms.mean) for name, phase in one.phases.items()}
+def _phase_ms(one: TrainingSummary) -> dict[str, float]:
+    return {name: phase.ms.mean for name, phase in one.phases.items()}
+
+
+def _kind_ms(one: TrainingSummary) -> Mapping[str, float]:
+    return one.operators.categories if one.operators else {}
+
+
+def _operator_ms(one: TrainingSummary) -> dict[str, float]:
+    seen = one.operators
+    return {each.name: operator_ms(each, seen.clock) / seen.steps for each in seen.operators} if seen else {}
 
 
 def _tables(pair: Pair) -> Iterator[Table]:
     yield _overview(pair)
-    yield _times("phases", pair, _phase_ms(pair, pair.before), _phase_ms(pair, pair.after), labels.label)
+    yield _times("phases", pair, _phase_ms, labels.label)
     a, b = pair.before.operators, pair.after.operators
     if a and b:
-        before, after = _kind_ms(pair, pair.before, a), _kind_ms(pair, pair.after, b)
         if a.clock == b.clock:
-            yield _times("operators by kind of work", pair, before, after)
-            a_ms, b_ms = _operator_ms(pair, pair.before, a), _operator_ms(pair, pair.after, b)
-            yield _times("operators that moved most", pair, a_ms, b_ms, most=_MOVERS)
+            yield _times("operators by kind of work", pair, _kind_ms)
+            yield _times("operators that moved most", pair, _operator_ms, most=_MOVERS)
         else:  # what a device computes is not set against what a host hands over
             clocks = f"operators by kind of work, on the {a.clock} before and on the {b.clock} after"
-            yield _times(clocks, pair, before, after, changed=lambda _before, _after: "")
+            yield _times(clocks, pair, _kind_ms, changed=lambda _before, _after: "")
     yield _use(pair)
 
 
@@ -352,9 +353,7 @@ def _overview(pair: Pair) -> Table:
     rows: list[Row] = []
     rows += [(title, *both, "") for title, both in texts.items() if both[0] != both[1]]
     for title, shown, value in _OVERVIEW:
-        first, second = value(pair.before), value(pair.after)
-        if first is not None or second is not None:
-            rows.append((title, _or_unrecorded(shown, first), _or_unrecorded(shown, second), change(first, second)))
+        rows += _numbers(title, shown, value(pair.before), value(pair.after))
     return Table(("", *_SIDES), rows, title="in short")
 
 
@@ -373,39 +372,33 @@ def _or_unrecorded(shown: Callable[[Any], str], value: float | None) -> str:
     return _UNRECORDED if value is None else shown(value)
 
 
+def _numbers(title: str, shown: Callable[[float], str], before: float | None, after: float | None) -> list[Row]:
+    """Compare a number; no row where neither side recorded it."""
+    both = [_or_unrecorded(shown, value) for value in (before, after)]
+    return [] if before is None and after is None else [(title, *both, change(before, after))]
+
+
 def _times(
     title: str,
     pair: Pair,
-    before: Mapping[str, float],
-    after: Mapping[str, float],
+    taken: Callable[[TrainingSummary], Mapping[str, float]],
     spoken: Callable[[str], str] = str,
     changed: Callable[[float, float], str] = change,
     most: int | None = None,
 ) -> Table:
     """Compare times that exclude one another and together are the whole, so that a missing one is zero; or those that moved `most`."""
     rows: list[Row] = []
-    names = sorted(
-        {**before, **after}, key=lambda name: -abs(after.get(name, 0.0) - before.get(name, 0.0)) if most else 0
-    )
+    before, after = pair.times(taken)
+    names = list({**before, **after})
+    if most:
+        names.sort(key=lambda name: -abs(after.get(name, 0.0) - before.get(name, 0.0)))
     for name in names[:most]:
         a, b = before.get(name, 0.0), after.get(name, 0.0)
         rows.append((spoken(name), *("none" if not ms else formatting.short(ms) for ms in (a, b)), changed(a, b)))
     if most is None:
-        total = sum(before.values()), sum(after.values())
-        rows.append(("together", formatting.short(total[0]), formatting.short(total[1]), changed(*total)))
+        a, b = sum(before.values()), sum(after.values())
+        rows.append(("together", formatting.short(a), formatting.short(b), changed(a, b)))
     return Table((pair.unit, *_SIDES), rows, title=title)
-
-
-def _kind_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dict[str, float]:
-    return {name: pair.scaled(one, ms) for name, ms in seen.categories.items()}
-
-
-def _operator_ms(pair: Pair, one: TrainingSummary, seen: OperatorSummary) -> dict[str, float]:
-    times: dict[str, float] = {}
-    for operator in seen.operators:
-        ms = operator_ms(operator, seen.clock) / seen.steps
-        times[operator.name] = times.get(operator.name, 0.0) + pair.scaled(one, ms)
-    return times
 
 
 def _use(pair: Pair) -> Table:
@@ -444,14 +437,12 @@ def _outcome(before: ComparedRun, after: ComparedRun, same_data: bool | None) ->
         points = "" if first is None or second is None else f"{100 * (second - first):+.2f} points"
         rows.append((title, *shown, "other data" if same_data is False else points))
     seconds = [sum(stage["seconds"] for stage in run["stages"].values()) for run in (a, b)]
-    rows.append(("all stages", formatting.duration(seconds[0]), formatting.duration(seconds[1]), change(*seconds)))
+    rows += _numbers("all stages", formatting.duration, *seconds)
     for name in {**a["stages"], **b["stages"]}:
         taken = [run["stages"].get(name, {}).get("seconds") for run in (a, b)]
         shown = ["did not run" if value is None else formatting.duration(value) for value in taken]
         rows.append((f"  {name}", *shown, change(*taken)))
-    cost = [_at(run, ("bill", "dollars")) for run in (a, b)]
-    if any(value is not None for value in cost):
-        rows.append(("dollars", *(_or_unrecorded(dollars_text, value) for value in cost), change(*cost)))
+    rows += _numbers("dollars", dollars_text, _at(a, ("bill", "dollars")), _at(b, ("bill", "dollars")))
     return Table(("", *_SIDES), rows, title="The runs")
 
 
@@ -542,21 +533,11 @@ def _training(comparison: Comparison, pair: Pair) -> PageSection:
 
 def charts(pair: Pair) -> list[Block]:
     """Draw phases, and operators by kind of work, before and after."""
-    phases = _bars(
-        pair,
-        "Where a step's time goes",
-        {name: name for name in COLOURS},
-        labels.label,
-        lambda one: {name: phase.ms.mean for name, phase in one.phases.items()},
-    )
+    phases = _bars(pair, "Where a step's time goes", {name: name for name in COLOURS}, labels.label, _phase_ms)
     clocks = {one.operators.clock for one in (pair.before, pair.after) if one.operators}
     if len(clocks) > 1:  # one bar would be of the device's time and one of the host's
         return phases
-
-    def kinds(one: TrainingSummary) -> Mapping[str, float]:
-        return one.operators.categories if one.operators else {}
-
-    return [*phases, *_bars(pair, "Operators by kind of work", _KIND_COLOURS, str, kinds)]
+    return [*phases, *_bars(pair, "Operators by kind of work", _KIND_COLOURS, str, _kind_ms)]
 
 
 def _bars(
@@ -564,19 +545,18 @@ def _bars(
     title: str,
     colours: Mapping[str, str],
     spoken: Callable[[str], str],
-    values: Callable[[TrainingSummary], Mapping[str, float]],
+    taken: Callable[[TrainingSummary], Mapping[str, float]],
 ) -> list[Block]:
     """Draw a stacked bar before and one after, on one scale; nothing where neither side has a value."""
-    names = dict.fromkeys(name for one in (pair.before, pair.after) for name in values(one))
-    colour = {name: colours.get(name, "named") for name in names}
+    before, after = pair.times(taken)
+    colour = {name: colours.get(name, "named") for name in {**before, **after}}
     rows = []
-    for when, one in (("before", pair.before), ("after", pair.after)):
-        amounts = {name: pair.scaled(one, values(one).get(name, 0.0)) for name in names}
-        parts = [BarPart(name=colour[name], label=spoken(name), share=amount) for name, amount in amounts.items()]
-        total = sum(amounts.values())
+    for when, times in (("before", before), ("after", after)):
+        parts = [BarPart(name=one, label=spoken(name), share=times.get(name, 0.0)) for name, one in colour.items()]
+        total = sum(part.share for part in parts)
         note = f"{formatting.short(total)} {pair.unit}" if total else "not recorded"
         rows.append(StackedRow(label=when, parts=parts, note=note))
     if not any(row.total for row in rows):
         return []
-    legend = Legend([(colour_class(colour[name]), spoken(name)) for name in names])
+    legend = Legend([(colour_class(one), spoken(name)) for name, one in colour.items()])
     return [Subsection(title, [legend, Figure(stacked_rows(rows, pair.unit, title))])]

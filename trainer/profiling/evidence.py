@@ -84,6 +84,8 @@ TENSOR_COLUMNS = (
 """Of a tensor of weights in a sample: how many elements and dimensions; norm and mean absolute value of the weights before the step and
 of the gradient before clipping; share of elements that are not finite, or zero; norm of the step's update against the norm of the
 weights, NaN where that is 0; share of elements that the step did not change. What is of the gradient is NaN where there is none."""
+ATTENTION_ENTROPY = "attention_entropy/"
+"""What the names of such metrics begin with; the block's name follows."""
 METRIC_COLUMNS = ("step", "seconds", "name", "value")
 
 Category = Literal[
@@ -297,15 +299,16 @@ class Spans:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSamples:
-    """Looks at tensors of weights, in their order; all of one step stand together."""
+    """L looks at P tensors of weights, in their order."""
 
-    steps: Series
-    seconds: Series
-    """Since the recording began."""
     tensors: Sequence[str]
-    """Names of the tensors."""
+    """Their names, [P]."""
+    steps: Series
+    """[L]."""
+    seconds: Series
+    """Since the recording began, [L]."""
     values: Mapping[str, Series]
-    """Each of `TENSOR_COLUMNS` -> a value a sample."""
+    """Each of `TENSOR_COLUMNS` -> [L, P]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,12 +369,14 @@ def write_rank(directory: str | Path, training: TrainingEvidence) -> None:
         spans = {"start_s": rank.spans.start_s, "seconds": rank.spans.seconds}
         names = {"range": pa.array(rank.spans.names, pa.string())}
         _write_arrow(path / f"{prefix}-spans.arrow", names | _numbers(spans))
+        looks, tensors = rank.tensors, len(rank.tensors.tensors)
         samples = {
-            "step": pa.array(rank.tensors.steps.astype(np.int64)),
-            "seconds": pa.array(rank.tensors.seconds),
-            "tensor": pa.array(rank.tensors.tensors, pa.string()),
+            "step": pa.array(np.repeat(looks.steps.astype(np.int64), tensors)),
+            "seconds": pa.array(np.repeat(looks.seconds, tensors)),
+            "tensor": pa.array([*looks.tensors] * len(looks.steps), pa.string()),
         }
-        _write_arrow(path / f"{prefix}-tensors.arrow", samples | _numbers(rank.tensors.values))
+        values = {name: grid.ravel() for name, grid in looks.values.items()}
+        _write_arrow(path / f"{prefix}-tensors.arrow", samples | _numbers(values))
         _write_arrow(path / f"{prefix}-system.arrow", _numbers(rank.system))
         if rank.record.rank == 0:
             _write_arrow(path / "metrics.arrow", _metric_columns(training.metrics))
@@ -430,12 +435,11 @@ def _read_training(directory: Path) -> TrainingEvidence:
             f"{len(expected)} processes; run the training again, with an output that all of them can write to"
         )
     metrics = _read_arrow(directory / "metrics.arrow", METRIC_COLUMNS)
-    names = np.asarray(metrics.column("name").to_pylist(), dtype=object)
-    columns = [_values(metrics, name) for name in ("step", "seconds", "value")]
+    names = np.asarray(metrics["name"], dtype=object)
     curves = {}
-    for name in dict.fromkeys(names):
-        steps, seconds, values = (column[names == name] for column in columns)
-        curves[str(name)] = Curve(steps=steps, seconds=seconds, values=values)
+    for name in dict.fromkeys(metrics["name"]):
+        steps, seconds, values = (metrics[column][names == name] for column in ("step", "seconds", "value"))
+        curves[name] = Curve(steps=steps, seconds=seconds, values=values)
     ranks = [_read_rank(directory, record) for record in records]
     return TrainingEvidence(name=directory.name, ranks=ranks, metrics=curves)
 
@@ -460,26 +464,28 @@ def _read_rank(directory: Path, record: RankRecord) -> RankEvidence:
     steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*STEP_COLUMNS, *record.steps.ranges))
     spans = _read_arrow(directory / f"{prefix}-spans.arrow", SPAN_COLUMNS)
     tensors = _read_arrow(directory / f"{prefix}-tensors.arrow", ("step", "seconds", "tensor", *TENSOR_COLUMNS))
-    system = _read_arrow(directory / f"{prefix}-system.arrow", SYSTEM_COLUMNS)
     return RankEvidence(
         record=record,
-        steps=_series(steps),
-        spans=Spans(
-            names=spans.column("range").to_pylist(),
-            start_s=_values(spans, "start_s"),
-            seconds=_values(spans, "seconds"),
-        ),
-        tensors=TensorSamples(
-            steps=_values(tensors, "step"),
-            seconds=_values(tensors, "seconds"),
-            tensors=tensors.column("tensor").to_pylist(),
-            values={name: _values(tensors, name) for name in TENSOR_COLUMNS},
-        ),
-        system=_series(system),
+        steps=steps,
+        spans=Spans(names=spans["range"], start_s=spans["start_s"], seconds=spans["seconds"]),
+        tensors=_tensor_samples(tensors),
+        system=_read_arrow(directory / f"{prefix}-system.arrow", SYSTEM_COLUMNS),
     )
 
 
-def _read_arrow(path: Path, columns: Sequence[str]) -> pa.Table:
+def _tensor_samples(table: Mapping[str, Any]) -> TensorSamples:
+    """Arrange the rows by look and tensor; NaN where there is none."""
+    tensors = {name: number for number, name in enumerate(dict.fromkeys(table["tensor"]))}
+    steps, first, rows = np.unique(table["step"], return_index=True, return_inverse=True)
+    place = rows, np.array([tensors[name] for name in table["tensor"]], dtype=np.int64)
+    values = {name: np.full((len(steps), len(tensors)), np.nan) for name in TENSOR_COLUMNS}
+    for name, grid in values.items():
+        grid[place] = table[name]
+    return TensorSamples(tensors=list(tensors), steps=steps, seconds=table["seconds"][first], values=values)
+
+
+def _read_arrow(path: Path, columns: Sequence[str]) -> dict[str, Any]:
+    """Read the columns of a table, which has at least `columns`: a list of texts, or an array of float64."""
     try:
         with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
             table = reader.read_all()
@@ -488,15 +494,10 @@ def _read_arrow(path: Path, columns: Sequence[str]) -> pa.Table:
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise ArtifactError(f"evidence {path}: lacks the columns {', '.join(missing)}; run the training again")
-    return table
-
-
-def _values(table: pa.Table, column: str) -> Series:
-    return np.asarray(table.column(column).to_numpy(), dtype=np.float64)
-
-
-def _series(table: pa.Table) -> dict[str, Series]:
-    return {name: _values(table, name) for name in table.column_names}
+    return {
+        name: column.to_pylist() if column.type == pa.string() else np.asarray(column.to_numpy(), dtype=np.float64)
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -528,21 +529,16 @@ def is_core(signal: str) -> bool:
     return signal.startswith("cpu") and signal.endswith("_percent")
 
 
-def measured_rows(profiled: Series) -> Rows:
-    """Positions of the rows that are neither the first step nor under the profiler (all rows, if none remain)."""
-    rows = np.arange(len(profiled))
-    usual = rows[(rows > 0) & (profiled == 0)]
+def measured_steps(steps: Mapping[str, Series]) -> Rows:
+    """Rows of a process's step table that are neither the first step nor under the profiler (all rows, if none remain)."""
+    rows = np.arange(len(steps["profiled"]))
+    usual = rows[(rows > 0) & (steps["profiled"] == 0)]
     return usual if len(usual) else rows
-
-
-def measured_steps(rank: RankEvidence) -> Rows:
-    """As `measured_rows`, of a process's step table."""
-    return measured_rows(rank.steps["profiled"])
 
 
 def step_ms(rank: RankEvidence) -> Spread | None:
     """How long the measured steps take; none where there are none."""
-    return spread(1000 * rank.steps["seconds"][measured_steps(rank)])
+    return spread(1000 * rank.steps["seconds"][measured_steps(rank.steps)])
 
 
 def images_per_second(steps: Mapping[str, Series]) -> float | None:
@@ -556,7 +552,7 @@ def images_per_second(steps: Mapping[str, Series]) -> float | None:
     Returns:
         None where there are no steps, or the training did not record its images.
     """
-    rows = measured_rows(steps["profiled"])
+    rows = measured_steps(steps)
     images, seconds = float(steps["images"][rows].sum()), float(steps["seconds"][rows].sum())
     return images / seconds if images and seconds else None
 
@@ -581,6 +577,6 @@ def phase_seconds(rank: RankEvidence) -> dict[str, Series]:
 
 def phase_shares(rank: RankEvidence) -> dict[str, float]:
     """Share of the measured steps' time of each phase."""
-    measured = measured_steps(rank)
+    measured = measured_steps(rank.steps)
     total = max(float(rank.steps["seconds"][measured].sum()), 1e-12)
     return {name: float(seconds[measured].sum()) / total for name, seconds in phase_seconds(rank).items()}

@@ -14,10 +14,10 @@ from trainer import formatting
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.profiling import labels
-from trainer.profiling.evidence import Evidence, TrainingEvidence
-from trainer.profiling.rules import judge
-from trainer.profiling.rules.outcomes import Case, Finding, Healthy, Judgement, NotJudged, Outcome, setting_of
-from trainer.profiling.training_summary import TrainingSummary, summarize
+from trainer.profiling.evidence import Evidence
+from trainer.profiling.rules import SYSTEM_RULES, judge
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, setting_of
+from trainer.profiling.training_summary import TrainingSummary
 from trainer.thresholds import RuleSettings
 
 FINDINGS = "findings.json"
@@ -48,37 +48,26 @@ class RankedFinding:
 
 
 def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
-    """Let every rule judge every training of an evidence artifact."""
-    before: Sequence[TrainingEvidence | None] = [None, *evidence.trainings[:-1]]
+    """Let every rule judge every training of an evidence artifact; a saving's dollars are at the price of the place where it ran."""
     # The length of each recording with what came before it: the parts of the start-up end with the first step, within the recording.
     records = [training.ranks[0].record for training in evidence.trainings]
     stage_s = sum(one.ended_s + max(0.0, sum(one.startup.values()) - (one.first_step_s or 0.0)) for one in records)
-    judgements = [
-        judgement
-        for earlier, training in zip(before, evidence.trainings, strict=False)
-        for judgement in judge(Case(training=training, rules=rules, before=earlier, stage_s=stage_s))
-    ]
-    return answers(judgements, [summarize(training) for training in evidence.trainings])
-
-
-def answers(judgements: Sequence[Judgement], summaries: Sequence[TrainingSummary]) -> list[Answer]:
-    """Add dollars to judgements, by the price of the place where each training ran."""
-    places = {summary.name: summary.place for summary in summaries}
-    result = []
-    for judgement in judgements:
-        place, outcome = places[judgement.training], judgement.outcome
-        saving = outcome.saving if isinstance(outcome, Finding) else None
-        result.append(
-            Answer(
-                rule=judgement.rule.name,
-                title=judgement.rule.title,
-                kind=judgement.rule.kind,
-                training=judgement.training,
-                outcome=outcome,
-                dollars=place.dollars(saving.seconds) if place and saving else None,
+    answers = []
+    for training in evidence.trainings:
+        place = training.ranks[0].record.place
+        for rule, outcome in judge(Case(training=training, rules=rules, stage_s=stage_s)).items():
+            saving = outcome.saving if isinstance(outcome, Finding) else None
+            answers.append(
+                Answer(
+                    rule=rule.name,
+                    title=rule.title,
+                    kind="system" if rule in SYSTEM_RULES else "training",
+                    training=training.name,
+                    outcome=outcome,
+                    dollars=place.dollars(saving.seconds) if place and saving else None,
+                )
             )
-        )
-    return result
+    return answers
 
 
 def ranked_findings(given: Sequence[Answer]) -> list[RankedFinding]:
@@ -123,17 +112,11 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
     if failed:
         return Verdict(outcome="failed", text=f"{labels.training(failed.name)} ended with an error: {failed.failed}")
     notes = _below(len(every), "note")
-    short = [summary for summary in summaries if _is_too_short(given, summary)]
+    short = {summary.name: text for summary in summaries if (text := _too_short(given, summary))}
     if short:
-        each = []
-        for summary in short:
-            outcomes = [one.outcome for one in given if one.training == summary.name]
-            missed = sum(isinstance(outcome, NotJudged) and outcome.too_short for outcome in outcomes)
-            steps = _counted(summary.steps, "step")
-            each.append(f"{missed} of {_counted(len(outcomes), 'rule')} on {labels.training(summary.name)} ({steps})")
-        settings = ", ".join(setting_of(summary.name, "epochs") for summary in short)
+        settings = ", ".join(setting_of(name, "epochs") for name in short)
         advice = f"train longer ({settings}) before you trust that nothing was found"
-        return Verdict(outcome="too_short", text=f"Too short to judge: {', '.join(each)}; {advice}{notes}.")
+        return Verdict(outcome="too_short", text=f"Too short to judge: {', '.join(short.values())}; {advice}{notes}.")
     judged = {one.rule for one in given if isinstance(one.outcome, Healthy)}
     unjudged = {one.rule for one in given} - judged - {one.answer.rule for one in every}
     looked = f"{_counted(len(judged), 'rule')} looked and found nothing" if judged else "no rule could judge it"
@@ -159,12 +142,15 @@ of each kind (speed, weights, losses) have looked.
 """
 
 
-def _is_too_short(given: Sequence[Answer], summary: TrainingSummary) -> bool:
-    """Whether so few rules could judge a training that finding nothing says little."""
+def _too_short(given: Sequence[Answer], summary: TrainingSummary) -> str:
+    """Say how many rules lacked steps, where so few could judge a training that finding nothing says little."""
     outcomes = [one.outcome for one in given if one.training == summary.name]
     missed = sum(isinstance(outcome, NotJudged) and outcome.too_short for outcome in outcomes)
     judged = sum(not isinstance(outcome, NotJudged) for outcome in outcomes)
-    return missed > UNJUDGED_MOST * (judged + missed)
+    if missed <= UNJUDGED_MOST * (judged + missed):
+        return ""
+    steps = _counted(summary.steps, "step")
+    return f"{missed} of {_counted(len(outcomes), 'rule')} on {labels.training(summary.name)} ({steps})"
 
 
 def saving_text(one: RankedFinding, summaries: Mapping[str, TrainingSummary]) -> str:

@@ -22,6 +22,8 @@ from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.timeline import span
 from trainer.tracking.stage_runs import Tracker
 
+logger = logging.getLogger(__name__)
+
 _SIGNAL = signal.SIGUSR1
 _OWN = "trainer."
 
@@ -75,15 +77,11 @@ class HangWatchdog:
         while not self._closing.wait(self._seconds / 10):
             if self._paused():
                 self.reset()
-                continue
-            silent = time.monotonic() - self._seen
-            if silent > self._seconds:
+            elif (silent := time.monotonic() - self._seen) > self._seconds:
                 self._message = self._on_hang(silent, _place(self._watched))
-                break
-        else:
-            return
-        if self._ends:
-            signal.pthread_kill(self._watched.ident or 0, _SIGNAL)
+                if self._ends:
+                    signal.pthread_kill(self._watched.ident or 0, _SIGNAL)
+                return
 
     def _end(self, _number: int, _frame: FrameType | None) -> NoReturn:
         raise TrainingError(self._message)
@@ -97,9 +95,6 @@ def _place(thread: threading.Thread) -> str:
     if frame is None:
         return "somewhere"
     return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname} (line {frame.f_lineno})"
-
-
-logger = logging.getLogger(__name__)
 
 
 class LiveRules:
@@ -169,7 +164,7 @@ class LiveRules:
         try:
             with span("rules"):
                 case = Case(training=self._recorder.snapshot(), rules=self._settings.rules, live=True)
-                judgements = judge(case)
+                answers = judge(case)
         except Exception:  # a rule that fails must not cost the training that it is to save
             logger.warning("%s  is no longer judged while it runs, for that failed", self._recorder.name, exc_info=True)
             self._due = math.inf
@@ -178,7 +173,7 @@ class LiveRules:
         self._spent += now - began
         self._recorder.cost("rules", now - began)
         self._due = max(now + self._settings.interval_s, self._began + self._spent / max(self._settings.budget, 1e-9))
-        found = [(one.rule, one.outcome) for one in judgements if isinstance(one.outcome, Finding)]
+        found = [(rule, outcome) for rule, outcome in answers.items() if isinstance(outcome, Finding)]
         new = [(rule, finding) for rule, finding in found if rule.name not in self._reported]
         return sorted(new, key=lambda pair: pair[0].name in self._settings.stop_on)
 
@@ -193,7 +188,7 @@ class LiveRules:
 
     def _is_paused(self) -> bool:
         timeline = self._recorder.timeline
-        return timeline.first_step_ended_ns is None or timeline.is_beside_steps or self._recorder.is_compiling
+        return timeline.first_step_s is None or timeline.is_beside_steps or self._recorder.is_compiling
 
     def _hangs(self, seconds: float, place: str) -> str:
         return self._report(stalled_training, hanging(seconds, self._step, place))

@@ -27,9 +27,6 @@ class Signal(Protocol):
     """Some columns that are read together."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
     def columns(self) -> Sequence[str]: ...
 
     def read(self) -> Sequence[float]:
@@ -43,8 +40,6 @@ class Signal(Protocol):
 
 class CpuSignal:
     """Share of time each core was busy, and the share of all cores that waited for input or output, in percent."""
-
-    name = "cpu"
 
     def __init__(self) -> None:
         self._last = psutil.cpu_times(percpu=True)
@@ -66,7 +61,6 @@ class CpuSignal:
 class MemorySignal:
     """Memory of the machine that is in use and cannot be freed, in bytes."""
 
-    name = "memory"
     columns = ("memory_used_bytes",)
 
     def read(self) -> Sequence[float]:
@@ -90,7 +84,6 @@ class _Rates:
 class ProcessSignal:
     """This process: resident memory, also without what it shares (mapped files), in bytes; CPU time in percent of one core."""
 
-    name = "process"
     columns = ("process_rss_bytes", "process_private_bytes", "process_cpu_percent")
 
     def __init__(self) -> None:
@@ -106,7 +99,6 @@ class ProcessSignal:
 class LoadersSignal:
     """The loader processes of this process: their CPU time together, in percent of one core; NaN while there are none."""
 
-    name = "loaders"
     columns = ("loaders_cpu_percent",)
 
     def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
@@ -133,8 +125,7 @@ class LoadersSignal:
 class CounterSignal:
     """Rates of two counters of the operating system, in bytes a second."""
 
-    def __init__(self, name: str, columns: tuple[str, str], counters: Callable[[], tuple[float, float]]) -> None:
-        self.name = name
+    def __init__(self, columns: tuple[str, str], counters: Callable[[], tuple[float, float]]) -> None:
         self.columns = columns
         self._counters = counters
         self._rates = _Rates(*counters())
@@ -143,45 +134,33 @@ class CounterSignal:
         return self._rates.since_last(*self._counters())
 
 
-class GpuSignal:
-    """The GPU that this process trains on: utilisation in percent, as NVML sees it."""
-
-    name = "gpu_utilization"
-    columns = ("gpu_percent",)
+class _OfGpu:
+    """A signal of the GPU that this process trains on."""
 
     def __init__(self, device: torch.device) -> None:
-        _need_gpu(device)
+        if device.type != "cuda":
+            raise LookupError(f"the training runs on {device.type}")
         self._device = device
+
+
+class GpuSignal(_OfGpu):
+    """The GPU that this process trains on: utilisation in percent, as NVML sees it."""
+
+    columns = ("gpu_percent",)
 
     def read(self) -> Sequence[float]:
         """Share of the last sampling period of NVML in which a kernel ran."""
         return (float(torch.cuda.utilization(self._device)),)
 
 
-class GpuMemorySignal:
+class GpuMemorySignal(_OfGpu):
     """The memory of the GPU that this process trains on, in bytes: used by any process, there is, held by this process's tensors."""
 
-    name = "gpu_memory"
     columns = ("gpu_memory_used_bytes", "gpu_memory_total_bytes", "gpu_memory_allocated_bytes")
-
-    def __init__(self, device: torch.device) -> None:
-        _need_gpu(device)
-        self._device = device
 
     def read(self) -> Sequence[float]:
         free, total = torch.cuda.mem_get_info(self._device)
         return (float(total - free), float(total), float(torch.cuda.memory_allocated(self._device)))
-
-
-def _need_gpu(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise LookupError(f"the training runs on {device.type}")
-
-
-def _xla_memory(device: torch.device) -> Signal:
-    from trainer.profiling.xla_counters import XlaMemorySignal
-
-    return XlaMemorySignal(device)
 
 
 def _disk_counters() -> tuple[float, float]:
@@ -222,14 +201,16 @@ def signals(
         "gpu_memory": lambda: GpuMemorySignal(device),
     }
     if device.type == "xla":
-        of_process["device_memory"] = lambda: _xla_memory(device)
+        from trainer.profiling.xla_counters import XlaMemorySignal
+
+        of_process["device_memory"] = lambda: XlaMemorySignal(device)
     of_machine: dict[str, Callable[[], Signal]] = {
         "cpu": CpuSignal,
         "memory": MemorySignal,
-        "disk": lambda: CounterSignal("disk", ("disk_read_bytes_per_s", "disk_write_bytes_per_s"), _disk_counters),
-        "swap": lambda: CounterSignal("swap", ("swap_in_bytes_per_s", "swap_out_bytes_per_s"), _swap_counters),
+        "disk": lambda: CounterSignal(("disk_read_bytes_per_s", "disk_write_bytes_per_s"), _disk_counters),
+        "swap": lambda: CounterSignal(("swap_in_bytes_per_s", "swap_out_bytes_per_s"), _swap_counters),
         "network": lambda: CounterSignal(
-            "network", ("network_received_bytes_per_s", "network_sent_bytes_per_s"), _network_counters
+            ("network_received_bytes_per_s", "network_sent_bytes_per_s"), _network_counters
         ),
     }
     return (of_machine if machine else {}) | of_process
@@ -253,7 +234,7 @@ class Monitor:
         self.spent_s = 0.0
         """CPU time of the thread."""
         self._origin_ns = origin_ns
-        self._signals: list[Signal] = []
+        self._signals: dict[str, Signal] = {}
         for name, setup in setups.items():
             try:
                 signal = setup()
@@ -261,8 +242,8 @@ class Monitor:
             except Exception as error:  # noqa: BLE001  # whatever a driver answers, the training continues
                 self.missing[name] = str(error) or type(error).__name__
             else:
-                self._signals.append(signal)
-        self.columns = ["end_s", *(column for signal in self._signals for column in signal.columns)]
+                self._signals[name] = signal
+        self.columns = ["end_s", *(column for signal in self._signals.values() for column in signal.columns)]
         self._values = np.full((samples_kept, len(self.columns)), np.nan)
         self._kept = 0
         self._table = threading.Lock()
@@ -289,13 +270,13 @@ class Monitor:
 
     def _sample(self) -> None:
         row = [(time.perf_counter_ns() - self._origin_ns) * 1e-9]
-        for signal in self._signals:
+        for name, signal in self._signals.items():
             values: Sequence[float] = [np.nan] * len(signal.columns)
-            if signal.name not in self.missing:
+            if name not in self.missing:
                 try:
                     values = signal.read()
                 except Exception as error:  # noqa: BLE001  # as at the set-up; it is not asked again
-                    self.missing[signal.name] = f"stopped during the training: {str(error) or type(error).__name__}"
+                    self.missing[name] = f"stopped during the training: {str(error) or type(error).__name__}"
             row.extend(values)
         with self._table:
             if self._kept == len(self._values):  # average neighbours, and sample half as often

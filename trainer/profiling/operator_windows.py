@@ -42,6 +42,7 @@ class OperatorWindows:
         self.steps = frozenset(step for start in starts for step in range(start, start + length))
         """Counted from the start of the recording."""
         self.active = False
+        """Whether steps are slowed by it now."""
         self.missing = "" if self.steps else "turned off (operators_steps is 0, or operators_at empty)"
         self._device = device
         self._profile: profile | None = None
@@ -57,6 +58,7 @@ class OperatorWindows:
         return OperatorTable(steps=self._seen, operators=tuple(rows))
 
     def open(self, step: int) -> None:
+        """Start the profiler before a step."""
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

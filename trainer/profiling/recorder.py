@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import psutil
 import torch
-from torch import nn
 
 from trainer.config import EvidenceSettings
 from trainer.costs import place_here
@@ -43,7 +42,7 @@ from trainer.profiling.evidence import (
 from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
-from trainer.profiling.tensor_sampler import TensorSampler
+from trainer.profiling.tensor_sampler import SampledModel, TensorSampler
 from trainer.profiling.timeline import PROFILER, Clock, CudaClock, HostClock, Timeline, recording_to, seconds_of_a_mark
 
 if TYPE_CHECKING:
@@ -54,9 +53,9 @@ class Compilations:
     """Counts and times what torch compiles within the steps of a recording, backward passes too."""
 
     def __init__(self, timeline: Timeline) -> None:
+        self.records: dict[int, CompilationRecord] = {}
+        """Of each step that compiled something."""
         self._timeline = timeline
-        self._graphs: dict[int, int] = {}
-        self._seconds: dict[int, float] = {}
         self._began = 0.0
         self._hooks = CompileHooks(self._started, self._ended)
 
@@ -66,21 +65,15 @@ class Compilations:
     def stop(self) -> None:
         self._hooks.remove()
 
-    @property
-    def records(self) -> tuple[CompilationRecord, ...]:
-        return tuple(
-            CompilationRecord(step=step, graphs=graphs, seconds=self._seconds[step])
-            for step, graphs in self._graphs.items()
-        )
-
     def _started(self) -> None:
         self._began = time.perf_counter()
 
     def _ended(self) -> None:
         if self._timeline.inside_step:
-            step = self._timeline.steps_completed
-            self._graphs[step] = self._graphs.get(step, 0) + 1
-            self._seconds[step] = self._seconds.get(step, 0.0) + time.perf_counter() - self._began
+            step, seconds = self._timeline.steps_completed, time.perf_counter() - self._began
+            known = self.records.get(step, CompilationRecord(step=step, graphs=0, seconds=0.0))
+            graphs, seconds = known.graphs + 1, known.seconds + seconds
+            self.records[step] = CompilationRecord(step=step, graphs=graphs, seconds=seconds)
 
 
 IMPORTED_UNIX = time.time()
@@ -146,17 +139,9 @@ class LoaderStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sources:
+class Sources(SampledModel):
     """What a recorder reads of a training, beside its own timeline and monitor."""
 
-    model: nn.Module | None = None
-    """What is trained, on its device, neither compiled nor wrapped: its weights, gradients and attention are sampled."""
-    left_out: Collection[str] = ()
-    """Names of weights that are not trained on purpose."""
-    attention: bool = True
-    """Whether to sample attention too."""
-    agree: Callable[[bool], bool] | None = None
-    """From whether this process would sample a step to whether all do; None where each may decide by itself."""
     loader: LoaderStats = field(default_factory=LoaderStats)
     attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple
     """All attempts of the training, the last one is this."""
@@ -192,9 +177,6 @@ class Recorder:
         Args:
             settings: what is recorded, and how often.
             name: `mae`, `finetune` or `distill`.
-            device: on which it trains.
-            rank: of the process.
-            world_size: processes.
             context: what is known of the training beside what is measured.
             startup: what the time before it went into.
             sources: what is read of the training while it runs.
@@ -215,18 +197,10 @@ class Recorder:
         clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
         self._counters = _xla_counters() if on_xla else None
         self.timeline = Timeline(
-            clock, window=self._windows, counter=self._counters, queued=lambda: sources.loader.ready
+            clock, windows=self._windows, counter=self._counters, queued=lambda: sources.loader.ready
         )
-        self.tensor_sampler = TensorSampler(
-            settings,
-            self.timeline,
-            self.metrics,
-            sources.model,
-            left_out=sources.left_out,
-            attention=sources.attention,
-            agree=sources.agree,
-            apart=self._counters.apart if self._counters else nullcontext,
-        )
+        apart = self._counters.apart if self._counters else nullcontext
+        self.tensor_sampler = TensorSampler(settings, self.timeline, self.metrics, sources, apart=apart)
         """Samples of weights, gradients and attention."""
         self._context = context or ContextRecord()
         self._startup = startup
@@ -249,7 +223,7 @@ class Recorder:
         self._monitor = Monitor(
             signals(self._device, machine=machine, loaders=lambda: self._sources.loader.pids),
             self._settings.system_interval_s,
-            origin_ns=self._origin_ns,
+            origin_ns=self.timeline.origin_ns,
         )
         if not machine:
             self._monitor.missing["machine"] = "recorded by the first process of the machine only"
@@ -280,11 +254,6 @@ class Recorder:
         """Whether XLA compiles a graph at this moment; another thread may ask."""
         return self._counters is not None and self._counters.compiling
 
-    @property
-    def _origin_ns(self) -> int:
-        assert self.timeline.origin_ns is not None
-        return self.timeline.origin_ns
-
     def metrics(self, step: int, values: Mapping[str, float], seconds: float | None = None) -> None:
         """Add points to curves, `seconds` since the recording began (now where not given); kept by rank 0, ignored elsewhere."""
         if self._rank:
@@ -310,8 +279,7 @@ class Recorder:
         self.tensor_sampler.take_in()
         steps, samples = self.timeline.steps, self._monitor.samples()
         names, spans = list(self.timeline.outside), self.timeline.spans
-        tensors, (moments, values) = self.tensor_sampler.tensors, self.tensor_sampler.table()
-        sampled_steps, sampled_s = np.repeat(moments, len(tensors), axis=0).T
+        moments, values = self.tensor_sampler.table()
         curves = {name: table.array().T for name, table in self._metrics.items()}
         rank = RankEvidence(
             record=self._record(self._monitor),
@@ -322,10 +290,10 @@ class Recorder:
                 seconds=spans.column("seconds"),
             ),
             tensors=TensorSamples(
-                steps=sampled_steps,
-                seconds=sampled_s,
-                tensors=[*tensors] * len(moments),
-                values={name: values[:, :, index].ravel() for index, name in enumerate(TENSOR_COLUMNS)},
+                tensors=self.tensor_sampler.tensors,
+                steps=moments[:, 0],
+                seconds=moments[:, 1],
+                values={name: values[:, :, index] for index, name in enumerate(TENSOR_COLUMNS)},
             ),
             system=dict(zip(self._monitor.columns, samples.T, strict=True)),
         )
@@ -342,7 +310,6 @@ class Recorder:
 
     def _record(self, monitor: Monitor) -> RankRecord:
         timeline, totals = self.timeline, self.timeline.totals
-        first = timeline.first_step_ended_ns
         return RankRecord(
             schema_version=SCHEMA_VERSION,
             name=self.name,
@@ -360,13 +327,13 @@ class Recorder:
             startup=self._startup_parts(),
             attempts=self._sources.attempts(),
             failed=self._failed,
-            compilations=self._compilations.records,
+            compilations=tuple(self._compilations.records.values()),
             compile_beside_s=self._counters.beside_s if self._counters else 0.0,
             transfers=self._counters.transfers if self._counters else None,
             communication=self._sources.communication() if self._sources.communication else None,
             overhead=self._overhead(monitor),
             began_unix=self._began_unix,
-            first_step_s=None if first is None else (first - self._origin_ns) * 1e-9,
+            first_step_s=timeline.first_step_s,
             ended_s=self._ended_s or timeline.now_s(),
             settings=self._settings,
             steps=StepRecord(
@@ -390,11 +357,10 @@ class Recorder:
 
     def _startup_parts(self) -> dict[str, float]:
         """Where no step has ended yet, what came before the recording."""
-        first = self.timeline.first_step_ended_ns
-        if first is None:
+        seconds = self.timeline.first_step_s
+        if seconds is None:
             return self._startup_s
-        seconds = (first - self._origin_ns) * 1e-9
-        compiling = sum(record.seconds for record in self._compilations.records if record.step == 0)
+        compiling = sum(record.seconds for record in self._compilations.records.values() if record.step == 0)
         parts = {"compile": compiling} if compiling else {}
         return self._startup_s | parts | {"first_step": max(0.0, seconds - compiling)}
 

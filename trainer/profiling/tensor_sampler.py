@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from trainer.config import EvidenceSettings
 from trainer.devices import ReadBack
 from trainer.devices.torch_private import norm_all
-from trainer.profiling.evidence import TENSOR_COLUMNS
+from trainer.profiling.evidence import ATTENTION_ENTROPY, TENSOR_COLUMNS
 from trainer.profiling.series import Series, ThinnedTable
 from trainer.profiling.timeline import RECORDER, Timeline
 
@@ -121,10 +122,6 @@ def _stride(weights: Tensor) -> int:
     return stride
 
 
-METRIC = "attention_entropy/"
-"""What the names of the metrics begin with; the block's name follows."""
-
-
 class AttentionEntropy:
     """Mean entropy of the attention rows of each block, as a share of the largest, log N: 0 looks at one token, 1 at all alike."""
 
@@ -134,7 +131,7 @@ class AttentionEntropy:
         self._modules = {
             name.removesuffix(".attn"): module for name, module in model.named_modules() if type(module) is Attention
         }
-        self.metrics = [f"{METRIC}{name}" for name in self._modules]
+        self.metrics = [f"{ATTENTION_ENTROPY}{name}" for name in self._modules]
         """Name of each block's metric."""
 
     @torch.no_grad()
@@ -171,16 +168,26 @@ TENSOR_SAMPLES_KEPT = 256
 """Samples that are kept after the first one; more of them are thinned evenly."""
 
 
-Metrics = Callable[[int, Mapping[str, float], float], None]
-"""Takes points of curves: the step, values by name, seconds since the recording began."""
-
-
 class _Sent(NamedTuple):
     """A sample on its way to the host."""
 
     step: int
     seconds: float
     measured: ReadBack
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledModel:
+    """What is sampled, and how the processes of a training go about it."""
+
+    model: nn.Module | None = None
+    """What is trained, on its device, neither compiled nor wrapped: its weights, gradients and attention are sampled."""
+    left_out: Collection[str] = ()
+    """Names of weights that are not trained on purpose."""
+    attention: bool = True
+    """Whether to sample attention too."""
+    agree: Callable[[bool], bool] | None = None
+    """From whether this process would sample a step to whether all do; None where each may decide by itself."""
 
 
 class TensorSampler:
@@ -194,12 +201,9 @@ class TensorSampler:
         self,
         settings: EvidenceSettings,
         timeline: Timeline,
-        metrics: Metrics,
-        model: nn.Module | None,
+        metrics: Callable[[int, Mapping[str, float], float], None],
+        sampled: SampledModel,
         *,
-        left_out: Collection[str] = (),
-        attention: bool = True,
-        agree: Callable[[bool], bool] | None = None,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Of a model.
@@ -207,11 +211,8 @@ class TensorSampler:
         Args:
             settings: how often, and at what cost.
             timeline: records the training.
-            metrics: takes the curves.
-            model: what is trained, on its device, neither compiled nor wrapped; None: nothing.
-            left_out: names of weights that are not trained on purpose.
-            attention: whether to sample attention too.
-            agree: from whether this process would sample to whether all do; None where each may decide by itself.
+            metrics: takes points of curves: the step, values by name, seconds since the recording began.
+            sampled: the model; none: nothing is sampled.
             apart: stands around the sampler's own work.
         """
         self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
@@ -221,19 +222,20 @@ class TensorSampler:
         self._later = ThinnedTable(["step", "seconds"], 2)
         self._sent: deque[_Sent] = deque()
         self._last_step: int | None = None
-        self._agree = agree
+        self._agree = sampled.agree
         self._host_s = 0.0
         self.missing: dict[str, str] = {}
         """What is not sampled -> the reason."""
+        model = sampled.model
         if model is None:
             return
         if not settings.tensors_every:
             self.missing["tensors"] = "turned off (tensors_every is 0)"
             return
-        self._tensors = TensorStats(model, left_out=left_out)
+        self._tensors = TensorStats(model, left_out=sampled.left_out)
         values = len(self.tensors) * len(TENSOR_COLUMNS)
         self._later = ThinnedTable(["step", "seconds", *map(str, range(values))], TENSOR_SAMPLES_KEPT)
-        if not attention:
+        if not sampled.attention:
             self.missing["attention"] = "looked at by rank 0 only"
         elif (entropy := AttentionEntropy(model)).metrics:
             self._attention = entropy

@@ -23,18 +23,22 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import add
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
+from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
+
+if TYPE_CHECKING:
+    from trainer.profiling.xla_counters import XlaCounters
 
 Mark = TypeVar("Mark")
 
@@ -151,38 +155,6 @@ _MAY_WAIT = frozenset({_DATA_COLUMN, _BACKWARD_COLUMN})
 """Phases in which the host waits for loader processes, or for other training processes."""
 
 
-class StepCounter(Protocol):
-    """Counts what the host can ask the device about, within steps."""
-
-    def begin(self, ordinal: int) -> None:
-        """A step begins, the so-manyth of the recording."""
-        ...
-
-    def end(self, ordinal: int) -> float:
-        """It ends; gives its column `transfers`."""
-        ...
-
-
-class Window(Protocol):
-    """Watches some of the steps more closely; what opening and closing it costs counts outside of the steps."""
-
-    active: bool
-    """Whether steps are slowed by it now."""
-
-    @property
-    def steps(self) -> Container[int]:
-        """The watched steps, counted from the start of the recording."""
-        ...
-
-    def open(self, step: int) -> None:
-        """Called before a watched step that follows on one that is not."""
-        ...
-
-    def close(self, step: int) -> None:
-        """Called after a watched step before one that is not."""
-        ...
-
-
 @dataclass(slots=True)
 class _Segment:
     """Neighbouring marks; `owners[i]` is the column of the time from `marks[i]` to `marks[i + 1]`."""
@@ -261,8 +233,8 @@ class Timeline:
         self,
         clock: Clock[Any],
         *,
-        window: Window | None = None,
-        counter: StepCounter | None = None,
+        windows: OperatorWindows | None = None,
+        counter: XlaCounters | None = None,
         queued: Callable[[], float] = lambda: math.nan,
         nanoseconds: Callable[[], int] = time.perf_counter_ns,
         steps_kept: int = STEPS_KEPT,
@@ -272,7 +244,7 @@ class Timeline:
 
         Args:
             clock: marks beginnings and ends.
-            window: records some of the steps more closely.
+            windows: around some of the steps; what opening and closing them costs counts outside of the steps.
             counter: counts transfers within steps.
             queued: gives the batches that the loader processes have ready, for each step.
             nanoseconds: the host's clock.
@@ -287,12 +259,13 @@ class Timeline:
         """Ranges outside of steps; `range` is the position in `outside`."""
         self.outside: dict[str, OutsideTotal] = {BETWEEN: OutsideTotal()}
         self.totals = StepTotals(ranges=[0.0] * len(self.ranges))
-        self.origin_ns: int | None = None
+        self.origin_ns = 0
         """Time of the host's clock at which the recording began."""
-        self.first_step_ended_ns: int | None = None
+        self.first_step_s: float | None = None
+        """End of the first step, by the host's clock since the recording began."""
         self.clock = clock
         self._nanoseconds = nanoseconds
-        self._window = window
+        self._windows = windows
         self._counter = counter
         self._queued = queued
         self._ordinal = 0
@@ -399,7 +372,7 @@ class Timeline:
             images=images,
             cpu_ns=-time.thread_time_ns(),
             delayed_ns=-self._thread.delayed_ns(),
-            profiled=self._window is not None and self._window.active,
+            profiled=self._windows is not None and self._windows.active,
         )
         if self._counter is not None:
             self._counter.begin(self._ordinal)
@@ -422,7 +395,8 @@ class Timeline:
         self._hand_over(segment)
         self._begin_outside(mark)
         if completed:
-            self.first_step_ended_ns = self.first_step_ended_ns or now
+            if self.first_step_s is None:
+                self.first_step_s = self._since_origin(now)
             self._at_window(opens=False)
             self._ordinal += 1
         self._take_in_passed()
@@ -491,12 +465,12 @@ class Timeline:
         return list(self.outside).index(name)
 
     def _at_window(self, *, opens: bool) -> None:
-        """Open the window before the first of some watched steps, and close it after the last."""
-        window, ordinal = self._window, self._ordinal
+        """Open a window before the first of its steps, and close it after the last."""
+        windows, ordinal = self._windows, self._ordinal
         neighbour = ordinal - 1 if opens else ordinal + 1
-        if window is not None and ordinal in window.steps and neighbour not in window.steps:
+        if windows is not None and ordinal in windows.steps and neighbour not in windows.steps:
             with self.span(PROFILER):
-                (window.open if opens else window.close)(ordinal)
+                (windows.open if opens else windows.close)(ordinal)
 
     # -- from marks to seconds
 
@@ -556,7 +530,7 @@ class Timeline:
         )
 
     def _since_origin(self, nanoseconds: int) -> float:
-        return (nanoseconds - (self.origin_ns or 0)) * 1e-9
+        return (nanoseconds - self.origin_ns) * 1e-9
 
 
 _recording: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
@@ -585,7 +559,7 @@ def recording_to(timeline: Timeline) -> Iterator[None]:
         _recording.reset(token)
 
 
-def seconds_of_a_mark(clock: Clock[Any], counter: StepCounter | None = None) -> float:
+def seconds_of_a_mark(clock: Clock[Any], counter: XlaCounters | None = None) -> float:
     """What a mark of a timeline costs, with its share of what a step costs; measured on steps of the usual phases with nothing in them."""
     timeline, steps = Timeline(clock, counter=counter, steps_kept=2, spans_kept=2), 100
     timeline.start()

@@ -188,7 +188,7 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
     """Reduce the evidence of one training to its numbers; what `rules` (by default those of no run) call a stall is not compared."""
     first = training.ranks[0]
     record = first.record
-    measured = measured_steps(first)
+    measured = measured_steps(first.steps)
     images = first.steps["images"][measured]
     total, shares, phases = max(float(first.steps["seconds"][measured].sum()), 1e-12), phase_shares(first), {}
     for name, seconds in phase_seconds(first).items():
@@ -293,7 +293,7 @@ def _machine_between(system: Mapping[str, Series], start_s: float, seconds: floa
 
 
 def _rank(rank: RankEvidence) -> RankSummary:
-    measured = measured_steps(rank)
+    measured = measured_steps(rank.steps)
     phases = {name: spread(seconds[measured] * 1000) for name, seconds in phase_seconds(rank).items()}
     return RankSummary(
         rank=rank.record.rank,

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch_xla
@@ -42,26 +43,26 @@ class XlaCounters:
     """Counts what is compiled, transferred and computed on the host within the steps of a recording."""
 
     def __init__(self) -> None:
-        self._graphs: dict[int, int] = {}
-        self._seconds: dict[int, float] = {}
-        self._fallbacks: Counter[str] = Counter()
-        self._compiled = _Compiled()
+        self.records: dict[int, CompilationRecord] = {}
+        """Of each step that compiled something."""
         self.beside_s = 0.0
         """Seconds in the compiler between the steps."""
+        self._fallbacks: Counter[str] = Counter()
+        self._compiled = _counter(_COMPILED), _sum(_COMPILE_TIME) * 1e-9
         self._fallbacks_before: Mapping[str, int] = {}
         self._transfers_before = math.nan
-        self._began = _Totals()
-        self._ended: _Totals | None = None
+        self._began = _exchanged()
+        self._ended: Mapping[str, float] | None = None
 
     def start(self) -> None:
         """Begin to count."""
-        self._began = _Totals()
-        self._compiled.since_last()
+        self._began = _exchanged()
+        self._newly_compiled()
 
     def stop(self) -> None:
         """Count what came after the last step; what comes later counts for nothing."""
         self._count_beside()
-        self._ended = _Totals()
+        self._ended = _exchanged()
 
     def begin(self, ordinal: int) -> None:
         """A step begins, the so-manyth of the recording."""
@@ -71,9 +72,9 @@ class XlaCounters:
 
     def end(self, ordinal: int) -> float:
         """The step ends; gives the transfers from the device that it waited for, NaN where they were not counted."""
-        graphs, seconds = self._compiled.since_last()
+        graphs, seconds = self._newly_compiled()
         if graphs:
-            self._graphs[ordinal], self._seconds[ordinal] = graphs, seconds
+            self.records[ordinal] = CompilationRecord(step=ordinal, graphs=graphs, seconds=seconds)
         fallbacks = _fallbacks()
         if fallbacks != self._fallbacks_before:
             self._fallbacks.update({name: fallbacks[name] - self._fallbacks_before.get(name, 0) for name in fallbacks})
@@ -90,8 +91,16 @@ class XlaCounters:
         self._transfers_before += _count(_FROM_DEVICE) - before
 
     def _count_beside(self) -> None:
-        _, seconds = self._compiled.since_last()
+        _, seconds = self._newly_compiled()
         self.beside_s += seconds
+
+    def _newly_compiled(self) -> tuple[int, float]:
+        """Graphs that were compiled since the last call, and seconds in the compiler."""
+        graphs, before = _counter(_COMPILED), self._compiled
+        if graphs == before[0]:
+            return 0, 0.0
+        self._compiled = graphs, _sum(_COMPILE_TIME) * 1e-9
+        return graphs - before[0], max(0.0, self._compiled[1] - before[1])
 
     @property
     def compiling(self) -> bool:
@@ -99,30 +108,18 @@ class XlaCounters:
         return _counter(_COMPILED) > _count(_COMPILE_TIME)
 
     @property
-    def records(self) -> tuple[CompilationRecord, ...]:
-        """A record for each step that compiled something."""
-        return tuple(
-            CompilationRecord(step=step, graphs=graphs, seconds=self._seconds[step])
-            for step, graphs in self._graphs.items()
-        )
-
-    @property
     def transfers(self) -> TransferRecord:
         """What device and host have exchanged since the beginning, up to now or to the end."""
-        now, began = self._ended or _Totals(), self._began
-        return TransferRecord(
-            from_device=now.transfers - began.transfers,
-            from_device_s=now.seconds - began.seconds,
-            from_device_bytes=now.bytes_from_device - began.bytes_from_device,
-            to_device_bytes=now.bytes_to_device - began.bytes_to_device,
-            fallbacks={name: count for name, count in sorted(self._fallbacks.items()) if count},
-        )
+        exchanged: Mapping[str, Any] = {
+            name: now - self._began[name] for name, now in (self._ended or _exchanged()).items()
+        }
+        fallbacks = {name: count for name, count in sorted(self._fallbacks.items()) if count}
+        return TransferRecord(fallbacks=fallbacks, **exchanged)
 
 
 class XlaMemorySignal:
     """The memory of the device that this process trains on, in bytes: used, and there is."""
 
-    name = "device_memory"
     columns = ("device_memory_used_bytes", "device_memory_total_bytes")
 
     def __init__(self, device: torch.device) -> None:
@@ -138,28 +135,14 @@ class XlaMemorySignal:
         return (float(memory["bytes_used"]), float(memory["bytes_limit"]))
 
 
-class _Compiled:
-    """Graphs that were compiled, and seconds in the compiler, between two readings."""
-
-    def __init__(self) -> None:
-        self._graphs, self._seconds = _counter(_COMPILED), _sum(_COMPILE_TIME) * 1e-9
-
-    def since_last(self) -> tuple[int, float]:
-        """Since the last reading."""
-        graphs = _counter(_COMPILED)
-        if graphs == self._graphs:
-            return 0, 0.0
-        before = self._graphs, self._seconds
-        self._graphs, self._seconds = graphs, _sum(_COMPILE_TIME) * 1e-9
-        return graphs - before[0], max(0.0, self._seconds - before[1])
-
-
-class _Totals:
-    """What was transferred since the process began."""
-
-    def __init__(self) -> None:
-        self.transfers, self.seconds = _count(_FROM_DEVICE), _sum(_FROM_DEVICE) * 1e-9
-        self.bytes_from_device, self.bytes_to_device = int(_sum(_BYTES_FROM_DEVICE)), int(_sum(_BYTES_TO_DEVICE))
+def _exchanged() -> dict[str, float]:
+    """What device and host have exchanged since the process began, as fields of the record."""
+    return {
+        "from_device": _count(_FROM_DEVICE),
+        "from_device_s": _sum(_FROM_DEVICE) * 1e-9,
+        "from_device_bytes": int(_sum(_BYTES_FROM_DEVICE)),
+        "to_device_bytes": int(_sum(_BYTES_TO_DEVICE)),
+    }
 
 
 def _is_counted(ordinal: int) -> bool:

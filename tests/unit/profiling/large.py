@@ -138,16 +138,13 @@ def _tensors(ended: float, random: np.random.Generator) -> TensorSamples:
     names = ["cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"]
     names += [f"blocks.{block}.{kind}" for block in range(BLOCKS) for kind in kinds]
     names += ["norm.weight", "norm.bias", "head.weight", "head.bias"]
-    rows = len(names) * LOOKS
-    values = {name: np.exp(random.standard_normal(rows)) for name in TENSOR_COLUMNS}
-    broken = np.zeros((LOOKS, len(names)))
+    shape = (LOOKS, len(names))
+    values = {name: np.exp(random.standard_normal(shape)) for name in TENSOR_COLUMNS}
+    broken = np.zeros(shape)
     broken[150:, names.index("blocks.7.mlp.fc1.weight")] = 0.25
-    values |= {"weight_nonfinite": np.zeros(rows), "gradient_nonfinite": broken.ravel()}
+    values |= {"weight_nonfinite": np.zeros(shape), "gradient_nonfinite": broken}
     return TensorSamples(
-        steps=np.repeat(np.arange(LOOKS) * 80.0, len(names)),
-        seconds=np.repeat(np.linspace(0, ended, LOOKS), len(names)),
-        tensors=names * LOOKS,
-        values=values,
+        tensors=names, steps=np.arange(LOOKS) * 80.0, seconds=np.linspace(0, ended, LOOKS), values=values
     )
 
 

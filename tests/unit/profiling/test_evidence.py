@@ -25,7 +25,7 @@ from trainer.profiling.evidence import (
     CommunicationRecord,
     TrainingEvidence,
     images_per_second,
-    measured_rows,
+    measured_steps,
     read_evidence,
 )
 from trainer.profiling.recorder import Recorder
@@ -302,12 +302,14 @@ def test_images_a_second_are_the_same_in_the_log_and_on_the_page(
 
 def test_the_first_step_and_those_of_the_profiler_are_not_measured() -> None:
     profiled = np.array([0.0, 0.0, 1.0, 0.0])
-    assert measured_rows(profiled).tolist() == [1, 3]
+    assert measured_steps({"profiled": profiled}).tolist() == [1, 3]
     steps = {"profiled": profiled, "images": np.full(4, 8.0), "seconds": np.array([100.0, 1.0, 50.0, 3.0])}
     assert images_per_second(steps) == 16 / 4
     assert images_per_second(steps | {"images": np.zeros(4)}) is None
     assert images_per_second({name: column[:0] for name, column in steps.items()}) is None
-    assert measured_rows(profiled[:1]).tolist() == [0], "where nothing else remains, the first step counts"
+    assert measured_steps({"profiled": profiled[:1]}).tolist() == [0], (
+        "where nothing else remains, the first step counts"
+    )
 
 
 def test_the_median_step_is_the_same_in_the_rule_and_on_the_page() -> None:

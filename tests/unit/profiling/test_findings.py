@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.profiling.rules.synthetic import rank_of
 from trainer.costs import Machines, Price
 from trainer.errors import ArtifactError
-from trainer.profiling.evidence import read_evidence
-from trainer.profiling.findings import Answer, answers, from_json, judged, ranked_findings, to_json, verdict
-from trainer.profiling.rules.outcomes import Finding, Healthy, Judgement, NotJudged, Rule, Saving
+from trainer.profiling.evidence import Evidence, TrainingEvidence, read_evidence
+from trainer.profiling.findings import Answer, from_json, judged, ranked_findings, to_json, verdict
+from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Saving
 from trainer.profiling.training_summary import TrainingSummary, summarize
 from trainer.thresholds import RuleSettings
 
@@ -132,22 +133,20 @@ def test_a_few_recorded_steps_are_too_short_to_judge(evidence: Path) -> None:
     assert "rules on Masked autoencoder (3 steps); train longer (pretrain.mae.epochs)" in result.text
 
 
-def test_dollars_are_those_of_the_place_where_the_training_ran(summary: TrainingSummary) -> None:
-    rule = Rule(
-        name="loader_workers",
-        kind="system",
-        title="Loader workers",
-        needs="",
-        fires="",
-        advises="",
-        judge=lambda _: SLOW,
-    )
-    judgement = Judgement(rule=rule, training="distill", outcome=SLOW)
+def test_dollars_are_those_of_the_place_where_the_training_ran() -> None:
+    """Twenty minutes of fetching, which need not be, on two nodes at 36 dollars an hour."""
+
+    def start_up(seconds: float, place: Machines | None) -> Answer:
+        rank = rank_of(startup={"fetch": seconds}, first_step_s=seconds, place=place)
+        trainings = [TrainingEvidence(name="distill", ranks=[rank], metrics={})]
+        given = judged(Evidence(path=Path(), fingerprint="", trainings=trainings), RuleSettings())
+        return next(one for one in given if one.rule == "start_up")
+
     place = Machines(pool="pool", nodes=2, price=PRICE)
-    assert answers([judgement], [replace(summary, place=place)])[0].dollars == pytest.approx(0.6)
-    assert answers([judgement], [replace(summary, place=None)])[0].dollars is None
-    healthy = replace(judgement, outcome=Healthy(text="fine"))
-    assert answers([healthy], [replace(summary, place=place)])[0].dollars is None
+    assert start_up(1200.0, place).dollars == pytest.approx(24.0)
+    assert start_up(1200.0, None).dollars is None
+    assert isinstance(start_up(1.0, place).outcome, Healthy)
+    assert start_up(1.0, place).dollars is None
 
 
 def test_answers_are_kept_as_they_are_also_with_infinite_numbers() -> None:

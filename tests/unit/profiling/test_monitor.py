@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 class Count:
     """A signal that tells how often it was read, and fails at the reading `fails_at`."""
 
-    name = "count"
     columns = ("count",)
 
     def __init__(self, fails_at: int = -1) -> None:

@@ -83,8 +83,8 @@ def test_what_a_step_compiles_is_counted_with_its_time() -> None:
     compilations.stop()
     timeline.finish()
     compiled(torch.ones(6))
-    assert [(record.step, record.graphs) for record in compilations.records] == [(0, 1), (2, 1), (4, 1)]
-    assert all(record.seconds > 0 for record in compilations.records)
+    assert [(record.step, record.graphs) for record in compilations.records.values()] == [(0, 1), (2, 1), (4, 1)]
+    assert all(record.seconds > 0 for record in compilations.records.values())
 
 
 def test_no_one_hears_after_the_end() -> None:

@@ -13,7 +13,14 @@ from trainer.config import EvidenceSettings, MaeSettings, ModelSettings
 from trainer.models import Classifier
 from trainer.pretraining.masked_autoencoder import MaskedAutoencoder
 from trainer.profiling.evidence import TENSOR_COLUMNS
-from trainer.profiling.tensor_sampler import SAMPLED, TENSOR_SAMPLES_KEPT, AttentionEntropy, TensorSampler, TensorStats
+from trainer.profiling.tensor_sampler import (
+    SAMPLED,
+    TENSOR_SAMPLES_KEPT,
+    AttentionEntropy,
+    SampledModel,
+    TensorSampler,
+    TensorStats,
+)
 from trainer.profiling.timeline import RECORDER, HostClock, Timeline
 from trainer.training.parallelize import CompileCounter, compile_blocks
 
@@ -44,9 +51,7 @@ class Watched:
             settings,
             self.timeline,
             lambda *point: self.curves.append(point),
-            model or self.model,
-            attention=attention,
-            agree=agree,
+            SampledModel(model=model or self.model, attention=attention, agree=agree),
         )
         self.timeline.start()
         self._step_ns = int(step_s * SECOND)

@@ -294,7 +294,7 @@ class RecordingWindow:
 
 
 def test_steps_in_the_window_are_marked_and_its_cost_is_kept_out(time: Time) -> None:
-    timeline = Timeline(HostClock(time), window=RecordingWindow(time), nanoseconds=time)
+    timeline = Timeline(HostClock(time), windows=RecordingWindow(time), nanoseconds=time)
     timeline.start()
     for number in range(10, 17):
         with timeline.step(number):

@@ -13,7 +13,7 @@ from trainer.pages import Block, Details, Figure, FindingCard, Legend, PageSecti
 from trainer.profiling import labels
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, saving_text, verdict
-from trainer.profiling.report import layers, over_time, step_times
+from trainer.profiling.report import over_time, step_times
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
 from trainer.profiling.training_summary import TrainingSummary
 from trainer.svg import colour_class
@@ -178,7 +178,7 @@ def _training(
             step_times.operators(summary, top_operators),
             step_times.ranks(summary),
             step_times.use(summary),
-            layers.section(evidence),
+            over_time.layers(evidence),
             _startup(summary),
             _overhead(summary),
             _attempts(summary),

@@ -68,7 +68,7 @@ def lengths(evidence: TrainingEvidence, summary: TrainingSummary) -> Subsection 
     if summary.step_ms is None:
         return None
     first = evidence.ranks[0]
-    values = first.steps["seconds"][measured_steps(first)] * 1000
+    values = first.steps["seconds"][measured_steps(first.steps)] * 1000
     title = "How long steps take"
     if len(values) < _FEWEST_DRAWN:
         reason = f"Not drawn: {len(values)} steps are too few, {_FEWEST_DRAWN} are needed."

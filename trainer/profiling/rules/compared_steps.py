@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.profiling.evidence import RankEvidence, phase_of
-from trainer.profiling.rules.outcomes import Case, NotJudged
+from trainer.profiling.rules.outcomes import Case, NotJudged, too_short
 from trainer.profiling.series import Series
 
 FEWEST_STEPS = 30
@@ -55,10 +55,7 @@ class Steps:
         """The answer of a rule where there is not enough to compare; none where there is."""
         if len(self) >= FEWEST_STEPS:
             return None
-        return NotJudged(
-            reason=f"only {len(self)} steps were measured after the first {IGNORED}; {FEWEST_STEPS} are needed",
-            too_short=True,
-        )
+        return too_short(f"only {len(self)} steps were measured after the first {IGNORED}; {FEWEST_STEPS} are needed")
 
     @property
     def on_gpu(self) -> bool:

@@ -20,6 +20,7 @@ from trainer.profiling.rules.outcomes import (
     listed,
     remaining_s,
     rule,
+    too_short,
 )
 from trainer.profiling.rules.processes import communication, load_balance, stragglers
 from trainer.profiling.series import Series
@@ -55,10 +56,7 @@ def _samples(case: Case) -> _GpuSamples | NotJudged:
         return NotJudged(reason=f"the use of the GPU is not known: {reason}")
     samples = _GpuSamples(rank)
     if len(samples.gpu) < FEWEST_SAMPLES:
-        return NotJudged(
-            reason=f"only {len(samples.gpu)} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed",
-            too_short=True,
-        )
+        return too_short(f"only {len(samples.gpu)} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed")
     return samples
 
 
@@ -67,7 +65,6 @@ def _p95(values: Series) -> float:
 
 
 @rule(
-    kind="system",
     title="Batch size",
     needs="use of the cores, of the GPU and of its memory",
     fires="the 95th percentiles of all three lie below `largest_percent`, and no finding says what the GPU waits for",
@@ -100,7 +97,6 @@ def batch_size(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="GPU utilisation",
     needs="use of the GPU",
     fires=(
@@ -144,7 +140,6 @@ def _if_used(case: Case, samples: _GpuSamples, percent: float) -> Saving:
 
 
 @rule(
-    kind="system",
     title="Host to device",
     needs="phase `to_device` of the steps, on a GPU",
     fires="copies to the GPU and views made there take more than `share` of the steps' time",
@@ -178,7 +173,6 @@ def host_to_device(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="Host syncs",
     needs="a window of operators; on a CPU a measurement of the weights, too; on XLA its own counters",
     fires=(
@@ -199,7 +193,7 @@ def host_syncs(case: Case) -> Outcome:
             too_short=bool(planned) and rank.record.steps.count < min(planned) + settings.operators_steps,
         )
     on_gpu = rank.record.device.startswith("cuda")
-    if not on_gpu and not rank.tensors.tensors:
+    if not on_gpu and not len(rank.tensors.steps):
         return NotJudged(
             reason="no measurement of the weights shows how many values the optimiser reads, as it would on a CPU"
         )
@@ -207,9 +201,8 @@ def host_syncs(case: Case) -> Outcome:
     reads = sum(operator.calls for operator in table.operators if operator.name in names) / table.steps
     if not on_gpu:
         # torch itself reads AdamW's step count of each tensor and, in DistributedDataParallel, whether it was used
-        norms = zip(rank.tensors.tensors, rank.tensors.values["gradient_norm"], strict=True)
-        trained = {name for name, norm in norms if np.isfinite(norm)}
-        reads = max(0.0, reads - len(trained) * (2 if rank.record.world_size > 1 else 1))
+        trained = int(np.isfinite(rank.tensors.values["gradient_norm"]).any(axis=0).sum())
+        reads = max(0.0, reads - trained * (2 if rank.record.world_size > 1 else 1))
     what = "waits for the device" if on_gpu else "values read one by one"
     if reads <= limit:
         return Healthy(text=f"{reads:.3g} {what} in a step.")
@@ -242,9 +235,8 @@ def _transfers(case: Case, record: TransferRecord) -> Outcome:
     counted = np.isfinite(rank.steps["transfers"])
     counted[:IGNORED] = False
     if counted.sum() < _FEWEST_COUNTED:
-        return NotJudged(
-            reason=f"transfers were counted in only {counted.sum()} steps after the first {IGNORED}; {_FEWEST_COUNTED} are needed",
-            too_short=True,
+        return too_short(
+            f"transfers were counted in only {counted.sum()} steps after the first {IGNORED}; {_FEWEST_COUNTED} are needed"
         )
     numbers, values = numbers[counted], rank.steps["transfers"][counted]
     share = float(np.mean(values > 0))
@@ -290,7 +282,6 @@ def _transfers(case: Case, record: TransferRecord) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="Teacher in every step",
     needs="phase `teacher_forward` of the steps",
     fires=(

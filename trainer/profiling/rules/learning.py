@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from trainer.profiling.rules import weights
 from trainer.profiling.rules.outcomes import (
     Case,
     Finding,
@@ -18,13 +19,7 @@ from trainer.profiling.rules.outcomes import (
     saving_after,
     setting,
     start_unseen,
-)
-from trainer.profiling.rules.weights import (
-    exploding_gradients,
-    poor_initialisation,
-    unchanged_weights,
-    update_ratio,
-    vanishing_gradients,
+    too_short,
 )
 
 _PARTS = 3
@@ -43,7 +38,6 @@ _MEASUREMENTS = 3
 
 
 @rule(
-    kind="training",
     title="Class imbalance",
     needs="The number of training images of each class.",
     fires="The largest class has more than `ratio` times the images of the smallest.",
@@ -73,7 +67,6 @@ def class_imbalance(case: Case) -> Outcome:
 
 
 @rule(
-    kind="training",
     title="Weak teacher",
     needs="The teacher's validation accuracy, which the stage pretrain measures, and the student's.",
     fires=(
@@ -109,7 +102,7 @@ def weak_teacher(case: Case) -> Outcome:
         )
     curve = case.training.metrics.get("val_top1")
     if curve is None or not len(curve.values):
-        return NotJudged(reason="the student has not been measured on the validation split yet", too_short=True)
+        return too_short("the student has not been measured on the validation split yet")
     student, margin = float(curve.values[-1]), limits.margin + accuracy_noise(case, teacher)
     if student - teacher <= margin:
         return Healthy(text=f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
@@ -132,7 +125,6 @@ def _weak(text: str, confidence: float) -> Finding:
 
 
 @rule(
-    kind="training",
     title="Low recorded mass",
     needs="The coverage of the teacher's recorded outputs.",
     fires="The recorded classes hold less than `mass` of the teacher's probability in the mean, at the temperature nearest to the loss's.",
@@ -158,7 +150,6 @@ def low_recorded_mass(case: Case) -> Outcome:
 
 
 @rule(
-    kind="training",
     title="Vanishing loss term",
     needs=f"{_FEWEST_POINTS} points of each term of the distillation's loss, and their weights.",
     fires=(
@@ -169,12 +160,12 @@ def low_recorded_mass(case: Case) -> Outcome:
 )
 def vanishing_loss_term(case: Case) -> Outcome:
     settings, metrics = case.training.ranks[0].record.context.settings, case.training.metrics
-    weights = {name: float(settings.get(f"{name}_weight", 0)) for name in ("logit", "feature", "label")}
-    terms = {name: metrics[name].values for name, weight in weights.items() if weight and name in metrics}
+    weight = {name: float(settings.get(f"{name}_weight", 0)) for name in ("logit", "feature", "label")}
+    terms = {name: metrics[name].values for name in weight if weight[name] and name in metrics}
     if not terms:
         return NotJudged(reason="only a distillation's loss has terms")
     if min(map(len, terms.values())) < _FEWEST_POINTS:
-        return NotJudged(reason=f"fewer than {_FEWEST_POINTS} points of the loss were recorded", too_short=True)
+        return too_short(f"fewer than {_FEWEST_POINTS} points of the loss were recorded")
     if answer := start_unseen(case) or first_cause(case, weak_teacher):
         return answer
     temperature = float(settings.get("temperature", 1))
@@ -191,7 +182,7 @@ def vanishing_loss_term(case: Case) -> Outcome:
                 advice="Choose a distill.temperature between 1 and 10.",
                 numbers={"rounding": rounding, "term": term},
             )
-    sizes = np.stack([weights[name] * np.abs(values) for name, values in terms.items()])
+    sizes = np.stack([weight[name] * np.abs(values) for name, values in terms.items()])
     shares = sizes / np.maximum(sizes.sum(0), np.finfo(np.float64).tiny)
     largest = np.max([np.median(part, axis=1) for part in np.array_split(shares, _PARTS, axis=1)], axis=0)
     shares = dict(zip(terms, largest.tolist(), strict=True))
@@ -200,7 +191,7 @@ def vanishing_loss_term(case: Case) -> Outcome:
         return Healthy(
             text="shares of the loss: " + ", ".join(f"{name} up to {share:.0%}" for name, share in shares.items())
         )
-    softened = f" (now {weights[least]:g})"
+    softened = f" (now {weight[least]:g})"
     if least == "logit" and settings.get("temperature"):
         softened += f" or distill.temperature (now {temperature:g})"
     return Finding(
@@ -216,11 +207,11 @@ def vanishing_loss_term(case: Case) -> Outcome:
 
 
 _CAUSES = (
-    poor_initialisation,
-    exploding_gradients,
-    vanishing_gradients,
-    unchanged_weights,
-    update_ratio,
+    weights.poor_initialisation,
+    weights.exploding_gradients,
+    weights.vanishing_gradients,
+    weights.unchanged_weights,
+    weights.update_ratio,
     weak_teacher,
     vanishing_loss_term,
 )
@@ -228,7 +219,6 @@ _CAUSES = (
 
 
 @rule(
-    kind="training",
     title="Loss not falling",
     needs=f"{_POINTS} points of the loss; while the training runs, the share `window` of its steps.",
     fires=(
@@ -240,7 +230,7 @@ _CAUSES = (
 def loss_not_falling(case: Case) -> Outcome:
     limits, curve = case.rules.loss_not_falling, case.training.metrics.get("loss")
     if curve is None or len(curve.values) < _POINTS:
-        return NotJudged(reason=f"fewer than {_POINTS} points of the loss were recorded", too_short=True)
+        return too_short(f"fewer than {_POINTS} points of the loss were recorded")
     if answer := start_unseen(case):
         return answer
     record, window = case.training.ranks[0].record, limits.window
@@ -292,7 +282,6 @@ def loss_not_falling(case: Case) -> Outcome:
 
 
 @rule(
-    kind="training",
     title="Overfitting",
     needs=f"{_MEASUREMENTS} measurements on the validation split, and a training loss with labels (`label_weight` above 0).",
     fires=(
@@ -308,12 +297,9 @@ def overfitting(case: Case) -> Outcome:
         return NotJudged(reason="no training loss with labels, or no validation loss, was recorded")
     losses, accuracies = metrics["val_loss"], metrics["val_top1"]
     if len(losses.values) < _MEASUREMENTS:
-        return NotJudged(
-            reason=(
-                f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed "
-                f"({setting(case, 'validate_every_epochs')})"
-            ),
-            too_short=True,
+        return too_short(
+            f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed "
+            f"({setting(case, 'validate_every_epochs')})"
         )
     best = int(losses.values.argmin())
     # the median of the last points of the training loss at each measurement

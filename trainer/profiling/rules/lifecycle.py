@@ -11,7 +11,17 @@ from trainer.costs import duration_text
 from trainer.profiling.evidence import CompilationRecord, RankEvidence, phase_of, step_ms
 from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, is_traced, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
-from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, first_cause, rule
+from trainer.profiling.rules.outcomes import (
+    Case,
+    Finding,
+    Healthy,
+    NotJudged,
+    Outcome,
+    Saving,
+    first_cause,
+    rule,
+    too_short,
+)
 from trainer.profiling.series import Series
 
 _AVOIDABLE: Mapping[str, str] = {
@@ -49,7 +59,6 @@ _STALL_ADVICE = (
 
 
 @rule(
-    kind="system",
     title="Start-up",
     needs="the parts of the start-up; after the training also how long its stage took",
     fires=(
@@ -94,7 +103,6 @@ def start_up(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="Step outliers",
     needs="the duration of the steps, and how long the training's thread had no core",
     fires=(
@@ -143,7 +151,6 @@ def step_outliers(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="Memory growth",
     needs="samples of the memory that torch has allocated on the GPU, or that is used of an XLA device, and of the process's own memory",
     fires="either grows by more than `growth` after the first quarter of the training, and in every part of the rest",
@@ -160,9 +167,7 @@ def gpu_memory_growth(case: Case) -> Outcome:
         return NotJudged(reason="no memory was sampled")
     by_owner = {owner: _levels(rank, name) for owner, name in signals.items()}
     if all(levels is None for levels in by_owner.values()):
-        return NotJudged(
-            reason=f"fewer than {_FEWEST_SAMPLES} samples of memory were taken in a part of the steps", too_short=True
-        )
+        return too_short(f"fewer than {_FEWEST_SAMPLES} samples of memory were taken in a part of the steps")
     went = []
     for owner, levels in by_owner.items():
         if levels is None:
@@ -210,7 +215,6 @@ def _mib(value: float) -> str:
 
 
 @rule(
-    kind="system",
     title="Recompilation",
     needs="when graphs were compiled",
     fires="a graph was compiled after more than `after_steps` steps",
@@ -276,7 +280,6 @@ def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tupl
 
 
 @rule(
-    kind="training",
     title="Stalled training",
     needs="Two steps.",
     fires=(
@@ -288,7 +291,7 @@ def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tupl
 def stalled_training(case: Case) -> Outcome:
     rank, limit = case.training.ranks[0], case.rules.stalled_training.seconds
     if len(rank.steps["step"]) < 2:
-        return NotJudged(reason="fewer than two steps were measured", too_short=True)
+        return too_short("fewer than two steps were measured")
     # from the end of each step in the table to the end of the next, less steps that the table left out, ranges outside of steps, and time
     # in the compiler
     numbers, ends = rank.steps["step"], rank.steps["start_s"] + rank.steps["seconds"]
@@ -342,7 +345,6 @@ def hanging(seconds: float, step: int, place: str) -> Finding:
 
 
 @rule(
-    kind="system",
     title="Own overhead",
     needs="what the recorder measures of itself, in recordings of at least `fewest_seconds`",
     fires="recording takes more than `share` of the training's time, without the windows of operators, which are opened once",
@@ -354,7 +356,7 @@ def own_overhead(case: Case) -> Outcome:
         return NotJudged(reason="what recording costs was not recorded")
     if record.ended_s < limits.fewest_seconds:
         lasts, needed = duration_text(record.ended_s), duration_text(limits.fewest_seconds)
-        return NotJudged(reason=f"the recording lasts {lasts}; {needed} are needed", too_short=True)
+        return too_short(f"the recording lasts {lasts}; {needed} are needed")
     # a longer training has no more windows of operators
     seconds = sum(part for name, part in record.overhead.items() if name != "operators")
     share = seconds / record.ended_s

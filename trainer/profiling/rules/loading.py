@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -41,13 +40,6 @@ class LoadingWait:
     def storage_s(self) -> float:
         """Of the waiting, while nothing was computed."""
         return self.waiting_s - self.computing_s
-
-    @property
-    def cause(self) -> Literal["storage", "processor", "nothing"]:
-        """What most of the waiting is for."""
-        if not self.waiting_s:
-            return "nothing"
-        return "storage" if self.storage_s > self.computing_s else "processor"
 
     def share(self, seconds: float) -> float:
         """Return seconds as a share of the step."""
@@ -132,7 +124,6 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
 
 
 @rule(
-    kind="system",
     title="I/O bottleneck",
     needs="phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait",
     fires=(
@@ -173,7 +164,6 @@ def io_bottleneck(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="Loader workers",
     needs="how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck",
     fires=(
@@ -222,7 +212,6 @@ def loader_workers(case: Case) -> Outcome:
 
 
 @rule(
-    kind="system",
     title="CPU bottleneck",
     needs="phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU",
     fires=(
@@ -274,11 +263,11 @@ def cpu_bottleneck(case: Case) -> Outcome:
 
 def _waits_for_processor(loading: LoadingWait, waiting_share: float, own_share: float) -> bool:
     limit = own_share if loading.itself else waiting_share
-    return loading.cause == "processor" and loading.share(loading.computing_s) > limit
+    return loading.computing_s >= loading.storage_s and loading.share(loading.computing_s) > limit
 
 
 def _waits_for_storage(loading: LoadingWait, waiting_share: float) -> bool:
-    return loading.cause == "storage" and loading.share(loading.storage_s) > waiting_share
+    return loading.storage_s > loading.computing_s and loading.share(loading.storage_s) > waiting_share
 
 
 def _loading_share(loading: LoadingWait, share: float, seconds: float) -> str:

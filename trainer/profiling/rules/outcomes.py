@@ -21,8 +21,6 @@ class Case:
 
     training: TrainingEvidence
     rules: RuleSettings
-    before: TrainingEvidence | None = None
-    """The training before it in the same stage."""
     stage_s: float | None = None
     """From the start of the stage's processes to the end of its last training; None while it runs."""
     live: bool = False
@@ -82,13 +80,17 @@ class NotJudged:
 Outcome = Finding | Healthy | NotJudged
 
 
+def too_short(reason: str) -> NotJudged:
+    """Return the answer of a rule that a longer training would let judge."""
+    return NotJudged(reason=reason, too_short=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """A test for one cause of slow or failed trainings."""
 
     name: str
     """Its key in `RuleSettings`."""
-    kind: Literal["system", "training"]
     title: str
     needs: str
     """The evidence that it reads, for docs/rules.md."""
@@ -101,29 +103,12 @@ class Rule:
     """Whether it can be judged while the training runs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """A rule's answer on a training."""
-
-    rule: Rule
-    training: str
-    """`mae`, `finetune` or `distill`."""
-    outcome: Outcome
-
-
 def rule(
-    *, kind: Literal["system", "training"], title: str, needs: str, fires: str, advises: str, live: bool = True
+    *, title: str, needs: str, fires: str, advises: str, live: bool = True
 ) -> Callable[[Callable[[Case], Outcome]], Rule]:
     """Make a rule of the function that judges it, which has its name; the arguments are those of `Rule`."""
     return lambda judge: Rule(
-        name=judge.__name__,
-        kind=kind,
-        title=title,
-        needs=needs,
-        fires=fires,
-        advises=advises,
-        judge=judge,
-        live=live,
+        name=judge.__name__, title=title, needs=needs, fires=fires, advises=advises, judge=judge, live=live
     )
 
 

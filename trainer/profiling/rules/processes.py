@@ -40,7 +40,6 @@ def own_work(steps: Steps) -> Series:
 
 
 @rule(
-    kind="system",
     title="Stragglers",
     needs="all processes' steps, after the training",
     fires=(
@@ -95,7 +94,6 @@ def _uncertain_s(steps: Steps) -> float:
 
 
 @rule(
-    kind="system",
     title="Load balance",
     needs="all processes' steps and, on GPUs, their use, after the training",
     fires=(
@@ -178,7 +176,6 @@ def communication_share(case: Case) -> float | None:
 
 
 @rule(
-    kind="system",
     title="Communication",
     needs="all processes' steps, after the training; on GPUs DistributedDataParallel's own times of the exchange of gradients",
     fires="the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower processes",

@@ -1,13 +1,11 @@
 """The rules on weights and gradients, from the measurements of every tensor.
 
-Shapes: L measurements, P tensors.
+Shapes: L measurements, P tensors. They are the first process's: all processes hold the same weights.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +23,7 @@ from trainer.profiling.rules.outcomes import (
     saving_after,
     setting,
     start_unseen,
+    too_short,
 )
 from trainer.profiling.series import Series
 
@@ -44,78 +43,45 @@ _SMALLEST_SCALE = 1e-3
 """The update of weights with a smaller root mean square (tokens that start near zero) does not show the step's size."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorHistory:
-    """Every measurement of each tensor."""
-
-    names: Sequence[str]
-    steps: Series
-    """[L]."""
-    seconds: Series
-    """Since the recording began, [L]."""
-    rows: npt.NDArray[np.int64]
-    """The measurement of each row of the table."""
-    columns: npt.NDArray[np.int64]
-    """The tensor of each row of the table."""
-    table: TensorSamples
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def grid(self, column: str) -> Series:
-        """Arrange a column of the table as [L, P]."""
-        values = np.full((len(self.steps), len(self.names)), np.nan)
-        values[self.rows, self.columns] = self.table.values[column]
-        return values
-
-    def scales(self) -> Series:
-        """Compute the root mean square of the weights, [L, P]."""
-        return self.grid("weight_norm") / np.sqrt(self.grid("elements"))
-
-    def update_ratios(self) -> Series:
-        """Compute the median matrix's update relative to its weights, [L]; NaN where no matrix is large enough."""
-        ratios = np.where((self.scales() >= _SMALLEST_SCALE) & self.matrices(), self.grid("update_ratio"), np.nan)
-        known = np.isfinite(ratios).any(1)
-        medians = np.full(len(self), np.nan)
-        medians[known] = np.nanmedian(ratios[known], axis=1)
-        return medians
-
-    def matrices(self) -> npt.NDArray[np.bool_]:
-        """Mark the tensors that multiply a signal, [L, P]: biases and norms have one dimension, tokens and positions three."""
-        dimensions = self.grid("dimensions")
-        return np.asarray((dimensions >= 2) & (dimensions != 3))
+def _scales(history: TensorSamples) -> Series:
+    """Compute the root mean square of the weights, [L, P]."""
+    return history.values["weight_norm"] / np.sqrt(history.values["elements"])
 
 
-def tensor_history(case: Case) -> TensorHistory:
-    """Read the first process's measurements; all processes hold the same weights."""
-    table = case.training.ranks[0].tensors
-    index = {name: number for number, name in enumerate(dict.fromkeys(table.tensors))}
-    steps, first, rows = np.unique(table.steps, return_index=True, return_inverse=True)
-    columns = np.fromiter((index[name] for name in table.tensors), np.int64, len(table.tensors))
-    return TensorHistory(
-        names=list(index), steps=steps, seconds=table.seconds[first], rows=rows, columns=columns, table=table
-    )
+def _matrices(history: TensorSamples) -> Flags:
+    """Mark the tensors that multiply a signal, [L, P]: biases and norms have one dimension, tokens and positions three."""
+    dimensions = history.values["dimensions"]
+    return np.asarray((dimensions >= 2) & (dimensions != 3))
 
 
-def _few(history: TensorHistory, needed: int) -> NotJudged | None:
-    if len(history) >= needed:
+def _update_ratios(history: TensorSamples) -> Series:
+    """Compute the median matrix's update relative to its weights, [L]; NaN where no matrix is large enough."""
+    large = (_scales(history) >= _SMALLEST_SCALE) & _matrices(history)
+    ratios = np.where(large, history.values["update_ratio"], np.nan)
+    known = np.isfinite(ratios).any(1)
+    medians = np.full(len(ratios), np.nan)
+    medians[known] = np.nanmedian(ratios[known], axis=1)
+    return medians
+
+
+def _few(history: TensorSamples, needed: int) -> NotJudged | None:
+    if len(history.steps) >= needed:
         return None
     return NotJudged(
         reason=(
-            f"{len(history)} measurements of the weights were recorded, and {needed} are needed "
+            f"{len(history.steps)} measurements of the weights were recorded, and {needed} are needed "
             "(evidence.tensors_every, evidence.tensors_budget)"
         ),
-        too_short=len(history) > 0,  # the first step is always measured, unless measurements are turned off
+        too_short=len(history.steps) > 0,  # the first step is always measured, unless measurements are turned off
     )
 
 
-def _chosen(history: TensorHistory, flags: Flags) -> list[str]:
+def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
     """List the tensors that flags [P] choose."""
-    return [name for name, is_chosen in zip(history.names, flags, strict=True) if is_chosen]
+    return [name for name, is_chosen in zip(history.tensors, flags, strict=True) if is_chosen]
 
 
 @rule(
-    kind="training",
     title="Poor initialisation",
     needs="The measurement at the first step, before its update.",
     fires=(
@@ -125,16 +91,16 @@ def _chosen(history: TensorHistory, flags: Flags) -> list[str]:
     advises="Drawing these weights as timm does, or starting from trained ones.",
 )
 def poor_initialisation(case: Case) -> Outcome:
-    limits, history = case.rules.poor_initialisation, tensor_history(case)
+    limits, history = case.rules.poor_initialisation, case.training.ranks[0].tensors
     if answer := _few(history, 1) or start_unseen(case):
         return answer
-    scales = np.where(history.matrices()[0], history.scales()[0], 0.0)
-    alike = (scales > 0) & (history.grid("weight_mean_abs")[0] > _ALIKE * scales)
-    gains = scales * history.grid("elements")[0] ** 0.25
+    scales = np.where(_matrices(history)[0], _scales(history)[0], 0.0)
+    alike = (scales > 0) & (history.values["weight_mean_abs"][0] > _ALIKE * scales)
+    gains = scales * history.values["elements"][0] ** 0.25
     # among tensors whose names differ in numbers only, the two whose scales are furthest apart
     kinds: dict[str, list[int]] = {}
     for number in np.flatnonzero(scales > 0).tolist():
-        kinds.setdefault(re.sub(r"\d+", "N", history.names[number]), []).append(number)
+        kinds.setdefault(re.sub(r"\d+", "N", history.tensors[number]), []).append(number)
     pairs = [(min(kind, key=scales.__getitem__), max(kind, key=scales.__getitem__)) for kind in kinds.values()]
     least, most = max(pairs, key=lambda pair: float(scales[pair[1]] / scales[pair[0]]), default=(0, 0))
     uneven = scales[most] / scales[least] if scales[least] else 1.0
@@ -157,7 +123,7 @@ def poor_initialisation(case: Case) -> Outcome:
     return Finding(
         severity="severe",
         confidence=confidence,
-        text=f"{len(names)} of {len(history.names)} tensors of weights ({listed(names)}) {what}.",
+        text=f"{len(names)} of {len(history.tensors)} tensors of weights ({listed(names)}) {what}.",
         advice=(
             "Draw them as timm does (normal, standard deviation 0.02), or start from weights that were trained "
             "(pretrain.weights, pretrain.mae.epochs)."
@@ -168,17 +134,16 @@ def poor_initialisation(case: Case) -> Outcome:
 
 
 @rule(
-    kind="training",
     title="Vanishing gradients",
     needs=f"{_FEWEST} measurements of the gradients.",
     fires="More than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.",
     advises="Finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.",
 )
 def vanishing_gradients(case: Case) -> Outcome:
-    limits, history = case.rules.vanishing_gradients, tensor_history(case)
+    limits, history = case.rules.vanishing_gradients, case.training.ranks[0].tensors
     if answer := _few(history, _FEWEST) or first_cause(case, poor_initialisation):
         return answer
-    sizes = history.grid("gradient_mean_abs")
+    sizes = history.values["gradient_mean_abs"]
     seen, small = ~np.isnan(sizes), sizes < limits.mean_abs
     if not seen.any():
         return NotJudged(reason="no tensor had a gradient")
@@ -205,7 +170,6 @@ def vanishing_gradients(case: Case) -> Outcome:
 
 
 @rule(
-    kind="training",
     title="Exploding gradients",
     needs=f"Measurements of the weights and gradients; {_FEWEST} of them for growth.",
     fires=(
@@ -215,9 +179,9 @@ def vanishing_gradients(case: Case) -> Outcome:
     advises="A lower learning rate, a smaller clip_norm, or precision=fp32; continuing from an earlier checkpoint.",
 )
 def exploding_gradients(case: Case) -> Outcome:
-    history, ended_s = tensor_history(case), case.training.ranks[0].record.ended_s
-    norms = history.grid("gradient_norm")
-    broken = (history.grid("gradient_nonfinite") > 0) | (history.grid("weight_nonfinite") > 0) | np.isinf(norms)
+    history, ended_s = case.training.ranks[0].tensors, case.training.ranks[0].record.ended_s
+    norms = history.values["gradient_norm"]
+    broken = (history.values["gradient_nonfinite"] > 0) | (history.values["weight_nonfinite"] > 0) | np.isinf(norms)
     if broken.any():
         first = int(broken.any(1).argmax())
         names, seconds = _chosen(history, broken[first]), float(history.seconds[first])
@@ -225,7 +189,7 @@ def exploding_gradients(case: Case) -> Outcome:
             severity="severe",
             confidence=1.0,
             text=(
-                f"At step {history.steps[first] + 1:.0f} {len(names)} of {len(history.names)} tensors ({listed(names)}) have gradients "
+                f"At step {history.steps[first] + 1:.0f} {len(names)} of {len(history.tensors)} tensors ({listed(names)}) have gradients "
                 f"or weights that are not finite{_moved(history)}."
             ),
             advice=_calm(case, history),
@@ -261,18 +225,18 @@ def exploding_gradients(case: Case) -> Outcome:
     )
 
 
-def _moved(history: TensorHistory) -> str:
+def _moved(history: TensorSamples) -> str:
     ratio = _largest_update(history)
     return f"; steps moved the middle matrix by up to {ratio:.2g} times its own norm" if ratio else ""
 
 
-def _largest_update(history: TensorHistory) -> float:
+def _largest_update(history: TensorSamples) -> float:
     """Return the largest update of the median matrix relative to its norm; 0 where it is not known."""
-    ratios = history.update_ratios()
+    ratios = _update_ratios(history)
     return float(ratios[np.isfinite(ratios)].max(initial=0.0))
 
 
-def _calm(case: Case, history: TensorHistory) -> str:
+def _calm(case: Case, history: TensorSamples) -> str:
     settings = case.training.ranks[0].record.context.settings
     rate, clip = settings.get("base_learning_rate"), settings.get("clip_norm")
     factor = min(0.1, _USUAL_UPDATE / max(_largest_update(history), _USUAL_UPDATE))
@@ -285,7 +249,6 @@ def _calm(case: Case, history: TensorHistory) -> str:
 
 
 @rule(
-    kind="training",
     title="Update ratio",
     needs=(
         f"Measurements of weights and their updates, and the learning rate; {_FEWEST} of them near the peak learning rate for the lower "
@@ -298,10 +261,10 @@ def _calm(case: Case, history: TensorHistory) -> str:
     advises="A lower learning rate, or a higher one.",
 )
 def update_ratio(case: Case) -> Outcome:
-    history = tensor_history(case)
+    history = case.training.ranks[0].tensors
     if answer := _few(history, 1) or first_cause(case, poor_initialisation, exploding_gradients):
         return answer
-    ratios = history.update_ratios()
+    ratios = _update_ratios(history)
     if not np.isfinite(ratios).any():
         return NotJudged(reason="no matrix was large enough for its update to be compared with it")
     worst = int(np.nanargmax(ratios))
@@ -320,10 +283,7 @@ def update_ratio(case: Case) -> Outcome:
         )
     warm = _is_warm(case, history.steps) & np.isfinite(ratios)
     if warm.sum() < _FEWEST:
-        return NotJudged(
-            reason=f"{warm.sum()} measurements were at a learning rate near its peak, and {_FEWEST} are needed",
-            too_short=True,
-        )
+        return too_short(f"{warm.sum()} measurements were at a learning rate near its peak, and {_FEWEST} are needed")
     if cause := first_cause(case, vanishing_gradients):
         return cause
     ratio = float(ratios[warm].max())
@@ -352,22 +312,21 @@ def _is_warm(case: Case, steps: Series) -> Flags:
 
 
 @rule(
-    kind="training",
     title="Unchanged weights",
     needs="`looks` measurements of the weights.",
     fires="In `looks` measurements in a row no step changed an element of a tensor.",
     advises="Letting the tensors be trained; a larger learning rate where none of them changes.",
 )
 def unchanged_weights(case: Case) -> Outcome:
-    needed, history = case.rules.unchanged_weights.looks, tensor_history(case)
+    needed, history = case.rules.unchanged_weights.looks, case.training.ranks[0].tensors
     if answer := _few(history, needed) or first_cause(case, poor_initialisation, vanishing_gradients):
         return answer
-    still = history.grid("unchanged") >= 1
-    runs = np.stack([still[start : start + needed].all(0) for start in range(len(history) - needed + 1)])
+    still = history.values["unchanged"] >= 1
+    runs = np.stack([still[start : start + needed].all(0) for start in range(len(history.steps) - needed + 1)])
     frozen: Flags = np.any(runs, axis=0)
     if not frozen.any():
-        return Healthy(text=f"each of {len(history.names)} tensors changed at least once in {needed} measurements")
-    matrices = history.matrices()[0]
+        return Healthy(text=f"each of {len(history.tensors)} tensors changed at least once in {needed} measurements")
+    matrices = _matrices(history)[0]
     if frozen[matrices].all():
         return Finding(
             severity="severe",
@@ -385,8 +344,8 @@ def unchanged_weights(case: Case) -> Outcome:
         severity="warning",
         confidence=0.95,
         text=(
-            f"{len(names)} of {len(history.names)} tensors of weights ({listed(names)}) did not change in {needed} measurements in a row, "
-            "while others did."
+            f"{len(names)} of {len(history.tensors)} tensors of weights ({listed(names)}) did not change in {needed} measurements in a "
+            "row, while others did."
         ),
         advice="Let them be trained (requires_grad, a learning rate above 0 in their group), or leave them out of the model.",
         numbers={"tensors": float(len(names))},

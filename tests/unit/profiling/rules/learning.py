@@ -38,11 +38,9 @@ SETTINGS = {"base_learning_rate": 1e-3, "batch_size": 256, "clip_norm": 1.0}
 def measured(count: int = 5, *, first_step: int = 0, **columns: npt.ArrayLike) -> TensorSamples:
     """A measurement at every tenth step, a second apart; a column is [P], [L, 1] or [L, P], `USUAL` where it is not given."""
     shape = (count, len(TENSORS))
-    values = {
-        name: np.broadcast_to(np.asarray(column, float), shape).ravel() for name, column in (USUAL | columns).items()
-    }
-    number = np.repeat(np.arange(count, dtype=float), len(TENSORS))
-    return TensorSamples(steps=first_step + 10 * number, seconds=number, tensors=[*TENSORS] * count, values=values)
+    values = {name: np.broadcast_to(np.asarray(column, float), shape) for name, column in (USUAL | columns).items()}
+    number = np.arange(count, dtype=float)
+    return TensorSamples(tensors=TENSORS, steps=first_step + 10 * number, seconds=number, values=values)
 
 
 def curve_of(values: Sequence[float] | npt.NDArray[np.float64], *, every: int = 10) -> Curve:

@@ -111,16 +111,16 @@ def rank_of(
         "operators": None,
         "missing": {},
     }
-    looks = {name: np.ones(tensors) for name in TENSOR_COLUMNS}
+    looks = min(tensors, 1)
     return RankEvidence(
         record=RankRecord(**(usual | record)),
         steps=steps,
         spans=Spans(names=[], start_s=np.array([]), seconds=np.array([])),
         tensors=TensorSamples(
-            steps=np.zeros(tensors),
-            seconds=np.zeros(tensors),
             tensors=[f"weight{n}" for n in range(tensors)],
-            values=looks,
+            steps=np.zeros(looks),
+            seconds=np.zeros(looks),
+            values={name: np.ones((looks, tensors)) for name in TENSOR_COLUMNS},
         ),
         system={"end_s": np.linspace(0, seconds, samples + 1)[1:]}
         | {name: np.full(samples, 1.0) * np.asarray(values) for name, values in (system or {}).items()},
@@ -182,4 +182,4 @@ def finding(rule: Rule, *ranks: RankEvidence) -> Finding:
 
 def all_fired(*ranks: RankEvidence) -> list[str]:
     """Names of all rules that have a finding."""
-    return [one.rule.name for one in judge(case_of(*ranks)) if isinstance(one.outcome, Finding)]
+    return [rule.name for rule, outcome in judge(case_of(*ranks)).items() if isinstance(outcome, Finding)]

@@ -30,13 +30,14 @@ def test_a_rule_says_what_it_is(rule: Rule) -> None:
 
 
 def test_a_rule_that_is_turned_off_says_so() -> None:
-    answers = {answer.rule.name: answer.outcome for answer in judge(case_of(rules={"start_up": {"enabled": False}}))}
-    assert answers["start_up"] == NotJudged(reason="turned off (profile.rules.start_up.enabled)")
+    [start_up] = [rule for rule in RULES if rule.name == "start_up"]
+    assert judge(case_of(rules={"start_up": {"enabled": False}}))[start_up] == NotJudged(
+        reason="turned off (profile.rules.start_up.enabled)"
+    )
 
 
 def test_a_running_training_is_judged_by_live_rules_only() -> None:
-    answers = judge(case_of(live=True))
-    assert {answer.rule.name for answer in answers} == {rule.name for rule in RULES if rule.live}
+    assert list(judge(case_of(live=True))) == [rule for rule in RULES if rule.live]
 
 
 def test_a_healthy_training_on_xla_fires_nothing() -> None:
@@ -46,16 +47,16 @@ def test_a_healthy_training_on_xla_fires_nothing() -> None:
 def test_nothing_recorded_is_no_finding() -> None:
     """Rules can say that they cannot say."""
     empty = case_of(steps={name: values[:0] for name, values in case_of().training.ranks[0].steps.items()})
-    for answer in judge(empty):
-        assert not isinstance(answer.outcome, Finding), answer.rule.name
+    for rule, outcome in judge(empty).items():
+        assert not isinstance(outcome, Finding), rule.name
 
 
 def short(**given: Any) -> set[str]:
     """Rules that a longer training would let judge."""
     return {
-        answer.rule.name
-        for answer in judge(case_of(**given))
-        if isinstance(answer.outcome, NotJudged) and answer.outcome.too_short
+        rule.name
+        for rule, outcome in judge(case_of(**given)).items()
+        if isinstance(outcome, NotJudged) and outcome.too_short
     }
 
 
