@@ -7,7 +7,6 @@ interrupted file anew, send each file again, and retry every part for itself.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, StorageError, make_directory, writing_to
-from trainer.storage.objects import CONNECTIONS, call, files, is_s3, join, locate, read_bytes, write_bytes
+from trainer.storage import CONNECTIONS, call, file_digest, files, flush, is_s3, join, locate, read_bytes, write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +44,6 @@ class FileRecord(TypedDict):
     """In bytes."""
     sha256: str
     """As hexadecimal text."""
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, as hexadecimal text."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -174,8 +167,8 @@ def _settle(file: Path, record: FileRecord) -> bool:
         file.unlink()
         _journal(file).unlink()
         return False
-    with writing_to(file), file.open("rb") as opened:
-        os.fsync(opened.fileno())
+    with writing_to(file):
+        flush(file)
     _journal(file).unlink()
     return True
 
