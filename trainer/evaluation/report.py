@@ -31,15 +31,6 @@ class Measured:
     latencies: Sequence[Latency]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """A confusion and images that show it."""
-
-    confusion: Confusion
-    images: npt.NDArray[np.uint8]
-    """Test images of the one class taken for the other, [B, 3, S, S]."""
-
-
 def render(
     *,
     classes: Sequence[str],
@@ -47,9 +38,9 @@ def render(
     student: Measured,
     machine: Machine,
     verdict: Mapping[str, Any],
-    examples: Sequence[Example],
+    examples: Sequence[tuple[Confusion, npt.NDArray[np.uint8]]],
 ) -> str:
-    """Build the whole page, self-contained."""
+    """Build the whole page, self-contained; `examples` are confusions with test images [B, 3, S, S] that show them."""
     outcome = "passed" if verdict["passed"] else "did not pass"
     images = int(teacher.matrix.sum())
     both = {"teacher": teacher, "student": student}
@@ -123,14 +114,15 @@ def _calibration(both: Mapping[str, Measured]) -> PageSection:
     return PageSection("Calibration", [Legend(legend), Figure(charts.reliability(drawn, "Calibration"), caption)])
 
 
-def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Example]) -> PageSection:
+def _confusions(
+    student: Measured, classes: Sequence[str], examples: Sequence[tuple[Confusion, npt.NDArray[np.uint8]]]
+) -> PageSection:
     blocks: list[Block] = []
-    for example in examples:
-        found = example.confusion
+    for found, images in examples:
         truth, predicted = isolated(classes[found.truth]), isolated(classes[found.predicted])
         of_class = int(student.matrix[found.truth].sum())
         caption = f"{truth} taken for {predicted}: {found.count} of its {of_class} test images"
-        blocks.append(Photo(strip(example.images), caption))
+        blocks.append(Photo(strip(images), caption))
     if not blocks:
         blocks.append(Paragraph("No test image was taken for another class."))
     caption = "Rows: the class; columns: what the student took it for."

@@ -19,7 +19,7 @@ from trainer.data.dataset import Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
 from trainer.evaluation import metrics, report
-from trainer.evaluation.report import Example, Measured
+from trainer.evaluation.report import Measured
 from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
 
@@ -111,14 +111,15 @@ def _evaluate(
     agreement = metrics.agreement(logits["student"], logits["teacher"])
     measured["student"].figures["test"]["agreement"] = agreement
     ours, theirs = measured["student"].figures, measured["teacher"].figures
-    judged = metrics.GateFigures(
+    reasons = metrics.judge(
+        settings.gate,
         teacher_top1=theirs["test"]["top1"],
         student_top1=ours["test"]["top1"],
         teacher_parameters=theirs["parameters"],
         student_parameters=ours["parameters"],
         student_p95_ms=ours["latency_ms"]["p95"],
     )
-    verdict = asdict(metrics.judge(settings.gate, judged))
+    verdict = {"passed": not reasons, "reasons": reasons}
     machine = metrics.machine()
     student_matrix = measured["student"].matrix
     examples = _examples(settings, split, logits["student"], student_matrix)
@@ -178,14 +179,16 @@ def _measured(
     return Measured(figures=figures, matrix=matrix, calibration=calibration, latencies=latencies)
 
 
-def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: metrics.Ints) -> list[Example]:
+def _examples(
+    settings: EvaluateSettings, split: Split, logits: Logits, matrix: metrics.Ints
+) -> list[tuple[metrics.Confusion, npt.NDArray[np.uint8]]]:
     """Pick test images for each of the student's worst confusions."""
     predicted = logits.argmax(axis=1)
     examples = []
     for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):
         shown = np.flatnonzero((split.labels == confusion.truth) & (predicted == confusion.predicted))
         images = split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()
-        examples.append(Example(confusion=confusion, images=images))
+        examples.append((confusion, images))
     return examples
 
 
