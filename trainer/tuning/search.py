@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.errors import SettingsError
-from trainer.tuning.candidates import Proposal, SearchHistory, Skipped, Workload, held_up, less_memory, propose
+from trainer.tuning.candidates import Proposal, Skipped, Workload, held_up, less_memory, propose
 from trainer.tuning.tuning_schema import Candidate, Trial, TriedCandidate
 
 LEAST_GAIN = 1.03
@@ -69,8 +69,7 @@ class _SearchState:
         slower = [tried.trial for tried in self.tried if not tried.taken]
         failed = [trial.candidate for trial in slower if trial.ended == "out of memory"]
         waited = [idea for trial in slower for idea in held_up(trial, self.best, self.job)]
-        history = SearchHistory(failed=failed, batch_gain=self.batch_gain)
-        found = [*propose(self.best, self.job, history), *waited]
+        found = [*propose(self.best, self.job, failed=failed, batch_gain=self.batch_gain), *waited]
         new = {self.name(one.candidate): one for one in found if isinstance(one, Proposal) and self._is_new(one)}
         return new, {one.field: one.why for one in found if isinstance(one, Skipped)}
 
