@@ -30,10 +30,9 @@ from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
 from trainer.data.dataset import Split, empty_images
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
-from trainer.data.views.geometry import crop_sample
 from trainer.data.views.mixing import draw_mixing
 from trainer.data.views.parameters import ViewParameters, draw_views
-from trainer.data.views.rendering import finish_views
+from trainer.data.views.rendering import crop_sample, finish_views
 from trainer.devices.torch_private import batches_ready, end_loader_processes, loader_processes
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
