@@ -18,9 +18,9 @@ from trainer.data.sources.source import (
     SPLIT_NAMES,
     ImageSource,
     Item,
-    ObjectsDigest,
     SourceListing,
     UnknownVersionError,
+    objects_digest,
     read_file,
     size_and_mtime,
 )
@@ -167,12 +167,10 @@ def _objects_version(locations: Set[str]) -> str:
     """
     shared = os.path.commonprefix([min(locations), max(locations)])  # noqa: RUF071  # commonpath would make s3:/ of s3://
     folder = shared.rpartition("/")[0]
-    objects = ObjectsDigest(folder)
-    for one in objects.listed(max(LISTED_AT_LEAST, LISTED_PER_IMAGE * len(locations))):
-        if storage.join(folder, one.name) in locations:
-            objects.add(one)
-    if objects.is_cut_off:
+    most = max(LISTED_AT_LEAST, LISTED_PER_IMAGE * len(locations))
+    found = objects_digest(folder, most, lambda name: storage.join(folder, name) in locations)
+    if found is None:
         raise UnknownVersionError(
             f"{folder} holds many more objects than the {len(locations):,} images; put the images into a folder"
         )
-    return objects.hexdigest()
+    return found[0]
