@@ -35,7 +35,7 @@ from trainer import __version__, limits, storage
 from trainer.artifacts import digest
 from trainer.config import LOADING, DataSettings
 from trainer.data import curation, decoding
-from trainer.data.card import CardContent, data_card
+from trainer.data.card import data_card
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import CARD, DROPPED, QUARANTINE, SPLITS, DatasetDescription, SplitName, features
 from trainer.data.decode_cache import DecodeCache, Decoded, Outcome
@@ -111,8 +111,8 @@ def prepare(
         squares = _open_squares(cache, len(_chunks(listing)))
         _write_splits(splits, squares, directory, processes)
         squares = squares.with_format("arrow")
-        content = CardContent(
-            settings=settings,
+        card = data_card(
+            settings,
             classes=listing.classes,
             notes=listing.notes,
             splits=splits,
@@ -120,7 +120,7 @@ def prepare(
             dropped=dropped,
             read=lambda row: squares[row]["image"][0]["bytes"].as_py(),
         )
-        (directory / CARD).write_text(data_card(content), encoding="utf-8")
+        (directory / CARD).write_text(card, encoding="utf-8")
     counts = {str(split): len(members) for split, members in splits.items()}
     DatasetDescription(classes=listing.classes, image_size=settings.image_size, images=counts).write(directory)
     leakage = sum(drop.is_leakage for drop in dropped)
