@@ -47,14 +47,9 @@ class FileRecord(TypedDict):
 
 
 def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Map items to results in parallel, in their order; after a failure nothing more is begun."""
+    """Map items to results in parallel, in their order; after a failure, Ctrl-C or SIGTERM nothing more is begun."""
     with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="transfer") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:  # Ctrl-C and SIGTERM too
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        return list(pool.map(work, items))
 
 
 class _Progress:
