@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from trainer.evaluation import metrics
 from trainer.evaluation.metrics import Calibration, Confusion, Ints, Latency, Machine
 from trainer.formatting import isolated
 from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, Table
+
+Example: TypeAlias = tuple[Confusion, npt.NDArray[np.uint8]]
+"""A confusion, and test images of the one class taken for the other, [B, 3, S, S]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +41,9 @@ def render(
     student: Measured,
     machine: Machine,
     verdict: Mapping[str, Any],
-    examples: Sequence[tuple[Confusion, npt.NDArray[np.uint8]]],
+    examples: Sequence[Example],
 ) -> str:
-    """Build the whole page, self-contained; `examples` are confusions with test images [B, 3, S, S] that show them."""
+    """Build the whole page, self-contained."""
     outcome = "passed" if verdict["passed"] else "did not pass"
     images = int(teacher.matrix.sum())
     both = {"teacher": teacher, "student": student}
@@ -114,9 +117,7 @@ def _calibration(both: Mapping[str, Measured]) -> PageSection:
     return PageSection("Calibration", [Legend(legend), Figure(charts.reliability(drawn, "Calibration"), caption)])
 
 
-def _confusions(
-    student: Measured, classes: Sequence[str], examples: Sequence[tuple[Confusion, npt.NDArray[np.uint8]]]
-) -> PageSection:
+def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Example]) -> PageSection:
     blocks: list[Block] = []
     for found, images in examples:
         truth, predicted = isolated(classes[found.truth]), isolated(classes[found.predicted])

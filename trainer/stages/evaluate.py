@@ -19,7 +19,7 @@ from trainer.data.dataset import Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
 from trainer.evaluation import metrics, report
-from trainer.evaluation.report import Measured
+from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
 
@@ -179,9 +179,7 @@ def _measured(
     return Measured(figures=figures, matrix=matrix, calibration=calibration, latencies=latencies)
 
 
-def _examples(
-    settings: EvaluateSettings, split: Split, logits: Logits, matrix: metrics.Ints
-) -> list[tuple[metrics.Confusion, npt.NDArray[np.uint8]]]:
+def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: metrics.Ints) -> list[Example]:
     """Pick test images for each of the student's worst confusions."""
     predicted = logits.argmax(axis=1)
     examples = []
