@@ -106,8 +106,6 @@ def propose(
     """List all that could be changed in the best candidate so far, and what would not pay for its trial.
 
     Args:
-        best: the trial of that candidate.
-        job: what is given.
         failed: candidates that did not fit into memory.
         batch_gain: what the last larger batch brought.
     """
@@ -130,8 +128,8 @@ def less_memory(candidate: Candidate, job: Workload) -> Candidate | None:
     return candidate.model_copy(update={"accumulation": 2 * candidate.accumulation})
 
 
-def _changed(field: str, best: Trial, value: object, gain: float, why: str) -> Proposal:
-    return Proposal(field=field, candidate=best.candidate.model_copy(update={field: value}), gain=gain, why=why)
+def _changed(field: str, trial: Trial, value: object, gain: float, why: str) -> Proposal:
+    return Proposal(field=field, candidate=trial.candidate.model_copy(update={field: value}), gain=gain, why=why)
 
 
 def _workers(best: Trial, job: Workload) -> Proposals:
@@ -173,10 +171,7 @@ def held_up(trial: Trial, best: Trial, job: Workload) -> Iterator[Proposal]:
     unhindered = trial.images_per_second / (1 - min(trial.shares.get("data", 0.0), 0.95))
     gain = job.run_s(best) / job.run_s(trial, unhindered) if unhindered else 0.0
     if gain >= _HELD_UP and workers > trial.workers:
-        why = f"{trial.shares['data']:.0%} of its step waited for data"
-        yield Proposal(
-            field="workers", candidate=trial.candidate.model_copy(update={"workers": workers}), gain=gain, why=why
-        )
+        yield _changed("workers", trial, workers, gain, f"{trial.shares['data']:.0%} of its step waited for data")
 
 
 def _teacher(best: Trial, job: Workload) -> Proposals:

@@ -115,14 +115,7 @@ class Memory:
         return self._gauge.peak()
 
     def learn(self, kind: Hashable, images: int, peak: int, *, fixed: int) -> None:
-        """A trial has run.
-
-        Args:
-            kind: what takes memory beside the images.
-            images: of its micro-batch.
-            peak: bytes that it used.
-            fixed: bytes in use when it began.
-        """
+        """Take from a trial how many bytes it used, at its `peak` and when it began, for micro-batches of `images` and all else, `kind`."""
         ran = _Ran(images, peak, max(fixed, self._before), self._gauge.exact or peak > self._highest)
         self._ran.setdefault(kind, []).append(ran)
         self._highest = max(self._highest, peak)

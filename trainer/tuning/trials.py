@@ -52,23 +52,13 @@ class Trials:
     """Measures candidates, one after another."""
 
     def __init__(self, make: MakeTraining, settings: DistillSettings, processes: Processes) -> None:
-        """Of one distillation.
-
-        Args:
-            make: makes it, with other settings.
-            settings: section `distill`.
-            processes: this process among the others.
-        """
+        """Of one distillation, which `make` makes with other settings of its section."""
         self._make, self._settings, self._processes = make, settings, processes
         self._memory = Memory(gauge_of(processes))
         self._loading: LoadingTime | None = None
 
     def measure(self, candidate: Candidate, rate_to_beat: float = 0.0) -> Trial:
-        """Run a trial; gives the same on every process.
-
-        Args:
-            candidate: what to measure.
-            rate_to_beat: images a second below which it cannot be the best.
+        """Run a trial, stopped early below `rate_to_beat` images a second; gives the same on every process.
 
         Raises:
             SettingsError: its batch cannot be dealt to the processes.
@@ -110,9 +100,8 @@ class Trials:
 
     def _fits_alone(self, candidate: Candidate, images: int) -> bool:
         alone = replace(self._processes, rank=0, world_size=1)
-        settings = candidate.applied(self._settings)
-        part = settings.model_copy(update={"batch_size": images, "accumulation": 1, "workers": 0})
-        training = self._make(endless(part), alone)
+        part = {"batch_size": images, "accumulation": 1, "workers": 0}
+        training = self._make(endless(candidate.applied(self._settings).model_copy(update=part)), alone)
         # Two steps: in the second all states are there.
         timer = StepTimer(images, float("inf"), warm_steps=0, total_steps=0)
         try:
@@ -257,9 +246,6 @@ def measure_training(
     """Measure steps with their reports, before them a window of operators, then a validation and a checkpoint; the same on every process.
 
     Args:
-        make: makes the distillation.
-        settings: section `distill`.
-        processes: this process among the others.
         tracker: takes metrics, as it does in a whole training.
         ready_s: seconds from the start of the process until a distillation could be made.
         recording_s: seconds that it takes to record the teacher's outputs; none where the distillation reads none, or they are there.
@@ -312,13 +298,10 @@ def measure_training(
 def from_trial(
     measured: Measurement, trial: Trial, settings: DistillSettings, recording_s: float | None
 ) -> Measurement:
-    """Estimate what other settings take, by their trial; what lies beside the steps as it was measured.
+    """Estimate what other settings of a measured distillation take, by their trial; what lies beside the steps is as it was measured.
 
     Args:
-        measured: other settings of the same distillation.
-        trial: of these settings.
-        settings: section `distill` with them.
-        recording_s: seconds that it takes to record the teacher's outputs, if they need that.
+        recording_s: seconds that it takes to record the teacher's outputs, if `settings` need that.
     """
     images = trial.candidate.batch_size
     return measured.model_copy(
