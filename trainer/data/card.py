@@ -6,6 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -31,6 +32,8 @@ FEW = 5
 """Images of a class in val or test below which the card says that they are few."""
 TILES = 4
 """Pictures of a class."""
+Splits: TypeAlias = Mapping[SplitName, Sequence[ImageCandidate]]
+
 _LABELED: tuple[SplitName, ...] = ("train", "val", "test")
 
 
@@ -39,7 +42,7 @@ def data_card(
     *,
     classes: Sequence[str],
     notes: Sequence[str],
-    splits: Mapping[SplitName, Sequence[ImageCandidate]],
+    splits: Splits,
     quarantined: Sequence[Quarantined],
     dropped: Sequence[Dropped],
     read: Callable[[int], bytes],
@@ -47,12 +50,7 @@ def data_card(
     """Build the page: self-contained HTML below 2 MB, equal for equal content.
 
     Args:
-        settings: how the data set was prepared.
-        classes: their names.
         notes: what the source left out, in sentences.
-        splits: the kept images.
-        quarantined: images that cannot be used.
-        dropped: images that are equal to kept ones.
         read: row of a candidate -> its stored picture's file.
     """
     kind, _, name = settings.source.partition(":")
@@ -80,7 +78,7 @@ def data_card(
     return pages.render("Data card", lead, sections)
 
 
-def _classes(classes: Sequence[str], splits: Mapping[SplitName, Sequence[ImageCandidate]]) -> PageSection:
+def _classes(classes: Sequence[str], splits: Splits) -> PageSection:
     counts: dict[SplitName, list[int]] = {}  # split -> images of each class
     for split in _LABELED:
         found = Counter(member.label for member in splits[split])
@@ -147,9 +145,7 @@ def _quantiles(values: np.typing.NDArray[np.int64] | np.typing.NDArray[np.float6
     return [value.item() for value in found]
 
 
-def _samples(
-    classes: Sequence[str], splits: Mapping[SplitName, Sequence[ImageCandidate]], read: Callable[[int], bytes]
-) -> PageSection:
+def _samples(classes: Sequence[str], splits: Splits, read: Callable[[int], bytes]) -> PageSection:
     chosen = np.unique(np.linspace(0, len(classes) - 1, STRIPS).round().astype(int)).tolist()
     of_class: dict[int, list[ImageCandidate]] = {label: [] for label in [*chosen, UNLABELED]}
     for split in ("train", "unlabeled"):

@@ -90,8 +90,8 @@ def worst_confusions(matrix: Ints, count: int) -> list[Confusion]:
     """List the most frequent confusions, at most `count`, the worst first."""
     wrong = matrix.copy()
     np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:count]
-    pairs = [(int(position) // len(wrong), int(position) % len(wrong)) for position in order]
+    order = np.argsort(-wrong, axis=None, kind="stable")[:count].tolist()
+    pairs = [divmod(position, len(wrong)) for position in order]
     return [
         Confusion(truth=truth, predicted=predicted, count=int(wrong[truth, predicted]))
         for truth, predicted in pairs
@@ -199,13 +199,11 @@ _WARM_UP_RUNS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """The time that a model takes for a batch."""
+    """The time that a model takes for a batch: median and 95th percentile."""
 
     batch_size: int
     p50_ms: float
-    """Median time of a batch, in milliseconds."""
     p95_ms: float
-    """95th percentile of the time of a batch, in milliseconds."""
     images_per_second: float
     """Images of all timed batches, divided by their time."""
 
