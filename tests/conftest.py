@@ -11,7 +11,7 @@ from tests import shared_folders
 from tests.distillations import Distillation, blank_teacher, prepared_digits
 from tests.stand_ins.hub import Hub
 from tests.stand_ins.object_store import ObjectStore
-from trainer.storage import objects
+from trainer import storage
 
 LONGEST_FILES = ("tests/local/", "tests/pipelines/")
 """Where the tests are that take longest."""
@@ -80,8 +80,8 @@ def object_store(object_store_server, monkeypatch, tmp_path):
     for name, value in object_store_server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(objects, "RETRY", dataclasses.replace(objects.RETRY, first_s=0.01))
-    monkeypatch.setattr(objects, "outage", objects.Outage())
+    monkeypatch.setattr(storage, "RETRY", dataclasses.replace(storage.RETRY, first_s=0.01))
+    monkeypatch.setattr(storage, "outage", storage.Outage())
     return object_store_server
 
 

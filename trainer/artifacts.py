@@ -33,7 +33,8 @@ from trainer.config import CHECKPOINTS_VARIABLE
 from trainer.costs import Machines, place_here
 from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 from trainer.graph import SCHEMA_VERSIONS, Kind
-from trainer.storage import FileRecord, cache
+from trainer.storage import cache
+from trainer.storage.transfers import FileRecord, download_directory, upload_directory
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def contribute(uri: str | Path, folder: Path) -> dict[str, FileRecord]:
         if file.is_file() and not file.name.endswith(".partial") and file != folder / MANIFEST
     }
     if storage.is_remote(uri):
-        storage.upload_directory(folder, str(uri), records)
+        upload_directory(folder, str(uri), records)
     return records
 
 
@@ -205,7 +206,7 @@ def copy(source: str | Path, target: str | Path, kind: Kind) -> Manifest:
     path = read(source, kind).path
     storage.remove_file(storage.join(target, MANIFEST))
     if storage.is_remote(target):
-        storage.upload_directory(path, str(target), content.files)
+        upload_directory(path, str(target), content.files)
     else:
         folder = storage.local_path(target)
         with writing_to(folder):
@@ -266,7 +267,7 @@ def _fetch(uri: str, content: Manifest) -> Path:
     def download(directory: Path) -> None:
         size = sum(record["size"] for record in content.files.values())
         logger.info("fetching %s (%.1f MiB)", what, size / 2**20)
-        storage.download_directory(uri, directory, content.files)
+        download_directory(uri, directory, content.files)
         # So that the fetched directory is an artifact too.
         (directory / MANIFEST).write_bytes(storage.read_limited(storage.join(uri, MANIFEST), limits.JSON_BYTES))
 

@@ -30,9 +30,8 @@ from trainer.data import dataset as dataset_module
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples, Views
 from trainer.data.sampler import StatelessSampler
-from trainer.data.views.geometry import crop_sample
 from trainer.data.views.parameters import draw_views
-from trainer.data.views.rendering import finish_views
+from trainer.data.views.rendering import crop_sample, finish_views
 from trainer.stages import prepare
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

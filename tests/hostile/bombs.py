@@ -20,13 +20,14 @@ from PIL import Image
 
 from components.launch import pools
 from tests.hostile.targets import SIZE, TARGETS, _make_dataset, _make_model, _make_recording, sign
-from trainer import artifacts, config, limits, models, storage
+from trainer import artifacts, config, limits, models
 from trainer.data.decoding import decode_square
 from trainer.data.sources import list_source, read_file
 from trainer.distillation import recording
 from trainer.distillation.recording import describe
 from trainer.host import environment_variables
 from trainer.served_student.preprocessing import decode
+from trainer.storage import transfers
 
 MAX_PIXELS = 10_000_000
 MEMORY_BYTES = 400 * 2**20
@@ -218,7 +219,7 @@ def change(file: Path, **changes: object) -> None:
 def _many_files(folder: Path) -> Path:
     """A manifest of as many bytes as it may have, of files with short names."""
     folder.mkdir()
-    record: storage.FileRecord = {"size": 0, "sha256": "0" * 64}
+    record: transfers.FileRecord = {"size": 0, "sha256": "0" * 64}
     content = {"kind": "model", "schema_version": 1, "settings": {}, "parents": {}}
     files = {f"{number:x}": record for number in range(limits.ARTIFACT_FILES + 1)}
     whole = content | {"files": files, "fingerprint": artifacts.digest(content | {"files": files})}

@@ -198,7 +198,7 @@ def _read_uri(content: bytes, folder: Path) -> None:
         storage.exists(uri)
         storage.read_bytes(uri, 0, 10)
     elif uri.partition("://")[0] not in ("hdfs", "webhdfs", "http", "https"):  # these ask other machines at once
-        from trainer.storage.objects import locate
+        from trainer.storage import locate
 
         locate(uri)
 

@@ -10,7 +10,7 @@ import pytest
 
 from trainer import storage
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, OutputError, StorageAwayError, StorageError
-from trainer.storage import cache, objects, transfers
+from trainer.storage import cache, transfers
 
 PART = 100_000
 
@@ -142,7 +142,7 @@ def test_a_store_that_answers_others_is_not_back_while_a_request_still_fails(obj
         assert storage.read_bytes(object_store.uri("here")) == b"1"
         assert storage.is_away(), "else each of many requests would say that it is back, and the next that it is away"
 
-    objects.call("there", ask)
+    storage.call("there", ask)
     assert not storage.is_away()
     assert len(caplog.messages) == 2
 
@@ -156,8 +156,8 @@ def test_waits_grow_and_differ(monkeypatch):
         raise ConnectionResetError
 
     with pytest.raises(StorageError, match=r"x: gave up after 12 attempts in 0 s; the last time: ConnectionResetError"):
-        objects.call("x", fail)
-    longest = [min(objects.RETRY.first_s * 2**count, objects.RETRY.longest_s) for count in range(11)]
+        storage.call("x", fail)
+    longest = [min(storage.RETRY.first_s * 2**count, storage.RETRY.longest_s) for count in range(11)]
     assert all(most / 2 <= wait <= most for wait, most in zip(waits, longest, strict=True))
     assert len({wait / most for wait, most in zip(waits, longest, strict=True)}) == 11
 
@@ -174,14 +174,14 @@ def test_the_attempts_have_a_limit(object_store, monkeypatch):
 
 
 def test_a_store_that_says_nothing_is_asked_again(object_store, monkeypatch, caplog):
-    monkeypatch.setattr(objects, "READ_TIMEOUT_S", 0.2)
-    objects._s3.cache_clear()
+    monkeypatch.setattr(storage, "READ_TIMEOUT_S", 0.2)
+    storage._s3.cache_clear()
     object_store.put("here", b"1")
     object_store.delay(1.0, times=1)
     try:
         assert storage.read_bytes(object_store.uri("here")) == b"1"
     finally:
-        objects._s3.cache_clear()
+        storage._s3.cache_clear()
     assert "Timeout" in caplog.text
 
 
@@ -259,11 +259,11 @@ def read_back(directory):
 
 
 def test_files_are_fetched_in_parts(object_store, in_parts, remote, tmp_path):
-    storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    transfers.download_directory(remote, tmp_path / "to", records(CONTENTS))
     assert read_back(tmp_path / "to") == CONTENTS
     ranges = sorted(one.range for one in object_store.requests if "large" in one.path)
     assert len(ranges) == len(set(ranges)) == 11
-    storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    transfers.download_directory(remote, tmp_path / "to", records(CONTENTS))
     assert len(object_store.requests) == 12
 
 
@@ -274,11 +274,11 @@ def test_after_a_cut_only_what_is_missing_is_fetched(object_store, in_parts, rem
         object_store.delay(0, times=1, path="large")
     object_store.cut(PART // 2, path="large")
     with pytest.raises(StorageError, match=r"fetched/large: gave up after 1 attempts.*what arrived whole is kept"):
-        storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+        transfers.download_directory(remote, tmp_path / "to", records(CONTENTS))
     arrived = object_store.sent("large") - PART // 2
     assert arrived >= 6 * PART
     object_store.clear()
-    storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    transfers.download_directory(remote, tmp_path / "to", records(CONTENTS))
     assert object_store.sent("large") == len(CONTENTS["large"]) - arrived
     assert read_back(tmp_path / "to") == CONTENTS
 
@@ -287,10 +287,10 @@ def test_what_did_not_arrive_as_sent_is_fetched_again(object_store, in_parts, re
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     object_store.answer(503, times=1, path="large")
     with pytest.raises(StorageError):
-        storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+        transfers.download_directory(remote, tmp_path / "to", records(CONTENTS))
     with (tmp_path / "to" / "large").open("r+b") as file:
         file.write(b"spoilt" * PART)
-    storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+    transfers.download_directory(remote, tmp_path / "to", records(CONTENTS))
     assert "large did not arrive as sent; fetching again" in caplog.text
     assert read_back(tmp_path / "to") == CONTENTS
 
@@ -309,13 +309,13 @@ def test_what_the_store_has_lost_is_named(object_store, in_parts, remote, tmp_pa
     else:
         object_store.put("fetched/large", content)
     with pytest.raises(error, match=message):
-        storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+        transfers.download_directory(remote, tmp_path / "to", records(CONTENTS))
 
 
 def test_long_transfers_say_how_far_they_are(object_store, in_parts, remote, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(transfers, "LOG_INTERVAL_S", 0.0)
     with caplog.at_level("INFO"):
-        storage.download_directory(remote, tmp_path / "to", records(CONTENTS))
+        transfers.download_directory(remote, tmp_path / "to", records(CONTENTS))
     assert "fetching s3://artifacts/fetched: 1.0 of 1.0 MiB" in caplog.text
 
 
@@ -339,7 +339,7 @@ def test_a_large_file_is_sent_in_parts_each_of_which_is_tried_again(object_store
     monkeypatch.setattr(transfers, "PART_BYTES", 5 * 2**20)
     object_store.answer(503, times=1, method="PUT", path="partNumber=2")
     object_store.cut(1_000_000, method="PUT", path="partNumber=3")
-    storage.upload_directory(files, object_store.uri("sent"), records(LARGE))
+    transfers.upload_directory(files, object_store.uri("sent"), records(LARGE))
     assert {name: object_store.get(f"sent/{name}") for name in LARGE} == LARGE
     parts = [re.search(r"partNumber=(\d)", one.query)[1] for one in object_store.requests if "partNumber" in one.query]
     assert sorted(parts) == ["1", "2", "2", "3", "3"]
@@ -347,11 +347,11 @@ def test_a_large_file_is_sent_in_parts_each_of_which_is_tried_again(object_store
 
 def test_what_is_there_is_not_sent_again(object_store, files):
     uri, changed = object_store.uri("sent"), {**LARGE, "small": b"2"}
-    storage.upload_directory(files, uri, records(LARGE))
+    transfers.upload_directory(files, uri, records(LARGE))
     object_store.clear()
-    storage.upload_directory(files, uri, records(LARGE))
+    transfers.upload_directory(files, uri, records(LARGE))
     (files / "small").write_bytes(b"2")
-    storage.upload_directory(files, uri, records(changed))
+    transfers.upload_directory(files, uri, records(changed))
     assert [(one.path, one.received) for one in object_store.requests if one.method in ("PUT", "POST")] == [
         ("/artifacts/sent/small", 1)
     ]
@@ -362,7 +362,7 @@ def test_a_failed_upload_leaves_no_parts_behind(object_store, files, monkeypatch
     monkeypatch.setattr(transfers, "PART_BYTES", 5 * 2**20)
     object_store.answer(500, method="PUT", path="partNumber=2")
     with pytest.raises(StorageError, match="large: gave up"):
-        storage.upload_directory(files, object_store.uri("sent"), records(LARGE))
+        transfers.upload_directory(files, object_store.uri("sent"), records(LARGE))
     assert object_store.unfinished_uploads() == 0
     assert "sent/large" not in object_store.keys()  # noqa: SIM118  # no dict
 
@@ -370,7 +370,7 @@ def test_a_failed_upload_leaves_no_parts_behind(object_store, files, monkeypatch
 def test_a_completion_whose_answer_was_lost_counts(object_store, files, monkeypatch):
     monkeypatch.setattr(transfers, "PART_BYTES", 5 * 2**20)
     object_store.lose_answer(method="POST", path="uploadId=")
-    storage.upload_directory(files, object_store.uri("sent"), records(LARGE))
+    transfers.upload_directory(files, object_store.uri("sent"), records(LARGE))
     assert object_store.get("sent/large") == LARGE["large"]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -20,86 +20,81 @@ from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, 
 
 ROWS = 200
 """Longest list of files on the page."""
-
 CHARACTERS = 500
 """Longest name or reason on the page; the whole one stands in the file that lists them."""
-
 CLASSES = 1000
 """Most classes that the page counts one by one."""
-
 STRIPS = 100
 """Most classes of which the page shows pictures."""
-
 TILE = 64
 """Edge of a picture on the page, in pixels."""
-
 FEW = 5
 """Images of a class in val or test below which the card says that they are few."""
-
 TILES = 4
 """Pictures of a class."""
+Splits: TypeAlias = Mapping[SplitName, Sequence[ImageCandidate]]
 
 _LABELED: tuple[SplitName, ...] = ("train", "val", "test")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CardContent:
-    """What the card shows."""
+def data_card(
+    settings: DataSettings,
+    *,
+    classes: Sequence[str],
+    notes: Sequence[str],
+    splits: Splits,
+    quarantined: Sequence[Quarantined],
+    dropped: Sequence[Dropped],
+    read: Callable[[int], bytes],
+) -> str:
+    """Build the page: self-contained HTML below 2 MB, equal for equal content.
 
-    settings: DataSettings
-    classes: Sequence[str]
-    notes: Sequence[str]
-    """What the source left out, in sentences."""
-    splits: Mapping[SplitName, Sequence[ImageCandidate]]
-    quarantined: Sequence[Quarantined]
-    dropped: Sequence[Dropped]
-    read: Callable[[int], bytes]
-    """Row of a candidate -> its stored picture's file."""
-
-
-def data_card(content: CardContent) -> str:
-    """Build the page: self-contained HTML below 2 MB, equal for equal content."""
-    settings = content.settings
+    Args:
+        notes: what the source left out, in sentences.
+        read: row of a candidate -> its stored picture's file.
+    """
     kind, _, name = settings.source.partition(":")
     # Without the folders above it, which differ between machines.
     source = f"{kind} {PurePosixPath(name).name}" if name and kind != "hub" else settings.source
     lead = (
-        f"From {source}: {sum(map(len, content.splits.values())):,} images of {len(content.classes):,} classes, "
+        f"From {source}: {sum(map(len, splits.values())):,} images of {len(classes):,} classes, "
         f"stored at {settings.image_size} x {settings.image_size} pixels "
         f"({'longer side cropped' if settings.fit == 'crop' else 'stretched'}, {settings.encoding})."
     )
-    sections = [_overview(content), _samples(content), _classes(content), _sizes(content), _left_out(content)]
+    leaks = sum(drop.is_leakage for drop in dropped)
+    rows = [
+        *((split, len(members)) for split, members in splits.items()),
+        ("quarantined", len(quarantined)),
+        ("left out: equal to one that is kept", len(dropped) - leaks),
+        ("left out: equal to one of val or test (leakage)", leaks),
+    ]
+    sections = [
+        PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, notes)]),
+        _samples(classes, splits, read),
+        _classes(classes, splits),
+        _sizes([member for members in splits.values() for member in members], settings.image_size),
+        _left_out(quarantined, dropped),
+    ]
     return pages.render("Data card", lead, sections)
 
 
-def _overview(content: CardContent) -> PageSection:
-    leaks = sum(drop.is_leakage for drop in content.dropped)
-    rows = [
-        *((split, len(members)) for split, members in content.splits.items()),
-        ("quarantined", len(content.quarantined)),
-        ("left out: equal to one that is kept", len(content.dropped) - leaks),
-        ("left out: equal to one of val or test (leakage)", leaks),
-    ]
-    return PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, content.notes)])
-
-
-def _classes(content: CardContent) -> PageSection:
+def _classes(classes: Sequence[str], splits: Splits) -> PageSection:
     counts: dict[SplitName, list[int]] = {}  # split -> images of each class
     for split in _LABELED:
-        found = Counter(member.label for member in content.splits[split])
-        counts[split] = [found[label] for label in range(len(content.classes))]
+        found = Counter(member.label for member in splits[split])
+        counts[split] = [found[label] for label in range(len(classes))]
     totals = [sum(of_class) for of_class in zip(*counts.values(), strict=True)]
-    rows = [(*row, total) for *row, total in zip(content.classes, *counts.values(), totals, strict=True)]
+    rows = [(*row, total) for *row, total in zip(classes, *counts.values(), totals, strict=True)]
     note = f"The largest class has {max(totals) / max(min(totals), 1):.1f} times as many images as the smallest."
     cut = f"The first {CLASSES:,} of {len(rows):,} classes are listed." if len(rows) > CLASSES else ""
-    chart = stacked_columns(content.classes, list(counts.items()), "Images of each class")
+    chart = stacked_columns(classes, list(counts.items()), "Images of each class")
     return PageSection(
         "Classes",
         [
             Legend([("f0", "train"), ("f1", "val"), ("f2", "test")]),
             Figure(chart, "Images of each class, largest first."),
             Paragraph(note),
-            *map(Paragraph, _unmeasured(content.classes, counts)),
+            *map(Paragraph, _unmeasured(classes, counts)),
             Table(["class", *_LABELED, "all"], rows[:CLASSES]),
             Paragraph(cut) if cut else None,
         ],
@@ -127,8 +122,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-def _sizes(content: CardContent) -> PageSection:
-    members = [member for split in content.splits.values() for member in split]
+def _sizes(members: Sequence[ImageCandidate], image_size: int) -> PageSection:
     width = np.array([member.width for member in members])
     height = np.array([member.height for member in members])
     shorter, longer = np.minimum(width, height), np.maximum(width, height)
@@ -138,8 +132,10 @@ def _sizes(content: CardContent) -> PageSection:
         ("shorter edge, pixels", *_quantiles(shorter)),
         ("longer edge / shorter edge", *_quantiles(longer / shorter)),
     ]
-    enlarged = int((shorter < content.settings.image_size).sum())
-    sentence = f"{enlarged:,} of {len(members):,} images were enlarged: their shorter edge was below {content.settings.image_size} pixels."
+    enlarged = int((shorter < image_size).sum())
+    sentence = (
+        f"{enlarged:,} of {len(members):,} images were enlarged: their shorter edge was below {image_size} pixels."
+    )
     headers = ["", "smallest", "5 %", "median", "95 %", "largest"]
     return PageSection("Original sizes", [Table(headers, rows), Paragraph(sentence)])
 
@@ -149,24 +145,24 @@ def _quantiles(values: np.typing.NDArray[np.int64] | np.typing.NDArray[np.float6
     return [value.item() for value in found]
 
 
-def _samples(content: CardContent) -> PageSection:
-    chosen = np.unique(np.linspace(0, len(content.classes) - 1, STRIPS).round().astype(int)).tolist()
+def _samples(classes: Sequence[str], splits: Splits, read: Callable[[int], bytes]) -> PageSection:
+    chosen = np.unique(np.linspace(0, len(classes) - 1, STRIPS).round().astype(int)).tolist()
     of_class: dict[int, list[ImageCandidate]] = {label: [] for label in [*chosen, UNLABELED]}
     for split in ("train", "unlabeled"):
-        for member in content.splits[split]:
+        for member in splits[split]:
             if member.label in of_class:
                 of_class[member.label].append(member)
     photos = [
         Photo(
             # A few that are not neighbours in the source: those with the smallest content keys.
-            _strip(sorted(members, key=lambda member: member.key)[:TILES], content.read),
-            content.classes[label] if label != UNLABELED else "unlabelled",
+            _strip(sorted(members, key=lambda member: member.key)[:TILES], read),
+            classes[label] if label != UNLABELED else "unlabelled",
             media_type="image/jpeg",
         )
         for label, members in of_class.items()
         if members
     ]
-    shown = f"{len(chosen)} of {len(content.classes):,} classes" if len(chosen) < len(content.classes) else "each class"
+    shown = f"{len(chosen)} of {len(classes):,} classes" if len(chosen) < len(classes) else "each class"
     return PageSection("Samples", [Paragraph(f"Training images of {shown}, as stored."), PhotoGrid(photos)])
 
 
@@ -182,19 +178,18 @@ def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> b
     return buffer.getvalue()
 
 
-def _left_out(content: CardContent) -> PageSection:
-    quarantined = [(_cut(one.name), _cut(one.reason)) for one in content.quarantined]
-    kinds = Counter(one.reason.split(":")[0] for one in content.quarantined).most_common()
-    dropped = [
+def _left_out(quarantined: Sequence[Quarantined], dropped: Sequence[Dropped]) -> PageSection:
+    kinds = Counter(one.reason.split(":")[0] for one in quarantined).most_common()
+    copies = [
         (_cut(drop.name), drop.split, _cut(drop.kept_name), drop.kept_split, "leakage" if drop.is_leakage else "copy")
-        for drop in sorted(content.dropped, key=lambda drop: not drop.is_leakage)
+        for drop in sorted(dropped, key=lambda drop: not drop.is_leakage)
     ]
     blocks: list[Block] = []
     if quarantined:
-        listed = _listed(["image", "reason"], quarantined, QUARANTINE)
+        listed = _listed(["image", "reason"], [(_cut(one.name), _cut(one.reason)) for one in quarantined], QUARANTINE)
         blocks.append(Subsection("Quarantined", [Table(["reason", "images"], kinds), *listed]))
     if dropped:
-        listed = _listed(["left out", "of", "kept", "of", ""], dropped, DROPPED)
+        listed = _listed(["left out", "of", "kept", "of", ""], copies, DROPPED)
         blocks.append(Subsection("Equal to one that is kept", listed))
     return PageSection("Left out", blocks or [Paragraph("Nothing.")])
 

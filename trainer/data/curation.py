@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from trainer.config import DataSettings
 from trainer.data.dataset_schema import UNLABELED, SplitName
+from trainer.data.sources import Item
 from trainer.errors import DataError
-
-_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageCandidate:
     """A decoded image that may be kept."""
 
-    row: int
-    """Row of its stored picture."""
+    row: int = -1
+    """Row of its stored picture, once all are decoded."""
     name: str
     """Its name in the source."""
     label: int
@@ -36,6 +34,11 @@ class ImageCandidate:
     """Of the original, upright, in pixels."""
     height: int
     """Of the original, upright, in pixels."""
+
+    @classmethod
+    def of(cls, item: Item, *, key: str, width: int, height: int) -> ImageCandidate:
+        """Add to an item of the source what its decoded image says."""
+        return cls(name=item.name, label=item.label, split=item.split, key=key, width=width, height=height)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +65,7 @@ class Dropped:
 
 
 def quarantine_contradictions(
-    candidates: Iterable[ImageCandidate], classes: Sequence[str]
+    candidates: Sequence[ImageCandidate], classes: Sequence[str]
 ) -> tuple[list[ImageCandidate], list[Quarantined]]:
     """Quarantine all equal pictures with different labels, since nothing says which label is right.
 
@@ -73,16 +76,16 @@ def quarantine_contradictions(
     """
     good: list[ImageCandidate] = []
     bad: list[Quarantined] = []
-    candidates = list(candidates)
-    groups = _group(candidates, lambda candidate: candidate.key)
+    labelled_copies: defaultdict[str, list[ImageCandidate]] = defaultdict(list)
     for candidate in candidates:
-        labels = {copy.label for copy in groups[candidate.key]} - {UNLABELED}
-        if len(labels) < 2:
+        if candidate.label != UNLABELED:
+            labelled_copies[candidate.key].append(candidate)
+    for candidate in candidates:
+        copies = labelled_copies.get(candidate.key, ())
+        if len({copy.label for copy in copies}) < 2:
             good.append(candidate)
         else:
-            labelled = ", ".join(
-                f"{copy.name} ({classes[copy.label]})" for copy in groups[candidate.key] if copy.label != UNLABELED
-            )
+            labelled = ", ".join(f"{copy.name} ({classes[copy.label]})" for copy in copies)
             bad.append(Quarantined(name=candidate.name, reason=f"contradicting labels of one picture: {labelled}"))
     return good, bad
 
@@ -98,14 +101,9 @@ def drop_copies(candidates: Sequence[ImageCandidate]) -> tuple[list[ImageCandida
     for candidate in sorted(candidates, key=lambda candidate: order.index(candidate.split)):
         kept.setdefault(candidate.key, candidate)
     dropped = [
-        Dropped(
-            name=candidate.name,
-            split=candidate.split,
-            kept_name=kept[candidate.key].name,
-            kept_split=kept[candidate.key].split,
-        )
+        Dropped(name=candidate.name, split=candidate.split, kept_name=first.name, kept_split=first.split)
         for candidate in candidates
-        if kept[candidate.key] is not candidate
+        if (first := kept[candidate.key]) is not candidate
     ]
     return [candidate for candidate in candidates if kept[candidate.key] is candidate], dropped
 
@@ -127,9 +125,12 @@ def take_missing_splits(
         "val": 0.0 if "val" in given else settings.val_fraction,
     }
     moved: dict[str, SplitName] = {}
-    train = [candidate for candidate in candidates if candidate.split == "train"]
-    for members in _group(train, lambda candidate: candidate.label).values():
-        keys = sorted((member.key for member in members), key=lambda key: (place(key, settings.split_seed), key))
+    keys_of_class: defaultdict[int, list[str]] = defaultdict(list)
+    for candidate in candidates:
+        if candidate.split == "train":
+            keys_of_class[candidate.label].append(candidate.key)
+    for unsorted in keys_of_class.values():
+        keys = sorted(unsorted, key=lambda key: (place(key, settings.split_seed), key))
         test, val = (
             max(round(fractions[split] * len(keys)), 1) if fractions[split] else 0 for split in ("test", "val")
         )
@@ -204,12 +205,3 @@ def _some_classes(counts: Mapping[str, int]) -> str:
     shown = ", ".join(f"{name!r} ({count})" for name, count in list(counts.items())[:5])
     more = f" and {len(counts) - 5} more" if len(counts) > 5 else ""
     return f"{'class' if len(counts) == 1 else 'classes'} {shown}{more}"
-
-
-def _group(
-    candidates: Iterable[ImageCandidate], key: Callable[[ImageCandidate], _Key]
-) -> dict[_Key, list[ImageCandidate]]:
-    groups: defaultdict[_Key, list[ImageCandidate]] = defaultdict(list)
-    for candidate in candidates:
-        groups[key(candidate)].append(candidate)
-    return groups

@@ -172,9 +172,7 @@ class PreparedDataset:
         self.fingerprint = artifact.fingerprint
         self.classes = description.classes
         self.image_size = description.image_size
-        self._directory = artifact.path
-        self._settings = artifact.settings
-        self._images = description.images
+        self._directory, self._settings, self._images = artifact.path, artifact.settings, description.images
         self._most: int | None = None
 
     def first(self, count: int) -> PreparedDataset:
@@ -198,20 +196,12 @@ class PreparedDataset:
             ) from error
 
     def decoder_name(self) -> str:
-        """Name the decoder of the stored images, such as `simplejpeg 1.9.0`: another one may give slightly different pixels.
-
-        Raises:
-            ArtifactError: as `split`.
-        """
+        """Name the decoder of the stored images, such as `simplejpeg 1.9.0`: another one may give slightly different pixels."""
         first = next((split for split in map(self.split, SPLITS) if len(split)), None)
         return decoder_of(first.encoded(0)) if first is not None else "none"
 
     def training_splits(self, *, unlabeled: bool) -> list[Split]:
-        """Return the labelled images to learn from, followed by those without labels if `unlabeled`.
-
-        Raises:
-            ArtifactError: as `split`.
-        """
+        """Return the labelled images to learn from, followed by those without labels if `unlabeled`; raises as `split`."""
         return [self.split("train"), *([self.split("unlabeled")] if unlabeled else [])]
 
     def split(self, name: SplitName) -> Split:

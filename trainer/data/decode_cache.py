@@ -26,24 +26,14 @@ from pydantic import ValidationError
 
 from trainer import storage
 from trainer.base_models import StrictModel
-from trainer.data.curation import Quarantined
+from trainer.data.curation import ImageCandidate, Quarantined
 from trainer.data.sources import Item
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decoded:
-    """The record of a good image."""
-
-    item: Item
-    key: str
-    width: int
-    height: int
-
-
-Outcome: TypeAlias = Decoded | Quarantined
+Outcome: TypeAlias = ImageCandidate | Quarantined
 
 
 class _Image(StrictModel):
@@ -114,7 +104,7 @@ class DecodeCache:
         return [
             Quarantined(name=image.name, reason=image.reason)
             if image.reason
-            else Decoded(item=item, key=image.key, width=image.width, height=image.height)
+            else ImageCandidate.of(item, key=image.key, width=image.width, height=image.height)
             for image, item in zip(chunk.images, items, strict=True)
         ]
 
@@ -134,12 +124,11 @@ class DecodeCache:
             _link(squares, storage.local_path(self._uri(number, "arrow")))
         images = []
         for item, outcome, content in zip(items, outcomes, contents, strict=True):
-            image = _Image(name=item.name, label=item.label, content=content)
             if isinstance(outcome, Quarantined):
                 found: dict[str, Any] = {"reason": outcome.reason}
             else:
                 found = {"key": outcome.key, "width": outcome.width, "height": outcome.height}
-            images.append(image.model_copy(update=found))
+            images.append(_Image(name=item.name, label=item.label, content=content, **found))
         chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images))
         storage.write_checksummed(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
 

@@ -19,7 +19,6 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -29,11 +28,11 @@ from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
 from trainer.data.dataset import Split, empty_images
 from trainer.data.dataset_schema import UNLABELED
-from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
-from trainer.data.views.geometry import crop_sample
+from trainer.data.randomness import Indices
+from trainer.data.sampler import Mask, SampleSlice, StatelessSampler
 from trainer.data.views.mixing import draw_mixing
 from trainer.data.views.parameters import ViewParameters, draw_views
-from trainer.data.views.rendering import finish_views
+from trainer.data.views.rendering import crop_sample, finish_views
 from trainer.devices.torch_private import batches_ready, end_loader_processes, loader_processes
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
@@ -57,7 +56,7 @@ class RecordedOutputs(Protocol):
     def view_count(self) -> int:
         """How many views of each sample were recorded."""
 
-    def read(self, indices: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Recorded:
+    def read(self, indices: Indices, numbers: Indices) -> Recorded:
         """Read the outputs for these samples (indices into the training set) and views."""
 
 
@@ -171,28 +170,23 @@ class Views:
 
     def batch(self, taken: SampleSlice) -> Batch:
         """Make the batch of these positions of the sampler."""
+        samples, seed, settings = self.samples, self.seed, self.settings
         indices, numbers, partners = taken
-        keys, labels = self.samples.keys[indices], self.samples.labels[indices]
+        keys, labels = samples.keys[indices], samples.labels[indices]
         mixing, shown, shown_numbers = None, indices, numbers
         if partners is not None:
             shown, shown_numbers, rows = _with_partners(indices, numbers, partners)
-            mixing = draw_mixing(
-                keys, numbers, rows, self.samples.labels[partners], seed=self.seed, settings=self.settings
-            )
+            mixing = draw_mixing(keys, numbers, rows, samples.labels[partners], seed=seed, settings=settings)
         parameters = draw_views(
-            self.samples.keys[shown],
-            shown_numbers,
-            stored=self.samples.image_size,
-            seed=self.seed,
-            settings=self.settings,
+            samples.keys[shown], shown_numbers, stored=samples.image_size, seed=seed, settings=settings
         )
         lengths = None
         if not self._on_device:
             images = self._make(shown, parameters)
         elif not self._encoded:
-            images = self.samples.read(shown)
+            images = samples.read(shown)
         else:
-            images, lengths = join_files([self.samples.encoded(index) for index in shown.tolist()])
+            images, lengths = join_files([samples.encoded(index) for index in shown.tolist()])
         return Batch(
             images=images,
             labels=torch.from_numpy(labels),

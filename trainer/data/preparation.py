@@ -35,10 +35,10 @@ from trainer import __version__, limits, storage
 from trainer.artifacts import digest
 from trainer.config import LOADING, DataSettings
 from trainer.data import curation, decoding
-from trainer.data.card import CardContent, data_card
+from trainer.data.card import data_card
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import CARD, DROPPED, QUARANTINE, SPLITS, DatasetDescription, SplitName, features
-from trainer.data.decode_cache import DecodeCache, Decoded, Outcome
+from trainer.data.decode_cache import DecodeCache, Outcome
 from trainer.data.sources import Item, SourceListing, list_source
 from trainer.errors import DataError, ObjectTooLargeError, writing_to
 from trainer.host import usable_cores
@@ -49,34 +49,27 @@ logger = logging.getLogger(__name__)
 
 CHUNKS = 1000
 """Pieces that the work is cut into; each is a memory-mapped file of the decode cache, and a process cannot map a million files."""
-
 SMALLEST_CHUNK = 128
 """A smaller chunk does not repay sending it to a process and caching it."""
-
 LARGEST_CHUNK = 4096
 """A larger chunk would take too much memory, since a process holds its squares."""
-
 IMAGES_PER_PROCESS = 2000
 """Fewer images per process do not repay its start."""
-
 SHARD_BYTES = 500 * 10**6
 """A split's Arrow files hold about this much each."""
-
 LOG_INTERVAL_S = 10.0
 """Seconds between two lines on the progress, where there is no terminal."""
-
 _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
 _DECIDING = {"val_fraction", "test_fraction", "test_from", "split_seed", "min_images_per_class", "max_bad_fraction"}
 """Settings about which decoded images are kept where, not about how they are decoded."""
 
-Figures: TypeAlias = dict[str, int]
 Read: TypeAlias = Callable[[str], bytes]
 
 
 def prepare(
     settings: DataSettings, directory: Path, *, cache_uri: str | None = None, processes: int | None = None
-) -> Figures:
+) -> dict[str, int]:
     """Write the prepared data set of `settings.source` into a directory; `dataset_schema` describes its files.
 
     Args:
@@ -111,8 +104,8 @@ def prepare(
         squares = _open_squares(cache, len(_chunks(listing)))
         _write_splits(splits, squares, directory, processes)
         squares = squares.with_format("arrow")
-        content = CardContent(
-            settings=settings,
+        card = data_card(
+            settings,
             classes=listing.classes,
             notes=listing.notes,
             splits=splits,
@@ -120,7 +113,7 @@ def prepare(
             dropped=dropped,
             read=lambda row: squares[row]["image"][0]["bytes"].as_py(),
         )
-        (directory / CARD).write_text(data_card(content), encoding="utf-8")
+        (directory / CARD).write_text(card, encoding="utf-8")
     counts = {str(split): len(members) for split, members in splits.items()}
     DatasetDescription(classes=listing.classes, image_size=settings.image_size, images=counts).write(directory)
     leakage = sum(drop.is_leakage for drop in dropped)
@@ -239,7 +232,7 @@ def _make_chunk(
         content, outcome, square = _decode(item, read, settings)
         contents.append(content)
         outcomes.append(outcome)
-        if isinstance(outcome, Decoded):
+        if isinstance(outcome, ImageCandidate):
             image = {"bytes": square, "path": None}
             rows.append({"image": image, "label": item.label, "key": outcome.key, "source": item.name})
     file = cache.squares(number)
@@ -263,7 +256,8 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
             raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
         how = Square(fit=settings.fit, size=settings.image_size, max_pixels=settings.max_pixels)
         square = decoding.encode(preprocessing.to_square(image, how), settings.encoding, settings.jpeg_quality)
-        decoded = Decoded(item=item, key=decoding.content_key(image), width=image.width, height=image.height)
+        key = decoding.content_key(image)
+        decoded = ImageCandidate.of(item, key=key, width=image.width, height=image.height)
     except BadImageError as error:
         return content or str(error), Quarantined(name=item.name, reason=str(error)), b""
     return content, decoded, square
@@ -299,21 +293,9 @@ def _read(item: Item, read: Read) -> bytes:
 def _separate(outcomes: Iterable[Outcome], classes: Sequence[str]) -> tuple[list[ImageCandidate], list[Quarantined]]:
     """Separate candidates from quarantined images; a good image's place among them is its row in the decode cache."""
     bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
-    decoded = [outcome for outcome in outcomes if isinstance(outcome, Decoded)]
+    decoded = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
     candidates, contradicting = curation.quarantine_contradictions(
-        (
-            ImageCandidate(
-                row=row,
-                name=one.item.name,
-                label=one.item.label,
-                split=one.item.split,
-                key=one.key,
-                width=one.width,
-                height=one.height,
-            )
-            for row, one in enumerate(decoded)
-        ),
-        classes,
+        [replace(one, row=row) for row, one in enumerate(decoded)], classes
     )
     return candidates, sorted(bad + contradicting, key=lambda one: one.name)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-Words = int | npt.NDArray[np.uint64] | npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
+Words = int | Keys | Indices
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)

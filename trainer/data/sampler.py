@@ -25,9 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.randomness import random_bits
+from trainer.data.randomness import Indices, random_bits
 
-Indices = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 _ORDER = 0x6F72646572

@@ -90,8 +90,8 @@ def worst_confusions(matrix: Ints, count: int) -> list[Confusion]:
     """List the most frequent confusions, at most `count`, the worst first."""
     wrong = matrix.copy()
     np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:count]
-    pairs = [(int(position) // len(wrong), int(position) % len(wrong)) for position in order]
+    order = np.argsort(-wrong, axis=None, kind="stable")[:count].tolist()
+    pairs = [divmod(position, len(wrong)) for position in order]
     return [
         Confusion(truth=truth, predicted=predicted, count=int(wrong[truth, predicted]))
         for truth, predicted in pairs
@@ -150,51 +150,45 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 _ROUNDING = 1e-9  # 0.90 - 0.85 is 0.05000000000000004 and still a drop of 0.05
 
 
-@dataclass(frozen=True, kw_only=True)
-class GateFigures:
-    """The figures that the gate checks."""
+def judge(
+    settings: GateSettings,
+    *,
+    teacher_top1: float,
+    student_top1: float,
+    teacher_parameters: int,
+    student_parameters: int,
+    student_p95_ms: float,
+) -> list[str]:
+    """Check every condition of the gate.
 
-    teacher_top1: float
-    student_top1: float
-    teacher_parameters: int
-    student_parameters: int
-    student_p95_ms: float
-    """95th percentile of the student's latency at the first of `evaluate.latency_batch_sizes`."""
+    Args:
+        student_p95_ms: 95th percentile of the student's latency at the first of `evaluate.latency_batch_sizes`.
 
-
-@dataclass(frozen=True, kw_only=True)
-class GateVerdict:
-    """The outcome of the gate."""
-
-    passed: bool
-    reasons: list[str]
-    """Each failed condition, with its number and its limit; empty if all held."""
-
-
-def judge(settings: GateSettings, figures: GateFigures) -> GateVerdict:
-    """Check every condition of the gate."""
+    Returns:
+        Each failed condition, with its number and its limit; empty if all held.
+    """
     reasons = []
-    student = f"the student's test top-1 of {figures.student_top1:.2%}"
-    drop = figures.teacher_top1 - figures.student_top1
+    student = f"the student's test top-1 of {student_top1:.2%}"
+    drop = teacher_top1 - student_top1
     if drop > settings.max_accuracy_drop + _ROUNDING:
         reasons.append(
-            f"accuracy: {student} is {100 * drop:.2f} points below the teacher's {figures.teacher_top1:.2%}; "
+            f"accuracy: {student} is {100 * drop:.2f} points below the teacher's {teacher_top1:.2%}; "
             f"evaluate.gate.max_accuracy_drop allows {100 * settings.max_accuracy_drop:.2f}"
         )
-    if figures.student_top1 < settings.min_accuracy - _ROUNDING:
+    if student_top1 < settings.min_accuracy - _ROUNDING:
         reasons.append(f"accuracy: {student} is below evaluate.gate.min_accuracy = {settings.min_accuracy:.2%}")
-    ratio = figures.teacher_parameters / figures.student_parameters
+    ratio = teacher_parameters / student_parameters
     if ratio < settings.min_compression - _ROUNDING:
         reasons.append(
-            f"compression: the student's {figures.student_parameters:,} parameters are {ratio:.2f} times fewer than the "
-            f"teacher's {figures.teacher_parameters:,}; evaluate.gate.min_compression asks for {settings.min_compression:g}"
+            f"compression: the student's {student_parameters:,} parameters are {ratio:.2f} times fewer than the "
+            f"teacher's {teacher_parameters:,}; evaluate.gate.min_compression asks for {settings.min_compression:g}"
         )
-    if settings.max_latency_ms and figures.student_p95_ms > settings.max_latency_ms:
+    if settings.max_latency_ms and student_p95_ms > settings.max_latency_ms:
         reasons.append(
-            f"latency: the student's p95 of {figures.student_p95_ms:.2f} ms is over "
+            f"latency: the student's p95 of {student_p95_ms:.2f} ms is over "
             f"evaluate.gate.max_latency_ms = {settings.max_latency_ms:g}"
         )
-    return GateVerdict(passed=not reasons, reasons=reasons)
+    return reasons
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,13 +199,11 @@ _WARM_UP_RUNS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """The time that a model takes for a batch."""
+    """The time that a model takes for a batch: median and 95th percentile."""
 
     batch_size: int
     p50_ms: float
-    """Median time of a batch, in milliseconds."""
     p95_ms: float
-    """95th percentile of the time of a batch, in milliseconds."""
     images_per_second: float
     """Images of all timed batches, divided by their time."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from trainer.evaluation.metrics import Calibration, Confusion, Ints, Latency, Ma
 from trainer.formatting import isolated
 from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, Table
 
+Example: TypeAlias = tuple[Confusion, npt.NDArray[np.uint8]]
+"""A confusion, and test images of the one class taken for the other, [B, 3, S, S]."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
@@ -29,15 +32,6 @@ class Measured:
     """Confusion matrix [K, K], rows are the truth."""
     calibration: Calibration
     latencies: Sequence[Latency]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """A confusion and images that show it."""
-
-    confusion: Confusion
-    images: npt.NDArray[np.uint8]
-    """Test images of the one class taken for the other, [B, 3, S, S]."""
 
 
 def render(
@@ -125,12 +119,11 @@ def _calibration(both: Mapping[str, Measured]) -> PageSection:
 
 def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Example]) -> PageSection:
     blocks: list[Block] = []
-    for example in examples:
-        found = example.confusion
+    for found, images in examples:
         truth, predicted = isolated(classes[found.truth]), isolated(classes[found.predicted])
         of_class = int(student.matrix[found.truth].sum())
         caption = f"{truth} taken for {predicted}: {found.count} of its {of_class} test images"
-        blocks.append(Photo(strip(example.images), caption))
+        blocks.append(Photo(strip(images), caption))
     if not blocks:
         blocks.append(Paragraph("No test image was taken for another class."))
     caption = "Rows: the class; columns: what the student took it for."

@@ -33,8 +33,6 @@ LARGEST_SQUARE = 2048
 Fit: TypeAlias = Literal["crop", "stretch"]
 Interpolation: TypeAlias = Literal["bicubic"]
 
-_SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
-
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -46,7 +44,6 @@ _TURNS = {
 }
 """EXIF orientation -> what makes the picture upright."""
 
-_JPEG_SIGNATURE = b"\xff\xd8\xff"
 _JPEG_SCAN = b"\xff\xda"
 """First bytes of a scan; they occur nowhere else in a JPEG file."""
 _LONGEST_REASON = 200
@@ -130,7 +127,7 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int = 1) -> Image.Image
 
 def is_jpeg(encoded: bytes | memoryview) -> bool:
     """Return whether these are the bytes of a JPEG file."""
-    return bytes(encoded[:3]) == _JPEG_SIGNATURE
+    return bytes(encoded[:3]) == b"\xff\xd8\xff"
 
 
 def reason(error: Exception) -> str:
@@ -158,7 +155,7 @@ def _at_most(max_pixels: int) -> Iterator[None]:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in _SIXTEEN_BIT or image.mode == "I":
+    if image.mode in ("I", "I;16", "I;16L", "I;16B", "I;16N"):
         greys = np.asarray(image)
         if greys.min() < 0 or greys.max() > 0xFFFF:
             raise BadImageError("32-bit pixels: their range is not known")

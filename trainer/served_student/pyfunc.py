@@ -31,8 +31,6 @@ Photo: TypeAlias = npt.NDArray[np.generic] | bytes | os.PathLike[str]
 """An array [H, W] or [H, W, C] (`preprocessing.from_array`), an image file's bytes, or its path."""
 
 _BATCH_SIZE = 128
-_ADVICE = "give an array, the bytes of an image file, or a pathlib.Path"
-"""Text is not taken for a path, since a request over the network could then name any file of the server."""
 
 
 class Preprocessing(nn.Module):
@@ -107,8 +105,11 @@ class ServedStudent:
                 picture = decode(photo, max_pixels=self._square.max_pixels)
             elif isinstance(photo, np.ndarray):
                 picture = from_array(photo)
-            else:
-                raise BadImageError(f"no image: {_ADVICE}, not {type(photo).__name__}")
+            else:  # text is not taken for a path, since a request over the network could then name any file of the server
+                kind = type(photo).__name__
+                raise BadImageError(
+                    f"no image: give an array, the bytes of an image file, or a pathlib.Path, not {kind}"
+                )
         except (BadImageError, OSError) as error:
             raise BadImageError(f"image {index}: {error}") from error
         return np.asarray(to_square(picture, self._square))

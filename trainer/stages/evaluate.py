@@ -111,14 +111,15 @@ def _evaluate(
     agreement = metrics.agreement(logits["student"], logits["teacher"])
     measured["student"].figures["test"]["agreement"] = agreement
     ours, theirs = measured["student"].figures, measured["teacher"].figures
-    judged = metrics.GateFigures(
+    reasons = metrics.judge(
+        settings.gate,
         teacher_top1=theirs["test"]["top1"],
         student_top1=ours["test"]["top1"],
         teacher_parameters=theirs["parameters"],
         student_parameters=ours["parameters"],
         student_p95_ms=ours["latency_ms"]["p95"],
     )
-    verdict = asdict(metrics.judge(settings.gate, judged))
+    verdict = {"passed": not reasons, "reasons": reasons}
     machine = metrics.machine()
     student_matrix = measured["student"].matrix
     examples = _examples(settings, split, logits["student"], student_matrix)
@@ -185,7 +186,7 @@ def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: 
     for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):
         shown = np.flatnonzero((split.labels == confusion.truth) & (predicted == confusion.predicted))
         images = split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()
-        examples.append(Example(confusion=confusion, images=images))
+        examples.append((confusion, images))
     return examples
 
 

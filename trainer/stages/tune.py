@@ -42,11 +42,18 @@ from trainer.training.loader_workers import measure_loading
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import shared_artifact
 from trainer.training.spec import TrainingSpec, fit_batch
-from trainer.tuning import forecast_table, measurement
+from trainer.tuning import forecast_table
 from trainer.tuning.candidates import Workload
 from trainer.tuning.search import SearchResult, search
-from trainer.tuning.trial_log import RecordingTime, TrialLog
-from trainer.tuning.trials import MakeTraining, Trials
+from trainer.tuning.trials import (
+    MakeTraining,
+    RecordingTime,
+    TrialLog,
+    Trials,
+    from_trial,
+    measure_training,
+    place_of,
+)
 from trainer.tuning.tuning_schema import FILE, Candidate, Trial, Tuning
 
 logger = logging.getLogger(__name__)
@@ -104,13 +111,13 @@ def run(
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes(deterministic=deterministic))
         tracker = stack.enter_context(stage_run(NAME, values, active=processes.is_first))
-        forecast.check_budget(measurement.place_of(processes), settings.budget_usd)
+        forecast.check_budget(place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
         # The trials are kept in a place that is named by all that they depend on, and their order.
         depends_on = {
             "settings": settings.model_dump(mode="json", exclude=_BESIDE_THE_TRIALS),
             "parents": dict(parents),
-            "place": measurement.place_of(processes).model_dump(mode="json"),
+            "place": place_of(processes).model_dump(mode="json"),
             "machine": [
                 torch.cuda.get_device_name() if processes.device.kind == "cuda" else "",
                 usable_cores(),
@@ -376,7 +383,7 @@ def _tune(
             best = best.model_copy(update={"workers": given.workers})
         chosen = best.applied(given)
     uses = chosen if settings.apply else given
-    measured = measurement.measure(
+    measured = measure_training(
         make, uses, subject.processes, tracker, ready_s=subject.ready_s, recording_s=subject.recording_s_of(uses)
     )
     work = forecast.work_of(uses, len(subject.samples))
@@ -439,7 +446,7 @@ def _alternatives(
     """Yield what else could be done -> what that would take."""
     samples = len(subject.samples)
     if found and chosen not in (uses, subject.settings):
-        tuned = measurement.from_trial(measured, found.best, chosen, subject.recording_s_of(chosen))
+        tuned = from_trial(measured, found.best, chosen, subject.recording_s_of(chosen))
         yield "tune.apply=true", forecast.forecast(tuned, forecast.work_of(chosen, samples))
     if measured.place.price is not None:
         # On more nodes of this pool: as fast as was measured where somebody has, or else as is assumed.

@@ -42,7 +42,7 @@ from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import Session, shared_artifact
-from trainer.tuning.measurement import place_of
+from trainer.tuning.trials import place_of
 
 logger = logging.getLogger(__name__)
 

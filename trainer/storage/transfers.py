@@ -7,7 +7,6 @@ interrupted file anew, send each file again, and retry every part for itself.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError, StorageError, make_directory, writing_to
-from trainer.storage.objects import CONNECTIONS, call, files, is_s3, join, locate, read_bytes, write_bytes
+from trainer.storage import CONNECTIONS, call, file_digest, files, flush, is_s3, join, locate, read_bytes, write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -47,21 +46,10 @@ class FileRecord(TypedDict):
     """As hexadecimal text."""
 
 
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, as hexadecimal text."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Map items to results in parallel, in their order; after a failure nothing more is begun."""
+    """Map items to results in parallel, in their order; after a failure, Ctrl-C or SIGTERM nothing more is begun."""
     with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="transfer") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:  # Ctrl-C and SIGTERM too
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        return list(pool.map(work, items))
 
 
 class _Progress:
@@ -174,8 +162,8 @@ def _settle(file: Path, record: FileRecord) -> bool:
         file.unlink()
         _journal(file).unlink()
         return False
-    with writing_to(file), file.open("rb") as opened:
-        os.fsync(opened.fileno())
+    with writing_to(file):
+        flush(file)
     _journal(file).unlink()
     return True
 

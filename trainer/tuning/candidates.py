@@ -100,26 +100,23 @@ _COMPRESSED, _UNCOMPRESSED = 1.15, 1.03
 _FEWER_PARTS = {"cuda": 1.15, "xla": 1.15, "cpu": 1.05}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchHistory:
-    """What the search has seen so far."""
+def propose(
+    best: Trial, job: Workload, *, failed: Sequence[Candidate] = (), batch_gain: float | None = None
+) -> list[Proposal | Skipped]:
+    """List all that could be changed in the best candidate so far, and what would not pay for its trial.
 
-    failed: Sequence[Candidate] = ()
-    """Candidates that did not fit into memory."""
-    batch_gain: float | None = None
-    """What the last larger batch brought."""
-
-
-def propose(best: Trial, job: Workload, history: SearchHistory) -> list[Proposal | Skipped]:
-    """List all that could be changed in the best candidate so far, and what would not pay for its trial."""
+    Args:
+        failed: candidates that did not fit into memory.
+        batch_gain: what the last larger batch brought.
+    """
     return [
         *_workers(best, job),
         *_teacher(best, job),
         *_precision(best, job),
-        *_batch(best, job, history),
-        *_accumulation(best, job, history),
+        *_batch(best, job, failed, batch_gain),
+        *_accumulation(best, job, failed),
         *_compile(best, job),
-        *_zero(best, job, history),
+        *_zero(best, job, failed),
         *_compression(best, job),
     ]
 
@@ -131,8 +128,8 @@ def less_memory(candidate: Candidate, job: Workload) -> Candidate | None:
     return candidate.model_copy(update={"accumulation": 2 * candidate.accumulation})
 
 
-def _changed(field: str, best: Trial, value: object, gain: float, why: str) -> Proposal:
-    return Proposal(field=field, candidate=best.candidate.model_copy(update={field: value}), gain=gain, why=why)
+def _changed(field: str, trial: Trial, value: object, gain: float, why: str) -> Proposal:
+    return Proposal(field=field, candidate=trial.candidate.model_copy(update={field: value}), gain=gain, why=why)
 
 
 def _workers(best: Trial, job: Workload) -> Proposals:
@@ -174,10 +171,7 @@ def held_up(trial: Trial, best: Trial, job: Workload) -> Iterator[Proposal]:
     unhindered = trial.images_per_second / (1 - min(trial.shares.get("data", 0.0), 0.95))
     gain = job.run_s(best) / job.run_s(trial, unhindered) if unhindered else 0.0
     if gain >= _HELD_UP and workers > trial.workers:
-        why = f"{trial.shares['data']:.0%} of its step waited for data"
-        yield Proposal(
-            field="workers", candidate=trial.candidate.model_copy(update={"workers": workers}), gain=gain, why=why
-        )
+        yield _changed("workers", trial, workers, gain, f"{trial.shares['data']:.0%} of its step waited for data")
 
 
 def _teacher(best: Trial, job: Workload) -> Proposals:
@@ -220,7 +214,7 @@ def _precision(best: Trial, job: Workload) -> Proposals:
         yield _changed("precision", best, "bf16", _BF16[job.device], why)
 
 
-def _batch(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
+def _batch(best: Trial, job: Workload, failed: Sequence[Candidate], batch_gain: float | None) -> Proposals:
     candidate = best.candidate
     size = 2 * candidate.batch_size
     if size > job.largest_batch:
@@ -229,11 +223,11 @@ def _batch(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
         return
     per_step = best.shares.get("optimizer", 0.0)
     guess = _LARGER_BATCH["few" if candidate.held < _FEW * job.world_size else job.device]
-    expected = guess if history.batch_gain is None else 1 + (history.batch_gain - 1) / 2
+    expected = guess if batch_gain is None else 1 + (batch_gain - 1) / 2
     gain = max(expected, 1 / (1 - per_step / 2))
     why = "fewer and larger steps; the learning rate grows with the batch"
     larger = candidate.model_copy(update={"batch_size": size})
-    if not any(_needs_as_much(other, larger) for other in history.failed):
+    if not any(_needs_as_much(other, larger) for other in failed):
         yield Proposal(field="batch_size", candidate=larger, gain=gain, why=why)
         return
     parted = less_memory(larger, job)
@@ -249,7 +243,7 @@ def _needs_as_much(failed: Candidate, candidate: Candidate) -> bool:
     return candidate.held >= failed.held and all(getattr(failed, name) == getattr(candidate, name) for name in alike)
 
 
-def _accumulation(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
+def _accumulation(best: Trial, job: Workload, failed: Sequence[Candidate]) -> Proposals:
     candidate = best.candidate
     if job.relates_images:
         why = "the loss compares the images of a micro-batch, so its size is a part of what is learned"
@@ -257,7 +251,7 @@ def _accumulation(best: Trial, job: Workload, history: SearchHistory) -> Proposa
         return
     if candidate.accumulation % 2 == 0:
         whole = candidate.model_copy(update={"accumulation": candidate.accumulation // 2})
-        if not any(_needs_as_much(other, whole) for other in history.failed):
+        if not any(_needs_as_much(other, whole) for other in failed):
             why = "a step in fewer parts; it fitted into memory"
             yield Proposal(field="accumulation", candidate=whole, gain=_FEWER_PARTS[job.device], why=why)
     smaller = less_memory(candidate, job)
@@ -278,13 +272,13 @@ def _compile(best: Trial, job: Workload) -> Proposals:
         yield Skipped(field="compile", why="on a CPU the compiler's start takes longer than its code saves")
 
 
-def _zero(best: Trial, job: Workload, history: SearchHistory) -> Proposals:
+def _zero(best: Trial, job: Workload, failed: Sequence[Candidate]) -> Proposals:
     if job.world_size == 1:
         return
     if best.candidate.zero:
         why = "processes that keep the optimiser's whole state have less to exchange"
         yield _changed("zero", best, False, _UNSHARDED, why)
-    elif history.failed:
+    elif failed:
         why = "less memory for the optimiser's state, where memory was the limit"
         yield _changed("zero", best, True, _SHARDED, why)
     else:

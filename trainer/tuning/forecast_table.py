@@ -18,16 +18,10 @@ from trainer.tuning.tuning_schema import Tuning, read_tuning
 
 Subject = Mapping[str, object]
 """What is distilled: name -> what distinguishes it from others."""
-DIRECTORY = "tuning"
-"""Of the tuning in the directory of a run."""
 
 
 def read_tunings(places: Iterable[str | Path], like: Subject | None = None) -> list[Tuning]:
-    """Tunings of one distillation, by their directories or those of their runs.
-
-    Args:
-        places: URIs.
-        like: the distillation; that of the first tuning where not given.
+    """Tunings of one distillation (that of the first where `like` is not given), by the URIs of their directories or their runs'.
 
     Raises:
         ArtifactError: one is missing, damaged, or of another distillation.
@@ -35,7 +29,7 @@ def read_tunings(places: Iterable[str | Path], like: Subject | None = None) -> l
     """
     found: list[Tuning] = []
     for place in places:
-        inside = storage.join(place, DIRECTORY)
+        inside = storage.join(place, "tuning")
         uri = next((one for one in (inside, str(place)) if artifacts.exists(one)), "")
         if not uri:
             raise ArtifactError(f"{place}: there is no tuning, nor in {inside}; a run has one with tune.enabled=true")
@@ -50,12 +44,7 @@ def read_tunings(places: Iterable[str | Path], like: Subject | None = None) -> l
 
 
 def subject_of(parents: Mapping[str, str], settings: Mapping[str, Any]) -> Subject:
-    """What has to be the same in tunings that are compared.
-
-    Args:
-        parents: fingerprints of the tuning's inputs.
-        settings: section `distill`.
-    """
+    """What has to be the same in tunings that are compared, by the fingerprints of their inputs and their section `distill`."""
     return {
         "data set": parents["dataset"],
         "teacher": parents["teacher"],

@@ -9,7 +9,7 @@ import resource
 import sys
 from collections.abc import Hashable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import psutil
 import torch
@@ -20,32 +20,11 @@ SHARE = 0.9
 """Largest share of the memory that a candidate may need: allocators fragment, and images differ."""
 
 
-_CGROUPS = Path("/sys/fs/cgroup")
-
-
-class Gauge(Protocol):
-    """Reads the memory that micro-batches lie in; all in bytes."""
-
-    exact: bool
-    """Whether a peak is that of the trial alone, and not the highest since the process began."""
-
-    def begin(self) -> None:
-        """A trial begins."""
-
-    def used(self) -> int:
-        """What this process uses now."""
-
-    def unused(self) -> int:
-        """What this process may use beside that."""
-
-    def peak(self) -> int:
-        """The most that this process used."""
-
-
 class GpuGauge:
-    """Of a process's own GPU."""
+    """Reads the memory of a process's own GPU, in bytes."""
 
     exact = True
+    """Whether a peak is that of the trial alone, and not the highest since the process began."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +47,7 @@ class GpuGauge:
 
 
 class HostGauge:
-    """Of the machine, which its processes share."""
+    """Reads the memory of the machine, which its processes share, in bytes."""
 
     exact = False
 
@@ -89,6 +68,9 @@ class HostGauge:
     def peak(self) -> int:
         """The most that was ever resident."""
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+Gauge: TypeAlias = GpuGauge | HostGauge
 
 
 def gauge_of(processes: Processes) -> Gauge:
@@ -133,14 +115,7 @@ class Memory:
         return self._gauge.peak()
 
     def learn(self, kind: Hashable, images: int, peak: int, *, fixed: int) -> None:
-        """A trial has run.
-
-        Args:
-            kind: what takes memory beside the images.
-            images: of its micro-batch.
-            peak: bytes that it used.
-            fixed: bytes in use when it began.
-        """
+        """Take from a trial how many bytes it used, at its `peak` and when it began, for micro-batches of `images` and all else, `kind`."""
         ran = _Ran(images, peak, max(fixed, self._before), self._gauge.exact or peak > self._highest)
         self._ran.setdefault(kind, []).append(ran)
         self._highest = max(self._highest, peak)
@@ -173,7 +148,7 @@ def needed(ran: list[_Ran], images: int) -> float:
     return min(bounds)
 
 
-def container_room(cgroups: Path = _CGROUPS) -> int:
+def container_room(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes below the memory limit of this container; more than any machine has where there is none."""
     for limit, used in (
         ("memory.max", "memory.current"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.errors import SettingsError
-from trainer.tuning.candidates import Proposal, SearchHistory, Skipped, Workload, held_up, less_memory, propose
+from trainer.tuning.candidates import Proposal, Skipped, Workload, held_up, less_memory, propose
 from trainer.tuning.tuning_schema import Candidate, Trial, TriedCandidate
 
 LEAST_GAIN = 1.03
@@ -36,13 +36,18 @@ class SearchResult:
     tried: list[TriedCandidate]
     untried: dict[str, str]
     """What was left out -> why."""
-    stopped: str = ""
-    seconds: float = 0.0
+    stopped: str
+    """Why it ended."""
 
     @property
     def given(self) -> Trial:
         """The trial of the given settings."""
         return self.tried[0].trial
+
+    @property
+    def seconds(self) -> float:
+        """Time of all trials."""
+        return sum(tried.trial.seconds for tried in self.tried)
 
 
 @dataclass(kw_only=True)
@@ -55,10 +60,6 @@ class _SearchState:
     batch_gain: float | None = None
     """What the last larger batch brought."""
 
-    @property
-    def seconds(self) -> float:
-        return sum(tried.trial.seconds for tried in self.tried)
-
     def name(self, candidate: Candidate) -> str:
         """How a candidate differs from the best one: `precision=bf16`, `batch_size=64 accumulation=2`."""
         changes = candidate.changes(self.best.candidate)
@@ -69,8 +70,7 @@ class _SearchState:
         slower = [tried.trial for tried in self.tried if not tried.taken]
         failed = [trial.candidate for trial in slower if trial.ended == "out of memory"]
         waited = [idea for trial in slower for idea in held_up(trial, self.best, self.job)]
-        history = SearchHistory(failed=failed, batch_gain=self.batch_gain)
-        found = [*propose(self.best, self.job, history), *waited]
+        found = [*propose(self.best, self.job, failed=failed, batch_gain=self.batch_gain), *waited]
         new = {self.name(one.candidate): one for one in found if isinstance(one, Proposal) and self._is_new(one)}
         return new, {one.field: one.why for one in found if isinstance(one, Skipped)}
 
@@ -86,12 +86,9 @@ class _SearchState:
 
 
 def search(start: Candidate, job: Workload, measure: Measure, *, limit_s: float) -> SearchResult:
-    """Measure candidates until nothing is left that would pay for its trial.
+    """Measure candidates, the given settings `start` first, until nothing is left that would pay for its trial.
 
     Args:
-        start: the given settings.
-        job: what is given.
-        measure: runs a trial.
         limit_s: longest time of all trials.
 
     Raises:
@@ -104,9 +101,7 @@ def search(start: Candidate, job: Workload, measure: Measure, *, limit_s: float)
         stopped = _reason_to_stop(state, name, new[name].gain, limit_s) if name else "nothing is left to try"
         if stopped:
             untried = left_out | {one: _reason_to_stop(state, one, new[one].gain, limit_s) for one in new}
-            return SearchResult(
-                best=state.best, tried=state.tried, untried=untried, stopped=stopped, seconds=state.seconds
-            )
+            return SearchResult(best=state.best, tried=state.tried, untried=untried, stopped=stopped)
         _try(state, name, new[name], measure)
 
 
@@ -142,7 +137,7 @@ def _reason_to_stop(state: _SearchState, name: str, gain: float, limit_s: float)
     saving = run_s * (1 - 1 / gain)
     if saving < cost:
         return f"{name} may save about {saving:.0f} s of a distillation of {run_s:.0f} s, and to try it takes about {cost:.0f} s"
-    if state.seconds + cost > limit_s:
+    if sum(tried.trial.seconds for tried in state.tried) + cost > limit_s:
         return f"the {limit_s / 60:g} minutes of the search are over (tune.minutes)"
     return ""
 

@@ -34,10 +34,9 @@ class StepTimer:
     def __init__(
         self, images: int, rate_to_beat: float = 0.0, *, warm_steps: int, total_steps: int, thoroughness: float = 1.0
     ) -> None:
-        """Of a candidate.
+        """Of a candidate with so many images a step.
 
         Args:
-            images: of a step.
             rate_to_beat: images a second below which the candidate cannot be the best.
             warm_steps: steps that are not measured.
             total_steps: of the whole distillation, whose length says how long a trial may be.

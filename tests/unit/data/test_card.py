@@ -6,13 +6,14 @@ import base64
 import html
 import io
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from trainer.config import DataSettings
-from trainer.data.card import CLASSES, ROWS, STRIPS, TILE, CardContent, data_card
+from trainer.data.card import CLASSES, ROWS, STRIPS, TILE, data_card
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import SplitName
 
@@ -32,7 +33,7 @@ def candidate(row: int, label: int, split: SplitName, *, width: int = 20, height
     )
 
 
-def content(**changes: object) -> CardContent:
+def content(**changes: object) -> dict[str, Any]:
     values: dict[str, object] = {
         "settings": DataSettings(source="imagefolder:/some/where/photos", image_size=16),
         "classes": ("apple", EVIL),
@@ -57,7 +58,7 @@ def content(**changes: object) -> CardContent:
         ],
         "read": square,
     }
-    return CardContent(**{**values, **changes})
+    return values | changes
 
 
 def rows(page: str) -> list[list[str]]:
@@ -69,7 +70,7 @@ def rows(page: str) -> list[list[str]]:
 
 
 def test_the_numbers() -> None:
-    page = data_card(content())
+    page = data_card(**content())
     table = rows(page)
     for row in (["train", "3"], ["val", "1"], ["test", "2"], ["unlabeled", "1"], ["quarantined", "2"]):
         assert row in table
@@ -87,26 +88,26 @@ def test_the_numbers() -> None:
     assert "Fewer than 5 images in val: apple (1). The accuracy" in page
     assert "Fewer than 5 images in test: apple (1), &lt;script&gt;" in page
     enough = [candidate(300 + row, row % 2, "val") for row in range(10)]
-    assert "images in val" not in data_card(content(splits={**content().splits, "val": enough}))
+    assert "images in val" not in data_card(**content(splits={**content()["splits"], "val": enough}))
 
 
 def test_what_was_left_out_is_listed_with_reasons() -> None:
-    table = rows(data_card(content()))
+    table = rows(data_card(**content()))
     assert [EVIL, "truncated: at byte 9"] in table
     assert ["truncated", "1"] in table
     assert ["c", "train", "d", "train", "copy"] in table
     assert ["e", "train", "f", "test", "leakage"] in table
-    assert "Nothing." in data_card(content(quarantined=[], dropped=[]))
+    assert "Nothing." in data_card(**content(quarantined=[], dropped=[]))
 
 
 def test_every_text_of_the_user_is_escaped() -> None:
-    page = data_card(content(settings=DataSettings(source=f"imagefolder:/x/{EVIL}"), notes=(EVIL,)))
+    page = data_card(**content(settings=DataSettings(source=f"imagefolder:/x/{EVIL}"), notes=(EVIL,)))
     assert "<script" not in page
-    assert "A note &amp; more." in data_card(content())
+    assert "A note &amp; more." in data_card(**content())
 
 
 def test_the_pictures_are_those_of_the_classes() -> None:
-    figures = re.findall(r'src="data:image/jpeg;base64,([^"]+)" alt="([^"]*)"', data_card(content()))
+    figures = re.findall(r'src="data:image/jpeg;base64,([^"]+)" alt="([^"]*)"', data_card(**content()))
     strips = {html.unescape(name): Image.open(io.BytesIO(base64.b64decode(data))) for data, name in figures}
     assert list(strips) == ["apple", EVIL, "unlabelled"]
     assert strips["apple"].size == (2 * TILE, TILE)
@@ -116,9 +117,9 @@ def test_the_pictures_are_those_of_the_classes() -> None:
 
 
 def test_the_page_is_equal_for_equal_content_and_tells_no_folder() -> None:
-    assert data_card(content()) == data_card(content())
+    assert data_card(**content()) == data_card(**content())
     elsewhere = DataSettings(source="imagefolder:/else/where/photos", image_size=16)
-    assert data_card(content(settings=elsewhere)) == data_card(content())
+    assert data_card(**content(settings=elsewhere)) == data_card(**content())
 
 
 @pytest.mark.parametrize("classes", [STRIPS, 2 * CLASSES])
@@ -131,7 +132,7 @@ def test_a_large_data_set_stays_below_the_limit_of_a_page(classes: int) -> None:
         Quarantined(name=f"{'long/' * 20}{number}.jpg", reason="truncated: " + "x" * 60) for number in range(5000)
     ]
     page = data_card(
-        content(
+        **content(
             classes=[f"class {label} {'x' * 30}" for label in range(classes)],
             splits={
                 "train": train,
@@ -150,6 +151,6 @@ def test_a_large_data_set_stays_below_the_limit_of_a_page(classes: int) -> None:
 
 
 def test_the_drawing_has_a_bar_for_each_class_and_split_of_its_height() -> None:
-    page = data_card(content())
+    page = data_card(**content())
     heights = [float(value) for value in re.findall(r'<rect [^>]*height="([0-9.]+)"', page)]
     assert heights == pytest.approx([70, 35, 35, 35, 0, 35])

@@ -18,7 +18,7 @@ from PIL import Image
 from trainer import artifacts, storage
 from trainer.config import DataSettings
 from trainer.data import preparation
-from trainer.data.decode_cache import Decoded
+from trainer.data.curation import ImageCandidate
 from trainer.data.sources import list_source
 from trainer.errors import DataError
 from trainer.stages.prepare import run
@@ -174,7 +174,7 @@ def test_one_that_finishes_first_takes_nothing_away(photos: Path, tmp_path: Path
         outcomes = preparation._decode_all(listing, settings(photos), cache, 1)
         assert run(settings(photos), dataset=tmp_path / "b" / "data").fingerprint == undisturbed.fingerprint
         assert storage.files(place) == {}
-        good = [outcome for outcome in outcomes if isinstance(outcome, Decoded)]
+        good = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
         assert len(preparation._open_squares(cache, 7)) == len(good) == 24
 
 

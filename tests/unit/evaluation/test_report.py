@@ -9,7 +9,7 @@ from PIL import Image
 
 from trainer.evaluation import metrics, report
 from trainer.evaluation.metrics import Confusion, Latency, Machine
-from trainer.evaluation.report import Example, Measured
+from trainer.evaluation.report import Measured
 
 
 def measured(name: str, classes: int, seed: int, **test) -> Measured:
@@ -39,7 +39,7 @@ def page(classes: list[str], reasons: list[str]) -> str:
         student=measured("vit_tiny", len(classes), seed=1, agreement=0.5),
         machine=Machine(processor="a processor", threads=2, torch="2.15"),
         verdict={"passed": not reasons, "reasons": reasons},
-        examples=[Example(confusion=Confusion(truth=0, predicted=1, count=5), images=images)],
+        examples=[(Confusion(truth=0, predicted=1, count=5), images)],
     )
 
 

@@ -14,8 +14,7 @@ from collections import Counter
 
 import pytest
 
-from trainer import tracking
-from trainer.storage import objects
+from trainer import storage, tracking
 from trainer.tracking import stage_runs
 from trainer.training import attempts
 from trainer.training.checkpoints import collection
@@ -119,7 +118,7 @@ def outage(object_store, mlflow, monkeypatch, request):
 
     monkeypatch.setattr(Trainer, "train_step", watched)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "100000")
-    monkeypatch.setattr(objects, "RETRY", dataclasses.replace(objects.RETRY, longest_s=0.05))
+    monkeypatch.setattr(storage, "RETRY", dataclasses.replace(storage.RETRY, longest_s=0.05))
     monkeypatch.setattr(attempts, "_REMOTE_INTERVAL_S", 0.0)
     monkeypatch.setattr(collection, "PATIENCE_S", 0.5)
     monkeypatch.setenv("TRAINER_CHECKPOINTS", object_store.uri("checkpoints"))

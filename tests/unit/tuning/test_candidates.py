@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.unit.tuning.test_search import JOB, START
-from trainer.tuning.candidates import Proposal, SearchHistory, Skipped, held_up, propose
+from trainer.tuning.candidates import Proposal, Skipped, held_up, propose
 from trainer.tuning.tuning_schema import Trial
 
 GPUS = dataclasses.replace(JOB, device="cuda", has_bf16=True, world_size=8, nodes=2, most_workers=8)
@@ -29,14 +29,14 @@ def trial(shares=None, **settings):
     )
 
 
-def had(best, job, history=None):
+def had(best, job, **history):
     """Setting and value of each idea -> the gain that is expected."""
-    found = [one for one in propose(best, job, history or SearchHistory()) if isinstance(one, Proposal)]
+    found = [one for one in propose(best, job, **history) if isinstance(one, Proposal)]
     return {(one.field, getattr(one.candidate, one.field)): one.gain for one in found}
 
 
 def left_out(best, job):
-    return {one.field for one in propose(best, job, SearchHistory()) if isinstance(one, Skipped)}
+    return {one.field for one in propose(best, job) if isinstance(one, Skipped)}
 
 
 def test_more_loaders_than_cores_are_taken_away_first():
@@ -61,14 +61,14 @@ def test_what_only_gpus_or_several_nodes_have_is_tried_there_alone():
 
 
 def test_zero_is_tried_where_memory_was_the_limit():
-    failed = SearchHistory(failed=[START.model_copy(update={"batch_size": 128})])
-    assert ("zero", True) in had(trial(), GPUS, failed)
+    failed = [START.model_copy(update={"batch_size": 128})]
+    assert ("zero", True) in had(trial(), GPUS, failed=failed)
     assert "zero" in left_out(trial(), GPUS)
     assert ("zero", False) in had(trial(zero=True), GPUS)
 
 
 def test_the_next_larger_batch_is_expected_to_bring_half_of_what_the_last_one_did():
-    assert had(trial(), JOB, SearchHistory(batch_gain=1.4))["batch_size", 128] == pytest.approx(1.2)
+    assert had(trial(), JOB, batch_gain=1.4)["batch_size", 128] == pytest.approx(1.2)
 
 
 def test_a_candidate_that_waited_is_worth_another_trial_only_if_it_would_be_faster():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,8 @@ class HubDataset(ImageSource):
 
         tables = self._tables()
         columns = next(iter(tables.values())).features
-        images = [name for name, kind in columns.items() if isinstance(kind, datasets.Image)]
-        labels = [name for name, kind in columns.items() if isinstance(kind, datasets.ClassLabel)]
-        image_column = self._one_column(images, "Image", "image")
-        label_column = self._one_column(labels, "ClassLabel", "label")
+        image_column = self._one_column(columns, datasets.Image, "image")
+        label_column = self._one_column(columns, datasets.ClassLabel, "label")
         classes = tuple(map(limits.printable_name, columns[label_column].names))
         items: list[Item] = []
         notes: list[str] = []
@@ -41,7 +39,7 @@ class HubDataset(ImageSource):
                 items += self._items(name, split, table[label_column][:])
         raw = {name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in tables.items()}
         columns_of = {name: table.select_columns([image_column]) for name, table in raw.items()}
-        read = _TableReader(columns_of, image_column, self._folders())
+        read = partial(_read_row, tables=columns_of, column=image_column, folders=self._folders())
         return SourceListing(items=items, classes=classes, read=read, notes=tuple(notes))
 
     def version(self) -> str:
@@ -67,11 +65,12 @@ class HubDataset(ImageSource):
             ) from error
         return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
-    def _one_column(self, found: Sequence[str], kind: str, usual: str) -> str:
+    def _one_column(self, columns: Mapping[str, Any], kind: type, usual: str) -> str:
+        found = [name for name, value in columns.items() if isinstance(value, kind)]
         if len(found) == 1 or usual in found:
             return usual if usual in found else found[0]
         raise DataError(
-            f"hub data set {self.name}: needs one column of kind {kind}, or one of them named {usual}, but has "
+            f"hub data set {self.name}: needs one column of kind {kind.__name__}, or one of them named {usual}, but has "
             f"{', '.join(found) or 'none'}; rename or cast the columns, save the data set, and give that folder"
         )
 
@@ -104,25 +103,21 @@ class HubDataset(ImageSource):
         return tuple(os.path.realpath(folder) for folder in folders)
 
 
-@dataclass(frozen=True)
-class _TableReader:
-    """Reads the image file of a row; the tables are memory-mapped, so a copy in another process is cheap."""
+def _read_row(location: str, *, tables: Mapping[str, Any], column: str, folders: tuple[str, ...]) -> bytes:
+    """Read the image file of a row; the tables are memory-mapped, so their copy in another process is cheap.
 
-    splits: Mapping[str, Any]
-    column: str
-    folders: tuple[str, ...]
-    """Where images may lie that the tables only name; anywhere if empty."""
-
-    def __call__(self, location: str) -> bytes:
-        split, _, index = location.rpartition("/")
-        image = self.splits[split][int(index)][self.column]
-        if image is None:
-            return b""
-        if image["bytes"] is not None:
-            encoded: bytes = image["bytes"]
-            return encoded
-        path = image["path"]
-        real = "" if storage.is_remote(path) else os.path.realpath(path)
-        if self.folders and not any(real.startswith(f"{folder}/") for folder in self.folders):
-            raise PermissionError(errno.EPERM, f"lies outside of {' and '.join(self.folders)} (data.outside)", path)
-        return read_file(path)
+    Args:
+        folders: where images may lie that the tables only name; anywhere if empty.
+    """
+    split, _, index = location.rpartition("/")
+    image = tables[split][int(index)][column]
+    if image is None:
+        return b""
+    if image["bytes"] is not None:
+        encoded: bytes = image["bytes"]
+        return encoded
+    path = image["path"]
+    real = "" if storage.is_remote(path) else os.path.realpath(path)
+    if folders and not any(real.startswith(f"{folder}/") for folder in folders):
+        raise PermissionError(errno.EPERM, f"lies outside of {' and '.join(folders)} (data.outside)", path)
+    return read_file(path)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections import Counter
-from pathlib import PurePosixPath
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-from trainer import storage
+from trainer import limits, storage
 from trainer.artifacts import digest
+from trainer.config import Outside
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.data.sources.source import (
     SPLIT_NAMES,
     ImageSource,
     Item,
     SourceListing,
-    list_files,
+    objects_digest,
     read_file,
-    remote_folder_version,
     size_and_mtime,
 )
 from trainer.errors import DataError
@@ -80,3 +84,108 @@ class ImageFolder(ImageSource):
                 f"folder {self.name}: {name} lies beside train/, not in a split; move it into train/, val/, test/ or unlabeled/, or away"
             )
         return split, "/".join(parts[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file below a source's folder."""
+
+    name: str
+    """Relative to the folder, with /."""
+    location: str
+    """Path or URI."""
+
+
+def list_files(folder: str, outside: Outside) -> list[SourceFile]:
+    """List all files below a folder except hidden ones, sorted by name.
+
+    Raises:
+        DataError: the folder is missing, cannot be listed, leads out of itself, or exceeds a limit.
+    """
+    try:
+        if storage.is_remote(folder):
+            names = storage.files(folder)
+            if not names:
+                raise DataError(f"folder {folder}: does not exist; check data.source")
+            found: Iterator[SourceFile] = (
+                SourceFile(limits.printable_name(name), storage.join(folder, name)) for name in names
+            )
+        else:
+            root = storage.local_path(folder)
+            if not root.is_dir():
+                raise DataError(
+                    f"folder {root}: {'is a file' if root.exists() else 'does not exist'}; check data.source"
+                )
+            found = _FolderWalk(root, outside).files(root, "", frozenset())
+        files = sorted(itertools.islice(found, limits.SOURCE_IMAGES + 1), key=lambda file: file.name)
+    except OSError as error:
+        raise DataError(
+            f"folder {folder}: cannot be listed ({error}); check the path and the right to read it"
+        ) from error
+    if len(files) > limits.SOURCE_IMAGES:
+        raise DataError(_too_many_files(folder))
+    return [file for file in files if not _is_hidden(file.name)]
+
+
+def _too_many_files(folder: str) -> str:
+    return f"folder {folder}: holds more than {limits.SOURCE_IMAGES:,} files; give a part of it"
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+
+
+class _FolderWalk:
+    """A walk through a folder of this machine, within its limits."""
+
+    def __init__(self, root: Path, outside: Outside) -> None:
+        self._root, self._real_root, self._outside = root, root.resolve(), outside
+        self._folders = 0
+
+    def files(self, folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[SourceFile]:
+        """Yield the files below a folder, through links too (data sets are often linked together), but never around a loop."""
+        real = folder.resolve()
+        if real in above:
+            return
+        self._folders += 1
+        if len(above) > limits.FOLDER_DEPTH:
+            raise DataError(
+                f"folder {self._root}: {limits.cut(prefix, 200)} lies deeper than {limits.FOLDER_DEPTH} folders; move its images up"
+            )
+        if self._folders > limits.FOLDERS:
+            raise DataError(
+                f"folder {self._root}: holds more than {limits.FOLDERS:,} folders, counted as often as links lead to them; "
+                "remove such links, or give a part of it"
+            )
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                path, name = Path(entry.path), prefix + entry.name
+                followed = entry.is_symlink() and not _is_hidden(entry.name) and self._outside == "refuse"
+                if followed and not path.resolve().is_relative_to(self._real_root):
+                    raise DataError(
+                        f"folder {self._root}: {name} is a link to {path.resolve()}, which lies outside of it; remove it, or set "
+                        "data.outside=read if you trust who made it"
+                    )
+                if entry.is_dir():
+                    yield from self.files(path, f"{name}/", above | {real})
+                # A dangling link counts as a file, so that it is reported; a pipe does not, since reading it would block.
+                elif entry.is_file() or not path.exists():
+                    # Names that are not UTF-8 can be stored and shown then.
+                    text = os.fsencode(name).decode("utf-8", "replace")
+                    yield SourceFile(limits.printable_name(text), entry.path)
+
+
+def remote_folder_version(folder: str) -> str:
+    """Digest the names, sizes and ETags of all objects below a URI, hidden ones left out.
+
+    Raises:
+        UnknownVersionError: the store lists nothing that changes with the content.
+        DataError: there is no such folder, or it exceeds a limit.
+    """
+    found = objects_digest(folder, limits.SOURCE_IMAGES, lambda name: not _is_hidden(name))
+    if found is None:
+        raise DataError(_too_many_files(folder))
+    sha256, count = found
+    if not count:
+        raise DataError(f"folder {folder}: does not exist; check data.source")
+    return sha256

@@ -18,9 +18,9 @@ from trainer.data.sources.source import (
     SPLIT_NAMES,
     ImageSource,
     Item,
-    ObjectsDigest,
     SourceListing,
     UnknownVersionError,
+    objects_digest,
     read_file,
     size_and_mtime,
 )
@@ -30,8 +30,21 @@ LISTED_PER_IMAGE, LISTED_AT_LEAST = 20, 100_000
 """Objects of a store that are listed for the version of a manifest, per image of it, and in all: what is listed may hold other objects."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    location: str
+    name: str
+    label: str
+    split: SplitName
+
+
 class ImageManifest(ImageSource):
     """`manifest:FILE.csv`: columns path, label and split, an image a line."""
+
+    def __init__(self, name: str, outside: Outside) -> None:
+        super().__init__(name, outside)
+        self._folder = name.rsplit("/", 1)[0] if "/" in name else "."
+        self._real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
 
     def listing(self) -> SourceListing:
         rows = list(self._rows(self._text()))
@@ -75,7 +88,6 @@ class ImageManifest(ImageSource):
 
     def _rows(self, text: str) -> Iterator[_Row]:
         reader = csv.DictReader(io.StringIO(text, newline=""))
-        folder = _ManifestFolder(self.name.rsplit("/", 1)[0] if "/" in self.name else ".", self.outside)
         try:
             columns = reader.fieldnames or ()
             missing = {"path", "label"} - set(columns)
@@ -87,76 +99,53 @@ class ImageManifest(ImageSource):
             for count, row in enumerate(reader):
                 if count == limits.SOURCE_IMAGES:
                     raise DataError(f"manifest {self.name}: lists more than {count:,} images; give a part of it")
-                yield _read_row(row, f"manifest {self.name}, line {reader.line_num}", folder)
+                yield self._row(row, f"manifest {self.name}, line {reader.line_num}")
         except csv.Error as error:
             raise DataError(f"manifest {self.name}, line {reader.line_num}: {error}; mend the line") from error
 
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    location: str
-    name: str
-    label: str
-    split: SplitName
-
-
-def _read_row(row: Mapping[str | None, str | None], where: str, folder: _ManifestFolder) -> _Row:
-    path, label, split_text = ((row.get(column) or "").strip() for column in ("path", "label", "split"))
-    if not path or None in row:
-        raise DataError(
-            f"{where}: needs a path, a label and a split; quote a value that has commas, and remove empty lines"
-        )
-    split = SPLIT_NAMES.get(split_text.lower() or "train")
-    if split is None:
-        raise DataError(f"{where}: the split {split_text!r} is not known; write train, val, test, unlabeled or nothing")
-    if not label and split in ("val", "test"):
-        raise DataError(
-            f"{where}: {path} of split {split} has no label; add it, or move the image to train as an unlabelled one"
-        )
-    try:
-        location = folder.locate(path)
-    except (DataError, StorageError) as error:
-        raise DataError(f"{where}: {error}") from error
-    return _Row(
-        location=location,
-        name=limits.printable_name(path),
-        label=limits.printable_name(label),
-        split=split if label else "unlabeled",
-    )
-
-
-class _ManifestFolder:
-    """The folder that a manifest lies in."""
-
-    def __init__(self, uri: str, outside: Outside) -> None:
-        self.uri, self._outside = uri, outside
-        self._real = "" if storage.is_remote(uri) else os.path.realpath(storage.local_path(uri))
-        self._real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
-
-    def locate(self, path: str) -> str:
-        """Return where the image lies that the manifest calls `path`.
-
-        Raises:
-            DataError: it lies outside of the folder, and that is to be refused.
-            StorageError: it cannot be a path.
-        """
-        is_absolute = storage.is_remote(path) or Path(path).is_absolute()
-        location = path if is_absolute else f"{self.uri}/{path}"
-        if self._outside == "refuse" and not self._holds(location):
+    def _row(self, row: Mapping[str | None, str | None], where: str) -> _Row:
+        path, label, split_text = ((row.get(column) or "").strip() for column in ("path", "label", "split"))
+        if not path or None in row:
             raise DataError(
-                f"{limits.cut(path, 200)!r} lies outside of {self.uri}; move it there, or set data.outside=read if you trust who made "
-                "the list"
+                f"{where}: needs a path, a label and a split; quote a value that has commas, and remove empty lines"
             )
-        return location
+        split = SPLIT_NAMES.get(split_text.lower() or "train")
+        if split is None:
+            raise DataError(
+                f"{where}: the split {split_text!r} is not known; write train, val, test, unlabeled or nothing"
+            )
+        if not label and split in ("val", "test"):
+            raise DataError(
+                f"{where}: {path} of split {split} has no label; add it, or move the image to train as an unlabelled one"
+            )
+        is_absolute = storage.is_remote(path) or Path(path).is_absolute()
+        location = path if is_absolute else f"{self._folder}/{path}"
+        try:
+            is_outside = self.outside == "refuse" and not self._holds(location)
+        except StorageError as error:
+            raise DataError(f"{where}: {error}") from error
+        if is_outside:
+            raise DataError(
+                f"{where}: {limits.cut(path, 200)!r} lies outside of {self._folder}; move it there, or set data.outside=read if you trust "
+                "who made the list"
+            )
+        return _Row(
+            location=location,
+            name=limits.printable_name(path),
+            label=limits.printable_name(label),
+            split=split if label else "unlabeled",
+        )
 
     def _holds(self, location: str) -> bool:
+        """Whether an image lies in the folder of the list, also by its links."""
         if storage.is_remote(location):
-            return location.startswith(f"{self.uri}/") and ".." not in location.split("/")
+            return location.startswith(f"{self._folder}/") and ".." not in location.split("/")
         file = storage.local_path(location)
         real = os.path.join(self._real_path(str(file.parent)), file.name)  # noqa: PTH118  # a Path takes ten times as long
         if file.name == ".." or os.path.islink(real):  # noqa: PTH114  # likewise
             real = os.path.realpath(real)
-        return real.startswith(f"{self._real.rstrip('/')}/")
+        folder = "" if storage.is_remote(self._folder) else self._real_path(storage.local_path(self._folder))
+        return real.startswith(f"{folder.rstrip('/')}/")
 
 
 def _objects_version(locations: Set[str]) -> str:
@@ -167,12 +156,10 @@ def _objects_version(locations: Set[str]) -> str:
     """
     shared = os.path.commonprefix([min(locations), max(locations)])  # noqa: RUF071  # commonpath would make s3:/ of s3://
     folder = shared.rpartition("/")[0]
-    objects = ObjectsDigest(folder)
-    for one in objects.listed(max(LISTED_AT_LEAST, LISTED_PER_IMAGE * len(locations))):
-        if storage.join(folder, one.name) in locations:
-            objects.add(one)
-    if objects.is_cut_off:
+    most = max(LISTED_AT_LEAST, LISTED_PER_IMAGE * len(locations))
+    found = objects_digest(folder, most, lambda name: storage.join(folder, name) in locations)
+    if found is None:
         raise UnknownVersionError(
             f"{folder} holds many more objects than the {len(locations):,} images; put the images into a folder"
         )
-    return objects.hexdigest()
+    return found[0]

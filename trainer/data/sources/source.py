@@ -1,22 +1,19 @@
-"""What the sources of images have in common: items, a listing, a version; and files, on this machine or in a store."""
+"""What the sources of images have in common: items, a listing, a version; how a file is read, and whether files have changed."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
-import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainer import limits, local_files, storage
 from trainer.config import Outside
 from trainer.data.dataset_schema import SplitName
-from trainer.errors import DataError, ObjectNotFoundError
+from trainer.errors import ObjectNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +92,7 @@ class ImageSource(ABC):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files: which there are, their bytes, and whether they have changed
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file below a source's folder."""
-
-    name: str
-    """Relative to the folder, with /."""
-    location: str
-    """Path or URI."""
+# Files, on this machine or in a store
 
 
 def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:
@@ -133,145 +120,34 @@ def size_and_mtime(location: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def list_files(folder: str, outside: Outside) -> list[SourceFile]:
-    """List all files below a folder except hidden ones, sorted by name.
+def objects_digest(uri: str, most: int, wanted: Callable[[str], bool]) -> tuple[str, int] | None:
+    """Digest name, size and ETag of the wanted objects below a URI, in little memory, since there may be millions of objects.
+
+    Args:
+        uri: where they are.
+        most: how many are listed, wanted or not.
+        wanted: whether the object of a name, relative to the URI, is one.
+
+    Returns:
+        SHA-256 as hexadecimal text, and the number of wanted objects; None if there are more objects than `most`.
 
     Raises:
-        DataError: the folder is missing, cannot be listed, leads out of itself, or exceeds a limit.
+        UnknownVersionError: it is on a web server, or the store lists nothing of a wanted object that changes with its content.
     """
-    try:
-        if storage.is_remote(folder):
-            names = storage.files(folder)
-            if not names:
-                raise DataError(f"folder {folder}: does not exist; check data.source")
-            found: Iterator[SourceFile] = (
-                SourceFile(limits.printable_name(name), storage.join(folder, name)) for name in names
-            )
-        else:
-            root = storage.local_path(folder)
-            if not root.is_dir():
-                raise DataError(
-                    f"folder {root}: {'is a file' if root.exists() else 'does not exist'}; check data.source"
+    if uri.startswith(("http://", "https://")):
+        raise UnknownVersionError("web servers list nothing")
+    sha256, count, start, number = hashlib.sha256(), 0, time.monotonic(), 0
+    for number, one in enumerate(storage.listing(uri), start=1):
+        if number > most:
+            break
+        if wanted(one.name):
+            if not one.tag:
+                raise UnknownVersionError(
+                    f"the store says nothing of {storage.join(uri, one.name)} that changes with its content"
                 )
-            found = _FolderWalk(root, outside).files(root, "", frozenset())
-        files = sorted(itertools.islice(found, limits.SOURCE_IMAGES + 1), key=lambda file: file.name)
-    except OSError as error:
-        raise DataError(
-            f"folder {folder}: cannot be listed ({error}); check the path and the right to read it"
-        ) from error
-    if len(files) > limits.SOURCE_IMAGES:
-        raise DataError(_too_many_files(folder))
-    return [file for file in files if not _is_hidden(file.name)]
-
-
-def _too_many_files(folder: str) -> str:
-    return f"folder {folder}: holds more than {limits.SOURCE_IMAGES:,} files; give a part of it"
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
-
-
-class _FolderWalk:
-    """A walk through a folder of this machine, within its limits."""
-
-    def __init__(self, root: Path, outside: Outside) -> None:
-        self._root, self._real_root, self._outside = root, root.resolve(), outside
-        self._folders = 0
-
-    def files(self, folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[SourceFile]:
-        """Yield the files below a folder, through links too (data sets are often linked together), but never around a loop."""
-        real = folder.resolve()
-        if real in above:
-            return
-        self._folders += 1
-        if len(above) > limits.FOLDER_DEPTH:
-            raise DataError(
-                f"folder {self._root}: {limits.cut(prefix, 200)} lies deeper than {limits.FOLDER_DEPTH} folders; move its images up"
-            )
-        if self._folders > limits.FOLDERS:
-            raise DataError(
-                f"folder {self._root}: holds more than {limits.FOLDERS:,} folders, counted as often as links lead to them; "
-                "remove such links, or give a part of it"
-            )
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                path, name = Path(entry.path), prefix + entry.name
-                followed = entry.is_symlink() and not _is_hidden(entry.name) and self._outside == "refuse"
-                if followed and not path.resolve().is_relative_to(self._real_root):
-                    raise DataError(
-                        f"folder {self._root}: {name} is a link to {path.resolve()}, which lies outside of it; remove it, or set "
-                        "data.outside=read if you trust who made it"
-                    )
-                if entry.is_dir():
-                    yield from self.files(path, f"{name}/", above | {real})
-                # A dangling link counts as a file, so that it is reported; a pipe does not, since reading it would block.
-                elif entry.is_file() or not path.exists():
-                    text = os.fsencode(name).decode(
-                        "utf-8", "replace"
-                    )  # names that are not UTF-8 can be stored and shown then
-                    yield SourceFile(limits.printable_name(text), entry.path)
-
-
-def remote_folder_version(folder: str) -> str:
-    """Digest the names, sizes and ETags of all objects below a URI, hidden ones left out.
-
-    Raises:
-        UnknownVersionError: the store lists nothing that changes with the content.
-        DataError: there is no such folder, or it exceeds a limit.
-    """
-    objects = ObjectsDigest(folder)
-    for one in objects.listed(limits.SOURCE_IMAGES):
-        if not _is_hidden(one.name):
-            objects.add(one)
-    if objects.is_cut_off:
-        raise DataError(_too_many_files(folder))
-    if not objects.count:
-        raise DataError(f"folder {folder}: does not exist; check data.source")
-    return objects.hexdigest()
-
-
-class ObjectsDigest:
-    """A digest of what a store lists below a URI, in little memory, since there may be millions of objects."""
-
-    def __init__(self, uri: str) -> None:
-        self._uri, self._digest = uri, hashlib.sha256()
-        self.count = 0
-        """Objects that were added."""
-        self.is_cut_off = False
-        """Whether there are more than were listed."""
-
-    def listed(self, most: int) -> Iterator[storage.Listed]:
-        """Yield the objects below the URI, at most `most`.
-
-        Raises:
-            UnknownVersionError: it is on a web server.
-        """
-        if self._uri.startswith(("http://", "https://")):
-            raise UnknownVersionError("web servers list nothing")
-        start, number = time.monotonic(), 0
-        for number, one in enumerate(storage.listing(self._uri), start=1):
-            if number > most:
-                self.is_cut_off = True
-                break
-            yield one
-            if number % _LOG_EVERY == 0:
-                logger.info("listing %s: %s objects in %.0f s", self._uri, f"{number:,}", time.monotonic() - start)
-        logger.info("%s: %s objects listed in %.1f s", self._uri, f"{number:,}", time.monotonic() - start)
-
-    def add(self, one: storage.Listed) -> None:
-        """Add an object to the digest.
-
-        Raises:
-            UnknownVersionError: the store lists nothing of it that changes with its content.
-        """
-        if not one.tag:
-            raise UnknownVersionError(
-                f"the store says nothing of {storage.join(self._uri, one.name)} that changes with its content"
-            )
-        self._digest.update(f"{json.dumps(one)}\n".encode())
-        self.count += 1
-
-    def hexdigest(self) -> str:
-        """Return the SHA-256 of the objects that were added, as hexadecimal text."""
-        return self._digest.hexdigest()
+            sha256.update(f"{json.dumps(one)}\n".encode())
+            count += 1
+        if number % _LOG_EVERY == 0:
+            logger.info("listing %s: %s objects in %.0f s", uri, f"{number:,}", time.monotonic() - start)
+    logger.info("%s: %s objects listed in %.1f s", uri, f"{number:,}", time.monotonic() - start)
+    return None if number > most else (sha256.hexdigest(), count)

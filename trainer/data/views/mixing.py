@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.config import ViewSettings
 from trainer.data.batch import Mixing, cache_sized_slices
-from trainer.data.randomness import uniform
+from trainer.data.randomness import Indices, Keys, uniform
 from trainer.data.views.operations import levels
 
 _MIXING = 0x6D6978696E67
@@ -29,13 +29,7 @@ def mixes(settings: ViewSettings) -> bool:
 
 
 def draw_mixing(
-    keys: npt.NDArray[np.uint64],
-    numbers: npt.NDArray[np.int64],
-    partner: npt.NDArray[np.int64],
-    partner_labels: npt.NDArray[np.int64],
-    *,
-    seed: int,
-    settings: ViewSettings,
+    keys: Keys, numbers: Indices, partner: Indices, partner_labels: Indices, *, seed: int, settings: ViewSettings
 ) -> Mixing:
     """Draw how the views of samples with these keys and view numbers, [b], are mixed with their partners'.
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from trainer.config import ViewSettings
-from trainer.data.randomness import uniform
+from trainer.data.randomness import Indices, Keys, uniform
 
 Numbers = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.int64] | slice
-Draw = Callable[[npt.NDArray[np.int64], Rows], Numbers]
+Rows = Indices | slice
+Draw = Callable[[Indices, Rows], Numbers]
 """Indices of draws [N] and rows of the batch -> a number in [0, 1) for each, [N, rows]."""
 
 _AREA, _ASPECT, _LEFT, _TOP, _MIRROR, _BRIGHTNESS, _CONTRAST, _SATURATION = range(8)
@@ -71,18 +71,11 @@ class ViewParameters(NamedTuple):
     """Rectangle to erase, as shares of the view's edge: left, top, right, bottom; float32 [B, 4], zeros for none."""
 
 
-def draw_views(
-    keys: npt.NDArray[np.uint64],
-    numbers: npt.NDArray[np.int64],
-    *,
-    stored: int,
-    seed: int,
-    settings: ViewSettings,
-) -> ViewParameters:
+def draw_views(keys: Keys, numbers: Indices, *, stored: int, seed: int, settings: ViewSettings) -> ViewParameters:
     """Draw the parameters of views of samples with these keys and view numbers, [B], stored as squares of `stored` pixels."""
     rounds = settings.randaugment_operations
 
-    def draw(indices: npt.NDArray[np.int64], rows: Rows) -> Numbers:
+    def draw(indices: Indices, rows: Rows) -> Numbers:
         return uniform(seed, keys[rows, None], numbers[rows, None], indices).T
 
     drawn = draw(np.arange(_OPERATIONS + 2 * rounds), slice(None))

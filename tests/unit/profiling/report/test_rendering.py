@@ -96,7 +96,7 @@ def pages(
     content = {
         "evaluation": evaluation_page(NAMES, ["latency: 3 ms is over 2"]),
         "many": evaluation_page([f"{name} {index}" for index in range(4) for name in NAMES], []),
-        "card": data_card(card_content(classes=NAMES, splits=splits)),
+        "card": data_card(**card_content(classes=NAMES, splits=splits)),
         "short": report(plain, []),
         "large": report([large], answers),
         "comparison": compare.page(compare.compare(*sides)),

@@ -8,7 +8,7 @@ from trainer import storage
 from trainer.config import DistillSettings
 from trainer.devices import choose_device
 from trainer.training.process_group import Processes
-from trainer.tuning.trial_log import FILE, RecordingTime, TrialLog
+from trainer.tuning.trials import LOG_FILE, RecordingTime, TrialLog
 from trainer.tuning.tuning_schema import Candidate, Trial
 
 CANDIDATE = Candidate.of(DistillSettings())
@@ -46,6 +46,6 @@ def test_the_next_try_finds_it_to_the_bit(place, processes):
 
 
 def test_notes_of_another_version_are_begun_anew(place, processes, caplog):
-    storage.write_checksummed(storage.join(place, FILE), '{"trials": [], "tried": []}')
+    storage.write_checksummed(storage.join(place, LOG_FILE), '{"trials": [], "tried": []}')
     assert TrialLog(place, processes).trial(CANDIDATE) is None
     assert caplog.messages == []
