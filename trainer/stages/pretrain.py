@@ -12,8 +12,7 @@ from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.models import Classifier
-from trainer.pretraining.finetuning import FinetuneObjective
-from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder, draw_reconstructions
+from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder, draw_reconstructions
 from trainer.profiling.recorder import Startup
 from trainer.training.session import Session, open_session
 

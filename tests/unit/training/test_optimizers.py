@@ -131,7 +131,7 @@ from trainer.config import EvidenceSettings, FinetuneSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
 from trainer.models import Classifier, ModelCard
-from trainer.pretraining.finetuning import FinetuneObjective
+from trainer.pretraining import FinetuneObjective
 from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.devices import Device
