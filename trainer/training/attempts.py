@@ -36,7 +36,7 @@ from trainer.errors import (
     TrainingError,
 )
 from trainer.profiling.evidence import AttemptRecord
-from trainer.training.collective_watchdog import wait_limit_s
+from trainer.training.process_group import wait_limit_s
 from trainer.training.writer import LAST_WAIT_S, Writer
 
 logger = logging.getLogger(__name__)

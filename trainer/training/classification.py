@@ -21,8 +21,7 @@ from trainer.data.batch import Batch, Mixing, to_device
 from trainer.data.dataset import Split
 from trainer.data.loader import make_loader
 from trainer.devices import Device, ReadBack
-from trainer.training.collective_watchdog import wait_limit_s
-from trainer.training.process_group import Processes
+from trainer.training.process_group import Processes, wait_limit_s
 from trainer.training.spec import ShouldStop
 
 

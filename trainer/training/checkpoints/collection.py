@@ -32,8 +32,7 @@ from trainer.training.attempts import AttemptClaim, claim
 from trainer.training.checkpoints import snapshots
 from trainer.training.checkpoints.snapshots import Snapshot
 from trainer.training.checkpoints.training_state import TrainingState
-from trainer.training.collective_watchdog import wait_limit_s
-from trainer.training.process_group import Processes
+from trainer.training.process_group import Processes, wait_limit_s
 from trainer.training.writer import LAST_WAIT_S, MOST_FAILURES, PASSING, Writer
 
 logger = logging.getLogger(__name__)
