@@ -39,18 +39,11 @@ def run(
 ) -> None:
     """Distil the student; runs in every training process.
 
-    Args:
-        settings: section `distill`.
-        dataset: input, a prepared data set.
-        teacher: input, a model directory; with `teacher=recorded` only its manifest is read.
-        student: output, a model directory.
-        evidence: output, what the training recorded of itself.
-        teacher_outputs: input, the teacher's recorded outputs; needed with `teacher=recorded`, and not read otherwise.
+    With `teacher=recorded` the teacher's recorded outputs are needed, and of the teacher only its manifest is read.
 
     Raises:
         SettingsError: recorded outputs are needed and not given, or lack what a loss or the student needs.
         ArtifactError: the recorded outputs are not of this teacher, data set or augmentation.
-        TrainerError: as the parts that it calls.
     """
     startup = Startup()
     with startup.part("fetch"):

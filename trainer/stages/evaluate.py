@@ -45,17 +45,9 @@ def run(
 
     Accuracy is measured on the device that `TRAINER_DEVICE` names, in fp32; latency always on the CPU.
 
-    Args:
-        settings: section `evaluate`.
-        dataset: input, a prepared data set.
-        teacher: input, a model directory.
-        student: input, a model directory.
-        evaluation: output.
-
     Raises:
         ModelError: a model does not fit the data set, or its logits are not finite.
         DataError: the test split is empty or has images without labels.
-        TrainerError: as the parts that it calls.
     """
     data = open_dataset(dataset)
     subjects = [_subject("teacher", teacher, data.classes), _subject("student", student, data.classes)]

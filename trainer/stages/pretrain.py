@@ -24,15 +24,8 @@ _PICTURED = 8
 def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path, evidence: str | Path) -> None:
     """Make the teacher; runs in every training process.
 
-    Args:
-        settings: section `pretrain`.
-        dataset: input, a prepared data set.
-        teacher: output, a model directory.
-        evidence: output, what the trainings recorded of themselves.
-
     Raises:
         SettingsError: there are neither weights nor labels to learn from.
-        TrainerError: as the parts that it calls.
     """
     startup = Startup()
     with startup.part("fetch"):

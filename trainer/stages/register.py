@@ -60,8 +60,6 @@ def run(
     was killed after it had made it.
 
     Args:
-        settings: section `register`.
-        registration: output.
         recipe: name or path of the run's recipe, for the summary.
         resolved: all settings of the run, for the summary and MLflow.
         inputs: what the graph of stages says that this one reads; none for an optional one that the run did not make.
@@ -69,7 +67,6 @@ def run(
     Raises:
         ModelError: the student does not say how it wants photos.
         TrackingError: MLflow does not answer or refuses; says where the student is and how to register it later.
-        TrainerError: as the parts that it calls.
     """
     start = time.monotonic()
     stage = STAGES["register"]

@@ -25,15 +25,8 @@ from trainer.training.session import shared_artifact
 def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path, teacher_outputs: str | Path) -> None:
     """Record the teacher's outputs; runs in every process of the job.
 
-    Args:
-        settings: section `reinforce`.
-        dataset: input, a prepared data set.
-        teacher: input, a model directory.
-        teacher_outputs: output, the records.
-
     Raises:
         TrainingError: the teacher's outputs are not finite; the samples are named, and what was recorded is kept.
-        TrainerError: as the parts that it calls.
     """
     data, teaching = open_dataset(dataset), artifacts.read(teacher, "model")
     model = models.load(teaching)

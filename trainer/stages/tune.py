@@ -80,17 +80,11 @@ def run(
 ) -> None:
     """Measure, search, forecast; runs in every process of the job.
 
-    Args:
-        settings: section `tune`.
-        dataset: input, a prepared data set.
-        teacher: input, a model directory.
-        tuning: output, what was measured and chosen.
-        teacher_outputs: input, the teacher's recorded outputs, where they are there already.
+    Recorded outputs of the teacher are given where they are there already.
 
     Raises:
         BudgetError: the distillation would cost more than `budget_usd` or take longer than `budget_hours`; or its price is not known.
         SettingsError: the batch cannot be dealt to the processes, or fits into no memory.
-        TrainerError: as the parts that it calls.
     """
     startup = Startup()
     data = open_dataset(dataset)

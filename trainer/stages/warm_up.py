@@ -69,14 +69,8 @@ class Warmed(StrictModel):
 def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) -> None:
     """Compile what the trainings will ask for; runs in every training process.
 
-    Args:
-        settings: section `warm_up`.
-        dataset: input, a prepared data set.
-        warmed: output, a report.
-
     Raises:
         SettingsError: what to compile for was not given.
-        TrainerError: as the trainings.
     """
     data = open_dataset(dataset)
     values, parents = settings.model_dump(mode="json"), {"dataset": data.fingerprint}

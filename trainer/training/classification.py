@@ -43,9 +43,6 @@ def cross_entropy(
         labels: int64 [B]; -1 for a sample without one.
         mixing: how the views were mixed, or None; a sample without a label has a partner without one (`trainer.data.sampler`).
         weights: of each sample in the mean, float32 [B], 0 for one without a label (`Batch.label_weights`); None where all have one.
-
-    Returns:
-        A scalar.
     """
     log_probabilities = F.log_softmax(logits.float(), dim=1)
     loss = -_of(log_probabilities, labels)
