@@ -43,6 +43,7 @@ from trainer.distillation.losses import TeacherOutputs
 from trainer.distillation.recording import RecordingDescription, Records
 from trainer.distillation.shards import ShardStore, Unit
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
+from trainer.formatting import listed
 from trainer.graph import SCHEMA_VERSIONS
 from trainer.training.loader_workers import measured_workers
 from trainer.training.metric_logger import ProgressBar
@@ -303,8 +304,7 @@ class Reinforcement:
         rows = np.flatnonzero(unusable(records))
         if not len(rows):
             return
-        names = self.views.samples.names(unit.first + start + rows[:_NAMED])
-        more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+        names = listed(self.views.samples.names(unit.first + start + rows), _NAMED)
         raise TrainingError(
             f"reinforce: the teacher's outputs on view {unit.view} are not finite, or larger than half precision holds (65,504), for "
             f"{', '.join(names)}{more}; look at these samples and at the teacher, or use reinforce.precision=fp32; what is recorded "

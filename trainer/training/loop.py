@@ -20,6 +20,7 @@ from trainer.data.loader import MicroBatches
 from trainer.data.randomness import random_bits
 from trainer.devices import RowShardedOptimizer
 from trainer.errors import PreemptedError, TrainingError
+from trainer.formatting import listed
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
@@ -330,8 +331,7 @@ class Trainer:
         finite = torch.stack([torch.isfinite(weight).all() for weight in weights.values()]).tolist()
         bad = [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
         if bad:
-            shown = ", ".join(bad[:_NAMED]) + (f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else "")
-            name = self.training.name
+            name, shown = self.training.name, listed(bad, _NAMED)
             raise TrainingError(
                 f"{name}: weights are not finite after step {steps} ({shown}), so no checkpoint of them is kept; lower {name} "
                 "base_learning_rate or clip_norm, or use precision=fp32"
