@@ -23,14 +23,7 @@ from pydantic import Field
 from trainer import artifacts, models, storage
 from trainer.artifacts import Draft
 from trainer.base_models import StrictModel
-from trainer.config import (
-    DistillSettings,
-    PretrainSettings,
-    ReinforceSettings,
-    TrainingSettings,
-    WarmUpSettings,
-    WatchSettings,
-)
+from trainer.config import DistillSettings, PretrainSettings, ReinforceSettings, TrainingSettings, WarmUpSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.distillation.recording import placeholder_recording
 from trainer.errors import SettingsError
@@ -156,19 +149,16 @@ class Rehearsal:
         with stage_run(stage, {}, active=False) as untracked:
             return Session(
                 stage=stage,
+                settings=settings,
                 processes=self.processes,
                 tracker=untracked,
                 data=self.data.first(_steps(part) * part.batch_size),
                 square=self.data.square,
-                values=settings.model_dump(mode="json"),
                 parents={"dataset": self.data.fingerprint},
-                seed=settings.seed or 0,
-                loading=settings,
                 model=Draft(path=self.folder),
                 evidence=Draft(path=self.folder),
                 checkpoint_root=self.root,
                 startup=Startup(),
-                watch=WatchSettings(),
             )
 
     def _warmed(self, training: str, began: float) -> Warmed:

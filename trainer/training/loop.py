@@ -194,7 +194,7 @@ class Trainer:
             batches,
             training.positions(first_step, training.total_steps, processes.rank),
             accumulation=accumulation,
-            workers=training.workers,
+            workers="auto" if training.loading.workers is None else training.loading.workers,
             processes=processes,
             timeline=self.recorder.timeline,
             stats=self.loader,
