@@ -99,9 +99,8 @@ class Trainer:
             check_ours=training.checkpoints.check_ours,
         )
         self.loader = LoaderStats()
-        alike = (
-            processes.device.traces and processes.world_size > 1
-        )  # what is measured is then a part of a common graph
+        # What is measured is a part of a common graph where devices trace.
+        alike = processes.device.traces and processes.world_size > 1
         self.recorder = Recorder(
             settings.evidence,
             name=training.name,
@@ -132,10 +131,7 @@ class Trainer:
         return self._graphs is None or self._graphs.count > 0
 
     def train(self, tracker: Tracker) -> nn.Module:
-        """Train from the newest checkpoint, or from the beginning, to the end.
-
-        Returns:
-            The trained model: the average of the weights where `ema_decay` is set.
+        """Train from the newest checkpoint, or from the beginning, to the end, and return `result`.
 
         Raises:
             TrainingError: a loss is not finite; the step and the samples are named. Or a rule of `stop_on` has a finding.
@@ -163,7 +159,6 @@ class Trainer:
                     metrics.log(step, losses)
                     rules.check(step)
                     self._check_health(step + 1 - first_step)
-                    attempt.heartbeat(step + 1 - first_step)
                     validates = is_validation_step(step, settings, len(training.samples))
                     scores = self._validate(step, metrics, preemption) if validates else {}
                     if preemption.should_stop(f"step {step + 1}"):
@@ -259,12 +254,13 @@ class Trainer:
             self.training.objective.show(few)
 
     def _check_health(self, steps: int) -> None:
-        """After `steps` steps of this attempt: warn where the compiler does not do what it should; raise what a background write met."""
+        """Note that so many steps of this attempt are done; warn if too little or too much is compiled; raise what a write met."""
         if self._graphs is not None:
             self._graphs.check(self.training.name, steps)
         if self._ddp_timer is not None:
             self._ddp_timer.read()
         self.training.checkpoints.check_failures()
+        self._attempts.heartbeat(steps)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Validation and checkpoints
