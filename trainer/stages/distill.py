@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from trainer import artifacts, models
-from trainer.artifacts import Manifest
 from trainer.config import DistillSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
@@ -53,6 +52,7 @@ def run(
     torch.manual_seed(settings.seed or 0)
     classifier = models.create(settings.student, data.classes, drop_path=settings.drop_path)
     recording, teacher_model = None, None
+    mass: dict[str, float] | None = None
     with startup.part("fetch"):
         if settings.reads_recording:
             if teacher_outputs is None:
@@ -63,6 +63,8 @@ def run(
             _check_content(settings, classifier, teacher_outputs, held)  # before the records are fetched
             recording = open_recording(teacher_outputs)
             parents["teacher_outputs"] = recording.fingerprint
+            figures = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
+            mass = {temperature.removeprefix("t"): of_it["mean"] for temperature, of_it in figures.items()}
         elif settings.needs_teacher:
             teacher_model = load_teacher(teacher, data)
     with open_session(
@@ -79,7 +81,7 @@ def run(
             view_size=view_size(classifier, teacher_model, recording),
             labelled_share=settings.labeled_share,
             teacher_outputs=recording,
-            context=_context(settings, teaching, teacher_outputs),
+            context=ContextRecord(teacher_val_top1=teaching.figures.get("val_top1"), recorded_mass=mass),
         )
         kept = trained.classifier if isinstance(trained, ProjectedStudent) else trained
         assert isinstance(kept, Classifier), "the objective's model is a Classifier or holds one"
@@ -103,15 +105,6 @@ def _tell(samples: Samples, settings: DistillSettings) -> None:
             settings.batch_size,
             in_a_step,
         )
-
-
-def _context(settings: DistillSettings, teacher: Manifest, teacher_outputs: str | Path | None) -> ContextRecord:
-    """What the teacher and its recorded outputs say of themselves."""
-    mass = None
-    if settings.reads_recording and teacher_outputs is not None:
-        held = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
-        mass = {temperature.removeprefix("t"): figures["mean"] for temperature, figures in held.items()}
-    return ContextRecord(teacher_val_top1=teacher.figures.get("val_top1"), recorded_mass=mass)
 
 
 def _check_content(settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription) -> None:

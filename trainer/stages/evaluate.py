@@ -34,12 +34,7 @@ Logits = npt.NDArray[np.float32]
 
 
 def run(
-    settings: EvaluateSettings,
-    *,
-    dataset: str | Path,
-    teacher: str | Path,
-    student: str | Path,
-    evaluation: str | Path,
+    settings: EvaluateSettings, *, dataset: str | Path, teacher: str | Path, student: str | Path, evaluation: str | Path
 ) -> Artifact:
     """Write `metrics.json` (everything), `confusion.json` (the student's matrix) and `report.html`.
 
@@ -100,9 +95,8 @@ def _evaluate(
         subject.name: _measured(subject, logits[subject.name], split, settings, timed[subject.name])
         for subject in subjects
     }
-    agreement = metrics.agreement(logits["student"], logits["teacher"])
-    measured["student"].figures["test"]["agreement"] = agreement
     ours, theirs = measured["student"].figures, measured["teacher"].figures
+    ours["test"]["agreement"] = metrics.agreement(logits["student"], logits["teacher"])
     judged = metrics.GateFigures(
         teacher_top1=theirs["test"]["top1"],
         student_top1=ours["test"]["top1"],

@@ -8,7 +8,7 @@ import platform
 import shlex
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from trainer.profiling.evidence import read_evidence
 from trainer.stages import evaluate
 from trainer.summary import SUMMARY, Registered
 from trainer.tracking.stage_runs import stage_run
-from trainer.tuning.tuning_schema import Tuning, read_tuning
+from trainer.tuning.tuning_schema import read_tuning
 
 if TYPE_CHECKING:
     from mlflow.models.model import ModelInfo
@@ -82,6 +82,7 @@ def run(
         if name in given:  # the manifest is enough: the records may be many gigabytes
             made[name] = artifacts.manifest(given[name], kind)
     tuned = read_tuning(given["tuning"]) if "tuning" in given else None
+    forecast = tuned.forecast if tuned else None
     stages = list(_stage_bills(made, given))
     values = settings.model_dump(mode="json")
     parents = {name: manifest.fingerprint for name, manifest in made.items()}
@@ -95,11 +96,11 @@ def run(
                 storage.read_bytes(storage.join(given["teacher_outputs"], recording.REPORT))
             )
         with _retold(settings, given, recipe):
-            registered = _register(settings, read, given, reports, recipe, resolved, _bill(stages, tuned))
+            registered = _register(settings, read, given, reports, recipe, resolved, make_bill(stages, forecast))
         content = summary.build(
             recipe=recipe,
             settings={**resolved, "distill": tuned.settings} if tuned else resolved,
-            bill=_bill([*stages, bill_here("register", time.monotonic() - start)], tuned),
+            bill=make_bill([*stages, bill_here("register", time.monotonic() - start)], forecast),
             dataset=read["dataset"].figures,
             recording=made["teacher_outputs"].figures if "teacher_outputs" in made else None,
             profile=read["report"].figures,
@@ -137,10 +138,6 @@ def _stage_bills(made: Mapping[str, Manifest], given: Mapping[str, str | Path]) 
         recorded = next((name for name in others if made[name].kind == "evidence"), None)
         if first in made:
             yield stage_bill(stage.name, made[first], read_evidence(given[recorded]) if recorded else None)
-
-
-def _bill(stages: Sequence[StageBill], tuned: Tuning | None) -> Bill:
-    return make_bill(stages, tuned.forecast if tuned else None)
 
 
 def _reports(inputs: Mapping[str, Artifact]) -> dict[str, tuple[str, str]]:
