@@ -192,7 +192,6 @@ class Reinforcement:
 
         Raises:
             TrainingError: outputs are not finite; the samples are named, and the units that are finished are kept.
-            StorageError: the store does not answer or refuses.
         """
         found = self._found()
         missing = [unit for unit in self.units if unit not in found]
@@ -307,7 +306,7 @@ class Reinforcement:
         names = listed(self.views.samples.names(unit.first + start + rows), _NAMED)
         raise TrainingError(
             f"reinforce: the teacher's outputs on view {unit.view} are not finite, or larger than half precision holds (65,504), for "
-            f"{', '.join(names)}{more}; look at these samples and at the teacher, or use reinforce.precision=fp32; what is recorded "
+            f"{names}; look at these samples and at the teacher, or use reinforce.precision=fp32; what is recorded "
             "so far is kept"
         )
 
@@ -316,8 +315,6 @@ class Reinforcement:
 
         Raises:
             ArtifactError: a shard is not there or damaged.
-            StorageError: the store does not answer or refuses.
-            OutputError: the directory cannot be written.
         """
         if self.processes.is_first:
             storage.remove(directory / shards.FOLDER)

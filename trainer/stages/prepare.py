@@ -22,10 +22,7 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
     """
     values = settings.model_dump(mode="json", exclude=set(LOADING))
     cache_uri = decode_cache_uri(settings, artifacts.unfinished(dataset))
-    with (
-        stage_run("prepare", values) as tracker,
-        artifacts.create(dataset, "dataset", settings=values) as draft,
-    ):
+    with stage_run("prepare", values) as tracker, artifacts.create(dataset, "dataset", settings=values) as draft:
         draft.figures |= prepare(settings, draft.path, cache_uri=cache_uri)
         tracker.metrics(0, tracking.numbers(draft.figures))
     storage.remove(cache_uri)

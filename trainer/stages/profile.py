@@ -62,13 +62,7 @@ def run(
 
 
 def write(draft: Draft, settings: ProfileSettings, sources: Sequence[Evidence], bill: Bill) -> findings.Verdict:
-    """Write the files of a report.
-
-    Args:
-        draft: the report in the making; gets the numbers of each training as its figures.
-        sources: what was recorded, in the order in which it ran.
-        bill: of that.
-    """
+    """Write the files of a report, and the numbers of each training as its figures; `sources` are in the order in which they ran."""
     trainings = [(training, summarize(training, settings.rules)) for source in sources for training in source.trainings]
     summaries = [summary for _, summary in trainings]
     answers = [answer for source in sources for answer in findings.judged(source, settings.rules)]
