@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 
 def short(value: float) -> str:
@@ -48,6 +49,12 @@ def duration(seconds: float) -> str:
 def clipped(name: str, length: int = 90) -> str:
     """Cut the end off a name that would be too long for a table."""
     return name if len(name) <= length else f"{name[: length - 1]}…"
+
+
+def listed(names: Sequence[str], most: int, *, between: str = ", ", last: str = " and ") -> str:
+    """Join names, of which at most so many are written out: `a, b and 3 more`."""
+    more = len(names) - most
+    return between.join(names[:most]) + (f"{last}{more} more" if more > 0 else "")
 
 
 def columns(text: str) -> float:

@@ -78,7 +78,7 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
     import torch
 
     from trainer import models, pretrained
-    from trainer.pretraining.masked_autoencoder import MaskedAutoencoder
+    from trainer.pretraining import MaskedAutoencoder
 
     with _tried("pretrain.teacher"):
         if settings.timm_weights:

@@ -46,6 +46,7 @@ from trainer.config import (
     DEVICE_VARIABLE,
     DataSettings,
     DistillSettings,
+    LoadingSettings,
     ModelSettings,
     Precision,
     ReinforceSettings,
@@ -170,8 +171,7 @@ class Bench:
             samples=samples,
             view_size=student.card.image_size,
             settings=settings,
-            seed=0,
-            workers=self.workers,
+            loading=LoadingSettings(workers=self.workers),
             processes=self.processes,
             # A folder of its own: in a shared one it is noted that the training before was ended, by the same error at the same step.
             checkpoints=Checkpoints(tempfile.mkdtemp(dir=self.folder), "distill", settings={}, parents={}),

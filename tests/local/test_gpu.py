@@ -103,11 +103,9 @@ def test_a_step_makes_the_host_wait_for_nothing(digits, teacher, tmp_path, stric
         samples=Samples([data.split("train")]),
         view_size=16,
         settings=settings,
-        seed=0,
-        workers=1,
+        loading=config.LoadingSettings(workers=1, views_on=views_on),
         processes=processes,
         checkpoints=Checkpoints(tmp_path, "distill", settings={}, parents={}),
-        views_on=views_on,
     )
 
     def after_the_last_step(_model, _ends, **_):

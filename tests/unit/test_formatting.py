@@ -27,6 +27,13 @@ from trainer import formatting
         (formatting.duration(4000), "66 min 40 s"),
         (formatting.duration(11_100), "3 h 5 min"),
         (formatting.clipped("a" * 91), "a" * 89 + "…"),
+        (formatting.listed(["a", "b"], 2), "a, b"),
+        (formatting.listed(["a", "b", "c"], 1), "a and 2 more"),
+        (
+            formatting.listed([f"a{number} was 0" for number in range(4)], 2, last=", and "),
+            "a0 was 0, a1 was 0, and 2 more",
+        ),
+        (formatting.listed(["a", "b", "c"], 2, between="; ", last="; and "), "a; b; and 1 more"),
     ],
 )
 def test_numbers_are_written_with_their_units(shown: str, expected: str) -> None:

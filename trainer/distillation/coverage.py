@@ -89,13 +89,7 @@ class Coverage:
 
 
 def count(records: npt.NDArray[np.void], labels: npt.NDArray[np.int64], classes: int) -> Coverage:
-    """The coverage of some records.
-
-    Args:
-        records: [B].
-        labels: of their images, -1 where there is none, [B].
-        classes: of the teacher.
-    """
+    """The coverage of records [B] of a teacher with so many classes; `labels` [B] of their images are -1 where there is none."""
     logits, top_k = records["logits"].astype(np.float64), records["logits"].shape[1]
     held, missing, at_most, distribution = [], [], [], []
     for column, temperature in enumerate(TEMPERATURES):

@@ -42,10 +42,8 @@ class FrozenTeacher:
 
         Args:
             model: the teacher; it is changed and must not be used otherwise afterwards.
-            device: where it runs.
             precision: of its forward pass; with bf16 its weights are bf16 too, but for the head's.
             batch_size: most images a forward pass; 0 is 8 images of 224 pixels on a CPU in float32, and else the whole batch.
-            features: whether to give pooled features too.
             compile: whether to compile it; auto compiles on GPUs only.
 
         Raises:
@@ -78,25 +76,20 @@ class FrozenTeacher:
         A batch that is larger than a forward pass is dealt out evenly, the last part filled up: all passes have one shape. A linear head
         computes in float32, so that rounding does not blur the logits once more.
         """
-        with self._device.inference():
-            logits, features = self._ask(images)
-        # Copied, because autograd refuses to keep a tensor of the inference mode for its backward pass.
-        return TeacherOutputs(logits.clone(), None if features is None else features.clone())
-
-    def _ask(self, images: Tensor) -> TeacherOutputs:
         parts = math.ceil(len(images) / (self._limit or len(images)))
         size = math.ceil(len(images) / parts)
-        forward = self._forward(size)
-        with self._device.autocast(self._precision):
-            # Filled up with black images, and copied, because the next replay of a CUDA graph writes over the outputs of the last one.
-            answers = []
-            for part in images.split(size):
-                filled = part if len(part) == size else F.pad(part, (0, 0, 0, 0, 0, 0, 0, size - len(part)))
-                answers.append(forward(filled).to(torch.float32, copy=True))
-        answer = torch.cat(answers)[: len(images)]
-        if self._head is None:
-            return TeacherOutputs(answer)
-        return TeacherOutputs(self._head(answer), answer if self._features else None)
+        with self._device.inference():
+            forward = self._forward(size)
+            with self._device.autocast(self._precision):
+                # Filled up with black images, and copied, because the next replay of a CUDA graph writes over the outputs of the last one.
+                answers = []
+                for part in images.split(size):
+                    filled = part if len(part) == size else F.pad(part, (0, 0, 0, 0, 0, 0, 0, size - len(part)))
+                    answers.append(forward(filled).to(torch.float32, copy=True))
+            answer = torch.cat(answers)[: len(images)]
+            logits = answer if self._head is None else self._head(answer)
+        # Copied, because autograd refuses to keep a tensor of the inference mode for its backward pass.
+        return TeacherOutputs(logits.clone(), answer.clone() if self._features else None)
 
     def _forward(self, size: int) -> Callable[[Tensor], Tensor]:
         """The network for parts of `size` images: to pooled features [size, D], or to logits [size, C] where it has no linear head."""

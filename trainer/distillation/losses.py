@@ -1,5 +1,7 @@
 """What a teacher says of a batch, and losses between that and a student's outputs, in float32 whatever the forward pass computes in.
 
+A loss is a scalar, the mean over the batch; `student` and `teacher` are logits [B, C] unless it says otherwise, `labels` are int64 [B].
+
 Shapes: B samples, C classes, K recorded logits, D features.
 """
 
@@ -52,17 +54,9 @@ def top_class(outputs: TeacherOutputs | Recorded) -> Tensor:
 
 
 def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 x KL(softmax(teacher / T) || softmax(student / T)), mean over the batch (Hinton, Vinyals, Dean 2015).
+    """T^2 x KL(softmax(teacher / T) || softmax(student / T)) (Hinton, Vinyals, Dean 2015).
 
-    T^2 keeps the size of the gradients independent of the temperature.
-
-    Args:
-        student: logits [B, C].
-        teacher: logits [B, C].
-        temperature: T > 0.
-
-    Returns:
-        A scalar.
+    T^2 keeps the size of the gradients independent of the temperature T > 0.
     """
     student_log = F.log_softmax(student.float() / temperature, dim=1)
     teacher_log = F.log_softmax(teacher.float() / temperature, dim=1)
@@ -70,16 +64,9 @@ def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Ten
 
 
 def hard_distillation(student: Tensor, top_class: Tensor) -> Tensor:
-    """Cross-entropy with the teacher's top class, mean over the batch (DeiT, Touvron et al. 2021, equation 3).
+    """Cross-entropy with the teacher's top class, int64 [B] (DeiT, Touvron et al. 2021, equation 3).
 
     DeiT gives it and the cross-entropy with the labels the weight 1/2 each.
-
-    Args:
-        student: logits [B, C].
-        top_class: the teacher's, int64 [B].
-
-    Returns:
-        A scalar.
     """
     return F.cross_entropy(student.float(), top_class)
 
@@ -87,22 +74,11 @@ def hard_distillation(student: Tensor, top_class: Tensor) -> Tensor:
 def decoupled_kl(
     student: Tensor, teacher: Tensor, labels: Tensor, *, temperature: float, alpha: float, beta: float
 ) -> Tensor:
-    """T^2 x (alpha x TCKD + beta x NCKD), mean over the batch (DKD, Zhao et al. 2022, equation 7).
+    """T^2 x (alpha x TCKD + beta x NCKD) (DKD, Zhao et al. 2022, equation 7).
 
     TCKD is the divergence between the two-way distributions (the true class, all others), NCKD that between the distributions over the
     others alone. With p the teacher's probability of the true class, KL = TCKD + (1 - p) x NCKD: the plain divergence looks at the
     others the less, the surer the teacher is.
-
-    Args:
-        student: logits [B, C].
-        teacher: logits [B, C].
-        labels: the true classes, int64 [B].
-        temperature: T > 0.
-        alpha: weight of TCKD.
-        beta: weight of NCKD.
-
-    Returns:
-        A scalar.
     """
     student_true, student_others = _decouple(student.float() / temperature, labels)
     teacher_true, teacher_others = _decouple(teacher.float() / temperature, labels)
@@ -122,16 +98,6 @@ def relation_loss(student: Tensor, teacher: Tensor, *, temperature: float, beta:
     inter is 1 - Pearson's correlation between the student's and the teacher's probabilities of a sample's classes, mean over the
     samples; intra is the same of a class's samples, mean over the classes. T^2 stands in the authors' code. intra needs other samples:
     it sees those of its micro-batch, so unlike the other losses it depends on how a batch is dealt to processes.
-
-    Args:
-        student: logits [B, C].
-        teacher: logits [B, C].
-        temperature: T > 0.
-        beta: weight of inter.
-        gamma: weight of intra.
-
-    Returns:
-        A scalar.
     """
     student_probabilities = (student.float() / temperature).softmax(1)
     teacher_probabilities = (teacher.float() / temperature).softmax(1)
@@ -158,12 +124,12 @@ def standardize(logits: Tensor) -> Tensor:
 
 
 def _kl(student_log: Tensor, teacher_log: Tensor) -> Tensor:
-    """KL(teacher || student) of log probabilities, mean over the batch; torch's own has no gradient on XLA."""
+    """KL(teacher || student) of log probabilities; torch's own has no gradient on XLA."""
     return (teacher_log.exp() * (teacher_log - student_log)).sum() / len(student_log)
 
 
 def agreement(student: Tensor, top_class: Tensor) -> Tensor:
-    """Share of samples for which the student's top class is the teacher's; logits [B, C] and classes [B] to a scalar."""
+    """Share of samples for which the student's top class is the teacher's."""
     return (student.argmax(1) == top_class).to(torch.float32).mean()
 
 
@@ -177,14 +143,6 @@ def recorded_kl(student: Tensor, teacher: Recorded, temperature: float) -> Tenso
     The C - K other classes count as one outcome, whose probability is the student's and the teacher's sum over them. By the chain rule
     the full divergence is this one + T^2 x (the teacher's mass of the rest) x KL within the rest, so this is at most the full one. The
     rest's mass at T is exact for T = 1 and T = 2 and interpolated otherwise (`rest_logit`).
-
-    Args:
-        student: logits [B, C].
-        teacher: recorded outputs.
-        temperature: T > 0.
-
-    Returns:
-        A scalar.
     """
     whole = complete(teacher, student.shape[1])
     if whole is not None:
@@ -196,15 +154,7 @@ def recorded_kl(student: Tensor, teacher: Recorded, temperature: float) -> Tenso
 
 
 def _one_against_rest(logits: Tensor, indices: Tensor) -> Tensor:
-    """Log probabilities of some classes, and of all others together in the last column.
-
-    Args:
-        logits: [B, C].
-        indices: int64 [B, K], K < C.
-
-    Returns:
-        [B, K + 1].
-    """
+    """Log probabilities of some classes, int64 [B, K] with K < C, and of all others together in the last column, [B, K + 1]."""
     rest = logits.scatter(1, indices, -math.inf).logsumexp(1, keepdim=True)
     return F.log_softmax(torch.cat([logits.gather(1, indices), rest], 1), dim=1)
 
@@ -248,10 +198,10 @@ def rest_bounds(teacher: Recorded, classes: int, temperature: float) -> tuple[Te
 
 
 def feature_cosine(student: Tensor, teacher: Tensor) -> Tensor:
-    """1 - cosine of the angle between the features, mean over the batch; [B, D] each to a scalar."""
+    """1 - cosine of the angle between the features, [B, D] each."""
     return 1 - (F.normalize(student.float()) * F.normalize(teacher.float())).sum(1).mean()
 
 
 def feature_mse(student: Tensor, teacher: Tensor) -> Tensor:
-    """Mean squared difference of the features (FitNets, Romero et al. 2015, but for a factor); [B, D] each to a scalar."""
+    """Mean squared difference of the features (FitNets, Romero et al. 2015, but for a factor), [B, D] each."""
     return (student.float() - teacher.float()).square().mean()

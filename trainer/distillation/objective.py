@@ -85,12 +85,19 @@ class DistillObjective:
         """Named losses of a batch: `loss`, of `logit`, `feature` and `label` those that have a weight, and the share of `agreement`."""
         settings, signal = self._settings, self._ask(batch)
         with span("forward"):
+            parts: Losses = {}
             features: Tensor | None = None
             if settings.feature_weight:
                 logits, features = model(batch.images, features=True)
             else:
                 logits = model(batch.images)
-            parts = self._compare(logits, features, signal, batch) if signal is not None else {}
+            if signal is not None and settings.logit_weight:
+                parts["logit"] = self._logit_loss(logits, signal, batch.labels)
+            if signal is not None and features is not None:
+                assert signal.features is not None, (
+                    "the stage refuses recorded outputs without features, and asks a teacher for them"
+                )
+                parts["feature"] = self._feature_loss(features, signal.features)
             if settings.label_weight:
                 smoothing = settings.label_smoothing
                 parts["label"] = cross_entropy(
@@ -118,17 +125,6 @@ class DistillObjective:
             return batch.recorded
         with span("teacher_forward"):
             return self._teacher(batch.images)
-
-    def _compare(self, logits: Tensor, features: Tensor | None, signal: TeacherSignal, batch: Batch) -> Losses:
-        parts: Losses = {}
-        if self._settings.logit_weight:
-            parts["logit"] = self._logit_loss(logits, signal, batch.labels)
-        if features is not None:
-            assert signal.features is not None, (
-                "the stage refuses recorded outputs without features, and asks a teacher for them"
-            )
-            parts["feature"] = self._feature_loss(features, signal.features)
-        return parts
 
 
 def choose_logit_loss(settings: DistillSettings) -> LogitLoss:

@@ -108,7 +108,6 @@ def describe(uri: str | Path) -> RecordingDescription:
 
     Raises:
         ArtifactError: there are no complete ones, or their description is not one.
-        StorageError: the store does not answer or refuses.
     """
     return _read_description(uri, storage.join(uri, DESCRIPTION), artifacts.manifest(uri, "teacher_outputs"))
 
@@ -149,7 +148,6 @@ def open_recording(uri: str | Path) -> Recording:
 
     Raises:
         ArtifactError: they are missing, damaged, of another kind or of another schema version.
-        StorageError: the store does not answer or refuses.
     """
     artifact = artifacts.read(uri, "teacher_outputs")
     description = _read_description(uri, artifact.path / DESCRIPTION, artifact)
@@ -231,11 +229,7 @@ def placeholder_recording(directory: Path, description: RecordingDescription) ->
     """Make outputs before anything was recorded, to measure how fast a student learns from them: one view of each sample, all the same.
 
     They are of a teacher that finds its first classes equally likely. All shards are one file under many names, so they take the room
-    of one.
-
-    Args:
-        directory: where to make them.
-        description: of what the stage reinforce would record.
+    of one. `description` is that of what the stage reinforce would record.
     """
     one = replace(description, views=1)
     records = np.zeros(one.block, dtype=one.record)
@@ -259,17 +253,14 @@ def check_fits(
 
     Args:
         uri: the recorded outputs.
-        settings: section `distill`.
-        data: what the student learns from, opened.
-        dataset: where that is.
-        teacher: the model directory of the teacher that the student learns from.
+        data: what the student learns from, opened; it lies at `dataset`.
+        teacher: the one that the student learns from.
 
     Returns:
         The description of the recorded outputs.
 
     Raises:
         ArtifactError: naming each difference and the next move.
-        StorageError: the store does not answer or refuses.
     """
     description, manifest = describe(uri), artifacts.manifest(uri, "teacher_outputs")
     splits, differences = data.training_splits(unlabeled=settings.reads_unlabeled), []

@@ -37,14 +37,7 @@ def figures(description: RecordingDescription, held: Coverage, work: RecordedWor
 
 
 def render(description: RecordingDescription, held: Coverage, work: RecordedWork, parents: Mapping[str, str]) -> str:
-    """Build the whole page, self-contained.
-
-    Args:
-        description: of the recorded outputs.
-        held: what they hold.
-        work: what this job recorded of it.
-        parents: `dataset` and `teacher` -> fingerprint.
-    """
+    """Build the whole page, self-contained; `parents`: `dataset` and `teacher` -> fingerprint."""
     without = f" ({description.unlabeled:,} of them without a label)" if description.unlabeled else ""
     return pages.render(
         "Recorded teacher outputs",

@@ -44,6 +44,7 @@ from trainer.distillation.losses import TeacherOutputs
 from trainer.distillation.recording import RecordingDescription, Records
 from trainer.distillation.shards import ShardStore, Unit
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
+from trainer.formatting import listed
 from trainer.graph import SCHEMA_VERSIONS
 from trainer.training.loader_workers import measured_workers
 from trainer.training.metric_logger import ProgressBar
@@ -192,7 +193,6 @@ class Reinforcement:
 
         Raises:
             TrainingError: outputs are not finite; the samples are named, and the units that are finished are kept.
-            StorageError: the store does not answer or refuses.
         """
         found = self._found()
         missing = [unit for unit in self.units if unit not in found]
@@ -304,11 +304,10 @@ class Reinforcement:
         rows = np.flatnonzero(unusable(records))
         if not len(rows):
             return
-        names = self.views.samples.names(unit.first + start + rows[:_NAMED])
-        more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+        names = listed(self.views.samples.names(unit.first + start + rows), _NAMED)
         raise TrainingError(
             f"reinforce: the teacher's outputs on view {unit.view} are not finite, or larger than half precision holds (65,504), for "
-            f"{', '.join(names)}{more}; look at these samples and at the teacher, or use reinforce.precision=fp32; what is recorded "
+            f"{names}; look at these samples and at the teacher, or use reinforce.precision=fp32; what is recorded "
             "so far is kept"
         )
 
@@ -317,8 +316,6 @@ class Reinforcement:
 
         Raises:
             ArtifactError: a shard is not there or damaged.
-            StorageError: the store does not answer or refuses.
-            OutputError: the directory cannot be written.
         """
         if self.processes.is_first:
             storage.remove(directory / shards.FOLDER)

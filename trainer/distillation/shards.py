@@ -3,7 +3,8 @@
 A shard holds the records of one view of a block of samples. Its header says what it is and what it was made from, and holds the
 checksum of the records; so a half-written, damaged or foreign shard is recognised. Finished shards stand beside the checkpoints until
 the artifact is complete, keyed by what they were made from: an interrupted job finds them again, on any number of processes, on
-another machine, and in the next run of the pipeline, whose output has another place.
+another machine, and in the next run of the pipeline, whose output has another place. What asks a store raises `StorageError` where that
+does not answer or refuses.
 """
 
 from __future__ import annotations
@@ -67,13 +68,7 @@ def units(views: int, *, samples: int, size: int) -> list[Unit]:
 
 
 def encode(unit: Unit, records: Records, plan: str) -> bytes:
-    """The content of a shard.
-
-    Args:
-        unit: what was recorded.
-        records: of its samples, [count].
-        plan: SHA-256 of all that the records depend on, as hexadecimal text.
-    """
+    """The content of a shard with these records [count]; `plan` is the SHA-256 of all that they depend on, as hexadecimal text."""
     payload = records.tobytes()
     digest = hashlib.sha256(payload).digest()
     header = _HEADER.pack(
@@ -117,7 +112,6 @@ class ShardStore:
         """Keep a unit's records, whole or not at all.
 
         Raises:
-            StorageError: the store does not answer or refuses.
             OutputError: the file cannot be written.
         """
         storage.write_bytes(storage.join(self.uri, unit.name), encode(unit, records, self._plan))
@@ -127,7 +121,6 @@ class ShardStore:
 
         Raises:
             ArtifactError: there is none, or it is damaged, or another one.
-            StorageError: the store does not answer or refuses.
         """
         uri = storage.join(self.uri, unit.name)
         try:

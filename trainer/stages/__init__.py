@@ -1,5 +1,8 @@
 """The stages: one short module each, with `run(settings, *, inputs..., outputs...)`.
 
+`settings` is the stage's section; inputs and outputs are the artifacts that `trainer.graph` names, each the URI or path of its directory.
+`run` raises the `TrainerError` of whatever it calls; its docstring says what it refuses by itself.
+
 `call` is how the command line, the launcher and the pipeline run one; it imports no torch before the stage is known.
 """
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from trainer import artifacts, models
-from trainer.artifacts import Manifest
 from trainer.config import DistillSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
@@ -39,18 +38,11 @@ def run(
 ) -> None:
     """Distil the student; runs in every training process.
 
-    Args:
-        settings: section `distill`.
-        dataset: input, a prepared data set.
-        teacher: input, a model directory; with `teacher=recorded` only its manifest is read.
-        student: output, a model directory.
-        evidence: output, what the training recorded of itself.
-        teacher_outputs: input, the teacher's recorded outputs; needed with `teacher=recorded`, and not read otherwise.
+    With `teacher=recorded` the teacher's recorded outputs are needed, and of the teacher only its manifest is read.
 
     Raises:
         SettingsError: recorded outputs are needed and not given, or lack what a loss or the student needs.
         ArtifactError: the recorded outputs are not of this teacher, data set or augmentation.
-        TrainerError: as the parts that it calls.
     """
     startup = Startup()
     with startup.part("fetch"):
@@ -60,6 +52,7 @@ def run(
     torch.manual_seed(settings.seed or 0)
     classifier = models.create(settings.student, data.classes, drop_path=settings.drop_path)
     recording, teacher_model = None, None
+    mass: dict[str, float] | None = None
     with startup.part("fetch"):
         if settings.reads_recording:
             if teacher_outputs is None:
@@ -70,6 +63,8 @@ def run(
             _check_content(settings, classifier, teacher_outputs, held)  # before the records are fetched
             recording = open_recording(teacher_outputs)
             parents["teacher_outputs"] = recording.fingerprint
+            figures = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
+            mass = {temperature.removeprefix("t"): of_it["mean"] for temperature, of_it in figures.items()}
         elif settings.needs_teacher:
             teacher_model = load_teacher(teacher, data)
     with open_session(
@@ -86,7 +81,7 @@ def run(
             view_size=view_size(classifier, teacher_model, recording),
             labelled_share=settings.labeled_share,
             teacher_outputs=recording,
-            context=_context(settings, teaching, teacher_outputs),
+            context=ContextRecord(teacher_val_top1=teaching.figures.get("val_top1"), recorded_mass=mass),
         )
         kept = trained.classifier if isinstance(trained, ProjectedStudent) else trained
         assert isinstance(kept, Classifier), "the objective's model is a Classifier or holds one"
@@ -110,15 +105,6 @@ def _tell(samples: Samples, settings: DistillSettings) -> None:
             settings.batch_size,
             in_a_step,
         )
-
-
-def _context(settings: DistillSettings, teacher: Manifest, teacher_outputs: str | Path | None) -> ContextRecord:
-    """What the teacher and its recorded outputs say of themselves."""
-    mass = None
-    if settings.reads_recording and teacher_outputs is not None:
-        held = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
-        mass = {temperature.removeprefix("t"): figures["mean"] for temperature, figures in held.items()}
-    return ContextRecord(teacher_val_top1=teacher.figures.get("val_top1"), recorded_mass=mass)
 
 
 def _check_content(settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription) -> None:

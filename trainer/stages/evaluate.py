@@ -34,28 +34,15 @@ Logits = npt.NDArray[np.float32]
 
 
 def run(
-    settings: EvaluateSettings,
-    *,
-    dataset: str | Path,
-    teacher: str | Path,
-    student: str | Path,
-    evaluation: str | Path,
+    settings: EvaluateSettings, *, dataset: str | Path, teacher: str | Path, student: str | Path, evaluation: str | Path
 ) -> Artifact:
     """Write `metrics.json` (everything), `confusion.json` (the student's matrix) and `report.html`.
 
     Accuracy is measured on the device that `TRAINER_DEVICE` names, in fp32; latency always on the CPU.
 
-    Args:
-        settings: section `evaluate`.
-        dataset: input, a prepared data set.
-        teacher: input, a model directory.
-        student: input, a model directory.
-        evaluation: output.
-
     Raises:
         ModelError: a model does not fit the data set, or its logits are not finite.
         DataError: the test split is empty or has images without labels.
-        TrainerError: as the parts that it calls.
     """
     data = open_dataset(dataset)
     subjects = [_subject("teacher", teacher, data.classes), _subject("student", student, data.classes)]
@@ -108,9 +95,8 @@ def _evaluate(
         subject.name: _measured(subject, logits[subject.name], split, settings, timed[subject.name])
         for subject in subjects
     }
-    agreement = metrics.agreement(logits["student"], logits["teacher"])
-    measured["student"].figures["test"]["agreement"] = agreement
     ours, theirs = measured["student"].figures, measured["teacher"].figures
+    ours["test"]["agreement"] = metrics.agreement(logits["student"], logits["teacher"])
     reasons = metrics.judge(
         settings.gate,
         teacher_top1=theirs["test"]["top1"],

@@ -19,16 +19,10 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
     Raises:
         SettingsError: `settings.source` is no source.
         DataError: the images, labels or splits are not usable.
-        OutputError: the directory cannot be written.
-        StorageError: a store does not answer or refuses.
-        TrackingError: MLflow does not answer or refuses.
     """
     values = settings.model_dump(mode="json", exclude=set(LOADING))
     cache_uri = decode_cache_uri(settings, artifacts.unfinished(dataset))
-    with (
-        stage_run("prepare", values) as tracker,
-        artifacts.create(dataset, "dataset", settings=values) as draft,
-    ):
+    with stage_run("prepare", values) as tracker, artifacts.create(dataset, "dataset", settings=values) as draft:
         draft.figures |= prepare(settings, draft.path, cache_uri=cache_uri)
         tracker.metrics(0, tracking.numbers(draft.figures))
     storage.remove(cache_uri)

@@ -12,8 +12,7 @@ from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.models import Classifier
-from trainer.pretraining.finetuning import FinetuneObjective
-from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder, draw_reconstructions
+from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder, draw_reconstructions
 from trainer.profiling.recorder import Startup
 from trainer.training.session import Session, open_session
 
@@ -25,15 +24,8 @@ _PICTURED = 8
 def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path, evidence: str | Path) -> None:
     """Make the teacher; runs in every training process.
 
-    Args:
-        settings: section `pretrain`.
-        dataset: input, a prepared data set.
-        teacher: output, a model directory.
-        evidence: output, what the trainings recorded of themselves.
-
     Raises:
         SettingsError: there are neither weights nor labels to learn from.
-        TrainerError: as the parts that it calls.
     """
     startup = Startup()
     with startup.part("fetch"):

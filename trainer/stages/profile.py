@@ -32,16 +32,8 @@ def run(
 ) -> Artifact:
     """Write `report.html`, and what it shows as `summary.json`, `findings.json` and `bill.json`, into the report.
 
-    Args:
-        settings: section `profile`.
-        pretrain_evidence: input, what pretraining recorded; it may hold nothing.
-        distill_evidence: input, what the distillation recorded.
-        report: output.
-
     Raises:
         ArtifactError: evidence is missing, damaged, or of another version.
-        OutputError: the report cannot be written.
-        TrackingError: MLflow does not answer or refuses.
     """
     sources = {
         "pretrain_evidence": read_evidence(pretrain_evidence),
@@ -70,14 +62,7 @@ def run(
 
 
 def write(draft: Draft, settings: ProfileSettings, sources: Sequence[Evidence], bill: Bill) -> findings.Verdict:
-    """Write the files of a report.
-
-    Args:
-        draft: the report in the making; gets the numbers of each training as its figures.
-        settings: section `profile`.
-        sources: what was recorded, in the order in which it ran.
-        bill: of that.
-    """
+    """Write the files of a report, and the numbers of each training as its figures; `sources` are in the order in which they ran."""
     trainings = [(training, summarize(training, settings.rules)) for source in sources for training in source.trainings]
     summaries = [summary for _, summary in trainings]
     answers = [answer for source in sources for answer in findings.judged(source, settings.rules)]

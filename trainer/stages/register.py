@@ -8,7 +8,7 @@ import platform
 import shlex
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from trainer.profiling.evidence import read_evidence
 from trainer.stages import evaluate
 from trainer.summary import SUMMARY, Registered
 from trainer.tracking.stage_runs import stage_run
-from trainer.tuning.tuning_schema import Tuning, read_tuning
+from trainer.tuning.tuning_schema import read_tuning
 
 if TYPE_CHECKING:
     from mlflow.models.model import ModelInfo
@@ -60,8 +60,6 @@ def run(
     was killed after it had made it.
 
     Args:
-        settings: section `register`.
-        registration: output.
         recipe: name or path of the run's recipe, for the summary.
         resolved: all settings of the run, for the summary and MLflow.
         inputs: what the graph of stages says that this one reads; none for an optional one that the run did not make.
@@ -69,7 +67,6 @@ def run(
     Raises:
         ModelError: the student does not say how it wants photos.
         TrackingError: MLflow does not answer or refuses; says where the student is and how to register it later.
-        TrainerError: as the parts that it calls.
     """
     start = time.monotonic()
     stage = STAGES["register"]
@@ -85,6 +82,7 @@ def run(
         if name in given:  # the manifest is enough: the records may be many gigabytes
             made[name] = artifacts.manifest(given[name], kind)
     tuned = read_tuning(given["tuning"]) if "tuning" in given else None
+    forecast = tuned.forecast if tuned else None
     stages = list(_stage_bills(made, given))
     values = settings.model_dump(mode="json")
     parents = {name: manifest.fingerprint for name, manifest in made.items()}
@@ -98,11 +96,11 @@ def run(
                 storage.read_bytes(storage.join(given["teacher_outputs"], recording.REPORT))
             )
         with _retold(settings, given, recipe):
-            registered = _register(settings, read, given, reports, recipe, resolved, _bill(stages, tuned))
+            registered = _register(settings, read, given, reports, recipe, resolved, make_bill(stages, forecast))
         content = summary.build(
             recipe=recipe,
             settings={**resolved, "distill": tuned.settings} if tuned else resolved,
-            bill=_bill([*stages, bill_here("register", time.monotonic() - start)], tuned),
+            bill=make_bill([*stages, bill_here("register", time.monotonic() - start)], forecast),
             dataset=read["dataset"].figures,
             recording=made["teacher_outputs"].figures if "teacher_outputs" in made else None,
             profile=read["report"].figures,
@@ -140,10 +138,6 @@ def _stage_bills(made: Mapping[str, Manifest], given: Mapping[str, str | Path]) 
         recorded = next((name for name in others if made[name].kind == "evidence"), None)
         if first in made:
             yield stage_bill(stage.name, made[first], read_evidence(given[recorded]) if recorded else None)
-
-
-def _bill(stages: Sequence[StageBill], tuned: Tuning | None) -> Bill:
-    return make_bill(stages, tuned.forecast if tuned else None)
 
 
 def _reports(inputs: Mapping[str, Artifact]) -> dict[str, tuple[str, str]]:

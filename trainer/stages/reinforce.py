@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from trainer import artifacts, models, tracking
@@ -18,22 +17,15 @@ from trainer.distillation.shards import ShardStore
 from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import checkpoint_root
-from trainer.training.process_group import Processes, join_processes
+from trainer.training.process_group import join_processes
 from trainer.training.session import shared_artifact
 
 
 def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path, teacher_outputs: str | Path) -> None:
     """Record the teacher's outputs; runs in every process of the job.
 
-    Args:
-        settings: section `reinforce`.
-        dataset: input, a prepared data set.
-        teacher: input, a model directory.
-        teacher_outputs: output, the records.
-
     Raises:
         TrainingError: the teacher's outputs are not finite; the samples are named, and what was recorded is kept.
-        TrainerError: as the parts that it calls.
     """
     data, teaching = open_dataset(dataset), artifacts.read(teacher, "model")
     model = models.load(teaching)
@@ -44,54 +36,41 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
         join_processes(deterministic=settings.deterministic) as processes,
         stage_run("reinforce", values, active=processes.is_first) as tracker,
     ):
-        job = _prepare(settings, data, dataset, model, processes, parents, checkpoint_root(teacher_outputs))
+        samples = open_samples(settings, data)
+        description = describe(settings, data, dataset, model, samples, processes.device)
+        job = Reinforcement(
+            views=Views(
+                samples,
+                size=description.view_size,
+                seed=description.seed,
+                settings=settings.augmentation or ViewSettings(),
+                on_device=makes_views_on_device(settings.views_on or "auto", processes.device.kind),
+                decode_on=settings.decode_on or "cpu",
+            ),
+            teacher=FrozenTeacher(
+                model,
+                processes.device,
+                precision=settings.precision,
+                features=settings.features,
+                compile=settings.compile,
+            ),
+            description=description,
+            shelf=ShardStore(checkpoint_root(teacher_outputs), plan_of(description, parents), description.record),
+            processes=processes,
+            batch_size=settings.batch_size,
+            workers="auto" if settings.workers is None else settings.workers,
+        )
         with shared_artifact(processes, teacher_outputs, "teacher_outputs", settings=values, parents=parents) as draft:
             work, held = job.record(), job.assemble(draft.path)
             if processes.is_first:
-                recording.write_description(draft.path, job.description, job.views.samples.keys)
-                page = recording_report.render(job.description, held, work, parents)
+                recording.write_description(draft.path, description, samples.keys)
+                page = recording_report.render(description, held, work, parents)
                 (draft.path / recording.REPORT).write_text(page, encoding="utf-8")
-                draft.figures.update(recording_report.figures(job.description, held, work))
+                draft.figures.update(recording_report.figures(description, held, work))
                 tracker.metrics(0, tracking.numbers(draft.figures))
                 tracker.files(draft.path / recording.REPORT)
         if processes.is_first:
             job.shelf.remove()
-
-
-def _prepare(
-    settings: ReinforceSettings,
-    data: PreparedDataset,
-    dataset: str | Path,
-    teacher: Classifier,
-    processes: Processes,
-    parents: Mapping[str, str],
-    root: str,
-) -> Reinforcement:
-    """Make the recording that the settings ask for, with its finished shards below `root`."""
-    samples = open_samples(settings, data)
-    description = describe(settings, data, dataset, teacher, samples, processes.device)
-    return Reinforcement(
-        views=Views(
-            samples,
-            size=description.view_size,
-            seed=description.seed,
-            settings=settings.augmentation or ViewSettings(),
-            on_device=makes_views_on_device(settings.views_on or "auto", processes.device.kind),
-            decode_on=settings.decode_on or "cpu",
-        ),
-        teacher=FrozenTeacher(
-            teacher,
-            processes.device,
-            precision=settings.precision,
-            features=settings.features,
-            compile=settings.compile,
-        ),
-        description=description,
-        shelf=ShardStore(root, plan_of(description, parents), description.record),
-        processes=processes,
-        batch_size=settings.batch_size,
-        workers="auto" if settings.workers is None else settings.workers,
-    )
 
 
 def open_samples(settings: ReinforceSettings, data: PreparedDataset) -> Samples:

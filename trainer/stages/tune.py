@@ -87,17 +87,11 @@ def run(
 ) -> None:
     """Measure, search, forecast; runs in every process of the job.
 
-    Args:
-        settings: section `tune`.
-        dataset: input, a prepared data set.
-        teacher: input, a model directory.
-        tuning: output, what was measured and chosen.
-        teacher_outputs: input, the teacher's recorded outputs, where they are there already.
+    Recorded outputs of the teacher are given where they are there already.
 
     Raises:
         BudgetError: the distillation would cost more than `budget_usd` or take longer than `budget_hours`; or its price is not known.
         SettingsError: the batch cannot be dealt to the processes, or fits into no memory.
-        TrainerError: as the parts that it calls.
     """
     startup = Startup()
     data = open_dataset(dataset)
@@ -139,7 +133,7 @@ def run(
             known=trial_log.recording,
         )
         if trial_log.recording is None:
-            trial_log.note_recording(RecordingTime(teacher_s=subject.teacher_s, recording_s=subject.recording_s))
+            trial_log.note_recording(subject.takes)
         draft = stack.enter_context(shared_artifact(processes, tuning, "tuning", settings=values, parents=parents))
         made = _tune(subject, settings, trial_log, tracker, checkpoint_root(tuning), elsewhere)
         if processes.is_first:
@@ -182,10 +176,8 @@ class Subject:
     """Recorded outputs, or blank ones; none where the distillation could not learn from any."""
     no_recording: str
     """Why it could not."""
-    recording_s: float
-    """Seconds that it takes to record them; 0 where they are there."""
-    teacher_s: float
-    """Seconds that the teacher needs for an image, on all processes together."""
+    takes: RecordingTime
+    """What it takes to record them; no time where they are there."""
     ready_s: float
     """From the start of this process until the first trial could begin."""
 
@@ -200,10 +192,7 @@ class Subject:
             samples=self.samples,
             view_size=distill.view_size(student, teacher, recording),
             settings=settings,
-            seed=settings.seed or 0,
-            workers="auto" if settings.workers is None else settings.workers,
-            views_on=settings.views_on or "auto",
-            decode_on=settings.decode_on or "cpu",
+            loading=settings,
             processes=processes,
             checkpoints=Checkpoints(root, NAME, settings={}, parents={"dataset": self.data.fingerprint}),
             teacher_outputs=recording,
@@ -219,7 +208,7 @@ class Subject:
 
     def recording_s_of(self, settings: DistillSettings) -> float | None:
         """Return the seconds that a forecast has to count for recording; none where nothing has to be recorded."""
-        return self.recording_s if settings.reads_recording and self.recording_s else None
+        return self.takes.recording_s if settings.reads_recording and self.takes.recording_s else None
 
     def job(self, tuned: TuneSettings) -> Workload:
         """Return what the search may not change."""
@@ -243,8 +232,8 @@ class Subject:
             world_size=processes.world_size,
             nodes=max(1, processes.world_size // processes.local_world_size),
             most_workers=max(1, usable_cores() // processes.local_world_size),
-            recording_s=self.recording_s,
-            teacher_s=self.teacher_s,
+            recording_s=self.takes.recording_s,
+            teacher_s=self.takes.teacher_s,
             no_recording=self.no_recording,
             relates_images=settings.logit_weight > 0 and settings.logit_loss == "dist" and settings.dist_gamma > 0,
         )
@@ -281,12 +270,7 @@ def open_subject(
         described = reinforce.describe(recorder, data, dataset, model, recorded, processes.device)
         hindrance = _hindrance(settings, recorder, student, described)
         recording = None if hindrance else placeholder_recording(folder, described)
-        if known is None:
-            teacher_s = _teacher_s(model, recorder, described, processes)
-            view_s = _view_s(recorded, recorder, described, processes, teacher_s)
-            takes = RecordingTime(teacher_s=teacher_s, recording_s=view_s * described.samples * described.views)
-        else:
-            takes = known
+        takes = known or _recording_time(model, recorded, recorder, described, processes)
     if settings.reads_recording and hindrance:
         raise SettingsError(f"distill.teacher is recorded, but {hindrance}")
     return Subject(
@@ -298,8 +282,7 @@ def open_subject(
         teacher=model,
         recording=recording,
         no_recording=hindrance,
-        recording_s=takes.recording_s,
-        teacher_s=takes.teacher_s,
+        takes=takes,
         ready_s=max(processes.gather(ready_s)),
     )
 
@@ -316,15 +299,19 @@ def _hindrance(
     return "; ".join(mistakes)
 
 
-def _teacher_s(
-    model: Classifier, recorder: ReinforceSettings, described: RecordingDescription, processes: Processes
-) -> float:
-    """Measure the seconds that the teacher needs for an image when it is recorded, on all processes together."""
-    device = processes.device
+def _recording_time(
+    model: Classifier,
+    samples: Samples,
+    recorder: ReinforceSettings,
+    described: RecordingDescription,
+    processes: Processes,
+) -> RecordingTime:
+    """Measure the teacher's forward pass and the loading of views: a GPU's loaders work beside it, a CPU does both."""
+    device, augmentation = processes.device, recorder.augmentation or ViewSettings()
+    batch, edge = min(_TEACHER_IMAGES[device.kind], recorder.batch_size), described.view_size
     frozen = FrozenTeacher(
         copy.deepcopy(model), device, precision=recorder.precision, features=recorder.features, compile="off"
     )
-    batch, edge = min(_TEACHER_IMAGES[device.kind], recorder.batch_size), described.view_size
     images = torch.zeros(batch, 3, edge, edge, dtype=torch.uint8, device=device.torch_device)
     times: list[float] = []
     while len(times) <= _TIMED or (len(times) <= _MOST_TIMED and sum(times) < _TIMED_S):
@@ -332,33 +319,19 @@ def _teacher_s(
         frozen(images)
         device.synchronize()
         times.append(time.perf_counter() - began)
-    return max(processes.gather(min(times[1:]))) / batch / processes.world_size
-
-
-def _view_s(
-    samples: Samples,
-    recorder: ReinforceSettings,
-    described: RecordingDescription,
-    processes: Processes,
-    teacher_s: float,
-) -> float:
-    """Measure the seconds that a view takes to be recorded, on all processes together: a GPU's loaders work beside it, a CPU does both."""
-    augmentation = recorder.augmentation or ViewSettings()
-    on_device = makes_views_on_device(recorder.views_on or "auto", processes.device.kind)
-    views = Views(samples, size=described.view_size, seed=described.seed, settings=augmentation, on_device=on_device)
+    teacher_s = max(processes.gather(min(times[1:]))) / batch / processes.world_size
+    on_device = makes_views_on_device(recorder.views_on or "auto", device.kind)
+    views = Views(samples, size=edge, seed=described.seed, settings=augmentation, on_device=on_device)
     order = StatelessSampler(
-        len(samples),
-        described.seed,
-        views=described.views,
-        paired=mixes(augmentation),
-        labelled=samples.labelled,
+        len(samples), described.seed, views=described.views, paired=mixes(augmentation), labelled=samples.labelled
     )
-    images = min(_TEACHER_IMAGES[processes.device.kind], recorder.batch_size)
-    loading = measure_loading(MicroBatches(views, order, count=images), count(0, images)).seconds / images
+    loading = measure_loading(MicroBatches(views, order, count=batch), count(0, batch)).seconds / batch
     loading_s = max(processes.gather(loading)) / processes.world_size
-    if processes.device.kind == "cpu":
-        return teacher_s + loading_s
-    return max(teacher_s, loading_s / max(1, usable_cores() // processes.local_world_size - 1))
+    if device.kind == "cpu":
+        view_s = teacher_s + loading_s
+    else:
+        view_s = max(teacher_s, loading_s / max(1, usable_cores() // processes.local_world_size - 1))
+    return RecordingTime(teacher_s=teacher_s, recording_s=view_s * described.samples * described.views)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,14 +23,7 @@ from pydantic import Field
 from trainer import artifacts, models, storage
 from trainer.artifacts import Draft
 from trainer.base_models import StrictModel
-from trainer.config import (
-    DistillSettings,
-    PretrainSettings,
-    ReinforceSettings,
-    TrainingSettings,
-    WarmUpSettings,
-    WatchSettings,
-)
+from trainer.config import DistillSettings, PretrainSettings, ReinforceSettings, TrainingSettings, WarmUpSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.distillation.recording import placeholder_recording
 from trainer.errors import SettingsError
@@ -69,14 +62,8 @@ class Warmed(StrictModel):
 def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) -> None:
     """Compile what the trainings will ask for; runs in every training process.
 
-    Args:
-        settings: section `warm_up`.
-        dataset: input, a prepared data set.
-        warmed: output, a report.
-
     Raises:
         SettingsError: what to compile for was not given.
-        TrainerError: as the trainings.
     """
     data = open_dataset(dataset)
     values, parents = settings.model_dump(mode="json"), {"dataset": data.fingerprint}
@@ -162,19 +149,16 @@ class Rehearsal:
         with stage_run(stage, {}, active=False) as untracked:
             return Session(
                 stage=stage,
+                settings=settings,
                 processes=self.processes,
                 tracker=untracked,
                 data=self.data.first(_steps(part) * part.batch_size),
                 square=self.data.square,
-                values=settings.model_dump(mode="json"),
                 parents={"dataset": self.data.fingerprint},
-                seed=settings.seed or 0,
-                loading=settings,
                 model=Draft(path=self.folder),
                 evidence=Draft(path=self.folder),
                 checkpoint_root=self.root,
                 startup=Startup(),
-                watch=WatchSettings(),
             )
 
     def _warmed(self, training: str, began: float) -> Warmed:

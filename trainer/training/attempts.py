@@ -36,7 +36,7 @@ from trainer.errors import (
     TrainingError,
 )
 from trainer.profiling.evidence import AttemptRecord
-from trainer.training.collective_watchdog import wait_limit_s
+from trainer.training.process_group import wait_limit_s
 from trainer.training.writer import LAST_WAIT_S, Writer
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,6 @@ _LOCAL_INTERVAL_S, _REMOTE_INTERVAL_S = 5.0, 60.0
 _RECORDS = TypeAdapter(tuple[AttemptRecord, ...])
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 """What differs between two messages of the same kind: addresses, process ids, sizes."""
-
-
 _NUMBERED = re.compile(r"(?:generation-|\.?step-\d+-g)(\d+)$")
 _CLAIM = "generation-"
 _MOST_ATTEMPTS = 100
@@ -135,12 +133,7 @@ class Attempts:
     """
 
     def __init__(
-        self,
-        checkpoints: str,
-        *,
-        active: bool,
-        rank: int = 0,
-        check_ours: Callable[[], None] = lambda: None,
+        self, checkpoints: str, *, active: bool, rank: int = 0, check_ours: Callable[[], None] = lambda: None
     ) -> None:
         """Note the attempts at the training with these checkpoints, a URI; where not `active` only a failure is noted.
 

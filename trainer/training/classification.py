@@ -21,8 +21,7 @@ from trainer.data.batch import Batch, Mixing, to_device
 from trainer.data.dataset import Split
 from trainer.data.loader import make_loader
 from trainer.devices import Device, ReadBack
-from trainer.training.collective_watchdog import wait_limit_s
-from trainer.training.process_group import Processes
+from trainer.training.process_group import Processes, wait_limit_s
 from trainer.training.spec import ShouldStop
 
 
@@ -44,9 +43,6 @@ def cross_entropy(
         labels: int64 [B]; -1 for a sample without one.
         mixing: how the views were mixed, or None; a sample without a label has a partner without one (`trainer.data.sampler`).
         weights: of each sample in the mean, float32 [B], 0 for one without a label (`Batch.label_weights`); None where all have one.
-
-    Returns:
-        A scalar.
     """
     log_probabilities = F.log_softmax(logits.float(), dim=1)
     loss = -_of(log_probabilities, labels)

@@ -25,8 +25,7 @@ from trainer.data.loader import MicroBatches, make_loader
 from trainer.host import usable_cores
 from trainer.profiling.recorder import LoaderStats
 from trainer.profiling.timeline import Timeline
-from trainer.training.collective_watchdog import wait_limit_s
-from trainer.training.process_group import Processes
+from trainer.training.process_group import Processes, wait_limit_s
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from trainer.data.loader import MicroBatches
 from trainer.data.randomness import random_bits
 from trainer.devices import RowShardedOptimizer
 from trainer.errors import PreemptedError, TrainingError
+from trainer.formatting import listed
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
@@ -98,9 +99,8 @@ class Trainer:
             check_ours=training.checkpoints.check_ours,
         )
         self.loader = LoaderStats()
-        alike = (
-            processes.device.traces and processes.world_size > 1
-        )  # what is measured is then a part of a common graph
+        # What is measured is a part of a common graph where devices trace.
+        alike = processes.device.traces and processes.world_size > 1
         self.recorder = Recorder(
             settings.evidence,
             name=training.name,
@@ -131,10 +131,7 @@ class Trainer:
         return self._graphs is None or self._graphs.count > 0
 
     def train(self, tracker: Tracker) -> nn.Module:
-        """Train from the newest checkpoint, or from the beginning, to the end.
-
-        Returns:
-            The trained model: the average of the weights where `ema_decay` is set.
+        """Train from the newest checkpoint, or from the beginning, to the end, and return `result`.
 
         Raises:
             TrainingError: a loss is not finite; the step and the samples are named. Or a rule of `stop_on` has a finding.
@@ -162,7 +159,6 @@ class Trainer:
                     metrics.log(step, losses)
                     rules.check(step)
                     self._check_health(step + 1 - first_step)
-                    attempt.heartbeat(step + 1 - first_step)
                     validates = is_validation_step(step, settings, len(training.samples))
                     scores = self._validate(step, metrics, preemption) if validates else {}
                     if preemption.should_stop(f"step {step + 1}"):
@@ -193,7 +189,7 @@ class Trainer:
             batches,
             training.positions(first_step, training.total_steps, processes.rank),
             accumulation=accumulation,
-            workers=training.workers,
+            workers="auto" if training.loading.workers is None else training.loading.workers,
             processes=processes,
             timeline=self.recorder.timeline,
             stats=self.loader,
@@ -258,12 +254,13 @@ class Trainer:
             self.training.objective.show(few)
 
     def _check_health(self, steps: int) -> None:
-        """After `steps` steps of this attempt: warn where the compiler does not do what it should; raise what a background write met."""
+        """Note that so many steps of this attempt are done; warn if too little or too much is compiled; raise what a write met."""
         if self._graphs is not None:
             self._graphs.check(self.training.name, steps)
         if self._ddp_timer is not None:
             self._ddp_timer.read()
         self.training.checkpoints.check_failures()
+        self._attempts.heartbeat(steps)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Validation and checkpoints
@@ -330,8 +327,7 @@ class Trainer:
         finite = torch.stack([torch.isfinite(weight).all() for weight in weights.values()]).tolist()
         bad = [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
         if bad:
-            shown = ", ".join(bad[:_NAMED]) + (f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else "")
-            name = self.training.name
+            name, shown = self.training.name, listed(bad, _NAMED)
             raise TrainingError(
                 f"{name}: weights are not finite after step {steps} ({shown}), so no checkpoint of them is kept; lower {name} "
                 "base_learning_rate or clip_norm, or use precision=fp32"

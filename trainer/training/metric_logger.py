@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from trainer.devices import ReadBack
 from trainer.errors import TrainingError
+from trainer.formatting import listed
 from trainer.profiling.recorder import Recorder
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.process_group import Processes
@@ -131,9 +132,8 @@ class MetricLogger:
             TrainingError: one of them is not finite.
         """
         if self._waiting:
-            self._processes.barrier(
-                f"the losses of step {self._waiting[-1][0] + 1}"
-            )  # a GPU could not say who is missing
+            # A GPU could not say who is missing.
+            self._processes.barrier(f"the losses of step {self._waiting[-1][0] + 1}")
             self._send()
         self._publish()
 
@@ -161,7 +161,7 @@ class MetricLogger:
             row = int(bad.any(0).nonzero()[0])
             ranks = bad[:, row].nonzero().flatten().tolist()
             names = [name for rank in ranks for name in self._training.names(sent.steps[row], rank)]
-            shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+            shown = listed(names, _NAMED)
             raise TrainingError(
                 f"{self._name}: the loss is not finite at step {sent.steps[row] + 1} (process {', '.join(map(str, ranks))}; samples "
                 f"{shown}); lower {self._name} base_learning_rate or clip_norm, use precision=fp32, or look at these samples"

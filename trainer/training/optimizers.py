@@ -147,9 +147,7 @@ def gather_rows(
 def deal_rows(optimizer: RowShardedOptimizer, states: Sequence[Mapping[str, Tensor] | None]) -> None:
     """Give this process its rows of all weights, as they are now, and of their states; single numbers are the same for all.
 
-    Args:
-        optimizer: takes them.
-        states: of each weight in its order, such as `exp_avg` -> [R, ...]; None of one that has none yet.
+    The states are in the order of the weights, such as `exp_avg` -> [R, ...]; None of one that has none yet.
     """
     rank, world_size = optimizer.local_rank, optimizer.local_world_size
     for (whole, own), state in zip(held(optimizer), states, strict=True):

@@ -48,14 +48,8 @@ class Prefetcher:
                 # The computation waits for the copies, and their memory is kept until it is through with them.
                 computing = torch.cuda.current_stream(self._device.torch_device)
                 computing.wait_stream(self._stream)
-                parts = [
-                    batch.images,
-                    batch.labels,
-                    *(batch.mixing or ()),
-                    *(batch.recorded or ()),
-                    batch.label_weights,
-                ]
-                for tensor in parts:
+                mixing, recorded = batch.mixing or (), batch.recorded or ()
+                for tensor in (batch.images, batch.labels, *mixing, *recorded, batch.label_weights):
                     if tensor is not None and tensor.is_cuda:
                         tensor.record_stream(computing)
             return render(batch, self._views)
@@ -126,9 +120,7 @@ def _parted(batch: Batch) -> tuple[list[Tensor], _Held]:
 def render(batch: Batch, views: Views) -> Batch:
     """Return the batch with its views, made where the loader left them to the device, and mixed: uint8 [b, 3, V, V].
 
-    Args:
-        batch: on the device, decoded, but for what `Batch` says is on the CPU.
-        views: how views are made.
+    It is on the device, decoded, but for what `Batch` says is on the CPU.
     """
     images = batch.images
     if batch.views is not None:
@@ -141,9 +133,8 @@ def render(batch: Batch, views: Views) -> Batch:
 def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
     """Move the parts of a batch that the device computes with."""
     return batch._replace(
-        images=move(batch.images)
-        if batch.lengths is None
-        else batch.images,  # files are decoded from the host's memory
+        # Files are decoded from the host's memory.
+        images=move(batch.images) if batch.lengths is None else batch.images,
         labels=move(batch.labels),
         mixing=_each(batch.mixing, move),
         recorded=_each(batch.recorded, move),

@@ -15,13 +15,7 @@ from torch import nn
 
 from trainer import artifacts, host, models, storage
 from trainer.artifacts import Draft
-from trainer.config import (
-    DistillSettings,
-    LoadingSettings,
-    PretrainSettings,
-    TrainingSettings,
-    WatchSettings,
-)
+from trainer.config import DistillSettings, PretrainSettings, TrainingSettings, WatchSettings
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import RecordedOutputs, Samples, micro_batch_size
 from trainer.errors import OutputError, PreemptedError, SupersededError, TrainerError
@@ -49,17 +43,14 @@ class Session:
     """The surroundings of a stage's trainings, on one of its processes."""
 
     stage: str
+    settings: PretrainSettings | DistillSettings
+    """The stage's whole section: a training depends on those before it."""
     processes: Processes
     tracker: Tracker
     data: PreparedDataset
     square: Square
     """How a photo became the squares of the data set."""
-    values: Mapping[str, Any]
-    """The stage's whole section: a training depends on those before it."""
     parents: Mapping[str, str]
-    seed: int
-    loading: LoadingSettings
-    """The stage's section, as far as it says who loads and who makes views."""
     model: Draft
     """The model directory in the making."""
     evidence: Draft
@@ -68,12 +59,22 @@ class Session:
     output: str | Path = ""
     """Where the model directory will be, if it is to be kept."""
     startup: Startup
-    watch: WatchSettings
+    watch: WatchSettings = field(default_factory=WatchSettings)
     _fitted: dict[str, Any] = field(default_factory=dict)
     """What replaces values of the section because the images were fewer than a batch: a training with that batch is the same one."""
     _trainings: list[Checkpoints] = field(default_factory=list)
     _measured: dict[str, float] = field(default_factory=dict)
     """What the last validation measured."""
+
+    @property
+    def seed(self) -> int:
+        """Of weights, order and views."""
+        return self.settings.seed or 0
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The settings, as manifests hold them."""
+        return self.settings.model_dump(mode="json")
 
     def train(
         self,
@@ -130,10 +131,7 @@ class Session:
             samples=samples,
             view_size=view_size,
             settings=settings,
-            seed=self.seed,
-            workers="auto" if self.loading.workers is None else self.loading.workers,
-            views_on=self.loading.views_on or "auto",
-            decode_on=self.loading.decode_on or "cpu",
+            loading=self.settings,
             processes=self.processes,
             checkpoints=checkpoints,
             layer_decay=layer_decay,
@@ -286,13 +284,9 @@ def open_session(
     """Join the processes, start the stage's tracked run, make its two outputs; complete them when the block ends well.
 
     Args:
-        stage: `pretrain` or `distill`.
         model: output, the model directory.
         evidence: output, what the trainings recorded of themselves.
         startup: has counted what the stage has done so far.
-
-    Raises:
-        TrainerError: as the parts that it calls.
     """
     values = settings.model_dump(mode="json")
     square = data.square  # a data set that does not say it is refused before anything is trained
@@ -309,14 +303,12 @@ def open_session(
         ):
             session = Session(
                 stage=stage,
+                settings=settings,
                 processes=processes,
                 tracker=tracker,
                 data=data,
                 square=square,
-                values=values,
                 parents=parents,
-                seed=settings.seed or 0,
-                loading=settings,
                 model=model_draft,
                 evidence=evidence_draft,
                 checkpoint_root=root,

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from trainer.config import DecodeOn, TrainingSettings, ViewsOn, WatchSettings, Workers
+from trainer.config import LoadingSettings, TrainingSettings, WatchSettings
 from trainer.data.batch import Batch
 from trainer.data.loader import (
     RecordedOutputs,
@@ -76,24 +76,23 @@ class TrainingSpec:
     view_size: int
     """Edge of the views, in pixels."""
     settings: TrainingSettings
-    seed: int
-    workers: Workers
-    """Loader processes beside this process."""
+    loading: LoadingSettings
+    """The seed of all draws; how many processes load, and where images are decoded and views made."""
     processes: Processes
     checkpoints: Checkpoints
     layer_decay: float = 1.0
     teacher_outputs: RecordedOutputs | None = None
     """Recorded outputs, which travel with the batches; their views are seen again. None: a new view each epoch, drawn from `seed`."""
-    views_on: ViewsOn = "auto"
-    """Where views are made."""
-    decode_on: DecodeOn = "cpu"
-    """Where stored images are decoded."""
     validate: Validate | None = None
-    """Measures a model on the validation split."""
     watch: WatchSettings = field(default_factory=WatchSettings)
     """Which rules judge it while it runs."""
     labelled_share: float = 0.0
     """Share of labelled images in each step, where there are others too; 0: they come as all do."""
+
+    @property
+    def seed(self) -> int:
+        """Of weights, order and views."""
+        return self.loading.seed or 0
 
     @property
     def total_steps(self) -> int:
@@ -122,8 +121,8 @@ class TrainingSpec:
             size=self.view_size,
             seed=self.seed if self.teacher_outputs is None else self.teacher_outputs.view_seed,
             settings=self.settings.views,
-            on_device=makes_views_on_device(self.views_on, self.processes.device.kind),
-            decode_on=self.decode_on,
+            on_device=makes_views_on_device(self.loading.views_on or "auto", self.processes.device.kind),
+            decode_on=self.loading.decode_on or "cpu",
             exact=self.teacher_outputs is not None,
         )
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from trainer.errors import OutputError, StorageAwayError, StorageError
-from trainer.training.collective_watchdog import wait_limit_s
+from trainer.training.process_group import wait_limit_s
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer import models
 from trainer.config import EvidenceSettings, MaeSettings, ModelSettings
 from trainer.models import Classifier
-from trainer.pretraining.masked_autoencoder import MaskedAutoencoder
+from trainer.pretraining import MaskedAutoencoder
 from trainer.profiling.evidence import TENSOR_COLUMNS
 from trainer.profiling.tensor_sampler import (
     SAMPLED,

@@ -17,8 +17,7 @@ from trainer.data.batch import Batch
 from trainer.devices import HOST
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.objective import DistillObjective, ProjectedStudent
-from trainer.pretraining.finetuning import FinetuneObjective
-from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
+from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder
 from trainer.stages import distill, pretrain, reinforce
 from trainer.training import prefetch, process_group
 from trainer.training.loop import Trainer

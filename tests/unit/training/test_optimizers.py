@@ -127,11 +127,11 @@ from pathlib import Path
 import timm, torch
 from tests.distillations import QUICK
 from trainer import config, models
-from trainer.config import EvidenceSettings, FinetuneSettings
+from trainer.config import EvidenceSettings, FinetuneSettings, LoadingSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
 from trainer.models import Classifier, ModelCard
-from trainer.pretraining.finetuning import FinetuneObjective
+from trainer.pretraining import FinetuneObjective
 from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.devices import Device
@@ -159,7 +159,7 @@ Device.average = noted
 with join_processes() as processes:
     training = TrainingSpec(
         name="finetune", objective=FinetuneObjective(Classifier(network, card), label_smoothing=0.0),
-        samples=Samples([open_dataset(digits).split("train")]), view_size=16, settings=settings, seed=0, workers=0,
+        samples=Samples([open_dataset(digits).split("train")]), view_size=16, settings=settings, loading=LoadingSettings(workers=0),
         processes=processes, checkpoints=Checkpoints(folder, "finetune", settings={}, parents={}),
     )
     with stage_run("pretrain", {}, active=False) as tracker:

@@ -14,7 +14,7 @@ from torch import nn
 from trainer import devices, models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.devices import choose_device
-from trainer.pretraining.masked_autoencoder import MaskedAutoencoder
+from trainer.pretraining import MaskedAutoencoder
 from trainer.training import parallelize
 from trainer.training.optimizers import AveragedModel
 from trainer.training.parallelize import (
@@ -160,7 +160,7 @@ import json, torch
 from trainer import models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.distillation.objective import ProjectedStudent
-from trainer.pretraining.masked_autoencoder import MaeObjective, MaskedAutoencoder
+from trainer.pretraining import MaeObjective, MaskedAutoencoder
 from trainer.training.process_group import join_processes
 from trainer.training.parallelize import DdpTimer, CompileCounter, compile_blocks, parallelize_model
 

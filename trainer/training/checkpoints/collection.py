@@ -28,12 +28,12 @@ from trainer.errors import (
     TrainingError,
     writing_to,
 )
+from trainer.formatting import listed
 from trainer.training.attempts import AttemptClaim, claim
 from trainer.training.checkpoints import snapshots
 from trainer.training.checkpoints.snapshots import Snapshot
 from trainer.training.checkpoints.training_state import TrainingState
-from trainer.training.collective_watchdog import wait_limit_s
-from trainer.training.process_group import Processes
+from trainer.training.process_group import Processes, wait_limit_s
 from trainer.training.writer import LAST_WAIT_S, MOST_FAILURES, PASSING, Writer
 
 logger = logging.getLogger(__name__)
@@ -191,8 +191,9 @@ class Checkpoints:
         was, now = (manifest.settings, manifest.parents), (self._settings, self._parents)
         differing = differences(was, now, section=self._section)
         if differing:
+            shown = listed(differing, _SHOWN, last=", and ")
             raise SettingsError(
-                f"{self._name}: {uri} holds an unfinished training of other settings or inputs: {listed(differing)}; give the old "
+                f"{self._name}: {uri} holds an unfinished training of other settings or inputs: {shown}; give the old "
                 "ones to continue it, remove that folder to begin anew, or choose another output"
             )
 
@@ -447,12 +448,6 @@ def differences(
         *({f"input {name}": value[:_SHOWN_DIGITS] for name, value in side[1].items()} for side in (was, now))
     )
     return settings + inputs
-
-
-def listed(differing: list[str]) -> str:
-    """Join differences into one text."""
-    more = len(differing) - _SHOWN
-    return ", ".join(differing[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
 def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trainer.devices import RowShardedOptimizer
 from trainer.errors import ArtifactError
+from trainer.formatting import listed
 from trainer.training import optimizers
 from trainer.training.process_group import Processes
 
@@ -139,8 +140,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse(state: TrainingState, part: str, misfits: Sequence[str]) -> None:
     if misfits:
-        more = len(misfits) - _SHOWN
-        named = "; ".join(misfits[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+        named = listed(misfits, _SHOWN, between="; ", last="; and ")
         raise ArtifactError(
             f"checkpoint {state.uri or f'of step {state.step}'} does not fit this training in its {part}: {named}; "
             "continue with the version of the project that wrote it, or remove it to begin anew"

@@ -1,4 +1,6 @@
-"""Masked autoencoder (He et al. 2022, "Masked Autoencoders Are Scalable Vision Learners") around a timm vision transformer.
+"""What the teacher learns from: hidden patches of images, then labels.
+
+The masked autoencoder (He et al. 2022, "Masked Autoencoders Are Scalable Vision Learners") stands around a timm vision transformer.
 
 Shapes: B images, N patches of p x p pixels, n visible patches, D encoder width, E decoder width, C = 3 channels.
 """
@@ -20,6 +22,7 @@ from trainer.data.randomness import uniform
 from trainer.errors import ModelError
 from trainer.models import Classifier
 from trainer.profiling.timeline import span
+from trainer.training.classification import cross_entropy
 from trainer.training.spec import Losses
 
 _MASK = 0x6D61736B
@@ -261,3 +264,27 @@ def _png(rows: list[Tensor]) -> bytes:
     file = io.BytesIO()
     canvas.save(file, "PNG")
     return file.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fine-tuning
+
+
+class FinetuneObjective:
+    """Cross-entropy with the labels, softened by label smoothing and mixed by mixup and CutMix."""
+
+    def __init__(self, model: Classifier, *, label_smoothing: float) -> None:
+        """Train `model`; `label_smoothing` of each target is spread over all classes."""
+        self.model: nn.Module = model
+        self.left_out: Collection[str] = ()
+        self._smoothing = label_smoothing
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        """The cross-entropy of a batch."""
+        with span("forward"):
+            loss = cross_entropy(model(batch.images), batch.labels, batch.mixing, smoothing=self._smoothing)
+        return {"loss": loss}
+
+    def show(self, batch: Batch) -> None:
+        """A forward pass of the model alone."""
+        self.model(batch.images)

@@ -9,7 +9,7 @@ from trainer import models
 from trainer.config import MaeSettings, ModelSettings
 from trainer.data.loader import Batch
 from trainer.errors import ModelError
-from trainer.pretraining.masked_autoencoder import (
+from trainer.pretraining import (
     MaeObjective,
     MaskedAutoencoder,
     draw_noise,
