@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainer import storage
 from trainer.errors import PreemptedError, TrainerError
 from trainer.retry import Retry
-from trainer.tracking.parent_runs import (
+from trainer.tracking import (
     ERROR_TAG,
     PARAM_LENGTH,
     STAGE_LIMITS,
