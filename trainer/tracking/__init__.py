@@ -176,8 +176,6 @@ _UNREACHABLE = {
     "Connection reset": "connection reset",
     "Connection aborted": "connection broken",
 }
-
-
 _SERVER_ERRORS = re.compile(r"too many (5\d\d|429) error responses")
 
 
@@ -266,8 +264,6 @@ def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str], *, name: 
     """Find or create the parent run and record the run's settings and tags on it; other settings make a new one.
 
     Args:
-        settings: settings of the run.
-        tags: tags to set on it.
         name: display name of a new one; empty: the name in `TRAINER_RUN`.
 
     Returns:
