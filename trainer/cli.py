@@ -325,22 +325,22 @@ def _forecast(options: argparse.Namespace) -> None:
 
 
 def _bill(options: argparse.Namespace) -> None:
-    from trainer import price_performance, runner, summary
+    from trainer import runner, summary
 
     if not options.runs and not options.experiment:
         raise SettingsError(
             "bill: name the directories of runs, such as runs/latest, or an MLflow experiment with --experiment"
         )
-    read = [price_performance.read_run(run) for run in options.runs]
+    read = [summary.read_run(run) for run in options.runs]
     entries = [entry for entry, _ in read]
     if options.experiment:
         if (store := tracking.local_store(runner.RUNS)).exists():
             os.environ.setdefault(tracking.URI, f"sqlite:///{store}")
-        entries += price_performance.read_experiment(options.experiment)
+        entries += summary.read_experiment(options.experiment)
     if len(entries) == 1 and read:
         print(limits.printable("\n".join(summary.bill_table(read[0][1]))))
     else:
-        print(limits.printable("\n".join(price_performance.lines(entries))))
+        print(limits.printable("\n".join(summary.price_table(entries))))
 
 
 def _config(options: argparse.Namespace) -> None:
