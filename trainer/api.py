@@ -5,16 +5,16 @@ The names are there as `trainer.load_model`, `trainer.run_stage` and `trainer.re
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import artifacts, config, launch, limits, stages, storage
+from trainer import artifacts, config, limits, runner, storage
 from trainer.artifacts import Manifest
 from trainer.errors import ArtifactError, ModelError, SettingsError
+from trainer.graph import STAGES, Stage
 from trainer.host import environment_variables
 
 if TYPE_CHECKING:
@@ -138,27 +138,17 @@ def run_stage(
     stage = _stage(name, directories)
     settings = config.resolve(recipe, overrides)
     uris = {keyword: str(place) for keyword, place in directories.items()}
-    section = json.dumps(settings.for_stage(name))
+    given = {"recipe": recipe, "resolved": settings.model_dump(mode="json")}
     with environment_variables({config.DEVICE_VARIABLE: os.environ.get(config.DEVICE_VARIABLE, settings.run.device)}):
-        if stage.launched:
-            launch.run_stage(
-                name,
-                section,
-                inputs={keyword: uris[keyword] for keyword in stage.all_inputs if keyword in uris},
-                outputs={keyword: uris[keyword] for keyword in stage.outputs},
-                processes_per_node=processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE]),
-            )
-        else:
-            further = {"recipe": recipe, "resolved": settings.model_dump(mode="json")} if stage.takes_recipe else {}
-            stages.call(name, section, uris, **further)
+        runner.run_stage(stage, settings.for_stage(name), uris, processes=processes, given=given)
     return {keyword: artifacts.manifest(uris[keyword], kind) for keyword, kind in stage.outputs.items()}
 
 
-def _stage(name: str, directories: Mapping[str, object]) -> stages.Stage:
+def _stage(name: str, directories: Mapping[str, object]) -> Stage:
     """Return the stage, if it takes exactly these directories."""
-    stage = stages.STAGES.get(name)
+    stage = STAGES.get(name)
     if stage is None:
-        raise SettingsError(f"stage {name!r}: there is none of this name; choose from {', '.join(stages.STAGES)}")
+        raise SettingsError(f"stage {name!r}: there is none of this name; choose from {', '.join(STAGES)}")
     needed = [*stage.inputs, *stage.outputs]
     known = [*needed, *stage.optional_inputs]
     missing = [keyword for keyword in needed if keyword not in directories]
