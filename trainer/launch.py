@@ -347,18 +347,3 @@ def gpus() -> int:
 def processes_here(device: str) -> int:
     """Return the default number of training processes here: one for each GPU, if `run.device` may mean them, or else one."""
     return max(1, gpus() if device in {"auto", "cuda"} else 0)
-
-
-def run_stage(
-    stage: str, settings: str, *, inputs: Mapping[str, str], outputs: Mapping[str, str], processes_per_node: int = 1
-) -> None:
-    """Run a stage as a group of processes on this machine; `settings` is its section, as JSON text. Raises as `LocalLauncher.run`."""
-    LocalLauncher().run(
-        JobSpec(
-            stage=stage,
-            settings=json.loads(settings),
-            inputs=inputs,
-            outputs=outputs,
-            processes_per_node=processes_per_node,
-        )
-    )

@@ -16,6 +16,7 @@ from typing import Any
 from trainer import artifacts, config, launch, preflight, stages, storage, tracking
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.graph import STAGES, Stage
+from trainer.launch import JobSpec, LocalLauncher
 from trainer.summary import SUMMARY
 from trainer.tuning.tuning_schema import read_tuning
 
@@ -125,7 +126,8 @@ def run_stage(
         inputs = {keyword: directories[keyword] for keyword in stage.all_inputs if keyword in directories}
         outputs = {keyword: directories[keyword] for keyword in stage.outputs}
         processes = processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE])
-        launch.run_stage(stage.name, json.dumps(section), inputs=inputs, outputs=outputs, processes_per_node=processes)
+        spec = JobSpec(stage=stage.name, settings=section, inputs=inputs, outputs=outputs, processes_per_node=processes)
+        LocalLauncher().run(spec)
     else:
         stages.call(stage.name, json.dumps(section), directories, **(given if stage.takes_recipe else {}))
 
