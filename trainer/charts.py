@@ -278,11 +278,7 @@ def outline(heights: Sequence[float], width: float) -> str:
 
 
 def recalls(by_model: Mapping[str, NDArray[np.float64]], classes: Sequence[str], title: str) -> Markup:
-    """Draw the recall of each class for each model, the worst classes of the last model first; at most 100.
-
-    Args:
-        by_model: name -> recall [K], NaN for a class without images.
-    """
+    """Draw the recall [K] of each class for each model, NaN without images, the worst classes of the last model first; at most 100."""
     order = np.argsort(list(by_model.values())[-1], kind="stable")[:_MOST_CLASSES].tolist()
     length, row = 540.0, 20 if len(order) <= 40 else 15
     height = row * len(order)
