@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer import __version__, commands, config, errors, launch, limits, stages, tracking
 from trainer.commands import Subparsers
@@ -19,8 +20,6 @@ from trainer.host import Terminated, ended_by_sigterm
 SCRIPT = "vit-distill"
 """What the script is called that an installation brings."""
 
-_DIRECTORIES = ("DIR", "A", "B", "RUN", "TUNING")
-"""What arguments that are directories are called in usage."""
 
 _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.
 
@@ -240,26 +239,25 @@ def _stage(options: argparse.Namespace) -> None:
     stage: stages.Stage = options.stage
     settings = config.resolve(options.recipe, options.overrides)
     os.environ.setdefault(config.DEVICE_VARIABLE, settings.run.device)
-    section = json.dumps(settings.for_stage(stage.name))
+    section: Any = settings.for_stage(stage.name)
     if options.settings is not None:
         if options.overrides:
             raise SettingsError(
                 "--settings gives all settings of the stage, so --set cannot change them; use --recipe with --set"
             )
-        section = options.settings
         try:
-            values = limits.parse_json(section)
+            section = limits.parse_json(options.settings)
         except ValueError as error:
-            raise SettingsError(f"--settings {section!r} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise SettingsError(f"--settings {section!r} is not a JSON object")
+            raise SettingsError(f"--settings {options.settings!r} is not JSON: {error}") from error
+        if not isinstance(section, dict):
+            raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
     inputs = {name: value for name in stage.all_inputs if (value := getattr(options, name)) is not None}
     outputs = {name: getattr(options, name) for name in stage.outputs}
     if stage.launched and not options.worker:
-        config.validate_section(stage.section, json.loads(section))
+        config.validate_section(stage.section, section)
         spec = launch.JobSpec(
             stage=stage.name,
-            settings=json.loads(section),
+            settings=section,
             inputs=inputs,
             outputs=outputs,
             processes_per_node=options.processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE]),
@@ -268,7 +266,7 @@ def _stage(options: argparse.Namespace) -> None:
         run(spec)
         return
     further = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.takes_recipe else {}
-    stages.call(stage.name, section, {**inputs, **outputs}, **further)
+    stages.call(stage.name, json.dumps(section), {**inputs, **outputs}, **further)
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -343,7 +341,7 @@ def _completion(options: argparse.Namespace) -> None:
     for action in _actions(parser):
         if action.dest == "recipe":
             action.complete = dict.fromkeys(preamble, function)  # type: ignore[attr-defined]  # where shtab looks for it
-        elif action.metavar in _DIRECTORIES:
+        elif action.metavar in ("DIR", "A", "B", "RUN", "TUNING"):  # what directories are called in usage
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif action.metavar == "FILE":
             action.complete = shtab.FILE  # type: ignore[attr-defined]
