@@ -26,9 +26,10 @@ Kind = Literal[
 ]
 """What an artifact holds; checkpoints are the only ones that no stage hands to another."""
 
-_RAISED: Mapping[Kind, int] = {"teacher_outputs": 2, "evidence": 3, "report": 2, "checkpoint": 2}
-SCHEMA_VERSIONS: Mapping[Kind, int] = {kind: _RAISED.get(kind, 1) for kind in get_args(Kind)}
-"""The version of each kind's content; a reader refuses any other."""
+SCHEMA_VERSIONS: Mapping[Kind, int] = {
+    kind: {"teacher_outputs": 2, "evidence": 3, "report": 2, "checkpoint": 2}.get(kind, 1) for kind in get_args(Kind)
+}
+"""The version of each kind's content, 1 if nothing else is said; a reader refuses any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
