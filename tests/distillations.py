@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from tests import groups
-from trainer import artifacts, config, launch, models, stages
+from trainer import artifacts, config, models, stages
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, UNLABELED, DatasetDescription, features
+from trainer.launch import JobSpec, LocalLauncher
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import prepare
 
@@ -77,12 +78,14 @@ class Distillation:
 
     def run(self, processes=1):
         """Train to the end."""
-        launch.run_stage(
-            "distill",
-            json.dumps(self.settings),
-            inputs=self.inputs,
-            outputs=self.outputs,
-            processes_per_node=processes,
+        LocalLauncher().run(
+            JobSpec(
+                stage="distill",
+                settings=self.settings,
+                inputs=self.inputs,
+                outputs=self.outputs,
+                processes_per_node=processes,
+            )
         )
         return self
 

@@ -125,8 +125,7 @@ def _value_axis(most: float, length: float, height: float, unit: str) -> list[Ma
     content = [line(LEFT, height, LEFT + length, height, "axis")]
     for tick in ticks(0, most, 6):
         x = LEFT + tick / most * length
-        content.append(line(x, 0, x, height, "grid"))
-        content.append(text(x, height + 15, short(tick), "soft mid"))
+        content += [line(x, 0, x, height, "grid"), text(x, height + 15, short(tick), "soft mid")]
     content.append(text(LEFT + length + 26, height + 15, unit, "soft"))
     return content
 
@@ -181,8 +180,7 @@ def histogram(values: Floats, marks: Sequence[tuple[float, str]], unit: str, tit
     content = []
     for tick in (tick for tick in ticks(0, most, 4) if tick == round(tick)):
         y = top + height * (1 - tick / most)
-        content.append(line(LEFT, y, LEFT + PLOT, y, "grid"))
-        content.append(text(LEFT - 8, y + 4, short(tick), "soft end"))
+        content += [line(LEFT, y, LEFT + PLOT, y, "grid"), text(LEFT - 8, y + 4, short(tick), "soft end")]
     for index, count in enumerate(counts.tolist()):
         x = LEFT + (edges[index] - low) * scale
         bar, width = height * count / most, (edges[index + 1] - edges[index]) * scale - 1
@@ -192,8 +190,7 @@ def histogram(values: Floats, marks: Sequence[tuple[float, str]], unit: str, tit
         content.append(text(LEFT + (tick - low) * scale, top + height + 16, short(tick), "soft mid"))
     for value, label in marks:
         x = LEFT + (min(value, high) - low) * scale
-        content.append(line(x, top - 4, x, top + height, "whisker"))
-        content.append(text(x, top - 7, label, "mid"))
+        content += [line(x, top - 4, x, top + height, "whisker"), text(x, top - 7, label, "mid")]
     content.append(line(LEFT, top + height, LEFT + PLOT, top + height, "axis"))
     content.append(text(LEFT - 60, top + height / 2, count_label, "soft end"))
     content.append(text(LEFT - 10, top + height + 16, unit, "soft end"))
@@ -281,12 +278,7 @@ def outline(heights: Sequence[float], width: float) -> str:
 
 
 def recalls(by_model: Mapping[str, NDArray[np.float64]], classes: Sequence[str], title: str) -> Markup:
-    """Draw the recall of each class for each model, the worst classes of the last model first; at most 100.
-
-    Args:
-        by_model: name -> recall [K], NaN for a class without images.
-        classes: name of each class.
-    """
+    """Draw the recall [K] of each class for each model, NaN without images, the worst classes of the last model first; at most 100."""
     order = np.argsort(list(by_model.values())[-1], kind="stable")[:_MOST_CLASSES].tolist()
     length, row = 540.0, 20 if len(order) <= 40 else 15
     height = row * len(order)
@@ -409,19 +401,13 @@ def _scale(middle: float, y: float, low: str, high: str) -> list[Markup]:
 
 
 def confusion(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> Markup:
-    """Draw a confusion matrix as shares of each row, with counts and names where they are readable.
-
-    Args:
-        counts: [K, K], rows are the truth.
-        classes: name of each class.
-    """
+    """Draw a confusion matrix [K, K], whose rows are the truth, as shares of each row, with counts and names where they are readable."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     counted, named = len(classes) <= _CLASSES_WITH_COUNTS, len(classes) <= _CLASSES_WITH_NAMES
     cell = 30.0 if counted else 13.0 if named else max(1.0, 800 / len(classes))
     edge = cell * len(classes)
-    widest = (
-        max(columns(fitted(name, small=not counted)) for name in classes) * (7.0 if counted else 6.0) if named else 0.0
-    )
+    letter = 7.0 if counted else 6.0
+    widest = letter * max(columns(fitted(name, small=not counted)) for name in classes) if named else 0.0
     margin = 40 + widest
     content = [rectangle(0, 0, edge, edge, "panel")]
     if counted:
@@ -444,10 +430,8 @@ def confusion(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> 
         content += [_row_hint(counts[row], classes, row, edge, cell) for row in range(len(classes))]
     content.append(_upright(14 - margin, edge / 2, "class", "soft mid"))
     below, middle = edge + 26 + (12 if widest < cell else widest), max(edge / 2, 120.0)
-    content += [
-        text(edge / 2, below, "taken for", "soft mid"),
-        *_scale(middle, below + 14, "0 %", "100 % of the class"),
-    ]
+    content.append(text(edge / 2, below, "taken for", "soft mid"))
+    content += _scale(middle, below + 14, "0 %", "100 % of the class")
     width = math.ceil(margin + max(edge + 16, middle + 200))
     return drawing(below + 36, group(margin, 0, *content), title=title, width=width)
 
@@ -458,9 +442,8 @@ def _counted_cells(counts: NDArray[np.int64], shares: Floats, classes: Sequence[
         x, y, share = column * cell, row * cell, float(shares[row, column])
         hint = f"{classes[row]} taken for {classes[column]}: {counts[row, column]:,} ({percent(share)} of the class)"
         place = {"x": x, "y": y, "width": cell - 1, "height": cell - 1, "opacity": f"{max(share, 0.08):.2f}"}
-        number = text(
-            x + cell / 2 - 0.5, y + cell / 2 + 4, f"{counts[row, column]}", "mid paper" if share > 0.5 else "mid"
-        )
+        style = "mid paper" if share > 0.5 else "mid"
+        number = text(x + cell / 2 - 0.5, y + cell / 2 + 4, f"{counts[row, column]}", style)
         drawn.append(hinted(hint, element("rect", class_="scale", **place), number))
     return drawn
 
@@ -562,11 +545,8 @@ def line_lane(
     """Draw lines with a value axis of their own, with a gap where there is no value.
 
     Args:
-        title: what it is.
-        unit: of the values.
         curves: the lines; at least one value is finite.
         duration_s: seconds at the right end.
-        height: of the strip.
         low: lower end of the axis; the smallest value where not given.
         high: the axis reaches at least up to it.
     """
@@ -628,11 +608,9 @@ def window_lane(title: str, unit: str, windows: Sequence[MarkedTime], duration_s
     return Lane(title=title, unit=unit, height=max(34, row * len(windows)), content=content)
 
 
-def stack_lane(
-    title: str, unit: str, shares: Mapping[str, Floats], labels: Mapping[str, str], *, height: float = 90
-) -> Lane:
+def stack_lane(title: str, unit: str, shares: Mapping[str, Floats], labels: Mapping[str, str]) -> Lane:
     """Draw shares [bins] of each phase or range, stacked to the full height; `labels` says what each is called."""
-    bins = len(next(iter(shares.values())))
+    height, bins = 90, len(next(iter(shares.values())))
     lower = np.zeros(bins)
     content = [rectangle(0, 0, PLOT, height, "panel")]
     scale = f"scale({PLOT / bins:.4f} {height})"
@@ -641,9 +619,8 @@ def stack_lane(
         pieces = []  # the area between two step functions, downwards from 1: one for each bin that has an area
         for index in np.flatnonzero(upper - lower > 1e-3).tolist():
             pieces.append(f"M{index} {1 - upper[index]:.3f}h1v{upper[index] - lower[index]:.3f}h-1z")
-        content.append(
-            path("".join(pieces), colour_class(name), labels[name], shape_rendering="crispEdges", transform=scale)
-        )
+        style = {"shape_rendering": "crispEdges", "transform": scale}
+        content.append(path("".join(pieces), colour_class(name), labels[name], **style))
         lower = upper
     for tick in (0, 50, 100):
         content.append(text(-7, height * (1 - tick / 100) + (9 if tick == 100 else 4), tick, "soft end"))

@@ -10,29 +10,16 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from trainer import __version__, commands, config, launch, limits, stages, tracking
+from trainer import __version__, commands, config, errors, launch, limits, stages, tracking
 from trainer.commands import Subparsers
-from trainer.errors import (
-    CRASH_EXIT_CODE,
-    CRASHED_NODE_EXIT_CODE,
-    EXIT_CODE,
-    INTERRUPTED_EXIT_CODE,
-    PREEMPTED_EXIT_CODE,
-    CrashError,
-    PreemptedError,
-    SettingsError,
-    TrainerError,
-    make_directory,
-    writing_to,
-)
+from trainer.errors import SettingsError, TrainerError
 from trainer.host import Terminated, ended_by_sigterm
 
 SCRIPT = "vit-distill"
 """What the script is called that an installation brings."""
 
-_DIRECTORIES = ("DIR", "A", "B", "RUN", "TUNING")
-"""What arguments that are directories are called in usage."""
 
 _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.
 
@@ -49,53 +36,49 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code. A user's error ends in one message, and `--debug` adds the traceback."""
     options = _parser().parse_args(arguments)
-    worker, node = getattr(options, "worker", False), getattr(options, "node", False)
-    _set_up_logging(quiet=worker and os.environ.get("RANK", "0") != "0")
+    _set_up_logging(quiet=options.worker and os.environ.get("RANK", "0") != "0")
     try:
         with ended_by_sigterm():
             options.command(options)
     except TrainerError as error:
-        return _fail(error, options, worker=worker, node=node)
+        return _fail(error, options)
     except BrokenPipeError:
         commands.discard_output()
     except KeyboardInterrupt as request:
-        if worker:
-            return PREEMPTED_EXIT_CODE
+        if options.worker:
+            return errors.PREEMPTED_EXIT_CODE
         print("interrupted; what was written is kept, and the same command continues from there", file=sys.stderr)
-        return PREEMPTED_EXIT_CODE if isinstance(request, Terminated) else INTERRUPTED_EXIT_CODE
+        return errors.PREEMPTED_EXIT_CODE if isinstance(request, Terminated) else errors.INTERRUPTED_EXIT_CODE
     except Exception as error:
-        if not worker and not node:
+        if not options.worker and not options.node:
             raise
         # The launcher of this process waits for a message.
         message = f"{type(error).__name__}: {error} (its traceback stands above)"
-        if worker:
+        if options.worker:
             launch.record_failure(message, traceback.format_exc())
         else:
             traceback.print_exc()
             launch.leave_last_words(message)
             print(f"error: {message}", file=sys.stderr)
-        return CRASH_EXIT_CODE
+        return errors.CRASH_EXIT_CODE
     return 0
 
 
-def _fail(error: TrainerError, options: argparse.Namespace, *, worker: bool, node: bool) -> int:
-    """Report an error.
-
-    The exit code tells whoever started this process whether to start it again: not after what would come again, such as the user's own
-    mistake.
-    """
-    preempted = isinstance(error, PreemptedError)
-    code = PREEMPTED_EXIT_CODE if preempted else CRASH_EXIT_CODE if error.passing else EXIT_CODE
-    if worker:
+def _fail(error: TrainerError, options: argparse.Namespace) -> int:
+    """Report an error; the exit code tells whoever started this process whether to start it again: not where the error would come again."""
+    preempted = isinstance(error, errors.PreemptedError)
+    code = errors.CRASH_EXIT_CODE if error.passing else errors.EXIT_CODE
+    code = errors.PREEMPTED_EXIT_CODE if preempted else code
+    if options.worker:
         if not preempted:
             launch.record_failure(str(error), traceback.format_exc() if options.debug else "")
         return code
     if options.debug:
         traceback.print_exc()
-    if node:
+    if options.node:
         launch.leave_last_words(str(error))
     print(f"{'ended' if preempted else 'error'}: {error}", file=sys.stderr)
-    return CRASHED_NODE_EXIT_CODE if node and isinstance(error, CrashError) else code
+    return errors.CRASHED_NODE_EXIT_CODE if options.node and isinstance(error, errors.CrashError) else code
 
 
 def _set_up_logging(*, quiet: bool) -> None:
@@ -115,20 +98,15 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands.add_debug(parser)
+    parser.set_defaults(worker=False, node=False)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_run(subparsers)
-    _add_stage(subparsers)
-    _add_compare(subparsers)
-    _add_forecast(subparsers)
-    _add_bill(subparsers)
-    _add_config(subparsers)
-    listing = subparsers.add_parser("recipes", help="list the recipes", description="List the recipes.")
-    listing.set_defaults(command=_recipes)
-    _add_completion(subparsers)
+    _add_run_and_stage(subparsers)
+    _add_tables(subparsers)
+    _add_config_and_others(subparsers)
     return parser
 
 
-def _add_run(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+def _add_run_and_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run",
         help="run all stages of a recipe",
@@ -142,8 +120,6 @@ def _add_run(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_processes(parser, number=commands.positive)
     parser.set_defaults(command=_run)
 
-
-def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "stage", help="run one stage on given inputs", description="Run one stage on given inputs."
     )
@@ -172,7 +148,8 @@ def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         parser.set_defaults(command=_stage, stage=stage)
 
 
-def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+def _add_tables(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    """Add the commands that put finished runs and trials side by side."""
     parser = subparsers.add_parser(
         "compare",
         help="put two runs or trainings side by side",
@@ -185,8 +162,6 @@ def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.set_defaults(command=_compare)
 
-
-def _add_forecast(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "forecast",
         help="show what a distillation will take where it was tried",
@@ -212,8 +187,6 @@ def _add_forecast(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.set_defaults(command=_forecast)
 
-
-def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "bill",
         help="show what runs took and cost",
@@ -230,7 +203,7 @@ def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_bill)
 
 
-def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+def _add_config_and_others(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "config",
         help="show the resolved settings, each with its meaning",
@@ -242,8 +215,9 @@ def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--json", action="store_true", help="print the values alone, as JSON")
     parser.set_defaults(command=_config)
 
+    parser = subparsers.add_parser("recipes", help="list the recipes", description="List the recipes.")
+    parser.set_defaults(command=_recipes)
 
-def _add_completion(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "completion",
         help=f"print what completes {SCRIPT} in a shell",
@@ -265,38 +239,34 @@ def _stage(options: argparse.Namespace) -> None:
     stage: stages.Stage = options.stage
     settings = config.resolve(options.recipe, options.overrides)
     os.environ.setdefault(config.DEVICE_VARIABLE, settings.run.device)
-    section = json.dumps(settings.for_stage(stage.name))
+    section: Any = settings.for_stage(stage.name)
     if options.settings is not None:
         if options.overrides:
             raise SettingsError(
                 "--settings gives all settings of the stage, so --set cannot change them; use --recipe with --set"
             )
-        section = options.settings
         try:
-            values = limits.parse_json(section)
+            section = limits.parse_json(options.settings)
         except ValueError as error:
-            raise SettingsError(f"--settings {section!r} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise SettingsError(f"--settings {section!r} is not a JSON object")
-    given = {name: getattr(options, name) for name in stage.all_inputs}
-    inputs = {name: value for name, value in given.items() if value is not None}
+            raise SettingsError(f"--settings {options.settings!r} is not JSON: {error}") from error
+        if not isinstance(section, dict):
+            raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
+    inputs = {name: value for name in stage.all_inputs if (value := getattr(options, name)) is not None}
     outputs = {name: getattr(options, name) for name in stage.outputs}
     if stage.launched and not options.worker:
-        config.validate_section(stage.section, json.loads(section))
+        config.validate_section(stage.section, section)
         spec = launch.JobSpec(
             stage=stage.name,
-            settings=json.loads(section),
+            settings=section,
             inputs=inputs,
             outputs=outputs,
             processes_per_node=options.processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE]),
         )
-        if options.node:
-            launch.join_node(spec)
-        else:
-            launch.LocalLauncher().run(spec)
+        run = launch.join_node if options.node else launch.LocalLauncher().run
+        run(spec)
         return
     further = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.takes_recipe else {}
-    stages.call(stage.name, section, {**inputs, **outputs}, **further)
+    stages.call(stage.name, json.dumps(section), {**inputs, **outputs}, **further)
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -310,8 +280,8 @@ def _compare(options: argparse.Namespace) -> None:
             raise SettingsError(
                 f"--output {page} is a directory; give the name of a file, such as {page / 'comparison.html'}"
             )
-        make_directory(page.parent)
-        with writing_to(page):
+        errors.make_directory(page.parent)
+        with errors.writing_to(page):
             page.write_text(compare.page(compared), encoding="utf-8")
         print(f"\nAs a page: {page}")
 
@@ -325,22 +295,21 @@ def _forecast(options: argparse.Namespace) -> None:
 
 
 def _bill(options: argparse.Namespace) -> None:
-    from trainer import price_performance, runner, summary
+    from trainer import runner, summary
 
     if not options.runs and not options.experiment:
         raise SettingsError(
             "bill: name the directories of runs, such as runs/latest, or an MLflow experiment with --experiment"
         )
-    read = [price_performance.read_run(run) for run in options.runs]
+    read = [summary.read_run(run) for run in options.runs]
     entries = [entry for entry, _ in read]
     if options.experiment:
         if (store := tracking.local_store(runner.RUNS)).exists():
             os.environ.setdefault(tracking.URI, f"sqlite:///{store}")
-        entries += price_performance.read_experiment(options.experiment)
-    if len(entries) == 1 and read:
-        print(limits.printable("\n".join(summary.bill_table(read[0][1]))))
-    else:
-        print(limits.printable("\n".join(price_performance.lines(entries))))
+        entries += summary.read_experiment(options.experiment)
+    alone = len(entries) == 1 and read
+    lines = summary.bill_table(read[0][1]) if alone else summary.price_table(entries)
+    print(limits.printable("\n".join(lines)))
 
 
 def _config(options: argparse.Namespace) -> None:
@@ -372,7 +341,7 @@ def _completion(options: argparse.Namespace) -> None:
     for action in _actions(parser):
         if action.dest == "recipe":
             action.complete = dict.fromkeys(preamble, function)  # type: ignore[attr-defined]  # where shtab looks for it
-        elif action.metavar in _DIRECTORIES:
+        elif action.metavar in ("DIR", "A", "B", "RUN", "TUNING"):  # what directories are called in usage
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif action.metavar == "FILE":
             action.complete = shtab.FILE  # type: ignore[attr-defined]

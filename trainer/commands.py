@@ -67,11 +67,7 @@ def add_processes(
 
 
 def add_place(
-    options: Options,
-    *,
-    pool: str | None = None,
-    processes: str = "the pool's own",
-    number: Callable[[str], int] = int,
+    options: Options, *, pool: str | None = None, processes: str = "the pool's own", number: Callable[[str], int] = int
 ) -> None:
     """Add where the trainings run: a node pool, its nodes, and the processes on each.
 

@@ -193,19 +193,17 @@ def on_nodes(
 def _efficiency(by_nodes: Mapping[int, Measurement], nodes: int, assumed: float) -> tuple[float, str]:
     """Return the speed-up of a doubling as a share of 2, and its source: the two measurements nearest to the wanted number of nodes."""
     if len(by_nodes) == 1:
-        source = (
-            f"twice as many nodes are assumed to be {2 * assumed:.3g} times as fast; only {_nodes(*by_nodes)} measured"
-        )
-        return assumed, source
+        faster = f"assumed to be {2 * assumed:.3g} times as fast"
+        return assumed, f"twice as many nodes are {faster}; only {_nodes(*by_nodes)} measured"
     low, high = sorted(sorted(by_nodes, key=lambda known: abs(math.log2(known / nodes)))[:2])
     speedup = by_nodes[low].step_s / by_nodes[high].step_s
     measured = speedup ** (1 / math.log2(high / low)) / 2
     efficiency = min(1.0, measured)  # a speed-up above the number of machines is luck, and is not extrapolated
     held = "" if low < nodes < high else f", taken to hold for {_nodes(nodes)}"
-    return (
-        efficiency,
-        f"twice as many nodes are {2 * efficiency:.3g} times as fast, as measured from {low} to {_nodes(high)}{held}",
+    source = (
+        f"twice as many nodes are {2 * efficiency:.3g} times as fast, as measured from {low} to {_nodes(high)}{held}"
     )
+    return efficiency, source
 
 
 def _nodes(count: int) -> str:
@@ -240,16 +238,11 @@ def epochs_that_fit(
 
 
 def refuse_over_budget(
-    expected: Forecast,
-    alternatives: Mapping[str, Forecast],
-    *,
-    budget_usd: float | None,
-    budget_hours: float | None,
+    expected: Forecast, alternatives: Mapping[str, Forecast], *, budget_usd: float | None, budget_hours: float | None
 ) -> None:
     """Stop before the money is spent; a budget within the forecast's interval is only warned of.
 
     Args:
-        expected: the forecast.
         alternatives: what to change, in the user's words such as `distill.teacher=recorded` or `pool gpu-a10g` -> its own forecast.
         budget_usd: most dollars; none or 0 sets no limit.
         budget_hours: most hours; none or 0 sets no limit.

@@ -1,6 +1,6 @@
 """Launching: a stage as a group of training processes.
 
-`JobSpec` says what is to run; a `Launcher` runs it. The one here starts torch's elastic agent (what torchrun is made of) on this machine;
+`JobSpec` says what is to run; a launcher runs it. The one here starts torch's elastic agent (what torchrun is made of) on this machine;
 the one for clusters stands in `components/launch`, and its pods start the agent with `join_node`. Both end in the same command in each
 process: `python -m trainer stage NAME --worker ...`.
 """
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer.costs import local_place
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
@@ -86,19 +86,15 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-class Launcher(Protocol):
-    """Runs jobs somewhere."""
-
-    def run(self, spec: JobSpec) -> None:
-        """Run a job to its end; raises a `LaunchError` that names the process that failed, why, and the next move."""
-        ...
-
-
 class LocalLauncher:
     """Runs a job on this machine, one node only."""
 
     def run(self, spec: JobSpec) -> None:
-        """Start the processes and wait for them; end them all if one fails, or at Ctrl-C or SIGTERM."""
+        """Start the processes and wait for them; end them all if one fails, or at Ctrl-C or SIGTERM.
+
+        Raises:
+            LaunchError: names the process that failed, why, and the next move.
+        """
         launched_unix = time.time()
         from torch.distributed.launcher.api import LaunchConfig
 
@@ -283,12 +279,9 @@ def leave_last_words(message: str) -> None:
 
 def _first_exit_codes(error: ChildFailedError) -> dict[int, int]:
     """Map rank on this node -> exit code of the processes that failed first; those that the agent then ended had no choice."""
-    first = min(failure.timestamp for failure in error.failures.values())
-    return {
-        failure.local_rank: failure.exitcode
-        for failure in error.failures.values()
-        if failure.timestamp - first < AT_ONCE_S
-    }
+    failed = error.failures.values()
+    first = min(failure.timestamp for failure in failed)
+    return {one.local_rank: one.exitcode for one in failed if one.timestamp - first < AT_ONCE_S}
 
 
 def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, node: str = "") -> TrainerError:
@@ -354,18 +347,3 @@ def gpus() -> int:
 def processes_here(device: str) -> int:
     """Return the default number of training processes here: one for each GPU, if `run.device` may mean them, or else one."""
     return max(1, gpus() if device in {"auto", "cuda"} else 0)
-
-
-def run_stage(
-    stage: str, settings: str, *, inputs: Mapping[str, str], outputs: Mapping[str, str], processes_per_node: int = 1
-) -> None:
-    """Run a stage as a group of processes on this machine; `settings` is its section, as JSON text. Raises as `LocalLauncher.run`."""
-    LocalLauncher().run(
-        JobSpec(
-            stage=stage,
-            settings=json.loads(settings),
-            inputs=inputs,
-            outputs=outputs,
-            processes_per_node=processes_per_node,
-        )
-    )

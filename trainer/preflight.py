@@ -31,7 +31,6 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
     """Refuse what would end a late stage, and fix the revision of timm's weights.
 
     Args:
-        settings: of a run.
         trains_here: whether this machine trains, so that its devices and files count.
         processes: that share a step.
     """

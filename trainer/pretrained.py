@@ -104,9 +104,8 @@ def with_classes(
 
     Args:
         model: with a head of L classes.
-        classes: name of each class of the data set.
-        label_map: which class of the model each of them is, by name or index; empty where they have the same names.
-        name: name of the weights, for messages.
+        label_map: which class of the model each of the data set's is, by name or index; empty where they have the same names.
+        name: of the weights, for messages.
     """
     card = replace(model.card, labels=tuple(classes))
     rows = _rows(model.card.labels, classes, label_map, name)

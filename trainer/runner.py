@@ -16,6 +16,7 @@ from typing import Any
 from trainer import artifacts, config, launch, preflight, stages, storage, tracking
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.graph import STAGES, Stage
+from trainer.launch import JobSpec, LocalLauncher
 from trainer.summary import SUMMARY
 from trainer.tuning.tuning_schema import read_tuning
 
@@ -47,8 +48,7 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     """Run all stages; what an earlier run in the same output completed with the same settings is kept.
 
     Args:
-        recipe: name or path of a recipe.
-        overrides: `key=value` settings.
+        recipe: its name or path.
         output: the run's directory; None for a new one below `runs/`.
         processes: how many processes train; 0: one for each GPU, or else one.
 
@@ -61,18 +61,25 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     directory = new_directory(recipe, output)
     os.environ.update(environment(settings, directory))
     resolved = settings.model_dump(mode="json")
+    given = {"recipe": recipe, "resolved": resolved}
     tracking.check()
     tracking.start_parent(resolved, {"recipe": recipe})
     try:
         for stage in STAGES.values():
             if not stage.is_needed(settings):
                 continue
+            section = settings.for_stage(stage.name)
             directories = {keyword: str(directory / folder) for keyword, folder in folders(stage, settings).items()}
-            further = {"recipe": recipe, "resolved": resolved} if stage.takes_recipe else {}
-            _run_stage(stage, settings.for_stage(stage.name), directories, processes=processes, further=further)
+            if stage.kept and _is_complete(stage, section, directories):
+                logger.info("%s  kept from an earlier run in the same output", stage.name)
+            else:
+                logger.info("%s  starts", stage.name)
+                start = time.monotonic()
+                run_stage(stage, section, directories, processes=processes, given=given)
+                logger.info("%s  done in %.1f s", stage.name, time.monotonic() - start)
             if stage.name == "tune":  # it chose the settings of the distillation, or was given them
-                section = config.DistillSettings.model_validate(read_tuning(directories["tuning"]).settings)
-                settings = settings.model_copy(update={"distill": section})
+                chosen = config.DistillSettings.model_validate(read_tuning(directories["tuning"]).settings)
+                settings = settings.model_copy(update={"distill": chosen})
     except BaseException as error:  # register ends the parent run otherwise
         try:
             tracking.finish_parent("FAILED" if isinstance(error, Exception) else "KILLED")
@@ -106,26 +113,23 @@ def environment(settings: config.Settings, directory: Path) -> dict[str, str]:
     return tracked | {config.DEVICE_VARIABLE: settings.run.device}
 
 
-def _run_stage(
+def run_stage(
     stage: Stage,
     section: Mapping[str, Any],
     directories: Mapping[str, str],
     *,
     processes: int,
-    further: Mapping[str, object],
+    given: Mapping[str, Any],
 ) -> None:
-    if stage.kept and _is_complete(stage, section, directories):
-        logger.info("%s  kept from an earlier run in the same output", stage.name)
-        return
-    logger.info("%s  starts", stage.name)
-    start = time.monotonic()
+    """Run a stage on its inputs and outputs; `given` has the `recipe` and all `resolved` settings, for a stage that takes them."""
     if stage.launched:
         inputs = {keyword: directories[keyword] for keyword in stage.all_inputs if keyword in directories}
         outputs = {keyword: directories[keyword] for keyword in stage.outputs}
-        launch.run_stage(stage.name, json.dumps(section), inputs=inputs, outputs=outputs, processes_per_node=processes)
+        processes = processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE])
+        spec = JobSpec(stage=stage.name, settings=section, inputs=inputs, outputs=outputs, processes_per_node=processes)
+        LocalLauncher().run(spec)
     else:
-        stages.call(stage.name, json.dumps(section), directories, **further)
-    logger.info("%s  done in %.1f s", stage.name, time.monotonic() - start)
+        stages.call(stage.name, json.dumps(section), directories, **(given if stage.takes_recipe else {}))
 
 
 def _is_complete(stage: Stage, section: Mapping[str, Any], directories: Mapping[str, str]) -> bool:

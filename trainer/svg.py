@@ -51,7 +51,6 @@ def element(tag: str, *content: object, **attributes: object) -> Markup:
     """Write an element.
 
     Args:
-        tag: its name.
         content: elements, which are `Markup` and stay as they are, and texts, which are escaped.
         attributes: their `_` become `-`, but for one at the end (`class_`); floats get one decimal, None is left out.
     """
@@ -83,15 +82,7 @@ def drawing(
 
 
 def text(x: float, y: float, content: object, style: str | None = None, *, hint: str = "") -> Markup:
-    """Write text at its baseline.
-
-    Args:
-        x: its left end; its right end or its middle where `style` says so.
-        y: of the baseline.
-        content: what it says.
-        style: classes: soft, small, end, mid.
-        hint: is shown when the pointer rests on it.
-    """
+    """Write text at its baseline; `style` has classes: soft, small, and end or mid, where `x` is its right end or its middle."""
     return element("text", content, _title(hint), x=float(x), y=float(y), class_=style)
 
 

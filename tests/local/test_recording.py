@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainer import artifacts, config, launch, tracking
+from trainer import artifacts, config, tracking
+from trainer.launch import JobSpec, LocalLauncher
 from trainer.stages import reinforce
 
 SETTINGS = config.ReinforceSettings(
@@ -57,9 +58,9 @@ def test_a_killed_recording_goes_on_with_another_number_of_processes_to_the_same
     assert not artifacts.exists(output)
 
     capfd.readouterr()
-    launch.run_stage(
-        "reinforce", json.dumps(section), inputs=inputs, outputs={"teacher_outputs": output}, processes_per_node=2
-    )
+    outputs = {"teacher_outputs": output}
+    spec = JobSpec(stage="reinforce", settings=section, inputs=inputs, outputs=outputs, processes_per_node=2)
+    LocalLauncher().run(spec)
     assert f"resuming: {kept} of 12 shards are there" in capfd.readouterr().err
     assert not list(shelf.iterdir())
     reinforce.run(SETTINGS, **inputs, teacher_outputs=tmp_path / "whole")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -12,9 +12,10 @@ import torch
 
 from tests.distillations import QUICK
 from tests.pathologies import on_rank, together
-from trainer import config, launch, runner
+from trainer import config, runner
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError
+from trainer.launch import JobSpec, LocalLauncher
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import tune
 from trainer.tuning import step_timer
@@ -30,15 +31,16 @@ def section(**settings):
 def test_two_processes_measure_one_distillation_and_take_the_same_decisions(digits, teacher, tmp_path):
     settings = section(apply=True, distill={"epochs": 20, "zero": True, "gradient_compression": "bf16"})
     inputs, outputs = {"dataset": digits, "teacher": teacher}, {"tuning": str(tmp_path / "tuning")}
-    launch.run_stage("tune", json.dumps(settings), inputs=inputs, outputs=outputs, processes_per_node=2)
+    spec = JobSpec(stage="tune", settings=settings, inputs=inputs, outputs=outputs, processes_per_node=2)
+    LocalLauncher().run(spec)
     made = read_tuning(tmp_path / "tuning")
     assert made.place.processes_per_node == 2
     assert made.tried[0].trial.images_per_second > 0
     assert made.measurement.batch_size == made.chosen["batch_size"]
 
-    over = json.dumps(settings | {"search": False, "budget_hours": 1e-4})
+    over = settings | {"search": False, "budget_hours": 1e-4}
     with pytest.raises(LaunchError, match=r"tune: .*the distillation would take .* but run\.budget_hours=0\.0001"):
-        launch.run_stage("tune", over, inputs=inputs, outputs=outputs, processes_per_node=2)
+        LocalLauncher().run(replace(spec, settings=over))
 
 
 @contextmanager

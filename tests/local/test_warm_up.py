@@ -5,8 +5,9 @@ import json
 import pytest
 
 from tests.distillations import QUICK, TINY
-from trainer import config, launch
+from trainer import config
 from trainer.config import WarmUpSettings
+from trainer.launch import JobSpec, LocalLauncher
 from trainer.stages import warm_up
 
 
@@ -22,12 +23,14 @@ def test_all_processes_take_the_first_steps_together(digits, tmp_path, monkeypat
     values = {"enabled": True, "pretrain": teacher, "reinforce": {"views": 2}}
     values["distill"] = QUICK | part | {"teacher": "recorded", "checkpoint_every": 500}
     section = config.validate(WarmUpSettings, values).model_dump(mode="json")
-    launch.run_stage(
-        "warm_up",
-        json.dumps(section),
-        inputs={"dataset": digits},
-        outputs={"warmed": str(tmp_path / "warmed")},
-        processes_per_node=2,
+    LocalLauncher().run(
+        JobSpec(
+            stage="warm_up",
+            settings=section,
+            inputs={"dataset": digits},
+            outputs={"warmed": str(tmp_path / "warmed")},
+            processes_per_node=2,
+        )
     )
     report = json.loads((tmp_path / "warmed" / warm_up.FILE).read_text())
     assert {one["training"]: one["steps"] for one in report} == {"finetune": 5, "distill": 5}

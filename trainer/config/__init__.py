@@ -1,15 +1,24 @@
-"""Every setting (`settings`), and how a recipe and overrides become the settings of a run (`resolution`). Nothing here imports torch."""
+"""From a recipe and overrides to the settings of a run, all checked, with a message that names each wrong one.
 
-from trainer.config.resolution import RECIPES as RECIPES
-from trainer.config.resolution import load_recipe as load_recipe
-from trainer.config.resolution import parse_overrides as parse_overrides
-from trainer.config.resolution import recipes as recipes
-from trainer.config.resolution import recording_mistakes as recording_mistakes
-from trainer.config.resolution import resolve as resolve
-from trainer.config.resolution import resolve_run as resolve_run
-from trainer.config.resolution import validate as validate
-from trainer.config.resolution import validate_section as validate_section
-from trainer.config.resolution import walk as walk
+A recipe (`trainer/recipes/NAME.toml`) states only what differs from the defaults; overrides are text (`distill.temperature=2`).
+`resolve` turns both into one frozen `Settings`, and fills in what sections take from one another. Every setting stands in `settings`.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from trainer import limits, local_files
+from trainer.base_models import Section, nearest, texts
 from trainer.config.settings import CHECKPOINTS_VARIABLE as CHECKPOINTS_VARIABLE
 from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
 from trainer.config.settings import LOADING as LOADING
@@ -44,3 +53,290 @@ from trainer.config.settings import ViewsOn as ViewsOn
 from trainer.config.settings import WarmUpSettings as WarmUpSettings
 from trainer.config.settings import WatchSettings as WatchSettings
 from trainer.config.settings import Workers as Workers
+from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def recipes() -> dict[str, str]:
+    """List the recipes: name -> the first line of its text."""
+    paths = sorted(RECIPES.glob("*.toml"))
+    return {path.stem: path.read_text().split("\n", 1)[0].removeprefix("#").strip() for path in paths}
+
+
+def load_recipe(recipe: str) -> dict[str, Any]:
+    """Read the differences from the defaults that a recipe states; `recipe` is a name or the path of a TOML file."""
+    path = RECIPES / f"{recipe}.toml" if "/" not in recipe and not recipe.endswith(".toml") else Path(recipe)
+    try:
+        return limits.parse_toml(local_files.read_limited(path, limits.TOML_BYTES).decode())
+    except ObjectNotFoundError as error:
+        known = sorted(recipes())
+        raise SettingsError(
+            f"unknown recipe {recipe!r}{nearest(recipe, known)}; known: {', '.join(known)}, or the path of a TOML file"
+        ) from error
+    except StorageError as error:
+        raise SettingsError(f"recipe {error}") from error
+    except ValueError as error:
+        raise SettingsError(f"recipe {path}: cannot be read: {error}") from error
+
+
+def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
+    """Parse `"distill.temperature=2 data.source=digits"` -> `{"distill.temperature": 2, "data.source": "digits"}`.
+
+    A value is read as TOML where it is TOML (numbers, true, quoted text, lists) and as plain text otherwise; a value with spaces
+    is quoted as in a shell.
+    """
+    try:
+        items = shlex.split(overrides) if isinstance(overrides, str) else list(overrides)
+    except ValueError as error:
+        raise SettingsError(f"overrides {overrides!r}: {error}; close the quotation") from error
+    parsed = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise SettingsError(f"override {item!r}: is not key=value, such as distill.temperature=2")
+        try:
+            found = limits.parse_toml(f"value = {text}")
+        except ValueError:
+            found = {}
+        parsed[key] = found["value"] if len(found) == 1 else text  # after a line break there may be more
+    return parsed
+
+
+def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
+    """Change the defaults by a recipe, and then by overrides; a `SettingsError` names all that is wrong."""
+    values = load_recipe(recipe) if recipe else {}
+    for key, value in parse_overrides(overrides).items():
+        *path, last = key.split(".")
+        if len(path) > limits.NESTING:
+            raise SettingsError(
+                f"override {limits.cut(key, 200)}: names more than {limits.NESTING} groups within one another"
+            )
+        group = values
+        for part in path:
+            group = group.setdefault(part, {})
+            if not isinstance(group, dict):
+                raise SettingsError(f"override {key}: {part} is a value, not a group of settings")
+        group[last] = value
+    return _inherit(validate(Settings, _merge(Settings().model_dump(), values)))
+
+
+def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
+    """Resolve as `resolve` does, for a run of all stages, and refuse what would end a late stage because of an early one's settings."""
+    settings = resolve(recipe, overrides)
+    mistakes = recording_mistakes(settings.distill, settings.reinforce)
+    if settings.distill.reads_recording and mistakes:
+        raise SettingsError("\n".join(mistakes))
+    return settings
+
+
+def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -> list[str]:
+    """List why a distillation could not learn from what `reinforce` is set to record; none if it can."""
+    mistakes = []
+    if distill.feature_weight and not reinforce.features:
+        mistakes.append(
+            f"distill.feature_weight is {distill.feature_weight:g}, but reinforce.features is false, so there would be no features to "
+            "learn from; set reinforce.features=true or distill.teacher=online"
+        )
+    recorded = dict(reinforce.augmentation or ViewSettings())
+    others = [f"{name} ({recorded[name]}, not {value})" for name, value in distill.views if recorded[name] != value]
+    if others:
+        mistakes.append(
+            f"reinforce.augmentation differs from distill.views in {', '.join(others)}, so the student would see other views than the "
+            "teacher; leave it out, and it is as distill.views"
+        )
+    if distill.reads_unlabeled and not reinforce.records_unlabeled:
+        mistakes.append(
+            "reinforce.unlabeled is false, but distill.unlabeled is true, so nothing would be recorded of images without labels; leave it "
+            "out, and it is as distill.unlabeled"
+        )
+    if reinforce.decode_on != distill.decode_on:
+        mistakes.append(
+            f"reinforce.decode_on is {reinforce.decode_on}, but distill.decode_on is {distill.decode_on}, which may give other pixels; "
+            "leave both out, and they are as data.decode_on"
+        )
+    return mistakes
+
+
+def _merge(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay the changes over the defaults, group by group."""
+    merged = dict(defaults)
+    for key, value in changes.items():
+        default = defaults.get(key)
+        both_groups = isinstance(default, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(default, value) if both_groups else value  # type: ignore[arg-type]  # checked the line above
+    return merged
+
+
+def _inherit(settings: Settings) -> Settings:
+    """Fill what the stages take from `run`, `data` and one another where it is not given."""
+    data = settings.data
+    inherited: dict[str, Any] = {
+        "seed": settings.run.seed,
+        "workers": data.workers,
+        "views_on": data.views_on,
+        "decode_on": data.decode_on,
+        "deterministic": settings.run.deterministic,
+        "augmentation": settings.distill.views,
+        "unlabeled": settings.distill.unlabeled,
+        "top_k": "all" if settings.distill.needs_all_logits else TOP_K,
+    }
+    if settings.profile.stop_on:  # else a changed threshold would make a cached teacher's settings others
+        inherited["watch"] = WatchSettings(stop_on=settings.profile.stop_on, rules=settings.profile.rules)
+    sections: dict[str, Any] = {
+        stage: _filled(getattr(settings, stage), inherited) for stage in ("pretrain", "reinforce", "distill")
+    }
+    # Those of `watch` stay as they are: a recording that is not made changes no training.
+    rules = settings.profile.rules
+    teacher_share = _filled(rules.teacher_share, {"views": settings.reinforce.views})
+    rules = rules.model_copy(update={"teacher_share": teacher_share})
+    sections["profile"] = settings.profile.model_copy(update={"rules": rules})
+    budgets = {"budget_usd": settings.run.budget_usd, "budget_hours": settings.run.budget_hours}
+    tune = _filled(settings.tune, {"distill": sections["distill"], "reinforce": sections["reinforce"], **budgets})
+    is_limited = bool(tune.budget_usd or tune.budget_hours)
+    sections["tune"] = tune.model_copy(update={"enabled": tune.enabled or is_limited})
+    if settings.warm_up.enabled:  # else every change of a training would make a cached task's settings others
+        sections["warm_up"] = _filled(settings.warm_up, sections)
+    return settings.model_copy(update=sections)
+
+
+def _filled(section: AnySection, values: Mapping[str, Any]) -> AnySection:
+    """Give the section these values where it has none."""
+    missing = {key: value for key, value in values.items() if getattr(section, key, value) is None}
+    return section.model_copy(update=missing)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+_MOST_EXPLAINED = 30
+"""Wrong settings that a message explains."""
+
+
+def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: str = "") -> AnySection:
+    """Check the values of a section; a `SettingsError` has every wrong value with its full name, itself, and what is allowed."""
+    unprintable = [  # by a terminal or a page
+        f"{name} has characters that cannot be shown: {text!r}"
+        for name, text in texts(values, prefix)
+        if limits.printable_name(text) != text
+    ]
+    if unprintable:
+        raise SettingsError("\n".join(unprintable))
+    try:
+        return section.model_validate(dict(values))
+    except ValidationError as error:
+        # One setting may have several errors, one for each alternative that it has, of which none is met.
+        wrong: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+        for details in error.errors():
+            location = details["loc"]
+            if len(location) > 1 and _ALTERNATIVE.fullmatch(str(location[-1])):
+                details["loc"] = location[:-1]
+            wrong.setdefault(details["loc"], []).append(details)
+        explained = list(wrong.values())[:_MOST_EXPLAINED]
+        messages = [_explain(section, alternatives, prefix) for alternatives in explained]
+        more = [f"and {len(wrong) - _MOST_EXPLAINED} more"] if len(wrong) > _MOST_EXPLAINED else []
+        raise SettingsError("\n".join(messages + more)) from error
+
+
+def validate_section(name: str, values: Mapping[str, Any]) -> Section:
+    """Check the values of a section of `Settings`; raises as `validate`."""
+    section: type[Section] = type(Settings.model_fields[name].get_default())
+    return validate(section, values, prefix=name)
+
+
+_ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")
+"""What pydantic adds to the location of an error in a setting that has alternatives, such as a whole number or auto."""
+
+
+_COMPARISONS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+_LIMITS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
+_TYPE_NAMES = {
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+}
+
+
+def _explain(section: type[Section], alternatives: Sequence[ErrorDetails], prefix: str) -> str:
+    """Make the message for a setting; of the errors there is one for each alternative that it has."""
+    details = alternatives[0]
+    name = ".".join(([prefix] if prefix else []) + [str(part) for part in details["loc"]])
+    kind, value = details["type"], details.get("input")
+    if kind == "extra_forbidden":
+        known = [full for full, *_ in walk(section, prefix)]
+        return f"unknown setting {name}{nearest(name, known)}; `python -m trainer config RECIPE` lists all"
+    allowed = [text for one in alternatives if (text := _allowed(one))]
+    if allowed:
+        return f"{name} must be {' or '.join(allowed)}, got {value!r}"
+    if kind == "model_type":
+        return (
+            f"{name} is a group of settings and cannot be {value!r}; set one of its members, such as {name}.NAME=VALUE"
+        )
+    if kind == "value_error":
+        return f"{name}: {details['ctx']['error']}"
+    return f"{name}: {details['msg']}, got {value!r}"
+
+
+def _allowed(details: ErrorDetails) -> str:
+    """Return what a value must be; empty where that is not what the error is about."""
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in _COMPARISONS:
+        return f"{_COMPARISONS[kind]} {context[_LIMITS[kind]]}"
+    if kind == "literal_error":
+        expected: str = context["expected"]
+        return expected.strip("'") if expected.count("'") == 2 else expected  # a single one is quoted for no reason
+    return _TYPE_NAMES.get(kind, "")
+
+
+def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[str, Any, str, str]]:
+    """Walk through every setting below a section: (full name, value or default, type and limits as text, meaning)."""
+    model = section if isinstance(section, type) else type(section)
+    for name, field in model.model_fields.items():
+        full = f"{prefix}.{name}" if prefix else name
+        value = field.get_default(call_default_factory=True) if isinstance(section, type) else getattr(section, name)
+        annotation = field.annotation
+        if isinstance(value, Section):
+            yield from walk(value, full)
+        elif isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from walk(annotation, full)
+        else:
+            yield full, value, _schema_text(_properties(model)[name]), field.description or ""
+
+
+@functools.cache
+def _properties(model: type[Section]) -> Mapping[str, Any]:
+    """Return the JSON schema of each setting of a group."""
+    properties: Mapping[str, Any] = model.model_json_schema()["properties"]
+    return properties
+
+
+def _schema_text(schema: Mapping[str, Any]) -> str:
+    """Describe a property of a JSON schema: `whole number, >= 1`."""
+    if "anyOf" in schema:
+        return " or ".join(text for option in schema["anyOf"] if (text := _schema_text(option)) != "null")
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "$ref" in schema:
+        return "group"
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "true or false",
+        "array": "list",
+    }
+    text = names.get(schema.get("type", ""), "group" if schema.get("type") == "object" else schema.get("type", ""))
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
+    return ", ".join([text, *limits])

@@ -132,13 +132,7 @@ Block: TypeAlias = (
 
 
 def render(title: str, lead: str, blocks: Sequence[Block | None]) -> str:
-    """Render a whole page.
-
-    Args:
-        title: the page's heading.
-        lead: a sentence below it, with what matters most.
-        blocks: what follows; those that are None are left out.
-    """
+    """Render a whole page: its heading, a sentence below it with what matters most, and the blocks that are not None."""
     return _environment().get_template("page.html.jinja").render(title=title, lead=lead, blocks=blocks)
 
 

@@ -15,23 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import storage
+from trainer import storage, tracking
 from trainer.errors import PreemptedError, TrainerError
 from trainer.retry import Retry
-from trainer.tracking.parent_runs import (
-    ERROR_TAG,
-    PARAM_LENGTH,
-    STAGE_LIMITS,
-    TIMEOUT_VARIABLE,
-    client,
-    experiment_id,
-    explained,
-    find_parent,
-    http_limits,
-    reason_of,
-    record_params,
-    uri,
-)
+from trainer.tracking import ERROR_TAG, PARAM_LENGTH
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run, RunTag
@@ -88,6 +75,7 @@ class _RunTracker(Tracker):
         self._mlflow = mlflow
         system_steps = [step for name, step in last_steps.items() if name.startswith(_SYSTEM)]
         self._sender = _Sender(mlflow, run_id, samples=1 + max(system_steps, default=-1))
+        self._sender.start()
         self._last_steps = dict(last_steps)
         self._kept_at = ""
         self.run_id = run_id
@@ -129,9 +117,6 @@ class _RunTracker(Tracker):
             else:
                 self._mlflow.log_artifact(self.run_id, str(path))
 
-    def start(self) -> None:
-        self._sender.start()
-
     def finish(self, status: str, error: str = "") -> None:
         """Send what is left, for a bounded time, and end the run."""
         self._sender.close()
@@ -147,7 +132,7 @@ def _warned(consequence: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  MLflow's stores let through the errors of whatever lies below them
-        logger.warning("%s: %s", consequence, reason_of(error))
+        logger.warning("%s: %s", consequence, tracking.reason_of(error))
 
 
 @contextmanager
@@ -155,20 +140,19 @@ def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True, t
     """Open a stage's run, nested in the parent run; it ends FINISHED, or FAILED by an exception, or KILLED by an interruption.
 
     Args:
-        stage: name of the stage, and of its run.
-        settings: its settings, recorded as parameters.
+        stage: its name is that of its run.
+        settings: are recorded as parameters.
         active: False on every process but the first of a group; these get a tracker that does nothing.
         training: identity of the stage's work; an unfinished run with the same identity is continued. Empty: a new run.
 
     Raises:
         TrackingError: MLflow does not answer or refuses when the stage starts. Later failures are warnings.
     """
-    if not active or uri() is None:
+    if not active or tracking.uri() is None:
         yield Tracker()
         return
-    with http_limits(STAGE_LIMITS):
+    with tracking.http_limits(tracking.STAGE_LIMITS):
         tracker = _start_stage(stage, settings, training)
-        tracker.start()
         try:
             yield tracker
         except PreemptedError:
@@ -186,11 +170,11 @@ def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True, t
 def _start_stage(stage: str, settings: Mapping[str, Any], training: str) -> _RunTracker:
     from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
-    with explained():
-        mlflow = client()
-        parent = find_parent(mlflow)
+    with tracking.explained():
+        mlflow = tracking.client()
+        parent = tracking.find_parent(mlflow)
         tags = {STAGE_TAG: stage} | ({MLFLOW_PARENT_RUN_ID: parent} if parent else {})
-        experiment = mlflow.get_run(parent).info.experiment_id if parent else experiment_id(mlflow)
+        experiment = mlflow.get_run(parent).info.experiment_id if parent else tracking.experiment_id(mlflow)
         found: Sequence[Run] = []
         if training:
             tags |= {TRAINING_TAG: training}
@@ -206,7 +190,7 @@ def _start_stage(stage: str, settings: Mapping[str, Any], training: str) -> _Run
                 mlflow.delete_tag(run.info.run_id, ERROR_TAG)
             logger.info("%s  continues the MLflow run %s", stage, run.info.run_id)
         run_id = str(run.info.run_id)
-        record_params(mlflow, run_id, settings)
+        tracking.record_params(mlflow, run_id, settings)
         last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         return _RunTracker(mlflow, run_id, last_steps)
 
@@ -255,7 +239,7 @@ class _Sender(threading.Thread):
         """Send what is left, for at most `_EXIT_S` and one request."""
         self._give_up = time.monotonic() + _EXIT_S
         self._closing.set()
-        self.join(timeout=_EXIT_S + float(os.environ[TIMEOUT_VARIABLE]))
+        self.join(timeout=_EXIT_S + float(os.environ[tracking.TIMEOUT_VARIABLE]))
         left = len(self._batch) + len(self._waiting) + len(self._tags)
         if left:
             lost = "MLflow run %s: %d points and tags were not sent, since the server did not take them"
@@ -296,7 +280,7 @@ class _Sender(threading.Thread):
     def _failed(self, error: Exception, tags: list[RunTag]) -> None:
         if getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE":  # would fail again and hold up what follows
             what = f"{len(self._batch)} points" if self._batch else f"{len(tags)} tags"
-            logger.warning("MLflow run %s refused %s: %s", self._run_id, what, reason_of(error))
+            logger.warning("MLflow run %s refused %s: %s", self._run_id, what, tracking.reason_of(error))
             if not self._batch:  # tags that came with refused points are tried again without them
                 for _ in tags:
                     self._tags.popleft()
@@ -304,7 +288,9 @@ class _Sender(threading.Thread):
             return
         if self._failures == 0:
             self._away_since = time.monotonic()
-            logger.warning("MLflow run %s: metrics wait, the training continues: %s", self._run_id, reason_of(error))
+            logger.warning(
+                "MLflow run %s: metrics wait, the training continues: %s", self._run_id, tracking.reason_of(error)
+            )
         self._failures += 1
 
     def _start_system_metrics(self) -> None:
@@ -312,7 +298,7 @@ class _Sender(threading.Thread):
         with _warned("the system metrics are not recorded in MLflow"):
             from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-            self._system = SystemMetricsMonitor(self._run_id, tracking_uri=uri())
+            self._system = SystemMetricsMonitor(self._run_id, tracking_uri=tracking.uri())
 
     def _sample_system(self) -> None:
         if self._system is None or time.monotonic() < self._next_sample:
