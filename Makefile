@@ -156,8 +156,8 @@ kind-load: $(READY)  ## put the image into that cluster [IMAGE=name:tag]
 	@manifests/kind/load.sh "$(IMAGE_NAME)"
 
 test-kind: CONTEXT ?= kind-vit-distillation
-test-kind: $(READY)  ## run the tests that need a cluster [CONTEXT=kubeconfig's]; if one fails, its logs go to runs/.cluster-logs
-	@TRAINER_TEST_CLUSTER="$(CONTEXT)" TRAINER_IMAGE="$(IMAGE_NAME)" $(VENV)/python -m pytest -m cluster tests/cluster \
+test-kind: $(READY)  ## run the tests that need a cluster [CONTEXT=kubeconfig's EPOCHS=1000 of a student]; if one fails, its logs go to runs/.cluster-logs
+	@TRAINER_TEST_CLUSTER="$(CONTEXT)" TRAINER_IMAGE="$(IMAGE_NAME)" $(if $(EPOCHS),TRAINER_TEST_EPOCHS=$(EPOCHS)) $(VENV)/python -m pytest -m cluster tests/cluster \
 		--numprocesses 2 --dist loadfile || { CONTEXT="$(CONTEXT)" manifests/logs.sh runs/.cluster-logs; exit 1; }
 
 .PHONY: soak-cluster

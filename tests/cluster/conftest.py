@@ -23,8 +23,11 @@ NODE = "workflows.argoproj.io/node-name"
 """Annotation of Argo's pods: their place in the graph, `distillation-x(0).root(0).exit-handler-1(0).pretrain(0).executor(0)`."""
 SHORT = "pretrain.mae.epochs=1 pretrain.finetune.epochs=2 distill.epochs=2"
 """Settings with which the recipe `digits` trains for seconds."""
-LONG = "pretrain.mae.epochs=1 pretrain.finetune.epochs=2 distill.epochs=1000"
-"""Those with which its distillation takes so long that it can be disturbed: four minutes on two fast cores with nothing beside it."""
+LONG = (
+    f"pretrain.mae.epochs=1 pretrain.finetune.epochs=2 distill.epochs={os.environ.get('TRAINER_TEST_EPOCHS', '1000')}"
+)
+"""Those with which its distillation takes so long that it can be disturbed. It should take five minutes or more with nothing beside it,
+since the longest row of faults needs four: on two fast cores 1,000 epochs take so long, on two slow ones 600."""
 
 
 def pytest_collection_modifyitems(items):
