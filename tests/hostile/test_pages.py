@@ -58,7 +58,7 @@ def card(names):
     """A data card whose classes, files, notes and source have these names."""
     splits = {"train": [candidate(0, 0, "train"), candidate(1, 1, "train")], "val": [], "test": [], "unlabeled": []}
     return data_card(
-        content(
+        **content(
             classes=tuple(names[:2]),
             notes=(names[2],),
             splits=splits,

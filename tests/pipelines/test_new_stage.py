@@ -39,7 +39,6 @@ def profile('''
 EDITS = {
     "trainer/graph.py": {
         '    "registration",\n': '    "registration",\n    "inspection",\n',
-        '    "registration": 1,\n': '    "registration": 1,\n    "inspection": 1,\n',
         "\nSTAGES: ": '\nINSPECTION = ArtifactSpec(name="inspection", kind="inspection")\n\nSTAGES: ',
         '        Stage(\n            name="profile",\n': """        Stage(
             name="inspect",

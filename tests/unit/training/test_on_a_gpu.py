@@ -43,14 +43,14 @@ NOT_IN_A_STEP = {
     "frozen_teacher.py:__init__",
     "tensor_sampler.py:__init__",  # what looks at the weights
     "pretrain.py:pretrain",  # the picture at the end
-    "masked_autoencoder.py:draw_reconstructions",
+    "pretraining.py:draw_reconstructions",
 }
 """Where tensors may come to the GPU from pageable memory."""
 WAITS = {
     "copy to the host in models.py:with_labels",
     "copy to the host in models.py:<dictcomp>",  # the model is saved
     "copy to the host in loop.py:save_checkpoint",  # of a checkpoint
-    "copy to the host in masked_autoencoder.py:_png",
+    "copy to the host in pretraining.py:_png",
     "a number to the host in models.py:linear_head",
 }
 """Where the host may wait."""
