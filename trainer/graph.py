@@ -26,8 +26,11 @@ Kind = Literal[
 ]
 """What an artifact holds; checkpoints are the only ones that no stage hands to another."""
 
-SCHEMA_VERSIONS: Mapping[Kind, int] = {
-    kind: {"teacher_outputs": 2, "evidence": 3, "report": 2, "checkpoint": 2}.get(kind, 1) for kind in get_args(Kind)
+SCHEMA_VERSIONS: Mapping[Kind, int] = dict.fromkeys(get_args(Kind), 1) | {
+    "teacher_outputs": 2,
+    "evidence": 3,
+    "report": 2,
+    "checkpoint": 2,
 }
 """The version of each kind's content, 1 if nothing else is said; a reader refuses any other."""
 

@@ -18,6 +18,7 @@ from kfp import compiler, dsl
 
 from components.image import IMAGE
 from pipelines import connection, runs
+from pipelines.compile import with_image
 from trainer.graph import STAGES
 
 
@@ -31,12 +32,14 @@ def nothing(text: str) -> str:
 def empty(text: str) -> None:
     """Run a task that does nothing for each stage, each after those that it reads from."""
     with dsl.ExitHandler(nothing(text=text).set_caching_options(False).set_display_name("finish"), name="Distillation"):
-        made = {"": nothing(text=text).set_caching_options(False).set_display_name("configure")}
+        configuring = nothing(text=text).set_caching_options(False).set_display_name("configure")
+        made: dict[str, dsl.PipelineTask] = {}
         for name, stage in STAGES.items():
             if stage.needed_if:
                 continue
-            before = [other for other in made if other and set(STAGES[other].makes.values()) & set(stage.reads)]
-            task = nothing(text=made[before[-1] if before else ""].output).after(*(made[other] for other in before))
+            before = [task for other, task in made.items() if {*STAGES[other].makes.values()} & {*stage.reads}]
+            *_, last = [configuring, *before]
+            task = nothing(text=last.output).after(*before)
             made[name] = task.set_caching_options(stage.cached).set_display_name(name)
 
 
@@ -46,7 +49,7 @@ def main() -> int:
     parser.add_argument("--image", default=IMAGE, help="of every task (default: %(default)s)")
     connection.add_arguments(parser)
     options = parser.parse_args()
-    specification = yaml.safe_load(compiled_text().replace(IMAGE, options.image))
+    specification = yaml.safe_load(with_image(compiled_text(), options.image))
     text = secrets.token_hex(4)  # no earlier run has it in KFP's cache
     with connection.connect(options) as api:
         for what in ("first", "cached"):

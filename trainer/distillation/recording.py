@@ -1,7 +1,8 @@
 """Recorded teacher outputs: for each view of each training image the largest logits and the sum of the rest, in records of fixed size.
 
 The artifact holds `recording.json` (`RecordingDescription`), `keys.bin` (the samples' 64-bit keys, in the order of the splits), the
-shards (`trainer.distillation.shards`) and `report.html`.
+shards (`trainer.distillation.shards`) and `report.html`. What asks a store raises
+`StorageError` where that does not answer or refuses.
 
 Shapes: N samples, B samples in a batch, K logits a record, C classes, D features.
 """

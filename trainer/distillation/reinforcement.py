@@ -4,7 +4,8 @@ Work is a list of units (`shards.Unit`). The batches of a unit depend on the uni
 process it is recorded. All batches have one size: a block is cut evenly, and where its last batch is short the block's last sample fills
 it up.
 
-Loader processes make views, the device works at a batch while the one before is read back, and a thread writes finished shards.
+Loader processes make views, the device works at a batch while the one before is read back, and a thread writes finished shards. A store
+that does not answer or refuses ends in a `StorageError`, a file that cannot be written in an `OutputError`.
 
 Shapes: B samples in a batch, K logits a record, C classes, D features.
 """

@@ -46,6 +46,11 @@ class ImageManifest(ImageSource):
         self._folder = name.rsplit("/", 1)[0] if "/" in name else "."
         self._real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
 
+    @functools.cached_property
+    def _real_folder(self) -> str:
+        """The folder of the list without links, where it is on this machine."""
+        return "" if storage.is_remote(self._folder) else os.path.realpath(storage.local_path(self._folder))
+
     def listing(self) -> SourceListing:
         rows = list(self._rows(self._text()))
         classes = tuple(sorted({row.label for row in rows if row.split != "unlabeled"}))
@@ -144,8 +149,7 @@ class ImageManifest(ImageSource):
         real = os.path.join(self._real_path(str(file.parent)), file.name)  # noqa: PTH118  # a Path takes ten times as long
         if file.name == ".." or os.path.islink(real):  # noqa: PTH114  # likewise
             real = os.path.realpath(real)
-        folder = "" if storage.is_remote(self._folder) else self._real_path(storage.local_path(self._folder))
-        return real.startswith(f"{folder.rstrip('/')}/")
+        return real.startswith(f"{self._real_folder.rstrip('/')}/")
 
 
 def _objects_version(locations: Set[str]) -> str:
