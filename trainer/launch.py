@@ -1,6 +1,6 @@
 """Launching: a stage as a group of training processes.
 
-`JobSpec` says what is to run; a launcher runs it. The one here starts torch's elastic agent (what torchrun is made of) on this machine;
+`JobSpec` says what is to run; a `Launcher` runs it. The one here starts torch's elastic agent (what torchrun is made of) on this machine;
 the one for clusters stands in `components/launch`, and its pods start the agent with `join_node`. Both end in the same command in each
 process: `python -m trainer stage NAME --worker ...`.
 """
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.costs import local_place
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
@@ -86,15 +86,19 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-class LocalLauncher:
+class Launcher(Protocol):
+    """Runs jobs somewhere."""
+
+    def run(self, spec: JobSpec) -> None:
+        """Run a job to its end; raises a `LaunchError` that names the process that failed, why, and the next move."""
+        ...
+
+
+class LocalLauncher(Launcher):
     """Runs a job on this machine, one node only."""
 
     def run(self, spec: JobSpec) -> None:
-        """Start the processes and wait for them; end them all if one fails, or at Ctrl-C or SIGTERM.
-
-        Raises:
-            LaunchError: names the process that failed, why, and the next move.
-        """
+        """Start the processes and wait for them; end them all if one fails, or at Ctrl-C or SIGTERM."""
         launched_unix = time.time()
         from torch.distributed.launcher.api import LaunchConfig
 
