@@ -100,13 +100,21 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
     commands.add_debug(parser)
     parser.set_defaults(worker=False, node=False)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_run_and_stage(subparsers)
-    _add_tables(subparsers)
-    _add_config_and_others(subparsers)
+    for add in (
+        _add_run,
+        _add_stage,
+        _add_compare,
+        _add_forecast,
+        _add_bill,
+        _add_config,
+        _add_recipes,
+        _add_completion,
+    ):
+        add(subparsers)
     return parser
 
 
-def _add_run_and_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+def _add_run(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run",
         help="run all stages of a recipe",
@@ -120,6 +128,8 @@ def _add_run_and_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_processes(parser, number=commands.positive)
     parser.set_defaults(command=_run)
 
+
+def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "stage", help="run one stage on given inputs", description="Run one stage on given inputs."
     )
@@ -148,8 +158,7 @@ def _add_run_and_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         parser.set_defaults(command=_stage, stage=stage)
 
 
-def _add_tables(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Add the commands that put finished runs and trials side by side."""
+def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "compare",
         help="put two runs or trainings side by side",
@@ -162,6 +171,8 @@ def _add_tables(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.set_defaults(command=_compare)
 
+
+def _add_forecast(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "forecast",
         help="show what a distillation will take where it was tried",
@@ -187,6 +198,8 @@ def _add_tables(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.set_defaults(command=_forecast)
 
+
+def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "bill",
         help="show what runs took and cost",
@@ -203,7 +216,7 @@ def _add_tables(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_bill)
 
 
-def _add_config_and_others(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "config",
         help="show the resolved settings, each with its meaning",
@@ -215,9 +228,13 @@ def _add_config_and_others(subparsers: Subparsers[argparse.ArgumentParser]) -> N
     parser.add_argument("--json", action="store_true", help="print the values alone, as JSON")
     parser.set_defaults(command=_config)
 
+
+def _add_recipes(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("recipes", help="list the recipes", description="List the recipes.")
     parser.set_defaults(command=_recipes)
 
+
+def _add_completion(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "completion",
         help=f"print what completes {SCRIPT} in a shell",
