@@ -19,6 +19,7 @@ from kfp import compiler, dsl
 from components.image import IMAGE
 from pipelines import connection, runs
 from pipelines.compile import with_image
+from trainer import commands
 from trainer.graph import STAGES
 
 
@@ -49,6 +50,11 @@ def main() -> int:
     parser.add_argument("--image", default=IMAGE, help="of every task (default: %(default)s)")
     connection.add_arguments(parser)
     options = parser.parse_args()
+    return commands.exit_code(lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Run it twice and print how long each run took."""
     specification = yaml.safe_load(with_image(compiled_text(), options.image))
     text = secrets.token_hex(4)  # no earlier run has it in KFP's cache
     with connection.connect(options) as api:
@@ -64,7 +70,6 @@ def main() -> int:
             runs.follow(api, run.run_id, (), hours=1)
             ended = api.runs.run_service_get_run(run.run_id)
             print(f"{what}: {(ended.finished_at - ended.created_at).total_seconds():.0f} s", flush=True)
-    return 0
 
 
 def compiled_text() -> str:
