@@ -197,6 +197,7 @@ STAGES: Mapping[str, Stage] = {
             summary="measure teacher and student on the test split and judge the student",
             reads=(DATASET, TEACHER, STUDENT),
             makes={"evaluation": EVALUATION},
+            cached=False,  # latency is that of the machine of this run
         ),
         Stage(
             name="register",

@@ -175,7 +175,7 @@ def test_trainings_wait_for_the_warm_up_and_take_nothing_from_it(compiled):
 def test_caching(compiled):
     tasks = {**stages_of(compiled), "finish": compiled["root"]["dag"]["tasks"]["finish"]}
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
-    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile", "evaluate"}
+    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile"}
 
 
 def test_the_empty_pipeline_has_the_graph_of_a_run_without_optional_stages():
