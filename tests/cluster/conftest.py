@@ -1,6 +1,7 @@
 """Tests on a real cluster: `make kind-up image kind-load test-kind`, or `make test-kind CONTEXT=name` on one that is there."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -62,6 +63,24 @@ def kubeconfig():
             stack.enter_context(context(CONTEXT))
         except SystemExit as error:
             pytest.exit(f"TRAINER_TEST_CLUSTER={error}", returncode=2)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def shared_services(request, tmp_path_factory):
+    """Let a test that takes a service away from everybody (`alone`) begin when all others have ended, and others when it has.
+
+    The second lock is a turnstile: without it the workers' tests, one after the other, would keep the waiting one out. Time limits of
+    tests are `func_only`, since waiting here is not theirs.
+    """
+    is_alone = request.node.get_closest_marker("alone") is not None
+    kind = fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH
+    folder = tmp_path_factory.getbasetemp().parent  # of all workers
+    with (folder / "turnstile").open("a") as turnstile, (folder / "services").open("a") as services:
+        fcntl.flock(turnstile, kind)
+        fcntl.flock(services, kind)
+        if not is_alone:
+            fcntl.flock(turnstile, fcntl.LOCK_UN)
         yield
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.conftest import LONG, deploy, eventually, kubectl, objects, pool
 from tests.cluster.faults import FAULTS, Watch, registered
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600, func_only=True)]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,7 @@ def attempts(run):
     return [job["metadata"]["labels"]["vit-distillation/attempt"] for job in run.jobs("distill")]
 
 
+@pytest.mark.alone
 def test_mlflow_is_away_then_memory_is_full_and_then_the_master_is_killed(undisturbed, struck, mlflow):
     """One job goes through the first two. Its pool tries nothing again, so that the third one costs it, and a second one is made."""
     run = struck(["MLflow away", "task out of memory", "master killed"])
@@ -71,6 +72,7 @@ def test_mlflow_is_away_then_memory_is_full_and_then_the_master_is_killed(undist
     assert "exists already; following it" in kubectl("logs", tries[1]["metadata"]["name"], "--container=main")
 
 
+@pytest.mark.alone
 def test_the_store_is_away_and_the_controllers_are_restarted(undisturbed, struck, mlflow):
     run = struck(["store away", "controllers restarted"])
     assert is_the_same(mlflow, run, undisturbed)

@@ -14,7 +14,7 @@ from tests.cluster.conftest import eventually, kubectl, objects
 from trainer.errors import LaunchError
 from trainer.launch import JobSpec
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300, func_only=True)]
 
 
 @pytest.fixture

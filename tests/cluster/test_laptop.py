@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.conftest import NAMESPACE, SHORT, kubectl, objects
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400, func_only=True)]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from components.launch.job_manifest import BACKENDS
 from tests.cluster.conftest import eventually, installed, kubectl, objects, pool
 from tests.cluster.faults import registered
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600, func_only=True)]
 QUEUE = "vit-distillation"
 """The LocalQueue and the ClusterQueue of manifests/components/kueue."""
 

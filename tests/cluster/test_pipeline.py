@@ -13,7 +13,7 @@ from pipelines import connection, versions
 from tests.cluster.conftest import LONG, NAMESPACE, eventually, image, kubectl, objects
 from tests.cluster.faults import registered
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4500)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4500, func_only=True)]
 TRAININGS = {"pretrain", "distill"}
 
 

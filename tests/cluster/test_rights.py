@@ -12,7 +12,7 @@ from components.launch.job_manifest import BACKENDS
 from tests.cluster.conftest import NAMESPACE, installed, kubectl
 from tests.manifests.jobs import job, templates
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 ACCOUNT = f"system:serviceaccount:{NAMESPACE}:vit-distillation"
 
 

@@ -11,7 +11,7 @@ from components.launch import pools
 from tests.cluster.conftest import eventually, kubectl, objects
 from tests.manifests.jobs import job
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 INSTANCE = "node.kubernetes.io/instance-type"
 HEARTBEAT_S = 10.0
 """How often a node that has no kubelet is said to be well; Kubernetes gives up after 40 s."""

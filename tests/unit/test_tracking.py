@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -499,6 +500,14 @@ def server(directory, store, monkeypatch):
     """A real MLflow server process on the shared store."""
     store.search_experiments()
     port = free_port()
+    monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{port}")
+    with serving(directory, port) as process:
+        wait_for(f"http://127.0.0.1:{port}/health", process)
+        yield process
+
+
+@contextmanager
+def serving(directory, port):
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{directory}/mlflow.db"]
     command += ["--artifacts-destination", str(directory / "served")]
@@ -507,8 +516,6 @@ def server(directory, store, monkeypatch):
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        wait_for(f"http://127.0.0.1:{port}/health", process)
-        monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{port}")
         yield process
     finally:
         stop(process)
@@ -555,8 +562,46 @@ def test_a_server_that_dies_costs_points_but_not_the_training(server, store, cap
     waits = [record for record in caplog.records if "the training continues" in record.getMessage()]
     assert len(waits) == 1, "one warning for one failure"
     assert any("points and tags were not sent" in record.getMessage() for record in caplog.records)
+    monkeypatch.setattr(tracking, "PATIENCE_S", 0.0)
     with pytest.raises(TrackingError, match="connection refused"), stage_run("evaluate", {}):
         raise AssertionError("a stage does not start without its server")
+
+
+@pytest.mark.slow
+def test_a_stage_of_a_run_waits_for_a_server_that_is_away(directory, store, caplog, monkeypatch):
+    store.search_experiments()
+    port = free_port()
+    monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{port}")
+    started = []
+    # The server is started only when the stage has waited for it once.
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: (started or start(), sleep(seconds)))
+    with ExitStack() as stack:
+
+        def start():
+            started.append(stack.enter_context(serving(directory, port)))
+
+        with stage_run("evaluate", {}) as tracker:
+            pass
+    assert started
+    assert store.get_run(tracker.run_id).info.status == "FINISHED"
+    assert caplog.text.count("waiting for MLflow for up to 300 s") == 1
+    assert "connection refused" in caplog.text
+
+
+def test_outside_a_run_nobody_waits_for_a_server(monkeypatch):
+    monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{free_port()}")
+    begin = time.monotonic()
+    with pytest.raises(TrackingAwayError, match="connection refused"), stage_run("evaluate", {}):
+        raise AssertionError("a stage does not start without its server")
+    assert time.monotonic() - begin < 10
+
+
+def test_within_a_run_what_the_server_refuses_is_raised_at_once(store):
+    def refuse():
+        raise TrackingError("refused")
+
+    with pytest.raises(TrackingError, match="refused"):
+        tracking.patiently(refuse)
 
 
 def test_a_group_of_names_that_mlflow_may_refuse_is_one_parameter():

@@ -170,7 +170,6 @@ def _register(
     tracking_uri = tracking.uri()
     if tracking_uri is None:
         return Registered()
-    tracking.check()
     figures = inputs["evaluation"].figures
     with stage_run("register", settings.model_dump(mode="json")) as tracker, tracking.uploading():
         with tracking.explained():

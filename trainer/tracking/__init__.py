@@ -12,8 +12,8 @@ would break caching:
 
 A pipeline run is one parent run, each stage a run nested in it. MLflow never changes a parameter, so a run that starts again with other
 settings gets a new parent, which names the former one in the tag `trainer.former_run`. A server that is down stops a stage at its start
-(`TrackingError`); one that goes away later costs points on a curve and never the training: a separate thread sends metrics, retries, and
-gives up at exit after a bounded time.
+(`TrackingError`), in a run not before some minutes of waiting; one that goes away later costs points on a curve and never the training: a
+separate thread sends metrics, retries, and gives up at exit after a bounded time.
 
 A stage that was interrupted continues in the same run. Points of a curve that the server has are not sent again, and those that it lacked
 at the last checkpoint are kept beside the checkpoint, so a curve has neither gaps nor doubled steps.
@@ -30,23 +30,26 @@ import os
 import re
 import sqlite3
 import tempfile
+import time
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.base_models import holds_secret
 from trainer.config import TrackingSettings
 from trainer.errors import TrackingAwayError, TrackingError, refused_to_write
 from trainer.host import environment_variables
+from trainer.retry import Retry
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 URI = "MLFLOW_TRACKING_URI"
 EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
@@ -70,6 +73,10 @@ NOTE_TAG = "mlflow.note.content"
 """What MLflow shows as a run's description, in Markdown."""
 BILL = "bill.json"
 """Name under which register leaves a run's bill with its parent run."""
+
+PATIENCE_S = 300.0
+"""How long a stage of a run waits for a server that does not answer, in seconds; less than processes wait for each other (600)."""
+_AWAY = Retry(first_s=1.0, longest_s=15.0)
 
 PARAM_LENGTH = 6000  # MLflow's limit
 _PARAMS_A_BATCH = 100  # likewise
@@ -216,6 +223,24 @@ def http_limits(limits: Mapping[str, str]) -> Iterator[None]:
 def uploading() -> AbstractContextManager[None]:
     """Allow longer requests than for metrics, while a stage uploads what must arrive."""
     return http_limits(UPLOAD_LIMITS)
+
+
+def patiently(action: Callable[[], T]) -> T:
+    """Attempt an action again while MLflow does not answer, for up to `PATIENCE_S`, and return what it returns.
+
+    This holds within a run, whose first task has reached the server. Outside one the first failure is raised, since the address may be
+    wrong and somebody is waiting for the message.
+    """
+    start = time.monotonic()
+    patience_s = PATIENCE_S if os.environ.get(RUN) or os.environ.get(RUN_ID) else 0.0
+
+    def failed(error: Exception, failures: int) -> None:
+        if not isinstance(error, TrackingAwayError) or time.monotonic() - start >= patience_s:
+            raise error
+        if failures == 1:
+            logger.warning("waiting for MLflow for up to %.0f s: %s", patience_s, error)
+
+    return _AWAY(action, failed=failed)
 
 
 def check() -> None:

@@ -146,13 +146,14 @@ def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True, t
         training: identity of the stage's work; an unfinished run with the same identity is continued. Empty: a new run.
 
     Raises:
-        TrackingError: MLflow does not answer or refuses when the stage starts. Later failures are warnings.
+        TrackingError: MLflow refuses when the stage starts, or does not answer for as long as `tracking.patiently` waits. Later failures
+            are warnings.
     """
     if not active or tracking.uri() is None:
         yield Tracker()
         return
     with tracking.http_limits(tracking.STAGE_LIMITS):
-        tracker = _start_stage(stage, settings, training)
+        tracker = tracking.patiently(lambda: _start_stage(stage, settings, training))
         try:
             yield tracker
         except PreemptedError:
