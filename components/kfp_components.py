@@ -41,7 +41,8 @@ def configure(
         ("evaluate", str),
         ("register", str),
         ("source_version", str),
-        ("weights_version", str),
+        ("teacher_weights_version", str),
+        ("student_weights_version", str),
         ("device", str),
         ("resolved", str),
     ],
@@ -128,7 +129,7 @@ def warm_up(
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def pretrain(
     settings: str,
-    weights_version: str,  # noqa: ARG001  # changes with given weights, and with it KFP's cache key
+    teacher_weights_version: str,  # noqa: ARG001  # changes with given weights, and with it KFP's cache key
     device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
     pool: str,
     nodes: int,
@@ -142,7 +143,7 @@ def pretrain(
 
     Args:
         settings: The section `pretrain`, as JSON.
-        weights_version: What given weights are now; another value makes a cached teacher stale.
+        teacher_weights_version: What given weights are now; another value makes a cached teacher stale.
         device: Kind of the devices that it runs on; another one makes a cached result stale.
         pool: Node pool to train on; empty: this task's own machine.
         nodes: How many machines of the pool.
@@ -225,6 +226,7 @@ def reinforce(
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def distill(
     settings: str,
+    student_weights_version: str,  # noqa: ARG001  # changes with given weights, and with it KFP's cache key
     device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
     pool: str,
     nodes: int,
@@ -240,6 +242,7 @@ def distill(
 
     Args:
         settings: The section `distill`, as JSON.
+        student_weights_version: What the weights are now that the student starts from; another value makes a cached student stale.
         device: Kind of the devices that it runs on; another one makes a cached result stale.
         pool: Node pool to train on; empty: this task's own machine.
         nodes: How many machines of the pool.

@@ -52,7 +52,8 @@ def configure(
 
     Returns:
         Each stage's own section, as JSON, and what else decides whether a cached result is still right: `source_version`,
-        `weights_version`, `device` (the kind that the trainings run on); and for the record `resolved`, all settings.
+        `teacher_weights_version`, `student_weights_version`, `device` (the kind that the trainings run on); and for the record `resolved`,
+        all settings.
 
     Raises:
         SettingsError: there is no such place, or a warm-up there would be lost, or the graph lacks a stage that the settings ask for.
@@ -82,19 +83,14 @@ def configure(
     outputs = {
         **{stage: canonical_json(settings.for_stage(stage)) for stage in STAGES},
         "source_version": f"{source_version} {generation}".rstrip(),  # the first task that is cached reads it
-        "weights_version": weights_version(settings.pretrain.weights),
+        "teacher_weights_version": artifacts.weights_version(settings.pretrain.weights, settings.pretrain.weights_file),
+        "student_weights_version": artifacts.weights_version(settings.distill.weights, settings.distill.weights_file),
         "device": place.device(settings.run.device),
         "resolved": canonical_json(resolved),
     }
     # KFP takes each output by its name from a tuple of such a class, whatever their order.
     made: tuple[str, ...] = namedtuple("Sections", outputs)(**outputs)
     return made
-
-
-def weights_version(weights: str) -> str:
-    """Return what a given model directory holds now, by its manifest; empty for timm's weights, whose revision is in the section."""
-    given = bool(weights) and not weights.startswith(config.TIMM) and artifacts.exists(weights)
-    return artifacts.manifest(weights, "model").fingerprint if given else ""
 
 
 def _experiment(settings: config.TrackingSettings) -> dict[str, str]:

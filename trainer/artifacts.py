@@ -29,7 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer import limits, storage
-from trainer.config import CHECKPOINTS_VARIABLE
+from trainer.config import CHECKPOINTS_VARIABLE, PACKAGE, TIMM
 from trainer.costs import Machines, place_here
 from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 from trainer.graph import SCHEMA_VERSIONS, Kind
@@ -293,6 +293,18 @@ def manifest(uri: str | Path, kind: Kind) -> Manifest:
         return Manifest(**members | {"created": datetime.fromisoformat(members["created"]), "place": place})
     except (TypeError, ValueError) as error:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error
+
+
+def weights_version(weights: str, file: str = "") -> str:
+    """Return what the weights that a setting names are now; a change of it makes what was made from them stale.
+
+    It is the fingerprint of a model directory, or the SHA-256 of a file; empty where the name itself says which weights they are, or where
+    they cannot be read from here.
+    """
+    if file:
+        return hashlib.sha256(storage.read_bytes(file)).hexdigest() if storage.exists(file) else ""
+    is_public = weights.startswith((TIMM, PACKAGE))
+    return manifest(weights, "model").fingerprint if weights and not is_public and exists(weights) else ""
 
 
 def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:

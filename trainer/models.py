@@ -46,11 +46,11 @@ class Origin:
     """Pretrained weights from elsewhere."""
 
     name: str
-    """As `pretrain.weights` names them, without the revision."""
+    """As the setting `weights` names them, without the revision."""
     repository: str
-    """Where they are published: a repository of the hub, or a URL."""
+    """Where they are published: a repository of the hub, or a URL; or the file that they were read from."""
     revision: str
-    """Commit of the repository; empty where it is not known."""
+    """Commit of the repository, or SHA-256 of the file; empty where it is not known."""
     license: str
     """As timm knows it; empty where it does not."""
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainer import limits, storage
-from trainer.config import PretrainSettings, Settings, TrainingSettings
+from trainer.config import DistillSettings, PretrainSettings, Settings, TimmWeights, TrainingSettings, WeightsSettings
 from trainer.data import sources
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
@@ -39,7 +39,6 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
         from trainer.devices import check_device
 
         check_device(settings.run.device)
-    from trainer import models
 
     source = settings.data.source
     kind, _, place = source.partition(":")
@@ -47,11 +46,7 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
     listing = sources.list_source(source, outside=settings.data.outside) if is_listed else None
     classes = listing.classes if listing else ()
     teacher = _teacher(settings.pretrain, classes, trains_here=trains_here)
-    with _tried("distill.student"):
-        student = models.create(
-            settings.distill.student, classes or _SOME_CLASSES, drop_path=settings.distill.drop_path
-        )
-        _step(student)
+    student = _student(settings.distill, classes, trains_here=trains_here)
     _check_features(settings, teacher, student)
     _check_sizes(settings, teacher, student)
     _check_batches(settings, listing, processes)
@@ -60,16 +55,43 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
 
 def pinned(settings: Settings) -> Settings:
     """Return the settings with the revision that timm's weights have now, so that every process, retry and later run loads the same."""
-    weights = settings.pretrain.timm_weights
-    if weights is None or weights.revision:
-        return settings
-    from trainer import pretrained
+    changed: dict[str, WeightsSettings] = {}
+    for name in ("pretrain", "distill"):
+        section: WeightsSettings = getattr(settings, name)
+        weights = section.public_weights
+        if isinstance(weights, TimmWeights) and not weights.revision and not section.weights_file:
+            from trainer import pretrained
 
-    pretrain = settings.pretrain.model_copy(update={"weights": str(pretrained.pin(weights))})
-    warm_up = settings.warm_up
-    if warm_up.pretrain == settings.pretrain:
-        warm_up = warm_up.model_copy(update={"pretrain": pretrain})
-    return settings.model_copy(update={"pretrain": pretrain, "warm_up": warm_up})
+            changed[name] = section.model_copy(update={"weights": str(pretrained.pin(weights))})
+    warm_up = settings.warm_up.model_copy(
+        update={
+            name: new for name, new in changed.items() if getattr(settings.warm_up, name) == getattr(settings, name)
+        }
+    )
+    tune = settings.tune
+    if "distill" in changed and tune.distill == settings.distill:
+        tune = tune.model_copy(update={"distill": changed["distill"]})
+    return settings.model_copy(update={**changed, "warm_up": warm_up, "tune": tune}) if changed else settings
+
+
+def _student(settings: DistillSettings, classes: Sequence[str], *, trains_here: bool) -> Classifier:
+    """Build the student on the meta device and try a step."""
+    from trainer import models, pretrained
+
+    with _tried("distill.student"):
+        labels, drop_path = classes or _SOME_CLASSES, settings.drop_path
+        if settings.weights and _is_readable(settings, trains_here=trains_here):
+            student = models.with_labels(pretrained.check(settings, settings.student), labels, drop_path=drop_path)
+        else:
+            student = models.create(settings.student, labels, drop_path=drop_path)
+        _step(student)
+    return student
+
+
+def _is_readable(settings: WeightsSettings, *, trains_here: bool) -> bool:
+    """Return whether the weights can be looked at from here: they are public, in a store, or on the machine that trains."""
+    place = settings.weights_file or ("" if settings.public_weights else settings.weights)
+    return not place or trains_here or storage.is_remote(place)
 
 
 def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here: bool) -> Classifier | None:
@@ -80,12 +102,10 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
     from trainer.pretraining import MaskedAutoencoder
 
     with _tried("pretrain.teacher"):
-        if settings.timm_weights:
-            model = pretrained.outline(settings.timm_weights, settings.teacher.args)
-        elif not settings.weights:
+        if not settings.weights:
             model = models.create(settings.teacher, classes or _SOME_CLASSES)
-        elif trains_here or storage.is_remote(settings.weights):
-            model = models.outline(settings.weights)
+        elif _is_readable(settings, trains_here=trains_here):
+            model = pretrained.check(settings, settings.teacher)
         else:
             return None
         if classes and settings.weights and (settings.label_map or not settings.finetune.epochs):

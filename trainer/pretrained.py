@@ -1,28 +1,77 @@
-"""timm's pretrained weights at one revision, and the rows of their heads that mean the data set's classes.
+"""Public pretrained weights of timm's models, and the rows of their heads that mean the data set's classes.
+
+They come from the hub at one revision, from a copy of the hub's file, or from an installed package.
 
 Shapes: K classes of the data set, L classes of the weights, D features.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
+import safetensors.torch
 import timm
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import PretrainedCfg
+from torch import Tensor
 
-from trainer import hub, limits, models
-from trainer.config import TIMM, ClassReference, ModelSettings, TimmWeights
-from trainer.errors import ModelError
+from trainer import artifacts, hub, limits, models, storage
+from trainer.config import (
+    PACKAGE,
+    TIMM,
+    ClassReference,
+    ModelSettings,
+    PackageWeights,
+    TimmWeights,
+    WeightsSettings,
+)
+from trainer.errors import ModelError, StorageError
 from trainer.models import Classifier, Origin
+from trainer.weight_packages import WEIGHTS_PACKAGES, WeightsPackage
 
 _NAMED = 5
 """Most classes that a message names."""
 _FINETUNE = "let it be fine-tuned with a new head (pretrain.finetune.epochs)"
+
+
+def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, str]:
+    """Load the weights that a training starts from, with their own head; gives the model and their fingerprint.
+
+    Raises:
+        ModelError: they are not there, or not for this model.
+        ArtifactError: the model directory is missing or damaged.
+    """
+    given = settings.public_weights
+    if given is None:
+        weights = artifacts.read(settings.weights, "model")
+        return models.load(weights), weights.fingerprint
+    loaded = load(given, model.args, settings.weights_file)
+    assert loaded.card.origin is not None, "public weights have an origin"
+    origin = loaded.card.origin
+    return loaded, origin.revision if settings.weights_file else artifacts.digest(asdict(origin))
+
+
+def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
+    """Build what `start` would on the meta device; as far as it can be known without fetching them, the weights are there.
+
+    Raises:
+        ModelError: there are no such weights, or no such model.
+        StorageError: the file or the model directory is not there, or cannot be read.
+    """
+    given = settings.public_weights
+    if given is None:
+        return models.outline(settings.weights)
+    if isinstance(given, PackageWeights):
+        _package(given).read()
+    elif settings.weights_file:
+        _check_file(settings.weights_file)
+    return outline(given, model.args)
 
 
 def pin(weights: TimmWeights) -> TimmWeights:
@@ -31,46 +80,104 @@ def pin(weights: TimmWeights) -> TimmWeights:
     return weights if weights.revision else weights._replace(revision=hub.weights_revision(weights.name) or "")
 
 
-def load(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
-    """Build a timm model with all its pretrained weights, its own head's too; with another `img_size` positions are interpolated."""
-    weights = pin(weights)
-    name, revision = weights
-    models.check_arguments(name, args)
-    source = _source(name)
-    overlay = None
-    if revision and source.hf_hub_id:
-        # custom_load says how the file is read, and timm resets it where another repository is given.
-        repository = source.hf_hub_id.partition("@")[0]
-        overlay = {"hf_hub_id": f"{repository}@{revision}", "custom_load": source.custom_load}
+def load(weights: TimmWeights | PackageWeights, args: Mapping[str, Any], file: str = "") -> Classifier:
+    """Build a timm model with all its pretrained weights, its own head's too; with another `img_size` positions are interpolated.
+
+    Args:
+        weights: which ones.
+        args: of the model.
+        file: a copy of the hub's file (path or URI); empty: the hub or its cache.
+    """
+    models.check_arguments(weights.name, args)
+    overlay: dict[str, Any] | None = None
+    if isinstance(weights, PackageWeights):
+        package = _package(weights)
+        overlay = {"state_dict": _in_order(package.read(), weights, args), "custom_load": False}
+        origin = Origin(name=str(weights), repository=package.url, revision=package.sha256, license=package.license)
+        advice = "check that the arguments leave all weights as they are"
+    elif file:
+        source, content = _source(weights.name), _read_file(file)
+        overlay = {"state_dict": safetensors.torch.load(content), "custom_load": False}
+        revision = hashlib.sha256(content).hexdigest()
+        origin = Origin(name=f"{TIMM}{weights.name}", repository=file, revision=revision, license=source.license or "")
+        advice = f"check that {file} is its file of the hub, and that the arguments leave all weights but the positions as they are"
+    else:
+        weights = pin(weights)
+        source = _source(weights.name)
+        if weights.revision and source.hf_hub_id:
+            # custom_load says how the file is read, and timm resets it where another repository is given.
+            repository = source.hf_hub_id.partition("@")[0]
+            overlay = {"hf_hub_id": f"{repository}@{weights.revision}", "custom_load": source.custom_load}
+        origin = Origin(
+            name=f"{TIMM}{weights.name}",
+            repository=source.hf_hub_id or str(source.url),
+            revision=weights.revision if source.hf_hub_id else "",
+            license=source.license or "",
+        )
+        advice = (
+            "check the network and HF_TOKEN, and that the arguments leave all weights but the positions as they are"
+        )
+    network: Any
     try:
-        network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **args)
+        network = timm.create_model(weights.name, pretrained=True, pretrained_cfg_overlay=overlay, **args)
     except Exception as error:  # timm passes any argument on to any model, and the hub client raises its own kinds
         reason = limits.cut(" ".join(str(error).split()), 500)
-        raise ModelError(
-            f"{weights} cannot be built with the arguments {dict(args)}: {reason}; check the network "
-            "and HF_TOKEN, and that pretrain.teacher.args leaves all weights but the positions as they are"
-        ) from error
-    origin = Origin(
-        name=f"{TIMM}{name}",
-        repository=source.hf_hub_id or str(source.url),
-        revision=revision if source.hf_hub_id else "",
-        license=source.license or "",
-    )
-    settings = ModelSettings(architecture=name, args=args)
-    return models.wrap(network, settings, _labels(name, network), origin)
+        raise ModelError(f"{weights} cannot be built with the arguments {dict(args)}: {reason}; {advice}") from error
+    network.pretrained_cfg.pop("state_dict", None)  # the weights a second time
+    settings = ModelSettings(architecture=weights.name, args=args)
+    return models.wrap(network, settings, _labels(weights.name, network), origin)
 
 
-def outline(weights: TimmWeights, args: Mapping[str, Any]) -> Classifier:
-    """Build what `load` would, on the meta device; no weights are fetched, so whether they fit the arguments is not known."""
+def outline(weights: TimmWeights | PackageWeights, args: Mapping[str, Any]) -> Classifier:
+    """Build what `load` would, on the meta device; no weights are read, so whether they fit the arguments is not known."""
     name = weights.name
-    _source(name)
+    if isinstance(weights, TimmWeights):
+        _source(name)
     models.check_arguments(name, args)
     with torch.device("meta"):
         try:
             network = timm.create_model(name, **args)
         except Exception as error:  # timm passes any argument on to any model
-            raise ModelError(f"{TIMM}{name} cannot be built with the arguments {dict(args)}: {error}") from error
+            raise ModelError(f"{weights} cannot be built with the arguments {dict(args)}: {error}") from error
         return models.wrap(network, ModelSettings(architecture=name, args=args), _labels(name, network))
+
+
+def _package(weights: PackageWeights) -> WeightsPackage:
+    """Return the entry of a package's weights."""
+    if weights.name not in WEIGHTS_PACKAGES:
+        raise ModelError(
+            f"{weights}: no package has such weights; known: {PACKAGE}{f', {PACKAGE}'.join(WEIGHTS_PACKAGES)}"
+        )
+    return WEIGHTS_PACKAGES[weights.name]
+
+
+def _in_order(content: bytes, weights: PackageWeights, args: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Give the tensors of a package's file the names that timm's model has for them: they stand in the same order."""
+    tensors = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    with torch.device("meta"):
+        names = timm.create_model(weights.name, **args).state_dict()
+    if len(names) != len(tensors):
+        raise ModelError(
+            f"{weights} cannot be built with the arguments {dict(args)}: it has {len(tensors)} tensors, and the model {len(names)}"
+        )
+    return dict(zip(names, tensors.values(), strict=True))
+
+
+def _read_file(uri: str) -> bytes:
+    """Read a file of weights."""
+    _check_file(uri)
+    return storage.read_bytes(uri)
+
+
+def _check_file(uri: str) -> None:
+    """Make sure that a file begins as a safetensors file does: the length of its header, then the header's first brace."""
+    try:
+        begin = storage.read_bytes(uri, 0, 9)
+    except StorageError as error:
+        raise ModelError(f"weights_file {uri} cannot be read: {error}") from error
+    length = int.from_bytes(begin[:8], "little")
+    if begin[8:] != b"{" or length > limits.WEIGHTS_HEADER_BYTES:
+        raise ModelError(f"weights_file {uri} is not a safetensors file; fetch it again from the model's repository")
 
 
 def _source(name: str) -> PretrainedCfg:

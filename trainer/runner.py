@@ -143,9 +143,9 @@ def _is_complete(stage: Stage, section: Mapping[str, Any], directories: Mapping[
         for keyword, kind in stage.all_inputs.items()
         if keyword in directories
     }
-    weights = section.get("weights", "")  # pretrain's; the section names the commit of timm's
-    if weights and artifacts.exists(weights):
-        inputs.add(artifacts.manifest(weights, "model").fingerprint)
+    # The section itself names the commit of timm's weights.
+    if version := artifacts.weights_version(section.get("weights", ""), section.get("weights_file", "")):
+        inputs.add(version)
     try:
         outputs = [artifacts.read(directories[keyword], kind) for keyword, kind in stage.outputs.items()]
     except ArtifactError as error:

@@ -31,7 +31,12 @@ SHOWN = {
 """KFP's artifacts: what a person opens in the UI, by a name that says what it is of."""
 FURTHER = {"tune": {"distill", "distill_teacher"}}
 """What a stage's task tells beside the references to its outputs."""
-BESIDE = {"prepare": {"source_version"}, "pretrain": {"weights_version"}, "reinforce": {"distill_teacher"}}
+BESIDE = {
+    "prepare": {"source_version"},
+    "pretrain": {"teacher_weights_version"},
+    "reinforce": {"distill_teacher"},
+    "distill": {"student_weights_version"},
+}
 """What a stage's task gets beside its settings and inputs: it decides whether a cached result is right, or whether there is work."""
 UNUSED = {"tune": {"teacher_outputs"}}
 """Optional inputs that a stage never gets in the pipeline: tune decides whether outputs are recorded."""

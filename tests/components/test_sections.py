@@ -172,13 +172,8 @@ def test_given_weights_that_change_change_their_version_alone(tmp_path):
             pass
         versions.append(configured("digits", teacher=str(tmp_path / "teacher")))
     changed = {name for name, value in versions[0]._asdict().items() if getattr(versions[1], name) != value}
-    assert changed == {"weights_version"}
-    assert all(version.weights_version for version in versions)
-
-
-@pytest.mark.parametrize("weights", ["", "timm:vit_base_patch16_224.mae", "/nowhere"])
-def test_other_weights_have_no_version_but_their_name(weights):
-    assert sections.weights_version(weights) == ""
+    assert changed == {"teacher_weights_version"}
+    assert all(version.teacher_weights_version for version in versions)
 
 
 def test_the_section_names_the_revision_of_timms_weights(tmp_path, monkeypatch):

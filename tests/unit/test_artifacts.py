@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -397,3 +398,24 @@ def test_all_files_are_on_the_disk_before_the_manifest_is(tmp_path, monkeypatch)
     path = make(tmp_path / "a")
     assert set(done[:2]) == {path / "sub" / "weights.bin", path / "sub"}
     assert done[2:] == [path / artifacts.MANIFEST, path]
+
+
+@pytest.mark.parametrize("weights", ["", "timm:vit_base_patch16_224.mae", "package:tf_efficientnet_lite0", "/nowhere"])
+def test_weights_that_their_name_tells_apart_have_no_version(weights):
+    assert artifacts.weights_version(weights) == ""
+
+
+def test_the_version_of_given_weights_is_that_of_their_content(tmp_path):
+    with artifacts.create(tmp_path / "model", "model", settings={"seed": 1}) as draft:
+        (draft.path / "config.json").write_text("{}")
+    assert (
+        artifacts.weights_version(str(tmp_path / "model"))
+        == artifacts.manifest(tmp_path / "model", "model").fingerprint
+    )
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(b"one")
+    first = artifacts.weights_version("timm:vit_base_patch16_224.mae", str(file))
+    assert first == hashlib.sha256(b"one").hexdigest()
+    file.write_bytes(b"another")
+    assert artifacts.weights_version("timm:vit_base_patch16_224.mae", str(file)) != first
+    assert artifacts.weights_version("timm:vit_base_patch16_224.mae", "/nowhere/weights.safetensors") == ""

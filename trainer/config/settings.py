@@ -64,6 +64,74 @@ class ModelSettings(Section):
     """Further arguments of the model, such as `img_size`, `patch_size`, `embed_dim`, `depth`, `num_heads`."""
 
 
+TIMM = "timm:"
+"""What the name of timm's pretrained weights begins with in `weights`."""
+PACKAGE = "package:"
+"""What the name of weights from an installed Python package begins with."""
+
+
+class TimmWeights(NamedTuple):
+    """Pretrained weights of timm."""
+
+    name: str
+    """Of the model, with a tag or with timm's default one."""
+    revision: str
+    """A commit of their repository on the hub; empty for the newest one."""
+
+    def __str__(self) -> str:
+        return f"{TIMM}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+class PackageWeights(NamedTuple):
+    """Pretrained weights that a Python package brings."""
+
+    name: str
+    """Of timm's model that they are for."""
+
+    def __str__(self) -> str:
+        return f"{PACKAGE}{self.name}"
+
+
+class WeightsSettings(Section):
+    """What a model starts from."""
+
+    weights: str = ""
+    """Start from a model directory (path or URI); or from public weights of the same architecture: timm's `timm:NAME[@REVISION]`, REVISION
+    being a commit of their repository, by default the newest one, or `package:NAME` of an installed Python package (docs/data.md). Empty
+    starts from scratch."""
+    weights_file: str = ""
+    """Where the hub is not reached: a copy of the file of `timm:NAME`, as its repository has it (path or URI of a .safetensors file)."""
+
+    @property
+    def public_weights(self) -> TimmWeights | PackageWeights | None:
+        """Which public weights to start from; none for a model directory, or from scratch."""
+        if self.weights.startswith(PACKAGE):
+            return PackageWeights(self.weights.removeprefix(PACKAGE))
+        if not self.weights.startswith(TIMM):
+            return None
+        name, _, revision = self.weights.removeprefix(TIMM).partition("@")
+        return TimmWeights(name, revision)
+
+    def check_weights(self, section: str, field: str, architecture: str) -> None:
+        """Make sure that public weights are for the architecture of the section's model; raises a `ValueError`."""
+        given = self.public_weights
+        if given and architecture not in (given.name, given.name.partition(".")[0]):
+            raise ValueError(
+                f"weights is {self.weights!r}, but {field}.architecture is {architecture!r}; set "
+                f"{section}.{field}.architecture={given.name}, "
+                f"and {section}.{field}.args to what differs from it, such as {{img_size=256}}, or to {{}}"
+            )
+        if self.weights_file and not isinstance(given, TimmWeights):
+            raise ValueError(
+                f"weights_file is {self.weights_file!r}, which is a file of timm's weights, but weights is {self.weights!r}; "
+                f"set {section}.weights={TIMM}NAME, or leave weights_file out"
+            )
+        if self.weights_file and not self.weights_file.endswith(".safetensors"):
+            raise ValueError(
+                f"weights_file is {self.weights_file!r}, but only a .safetensors file is read, since reading others may run code in them"
+            )
+
+
 class ViewSettings(Section):
     """Augmentation: the random view of an image that a training step sees."""
 
@@ -280,26 +348,10 @@ class FinetuneSettings(TrainingSettings):
     """Augmentation."""
 
 
-TIMM = "timm:"
-"""What the name of timm's pretrained weights begins with in `pretrain.weights`."""
-
-
-class TimmWeights(NamedTuple):
-    """Pretrained weights of timm."""
-
-    name: str
-    """Of the model, with a tag or with timm's default one."""
-    revision: str
-    """A commit of their repository on the hub; empty for the newest one."""
-
-    def __str__(self) -> str:
-        return f"{TIMM}{self.name}" + (f"@{self.revision}" if self.revision else "")
-
-
 ClassReference = Annotated[int, Field(ge=0, strict=True)] | str
 
 
-class PretrainSettings(LoadingSettings):
+class PretrainSettings(WeightsSettings, LoadingSettings):
     """The teacher: masked-autoencoder pretraining, then fine-tuning; or given weights."""
 
     watch: WatchSettings | None = None
@@ -307,9 +359,6 @@ class PretrainSettings(LoadingSettings):
 
     teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
     """The teacher's model."""
-    weights: str = ""
-    """Start from a model directory (path or URI), or from timm's pretrained weights: `timm:NAME[@REVISION]`, with the same architecture as
-    `teacher`. REVISION is a commit of their repository, by default the newest one. Empty starts from scratch."""
     label_map: Mapping[str, ClassReference] = {}
     """Class of the data set -> the same class of `weights`, by name or index, where the names differ. The head's rows of these classes
     are kept."""
@@ -318,23 +367,9 @@ class PretrainSettings(LoadingSettings):
     finetune: FinetuneSettings = FinetuneSettings()
     """Supervised fine-tuning."""
 
-    @property
-    def timm_weights(self) -> TimmWeights | None:
-        """Which of timm's pretrained weights to start from; none for a model directory, or from scratch."""
-        if not self.weights.startswith(TIMM):
-            return None
-        name, _, revision = self.weights.removeprefix(TIMM).partition("@")
-        return TimmWeights(name, revision)
-
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:
-        given, architecture = self.timm_weights, self.teacher.architecture
-        if given and architecture not in (given.name, given.name.partition(".")[0]):
-            raise ValueError(
-                f"weights is {self.weights!r}, but teacher.architecture is {architecture!r}; set "
-                f"pretrain.teacher.architecture={given.name}, "
-                "and pretrain.teacher.args to what differs from it, such as {img_size=256}, or to {}"
-            )
+        self.check_weights("pretrain", "teacher", self.teacher.architecture)
         if not self.weights and not self.finetune.epochs:
             raise ValueError(
                 "finetune.epochs is 0 and weights is empty, so the teacher would never see a label; give weights or let it be fine-tuned"
@@ -382,7 +417,7 @@ class ReinforceSettings(LoadingSettings):
         return classes if self.top_k == "all" else min(self.top_k or TOP_K, classes)
 
 
-class DistillSettings(LoadingSettings, TrainingSettings):
+class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """The student: loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels."""
 
     watch: WatchSettings | None = None
@@ -453,6 +488,7 @@ class DistillSettings(LoadingSettings, TrainingSettings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        self.check_weights("distill", "student", self.student.architecture)
         mixes = self.views.mixup > 0 or self.views.cutmix > 0
         is_dkd, is_dist, is_hard = (
             self.logit_loss == name and self.logit_weight > 0 for name in ("dkd", "dist", "hard")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import artifacts, models
+from trainer import artifacts, models, pretrained
 from trainer.config import DistillSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
@@ -48,9 +48,10 @@ def run(
     with startup.part("fetch"):
         data = open_dataset(dataset)
         teaching = artifacts.manifest(teacher, "model")
+        classifier, weights = start(settings, data)
     parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
-    torch.manual_seed(settings.seed or 0)
-    classifier = models.create(settings.student, data.classes, drop_path=settings.drop_path)
+    if weights:
+        parents["weights"] = weights
     recording, teacher_model = None, None
     mass: dict[str, float] | None = None
     with startup.part("fetch"):
@@ -86,6 +87,22 @@ def run(
         kept = trained.classifier if isinstance(trained, ProjectedStudent) else trained
         assert isinstance(kept, Classifier), "the objective's model is a Classifier or holds one"
         session.keep(kept, settings)
+
+
+def start(settings: DistillSettings, data: PreparedDataset) -> tuple[Classifier, str]:
+    """Make the student before training; gives it, and the fingerprint of the weights that it starts from, empty if there are none.
+
+    Its head is new unless the weights' classes are the data set's.
+
+    Raises:
+        ModelError: it cannot be built.
+        ArtifactError: the given weights are missing or damaged.
+    """
+    torch.manual_seed(settings.seed or 0)
+    if not settings.weights:
+        return models.create(settings.student, data.classes, drop_path=settings.drop_path), ""
+    model, fingerprint = pretrained.start(settings, settings.student)
+    return models.with_labels(model, data.classes, drop_path=settings.drop_path), fingerprint
 
 
 def open_samples(settings: DistillSettings, data: PreparedDataset) -> Samples:

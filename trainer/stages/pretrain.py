@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from trainer import artifacts, models, pretrained
+from trainer import models, pretrained
 from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
@@ -52,14 +51,7 @@ def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier
     parents = {"dataset": data.fingerprint}
     if not settings.weights:
         return models.create(settings.teacher, data.classes), parents
-    if settings.timm_weights:
-        model = pretrained.load(settings.timm_weights, settings.teacher.args)
-        assert model.card.origin is not None, "timm's weights have an origin"
-        parents["weights"] = artifacts.digest(asdict(model.card.origin))
-    else:
-        weights = artifacts.read(settings.weights, "model")
-        model = models.load(weights)
-        parents["weights"] = weights.fingerprint
+    model, parents["weights"] = pretrained.start(settings, settings.teacher)
     if settings.label_map or not settings.finetune.epochs:
         name = f"pretrain.weights {settings.weights}"
         model = pretrained.with_classes(model, data.classes, settings.label_map, name)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import artifacts, config, forecast, models, storage, tracking
+from trainer import artifacts, config, forecast, storage, tracking
 from trainer.config import DistillSettings, ReinforceSettings, TuneSettings, ViewSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import MicroBatches, Samples, Views, makes_views_on_device
@@ -253,8 +253,7 @@ def open_subject(
 ) -> Subject:
     """Open what all trials share; blank recorded outputs are made in `folder`. What recording takes is measured unless it is known."""
     settings, recorder = tuned.distill or DistillSettings(), tuned.reinforce or ReinforceSettings()
-    torch.manual_seed(settings.seed or 0)
-    student = models.create(settings.student, data.classes, drop_path=settings.drop_path)
+    student, _ = distill.start(settings, data)
     model = distill.load_teacher(teacher, data) if settings.needs_teacher else None
     samples = distill.open_samples(settings, data)
     settings = fit_batch("distill", settings, len(samples), processes)

@@ -20,7 +20,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-from trainer import artifacts, models, storage
+from trainer import artifacts, storage
 from trainer.artifacts import Draft
 from trainer.base_models import StrictModel
 from trainer.config import DistillSettings, PretrainSettings, ReinforceSettings, TrainingSettings, WarmUpSettings
@@ -129,7 +129,7 @@ class Rehearsal:
         """Train a student of `teacher`, online, or of blank outputs of its shape where they are to be recorded."""
         session, device = self._session("distill", settings, settings), self.processes.device
         samples = distill.open_samples(settings, session.data)
-        student = models.create(settings.student, self.data.classes, drop_path=settings.drop_path)
+        student, _ = distill.start(settings, self.data)
         recording, online = None, teacher if settings.needs_teacher else None
         if settings.reads_recording:
             described = reinforce.describe(recorder, self.data, self.dataset, teacher, samples, device)

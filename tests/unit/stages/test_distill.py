@@ -9,8 +9,9 @@ import torch
 
 from tests.distillations import QUICK, TINY, half_labelled
 from tests.unit.stages.conftest import SQUARE
-from trainer import artifacts, config, devices, models
+from trainer import artifacts, config, devices, models, pretrained
 from trainer.config import DistillSettings, ReinforceSettings
+from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, SettingsError, TrainingError
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import distill, reinforce
@@ -99,6 +100,33 @@ def test_with_all_logits_recorded_a_distillation_follows_the_one_with_its_teache
     assert online.keys() == recorded.keys()
     assert torch.allclose(online["loss"], recorded["loss"], rtol=2e-3)
     assert not torch.equal(online["loss"], recorded["loss"])
+
+
+def test_a_student_that_starts_from_weights_begins_where_they_ended(distilled):
+    """Here its own of an earlier distillation; their content is a parent of the new student."""
+    first = distilled("first")
+    second = distilled("second", weights=str(first.student))
+    assert second.curves()["loss"][0] < first.curves()["loss"][0] - 0.1
+    parents = artifacts.manifest(second.student, "model").parents
+    assert parents["weights"] == artifacts.manifest(first.student, "model").fingerprint
+    assert "weights" not in artifacts.manifest(first.student, "model").parents
+
+
+def test_a_student_keeps_the_weights_of_a_package_under_a_new_head(trained_digits):
+    settings = config.validate(
+        DistillSettings,
+        {"weights": "package:tf_efficientnet_lite0", "student": {"architecture": "tf_efficientnet_lite0"}},
+    )
+    student, fingerprint = distill.start(settings, open_dataset(trained_digits.dataset))
+    again, same = distill.start(settings, open_dataset(trained_digits.dataset))
+    whole, _ = pretrained.start(settings, settings.student)
+    assert student.card.labels == tuple("0123456789")
+    assert student.card.origin == whole.card.origin
+    assert fingerprint == same
+    given, made, repeated = (model.network.state_dict() for model in (whole, student, again))
+    new = {name for name, value in made.items() if not torch.equal(value, given[name])}
+    assert new == {"classifier.weight", "classifier.bias"}
+    assert all(torch.equal(value, repeated[name]) for name, value in made.items())
 
 
 def test_the_hard_loss_is_the_same_from_three_recorded_logits(distilled, sparse):
