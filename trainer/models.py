@@ -112,9 +112,7 @@ class Classifier(nn.Module):
 
 def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
     """Build an untrained model with a head for `labels`; the weights follow torch's generator."""
-    architecture, args = settings.architecture, settings.args
-    check_architecture(architecture)
-    check_arguments(architecture, args)
+    architecture, args = settings.architecture, arguments(settings)
     further: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
     try:
         network: Any = timm.create_model(architecture, **{**args, "num_classes": len(labels), **further})
@@ -131,17 +129,35 @@ def wrap(
     network: nn.Module, settings: ModelSettings, labels: Sequence[str], origin: Origin | None = None
 ) -> Classifier:
     """Wrap a timm network that was built from these settings with the preprocessing that timm knows for it."""
-    data_config = timm.data.resolve_data_config(model=network)
+    data_config, args = timm.data.resolve_data_config(model=network), arguments(settings)
     card = ModelCard(
         architecture=settings.architecture,
-        args=dict(settings.args),
+        args=args,
         labels=tuple(labels),
-        image_size=int(settings.args.get("img_size", data_config["input_size"][-1])),
+        image_size=int(args.get("img_size", settings.image_size or data_config["input_size"][-1])),
         mean=tuple(data_config["mean"]),
         std=tuple(data_config["std"]),
         origin=origin,
     )
     return Classifier(network, card)
+
+
+def arguments(settings: ModelSettings) -> dict[str, int | float | str | bool]:
+    """Check a model's name and arguments, and return those for timm: with `img_size` where the weights' shapes depend on the input's size.
+
+    Others, such as convolutional networks, take images of any size, and are not told.
+    """
+    name, args, size = settings.architecture, dict(settings.args), settings.image_size
+    check_architecture(name)
+    check_arguments(name, args)
+    if not size:
+        return args
+    if args.get("img_size", size) != size:
+        raise ModelError(
+            f"architecture {name!r}: image_size is {size}, but args.img_size is {args['img_size']}; leave one of them out"
+        )
+    config = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    return args | {"img_size": size} if config is not None and config.fixed_input_size else args
 
 
 def check_architecture(architecture: str) -> None:

@@ -155,7 +155,7 @@ def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classi
     if largest > stored:
         raise SettingsError(
             f"{name} asks for views of {largest} pixels, but data.image_size stores images of {stored}; set data.image_size={largest}, or "
-            "choose a smaller input, such as with the argument img_size"
+            "choose a smaller input (image_size of the model)"
         )
 
 

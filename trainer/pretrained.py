@@ -51,7 +51,7 @@ def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, 
     if given is None:
         weights = artifacts.read(settings.weights, "model")
         return models.load(weights), weights.fingerprint
-    loaded = load(given, model.args, settings.weights_file)
+    loaded = load(given, model, settings.weights_file)
     assert loaded.card.origin is not None, "public weights have an origin"
     origin = loaded.card.origin
     return loaded, origin.revision if settings.weights_file else artifacts.digest(asdict(origin))
@@ -71,7 +71,7 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
         _package(given).read()
     elif settings.weights_file:
         _check_file(settings.weights_file)
-    return outline(given, model.args)
+    return outline(given, model)
 
 
 def pin(weights: TimmWeights) -> TimmWeights:
@@ -80,15 +80,16 @@ def pin(weights: TimmWeights) -> TimmWeights:
     return weights if weights.revision else weights._replace(revision=hub.weights_revision(weights.name) or "")
 
 
-def load(weights: TimmWeights | PackageWeights, args: Mapping[str, Any], file: str = "") -> Classifier:
-    """Build a timm model with all its pretrained weights, its own head's too; with another `img_size` positions are interpolated.
+def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str = "") -> Classifier:
+    """Build a timm model with all its pretrained weights, its own head's too; for another input size positions are interpolated.
 
     Args:
         weights: which ones.
-        args: of the model.
+        model: its arguments and input size.
         file: a copy of the hub's file (path or URI); empty: the hub or its cache.
     """
-    models.check_arguments(weights.name, args)
+    settings = model.model_copy(update={"architecture": weights.name})
+    args = models.arguments(settings)
     overlay: dict[str, Any] | None = None
     if isinstance(weights, PackageWeights):
         package = _package(weights)
@@ -124,22 +125,22 @@ def load(weights: TimmWeights | PackageWeights, args: Mapping[str, Any], file: s
         reason = limits.cut(" ".join(str(error).split()), 500)
         raise ModelError(f"{weights} cannot be built with the arguments {dict(args)}: {reason}; {advice}") from error
     network.pretrained_cfg.pop("state_dict", None)  # the weights a second time
-    settings = ModelSettings(architecture=weights.name, args=args)
     return models.wrap(network, settings, _labels(weights.name, network), origin)
 
 
-def outline(weights: TimmWeights | PackageWeights, args: Mapping[str, Any]) -> Classifier:
+def outline(weights: TimmWeights | PackageWeights, model: ModelSettings) -> Classifier:
     """Build what `load` would, on the meta device; no weights are read, so whether they fit the arguments is not known."""
     name = weights.name
     if isinstance(weights, TimmWeights):
         _source(name)
-    models.check_arguments(name, args)
+    settings = model.model_copy(update={"architecture": name})
+    args = models.arguments(settings)
     with torch.device("meta"):
         try:
             network = timm.create_model(name, **args)
         except Exception as error:  # timm passes any argument on to any model
             raise ModelError(f"{weights} cannot be built with the arguments {dict(args)}: {error}") from error
-        return models.wrap(network, ModelSettings(architecture=name, args=args), _labels(name, network))
+        return models.wrap(network, settings, _labels(name, network))
 
 
 def _package(weights: PackageWeights) -> WeightsPackage:

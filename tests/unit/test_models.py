@@ -75,6 +75,30 @@ def test_other_timm_models_work_alike(tmp_path):
     assert torch.equal(loaded(images), model(images))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "further", "args"),
+    [
+        ("resnet10t", {}, {}),
+        ("tf_efficientnet_lite0", {}, {}),
+        ("vit_tiny_patch16_224", {"patch_size": 8, "depth": 1}, {"patch_size": 8, "depth": 1, "img_size": 64}),
+    ],
+)
+def test_a_model_takes_images_of_the_size_that_it_is_given(tmp_path, architecture, further, args):
+    settings = ModelSettings(architecture=architecture, args=further, image_size=64)
+    model = models.with_labels(models.create(settings, ["a", "b"]), ["x", "y", "z"]).eval()
+    assert (model.card.image_size, model.card.args) == (64, args)
+    assert model.preprocess(IMAGES).shape == (2, 3, 64, 64)
+    loaded = models.load(saved(model, tmp_path / "model"))
+    assert loaded.card == model.card
+    assert torch.equal(loaded(IMAGES), model(IMAGES))
+
+
+def test_two_sizes_of_one_model_are_refused():
+    settings = ModelSettings(architecture="vit_tiny_patch16_224", args={"img_size": 32}, image_size=64)
+    with pytest.raises(ModelError, match=r"image_size is 64, but args\.img_size is 32; leave one of them out"):
+        models.create(settings, ["a", "b"])
+
+
 def test_new_labels_give_a_new_head_and_keep_the_rest(model):
     other = models.with_labels(model, ["x", "y", "z"]).eval()
     assert other.card.labels == ("x", "y", "z")

@@ -47,7 +47,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def load(name=NAME, revision="", **args):
-    return pretrained.load(TimmWeights(name, revision), ARGS | args).eval()
+    model = config.ModelSettings(architecture=name, args=ARGS | args)
+    return pretrained.load(TimmWeights(name, revision), model).eval()
 
 
 def test_weights_come_with_their_own_head_and_the_names_of_its_classes(cache):
@@ -79,6 +80,10 @@ def test_arguments_reach_timm_which_interpolates_the_positions(cache):
     assert model.card.image_size == 32
     assert model.network.pos_embed.shape[1] == 1 + (32 // 8) ** 2
     assert model(IMAGES).shape == (2, 1000)
+    sized = config.ModelSettings(
+        architecture=NAME, args={key: value for key, value in ARGS.items() if key != "img_size"}, image_size=32
+    )
+    assert torch.equal(pretrained.load(TimmWeights(NAME, ""), sized).eval()(IMAGES), model(IMAGES))
     with artifacts.create(cache.parent / "model", "model", settings={}) as draft:
         models.save(model, draft.path)
     assert torch.equal(models.load(cache.parent / "model")(IMAGES), model(IMAGES))

@@ -61,7 +61,9 @@ class ModelSettings(Section):
     architecture: str
     """Name of a timm model (`python -m timm.models` or timm.list_models())."""
     args: Mapping[str, int | float | str | bool] = {}
-    """Further arguments of the model, such as `img_size`, `patch_size`, `embed_dim`, `depth`, `num_heads`."""
+    """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`."""
+    image_size: Annotated[int, Field(ge=0, le=2048)] = 0
+    """Edge of the model's input, in pixels; 0 is the architecture's own."""
 
 
 TIMM = "timm:"
@@ -119,7 +121,7 @@ class WeightsSettings(Section):
             raise ValueError(
                 f"weights is {self.weights!r}, but {field}.architecture is {architecture!r}; set "
                 f"{section}.{field}.architecture={given.name}, "
-                f"and {section}.{field}.args to what differs from it, such as {{img_size=256}}, or to {{}}"
+                f"and {section}.{field}.args to what differs from it, such as {{depth=6}}, or to {{}}"
             )
         if self.weights_file and not isinstance(given, TimmWeights):
             raise ValueError(
