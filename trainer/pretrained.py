@@ -89,7 +89,7 @@ def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str 
         file: a copy of the hub's file (path or URI); empty: the hub or its cache.
     """
     settings = model.model_copy(update={"architecture": weights.name})
-    args = models.arguments(settings)
+    args: Mapping[str, Any] = models.arguments(settings)
     overlay: dict[str, Any] | None = None
     if isinstance(weights, PackageWeights):
         package = _package(weights)
@@ -134,7 +134,7 @@ def outline(weights: TimmWeights | PackageWeights, model: ModelSettings) -> Clas
     if isinstance(weights, TimmWeights):
         _source(name)
     settings = model.model_copy(update={"architecture": name})
-    args = models.arguments(settings)
+    args: Mapping[str, Any] = models.arguments(settings)
     with torch.device("meta"):
         try:
             network = timm.create_model(name, **args)
