@@ -111,7 +111,7 @@ WRONG = {
     "distill=3": r"distill is a group of settings and cannot be 3",
     "distill.temperature.x=3": r"distill.temperature",
     "distill.logit_weight=0 distill.label_weight=0": r"distill: logit_weight and label_weight are both 0.*give one of them a weight",
-    "distill.kl_weight=1": r"unknown setting distill.kl_weight; did you mean distill.logit_weight",
+    "distill.kl_weight=1": r"unknown setting distill.kl_weight; did you mean distill\.weights or distill\.logit_weight",
     "distill.logit_loss=mse": r"distill.logit_loss must be 'kl', 'hard', 'dkd' or 'dist', got 'mse'",
     "distill.teacher=offline": r"distill.teacher must be 'online' or 'recorded', got 'offline'",
     "distill.logit_loss=dkd distill.views.mixup=0.8": r"distill: logit_loss is dkd, .* views.cutmix mixes them; set both to 0",
