@@ -77,8 +77,10 @@ def configure(
         address = os.environ.get(KUBEFLOW_UI, "").rstrip("/")
         tags[tracking.NOTE_TAG] = f"Kubeflow: [{run_name}]({address}/#/runs/details/{os.environ['KFP_RUN_ID']})"
     with environment_variables(_experiment(settings.tracking)):
-        # On a cluster the address is not the user's, and a run may be started by a schedule at night.
-        (tracking.patiently(tracking.check) if on_cluster else tracking.check())
+        if on_cluster:  # the address is not the user's there, and a run may be started by a schedule at night
+            tracking.patiently(tracking.check)
+        else:
+            tracking.check()
         tracking.start_parent(resolved, tags, name=run_name if on_cluster else "")
     outputs = {
         **{stage: canonical_json(settings.for_stage(stage)) for stage in STAGES},

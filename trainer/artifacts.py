@@ -301,8 +301,11 @@ def weights_version(weights: str, file: str = "") -> str:
     It is the fingerprint of a model directory, or the SHA-256 of a file; empty where the name itself says which weights they are, or where
     they cannot be read from here.
     """
+    if file and not storage.exists(file):
+        return ""
     if file:
-        return hashlib.sha256(storage.read_bytes(file)).hexdigest() if storage.exists(file) else ""
+        is_remote = storage.is_remote(file)
+        return hashlib.sha256(storage.read_bytes(file)).hexdigest() if is_remote else storage.file_digest(Path(file))
     is_public = weights.startswith((TIMM, PACKAGE))
     return manifest(weights, "model").fingerprint if weights and not is_public and exists(weights) else ""
 

@@ -81,7 +81,9 @@ def _student(settings: DistillSettings, classes: Sequence[str], *, trains_here: 
     with _tried("distill.student"):
         labels, drop_path = classes or _SOME_CLASSES, settings.drop_path
         if settings.weights and _is_readable(settings, trains_here=trains_here):
-            student = models.with_labels(pretrained.check(settings, settings.student), labels, drop_path=drop_path)
+            given = pretrained.check(settings, settings.student)
+            pretrained.check_same(given, settings.student, f"distill.weights {settings.weights}")
+            student = models.with_labels(given, labels, drop_path=drop_path)
         else:
             student = models.create(settings.student, labels, drop_path=drop_path)
         _step(student)

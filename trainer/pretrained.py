@@ -31,7 +31,7 @@ from trainer.config import (
     TimmWeights,
     WeightsSettings,
 )
-from trainer.errors import ModelError, StorageError
+from trainer.errors import ModelError
 from trainer.models import Classifier, Origin
 from trainer.weight_packages import WEIGHTS_PACKAGES, WeightsPackage
 
@@ -45,6 +45,7 @@ def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, 
 
     Raises:
         ModelError: they are not there, or not for this model.
+        StorageError: the file is not there, or cannot be read.
         ArtifactError: the model directory is missing or damaged.
     """
     given = settings.public_weights
@@ -62,7 +63,8 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
 
     Raises:
         ModelError: there are no such weights, or no such model.
-        StorageError: the file or the model directory is not there, or cannot be read.
+        StorageError: the file is not there, or cannot be read.
+        ArtifactError: the model directory is missing or damaged.
     """
     given = settings.public_weights
     if given is None:
@@ -72,6 +74,22 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
     elif settings.weights_file:
         _check_file(settings.weights_file)
     return outline(given, model)
+
+
+def check_same(model: Classifier, settings: ModelSettings, name: str) -> None:
+    """Make sure that a model directory, named so in messages, holds the model that the settings describe; else they would be ignored.
+
+    Raises:
+        ModelError: it is another model.
+    """
+    card, args = model.card, models.arguments(settings)
+    size = settings.image_size or card.image_size
+    given = (card.architecture.partition(".")[0], dict(card.args), card.image_size)
+    if given != (settings.architecture.partition(".")[0], args, size):
+        raise ModelError(
+            f"{name} is {card.architecture} of {card.image_size} pixels with the arguments {dict(card.args)}, but the settings are for "
+            f"{settings.architecture} with {args}; set architecture, args and image_size to what it is"
+        )
 
 
 def pin(weights: TimmWeights) -> TimmWeights:
@@ -97,7 +115,8 @@ def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str 
         origin = Origin(name=str(weights), repository=package.url, revision=package.sha256, license=package.license)
         advice = "check that the arguments leave all weights as they are"
     elif file:
-        source, content = _source(weights.name), _read_file(file)
+        _check_file(file)
+        source, content = _source(weights.name), storage.read_bytes(file)
         overlay = {"state_dict": safetensors.torch.load(content), "custom_load": False}
         revision = hashlib.sha256(content).hexdigest()
         origin = Origin(name=f"{TIMM}{weights.name}", repository=file, revision=revision, license=source.license or "")
@@ -164,18 +183,9 @@ def _in_order(content: bytes, weights: PackageWeights, args: Mapping[str, Any]) 
     return dict(zip(names, tensors.values(), strict=True))
 
 
-def _read_file(uri: str) -> bytes:
-    """Read a file of weights."""
-    _check_file(uri)
-    return storage.read_bytes(uri)
-
-
 def _check_file(uri: str) -> None:
     """Make sure that a file begins as a safetensors file does: the length of its header, then the header's first brace."""
-    try:
-        begin = storage.read_bytes(uri, 0, 9)
-    except StorageError as error:
-        raise ModelError(f"weights_file {uri} cannot be read: {error}") from error
+    begin = storage.read_bytes(uri, 0, 9)
     length = int.from_bytes(begin[:8], "little")
     if begin[8:] != b"{" or length > limits.WEIGHTS_HEADER_BYTES:
         raise ModelError(f"weights_file {uri} is not a safetensors file; fetch it again from the model's repository")

@@ -111,6 +111,11 @@ def test_so_are_those_of_the_student(tmp_path):
     teacher = blank_teacher(tmp_path / "weights")
     args = [f"distill.student.args.{key}={value}" for key, value in (TINY | {"embed_dim": 32}).items()]
     checked(f"distill.weights={teacher}", *args)
+    with pytest.raises(
+        ModelError,
+        match=r"^distill\.weights .*/weights is vit_tiny_patch16_224 of 16 pixels .*'embed_dim': 32.*, but the",
+    ):
+        checked(f"distill.weights={teacher}")
     nowhere = "distill.weights=/nowhere"
     with pytest.raises(ArtifactError, match=r"distill\.student: .*/nowhere"):
         checked(nowhere)

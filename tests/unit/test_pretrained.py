@@ -12,9 +12,9 @@ import torch
 from sklearn.datasets import load_sample_image
 from timm.data import ImageNetInfo
 
-from trainer import artifacts, config, models, pretrained, weight_packages
+from trainer import artifacts, config, models, pretrained, storage, weight_packages
 from trainer.config import TimmWeights
-from trainer.errors import ModelError, SettingsError
+from trainer.errors import ModelError, ObjectNotFoundError, SettingsError, StorageAwayError
 
 ARGS = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 NAME = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
@@ -265,16 +265,37 @@ def test_a_copy_of_the_hubs_file_is_what_the_hub_would_give(file):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "weights_file .*copied.safetensors cannot be read"),
         (b"", "is not a safetensors file; fetch it again"),
         (b"version https://git-lfs.github.com/spec/v1", "is not a safetensors file; fetch it again"),
         (b"\x80\x02}q\x00." + bytes(100), "is not a safetensors file"),
     ],
 )
 def test_a_file_that_is_none_is_refused_before_anything_starts(file, content, message):
-    file.unlink() if content is None else file.write_bytes(content)
+    file.write_bytes(content)
     with pytest.raises(ModelError, match=message):
         pretrained.check(*settings_for(weights=f"timm:{NAME}", weights_file=str(file)))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ObjectNotFoundError, match=r"nowhere\.safetensors"):
+        pretrained.check(*settings_for(weights=f"timm:{NAME}", weights_file=str(tmp_path / "nowhere.safetensors")))
+
+
+def test_a_store_that_is_away_may_be_back_at_the_next_attempt(object_store):
+    """Its error says so, and is not turned into one of the model."""
+    object_store.answer(503, times=storage.ATTEMPTS)
+    with pytest.raises(StorageAwayError):
+        pretrained.check(*settings_for(weights=f"timm:{NAME}", weights_file=object_store.uri("copy.safetensors")))
+
+
+def test_a_file_in_a_store_is_the_same(file, object_store):
+    uri = object_store.uri("copied.safetensors")
+    storage.write_bytes(uri, file.read_bytes())
+    (near, fingerprint), (far, version) = (
+        pretrained.start(*settings_for(weights=f"timm:{NAME}", weights_file=place)) for place in (str(file), uri)
+    )
+    assert fingerprint == version == artifacts.weights_version(f"timm:{NAME}", uri)
+    assert torch.equal(near.eval()(IMAGES), far.eval()(IMAGES))
 
 
 def test_a_file_of_another_model_is_refused(file):

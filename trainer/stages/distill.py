@@ -95,13 +95,14 @@ def start(settings: DistillSettings, data: PreparedDataset) -> tuple[Classifier,
     Its head is new unless the weights' classes are the data set's.
 
     Raises:
-        ModelError: it cannot be built.
-        ArtifactError: the given weights are missing or damaged.
+        ModelError: it cannot be built, or the given weights are of another model.
+        ArtifactError: they are missing or damaged.
     """
     torch.manual_seed(settings.seed or 0)
     if not settings.weights:
         return models.create(settings.student, data.classes, drop_path=settings.drop_path), ""
     model, fingerprint = pretrained.start(settings, settings.student)
+    pretrained.check_same(model, settings.student, f"distill.weights {settings.weights}")
     return models.with_labels(model, data.classes, drop_path=settings.drop_path), fingerprint
 
 
