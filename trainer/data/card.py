@@ -17,6 +17,7 @@ from trainer.config import DataSettings
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import DROPPED, QUARANTINE, UNLABELED, SplitName
 from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Subsection, Table
+from trainer.served_student.class_tags import ClassTags
 
 ROWS = 200
 """Longest list of files on the page."""
@@ -45,12 +46,14 @@ def data_card(
     splits: Splits,
     quarantined: Sequence[Quarantined],
     dropped: Sequence[Dropped],
+    tags: ClassTags | None = None,
     read: Callable[[int], bytes],
 ) -> str:
     """Build the page: self-contained HTML below 2 MB, equal for equal content.
 
     Args:
         notes: what the source left out, in sentences.
+        tags: what is known of the classes, if anything.
         read: row of a candidate -> its stored picture's file.
     """
     kind, _, name = settings.source.partition(":")
@@ -72,6 +75,7 @@ def data_card(
         PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, notes)]),
         _samples(classes, splits, read),
         _classes(classes, splits),
+        *([_known(tags)] if tags is not None else []),
         _sizes([member for members in splits.values() for member in members], settings.image_size),
         _left_out(quarantined, dropped),
     ]
@@ -99,6 +103,18 @@ def _classes(classes: Sequence[str], splits: Splits) -> PageSection:
             Paragraph(cut) if cut else None,
         ],
     )
+
+
+def _known(tags: ClassTags) -> PageSection:
+    """List the groups and the attributes of each class."""
+    headers = ["class", *(["groups"] if tags.parents else []), *tags.attributes]
+    rows = []
+    for index, path in enumerate(tags.paths[:CLASSES]):
+        groups = [" / ".join(map(formatting.isolated, path[:-1]))] if tags.parents else []
+        values = (values[index] for values in tags.attributes.values())
+        rows.append((path[-1], *groups, *("" if value is None else value for value in values)))
+    cut = f"The first {CLASSES:,} of {len(tags.labels):,} classes are listed." if len(tags.labels) > CLASSES else ""
+    return PageSection("What is known of the classes", [Table(headers, rows), Paragraph(cut) if cut else None])
 
 
 def _unmeasured(classes: Sequence[str], counts: Mapping[SplitName, Sequence[int]]) -> list[str]:
