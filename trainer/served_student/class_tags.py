@@ -160,7 +160,8 @@ class ClassTags:
         Returns:
             Column -> its values, [B]: `answer`, None where not even a topmost group is sure enough; `confidence`, the probability of the
             answer, or that of the topmost group; and each attribute, None where it is not known. A group's number is the mean over its
-            classes, weighted by their probabilities; its text has the different texts of its classes.
+            classes, weighted by their probabilities; its text has the different texts of its classes. Numbers that are all known are
+            float64, everything else but `confidence` is Python's objects.
         """
         confidences = self.confidences(probabilities)
         chosen, predicted = self.chosen_levels(confidences), probabilities.argmax(axis=1)
@@ -174,7 +175,7 @@ class ClassTags:
         made: dict[str, npt.NDArray[Any]] = {ANSWER: np.array(answers, dtype=object), CONFIDENCE: sure}
         for name, values in self.attributes.items():
             known = [_of_group(values, of, row) for of, row in zip(members, probabilities, strict=True)]
-            made[name] = np.array(known, dtype=object)
+            made[name] = np.array(known, dtype=np.float64 if self.is_number(name) and None not in known else object)
         return made
 
     def is_number(self, attribute: str) -> bool:

@@ -62,6 +62,9 @@ def test_without_a_threshold_the_answer_is_the_class_to_the_last_bit_of_its_attr
     assert columns["energy"].tolist() == [ATTRIBUTES["energy"][index] for index in best]
     assert columns["allergens"].tolist() == [ATTRIBUTES["allergens"][index] for index in best]
     np.testing.assert_array_equal(columns["confidence"], probabilities.max(axis=1))
+    assert None in columns["energy"].tolist(), "the oats' energy is not known"
+    known = FOOD.columns(probabilities[best != LABELS.index("oat")])["energy"]
+    assert known.dtype == np.float64
 
 
 def test_a_groups_number_is_weighted_by_probability_and_its_texts_are_all_of_its_classes():
@@ -76,9 +79,19 @@ def test_a_groups_number_is_weighted_by_probability_and_its_texts_are_all_of_its
 
 
 def test_confidence_never_falls_on_the_way_up_nor_exceeds_one():
-    confidences = FOOD.confidences(drawn(2000).astype(np.float32))
-    assert (np.diff(confidences, axis=1) <= 0).all()
-    assert confidences.max() <= 1
+    labels = tuple(map(str, range(40)))
+    parents = {label: "rare" if int(label) % 5 == 0 else "usual" for label in labels}
+    tags = ClassTags(labels=labels, parents=parents | {"rare": "all", "usual": "all"})
+    probabilities = np.random.default_rng(0).dirichlet([0.05] * 40, 3000)
+    usual = probabilities.copy()
+    usual[:, ::5] *= 1e-17  # with these, another order of the same sum changes its last bit
+    top, group, _ = (level.sums(usual).max(axis=1) for level in tags.levels)
+    assert (top < group).any()
+    assert tags.levels[0].sums(probabilities).max() > 1
+    for given in (probabilities, usual):
+        confidences = tags.confidences(given)
+        assert (np.diff(confidences, axis=1) <= 0).all()
+        assert confidences.max() <= 1
 
 
 def test_no_photos_have_no_answers():
