@@ -11,7 +11,7 @@ from collections import namedtuple
 from components.launching import Placement
 from trainer import artifacts, config, preflight, tracking
 from trainer.artifacts import canonical_json
-from trainer.data import sources
+from trainer.data import class_tables, sources
 from trainer.errors import SettingsError, TrackingError
 from trainer.graph import OPTIONAL_STAGES, STAGES, needed_stages
 from trainer.host import environment_variables
@@ -70,7 +70,8 @@ def configure(
     settings = preflight.checked(settings, trains_here=not place.pool, processes=place.processes(settings.run.device))
     known = sources.source_version(settings.data.source, outside=settings.data.outside)
     # Where it cannot be known, a text of this run alone, so that no cache has a result for it.
-    source_version = known or f"not known ({uuid.uuid4().hex})"
+    images_version = known or f"not known ({uuid.uuid4().hex})"
+    source_version = f"{images_version} {class_tables.tables_version(settings.data)}".rstrip()
     resolved, tags = settings.model_dump(mode="json"), {"trainer.source_version": source_version}
     on_cluster = "KFP_RUN_ID" in os.environ
     if on_cluster:  # a link from MLflow to the run of Kubeflow Pipelines

@@ -57,7 +57,7 @@ class PhotoClassifier:
         Raises:
             BadImageError: one of them is no image, or cannot be used; names it, and nothing is classified.
         """
-        return self._served.predict([Path(photo) if isinstance(photo, str) else photo for photo in photos])
+        return self._served.probabilities([Path(photo) if isinstance(photo, str) else photo for photo in photos])
 
 
 def load_model(place: str | Path) -> PhotoClassifier:

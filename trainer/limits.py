@@ -19,6 +19,8 @@ TOML_BYTES = 256 * 2**10
 """A recipe, or a file of node pools."""
 CSV_BYTES = 2**30
 """A list of images."""
+TABLE_BYTES = 8 * 2**20
+"""A table of classes: `data.attributes` or `data.hierarchy`."""
 IMAGE_BYTES = 256 * 2**20
 """An image file; `data.max_pixels` limits what is in it."""
 WEIGHTS_HEADER_BYTES = 8 * 2**20
@@ -40,6 +42,10 @@ FOLDERS = 1_000_000
 """Folders below `data.source`; one that several links lead to counts for each."""
 NAME_CHARACTERS = 200
 """The name of a class."""
+TABLE_COLUMNS = 100
+"""Attributes of a class."""
+CELL_CHARACTERS = 1000
+"""A value in a table of classes."""
 MODEL_ARGUMENT = 16_384
 """A number among the arguments of a model, such as its width."""
 MESSAGE_CHARACTERS = 10_000

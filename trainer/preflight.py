@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer import limits, storage
 from trainer.config import DistillSettings, PretrainSettings, Settings, TimmWeights, TrainingSettings, WeightsSettings
-from trainer.data import sources
+from trainer.data import class_tables, sources
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
 from trainer.errors import ModelError, SettingsError, TrainerError
@@ -44,6 +44,10 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
     kind, _, place = source.partition(":")
     is_listed = kind != "hub" and not storage.is_remote(place)  # else it takes long, or fetches the source
     listing = sources.list_source(source, outside=settings.data.outside) if is_listed else None
+    if listing:
+        class_tables.read_tags(settings.data, listing)
+    else:
+        class_tables.check_tables(settings.data)
     classes = listing.classes if listing else ()
     teacher = _teacher(settings.pretrain, classes, trains_here=trains_here)
     student = _student(settings.distill, classes, trains_here=trains_here)

@@ -66,6 +66,21 @@ def test_a_changed_setting_changes_the_sections_that_read_it_and_no_other(monkey
     assert {name for name in before if before[name] != after[name]} == changed | {"resolved"}
 
 
+def test_a_changed_table_of_classes_makes_the_cached_data_set_stale_and_a_wrong_one_ends_the_run(tmp_path, monkeypatch):
+    table = tmp_path / "table.csv"
+    table.write_text("class,value\n10,10\n")
+    with pytest.raises(DataError, match="line 2: '10' is no class of the images"):
+        configured("digits", f"data.attributes={table}")
+
+    def version(nine):
+        table.write_text("class,value\n" + "".join(f"{digit},{digit}\n" for digit in range(9)) + f"9,{nine}\n")
+        return configured("digits", f"data.attributes={table}").source_version
+
+    monkeypatch.setattr(sections.preflight, "checked", lambda settings, **_: settings)  # which takes seconds
+    assert version("9") == version("9") != version("10")
+    assert version("9").startswith(f"{configured('digits').source_version} ")
+
+
 def test_the_device_is_what_trainings_find_and_the_pools_own_on_a_pool(monkeypatch):
     def device(overrides="", place=HERE):
         return configured("digits", overrides, place=place).device

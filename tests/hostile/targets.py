@@ -22,16 +22,18 @@ from PIL import Image
 
 from components.launch import pools
 from trainer import artifacts, config, limits, models, storage
-from trainer.config import ModelSettings
+from trainer.config import DataSettings, ModelSettings
+from trainer.data.class_tables import read_tags
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.data.decoding import decode_square, encode
-from trainer.data.sources import list_source
+from trainer.data.sources import SourceListing, list_source
 from trainer.distillation import recording, shards
 from trainer.distillation.recording import open_recording
 from trainer.errors import TrainerError
 from trainer.graph import Kind
 from trainer.host import environment_variables
+from trainer.served_student.class_tags import TAGS, ClassTags
 from trainer.served_student.preprocessing import BadImageError, decode
 
 MAX_PIXELS = 1_000_000
@@ -142,6 +144,28 @@ def _read_list(content: bytes, folder: Path) -> None:
     assert all(Path(item.location).resolve().is_relative_to(inside) for item in listing.items)
     shown = [*listing.classes, *(item.name for item in listing.items)]
     assert all(limits.printable_name(name) == name for name in shown)
+
+
+CLASSES = ("Tea", "Tea, green", "Milk")
+
+
+def _tables() -> tuple[bytes, ...]:
+    return (
+        b'class,energy,allergens\nTea,1,\n"Tea, green",2.5,none\nMilk,61,milk\n',
+        b'\xef\xbb\xbfname,note\r\nMilk,white\r\n\r\nTea,hot\r\n"Tea, green",hot\r\n',
+        b'class,parent\nTea,Teas\n"Tea, green",Teas\nTeas,Drinks\nMilk,Drinks\n',
+    )
+
+
+def _read_tables(content: bytes, folder: Path) -> None:
+    (folder / "table.csv").write_bytes(content)
+    name = "hierarchy" if content.startswith(b"class,parent") else "attributes"
+    settings = DataSettings.model_validate({name: str(folder / "table.csv")})
+    tags = read_tags(settings, SourceListing(items=(), classes=CLASSES, read=bytes))
+    assert tags is not None
+    shown = [*tags.attributes, *(name for level in tags.levels for name in level.names)]
+    assert all(limits.printable_name(name) == name for name in shown)
+    tags.write(folder)
 
 
 def _recipes() -> tuple[bytes, ...]:
@@ -314,6 +338,12 @@ def _make_dataset(folder: Path) -> None:
     sign(folder, "dataset")
 
 
+def _make_tagged_dataset(folder: Path) -> None:
+    attributes, parents = {"energy": (1.0, None), "note": ("x", "y")}, {"a": "all", "b": "all"}
+    ClassTags(labels=("a", "b"), attributes=attributes, parents=parents).write(folder)
+    _make_dataset(folder)
+
+
 def _open_dataset(folder: Path) -> None:
     split = open_dataset(folder).split("train")
     split.read(range(len(split)))
@@ -337,6 +367,7 @@ TARGETS = {
     "image": Target(_images, _read_image, (BadImageError,)),
     "stored square": Target(_squares, _read_square, (BadImageError,)),
     "list of images": Target(_lists, _read_list),
+    "table of classes": Target(_tables, _read_tables),
     "recipe": Target(_recipes, _read_recipe),
     "overrides": Target(_overrides, _read_overrides),
     "pools": Target(_pools, _read_pools),
@@ -349,6 +380,7 @@ TARGETS = {
     "weights": _one_file("model", models.WEIGHTS, _make_model, models.load),
     "safetensors": Target(_tensors, _read_tensors, (TrainerError, ValueError, OSError, safetensors.SafetensorError)),
     "data set": _one_file("dataset", "dataset.json", _make_dataset, _open_dataset),
+    "data set's tags": _one_file("dataset", TAGS, _make_tagged_dataset, _open_dataset),
     "data set's state": _one_file("dataset", "train/state.json", _make_dataset, _open_dataset),
     "data set's columns": _one_file("dataset", "train/dataset_info.json", _make_dataset, _open_dataset),
     "data set's rows": _one_file("dataset", "train/*.arrow", _make_dataset, _open_dataset),

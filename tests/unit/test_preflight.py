@@ -8,7 +8,7 @@ import torch
 
 from tests.distillations import TINY, blank_teacher
 from trainer import artifacts, config, models, preflight
-from trainer.errors import ArtifactError, ModelError, SettingsError
+from trainer.errors import ArtifactError, DataError, ModelError, SettingsError
 
 WEIGHTS = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
@@ -67,6 +67,13 @@ def test_weights_that_timm_does_not_have_are_refused_before_anything_starts():
 def checked(*overrides, trains_here=True, processes=1):
     settings = config.resolve_run("digits", ["run.device=cpu", *overrides])
     return preflight.checked(settings, trains_here=trains_here, processes=processes)
+
+
+def test_tables_of_classes_are_checked_where_the_classes_are_not_known_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "_teacher", lambda *_, **__: pytest.fail("builds a model first"))
+    (tmp_path / "table.csv").write_text("class,value\n0,\n")
+    with pytest.raises(DataError, match="the column 'value' is empty"):
+        checked("data.source=imagefolder:s3://bucket/photos", f"data.attributes={tmp_path}/table.csv")
 
 
 @pytest.mark.parametrize(

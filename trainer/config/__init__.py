@@ -19,8 +19,10 @@ from pydantic_core import ErrorDetails
 
 from trainer import limits, local_files
 from trainer.base_models import Section, nearest, texts
+from trainer.config.settings import BUNDLED as BUNDLED
 from trainer.config.settings import CHECKPOINTS_VARIABLE as CHECKPOINTS_VARIABLE
 from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
+from trainer.config.settings import FOLDERS as FOLDERS
 from trainer.config.settings import LOADING as LOADING
 from trainer.config.settings import PACKAGE as PACKAGE
 from trainer.config.settings import TIMM as TIMM

@@ -70,6 +70,15 @@ TIMM = "timm:"
 """What the name of timm's pretrained weights begins with in `weights`."""
 PACKAGE = "package:"
 """What the name of weights from an installed Python package begins with."""
+BUNDLED = "bundled:"
+"""What the name of a table of classes begins with that a recipe of this package brings."""
+FOLDERS = "folders"
+"""The setting `data.hierarchy` where folders are the groups."""
+
+
+def _is_unset(value: object) -> bool:
+    """Return whether a setting says nothing. Then it is not written, so that what was made before there was such a setting stays valid."""
+    return value in ("", 0)
 
 
 class TimmWeights(NamedTuple):
@@ -308,6 +317,20 @@ class DataSettings(Section):
     """Where views are made from stored images: in the loader (`cpu`) or on the training device; auto takes the device if it is a GPU."""
     decode_on: DecodeOn = "cpu"
     """Where stored JPEG images are decoded: in the loader, or on the GPU (nvJPEG)."""
+    attributes: Annotated[str, Field(exclude_if=_is_unset)] = ""
+    """A table of what is known of each class (`FILE.csv`, path or URI): the first column names the class, each other one is an attribute,
+    such as energy or allergens, which the registered student gives with its answers."""
+    hierarchy: Annotated[str, Field(exclude_if=_is_unset)] = ""
+    """Groups above the classes: a table with the columns `class` and `parent` (`FILE.csv`, path or URI), or `folders` for those above the
+    classes' folders in an image folder."""
+
+    @model_validator(mode="after")
+    def _folders_are_there(self) -> Self:
+        if self.hierarchy == FOLDERS and not self.source.startswith("imagefolder:"):
+            raise ValueError(
+                f"hierarchy is {FOLDERS}, but source is {self.source!r}, which has none; give a table, data.hierarchy=FILE.csv"
+            )
+        return self
 
 
 class MaeSettings(TrainingSettings):
@@ -595,6 +618,9 @@ class EvaluateSettings(Section):
     """Bins of the expected calibration error."""
     worst_confusions: NonNegative = 8
     """Confused pairs of classes that the report shows with pictures."""
+    answer_risk: Annotated[float, Field(ge=0, lt=1, exclude_if=_is_unset)] = 0.0
+    """Largest share of wrong answers of the registered student, which then names a group of `data.hierarchy` where it is not sure of the
+    class; 0: it always names a class. Not read without a hierarchy."""
     gate: GateSettings = GateSettings()
     """Conditions for promotion."""
 

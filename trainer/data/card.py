@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -17,6 +18,7 @@ from trainer.config import DataSettings
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import DROPPED, QUARANTINE, UNLABELED, SplitName
 from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Subsection, Table
+from trainer.served_student.class_tags import TAGS, ClassTags
 
 ROWS = 200
 """Longest list of files on the page."""
@@ -28,6 +30,8 @@ STRIPS = 100
 """Most classes of which the page shows pictures."""
 TILE = 64
 """Edge of a picture on the page, in pixels."""
+ATTRIBUTES, CELL = 10, 100
+"""Most attributes of a class on the page, and most characters of a text among them."""
 FEW = 5
 """Images of a class in val or test below which the card says that they are few."""
 TILES = 4
@@ -45,12 +49,14 @@ def data_card(
     splits: Splits,
     quarantined: Sequence[Quarantined],
     dropped: Sequence[Dropped],
+    tags: ClassTags | None = None,
     read: Callable[[int], bytes],
 ) -> str:
     """Build the page: self-contained HTML below 2 MB, equal for equal content.
 
     Args:
         notes: what the source left out, in sentences.
+        tags: what is known of the classes, if anything.
         read: row of a candidate -> its stored picture's file.
     """
     kind, _, name = settings.source.partition(":")
@@ -72,6 +78,7 @@ def data_card(
         PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, notes)]),
         _samples(classes, splits, read),
         _classes(classes, splits),
+        *([_known(tags)] if tags is not None else []),
         _sizes([member for members in splits.values() for member in members], settings.image_size),
         _left_out(quarantined, dropped),
     ]
@@ -99,6 +106,22 @@ def _classes(classes: Sequence[str], splits: Splits) -> PageSection:
             Paragraph(cut) if cut else None,
         ],
     )
+
+
+def _known(tags: ClassTags) -> PageSection:
+    """List the groups and the first attributes of the first classes."""
+    attributes = dict(itertools.islice(tags.attributes.items(), ATTRIBUTES))
+    rows = []
+    for index, path in enumerate(tags.paths[:ROWS]):
+        groups = [formatting.isolated(limits.cut(" / ".join(path[:-1]), CELL))] if tags.parents else []
+        values = (values[index] for values in attributes.values())
+        shown = (value if isinstance(value, float) else limits.cut(value or "", CELL) for value in values)
+        rows.append((path[-1], *groups, *shown))
+    headers = ["class", *(["groups"] if tags.parents else []), *attributes]
+    left_out = {"classes": len(tags.labels) - len(rows), "attributes": len(tags.attributes) - len(attributes)}
+    more = " and ".join(f"{count:,} more {name}" for name, count in left_out.items() if count)
+    note = Paragraph(f"{more} are in {TAGS}.") if more else None
+    return PageSection("What is known of the classes", [Table(headers, rows), note])
 
 
 def _unmeasured(classes: Sequence[str], counts: Mapping[SplitName, Sequence[int]]) -> list[str]:

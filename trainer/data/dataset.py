@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from trainer import artifacts, limits
+from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
 from trainer.data.dataset_schema import DESCRIPTION, SPLITS, DatasetDescription, SplitName
 from trainer.data.decoding import Pixels, decode_square, decoder_of
-from trainer.errors import ArtifactError, DataError
+from trainer.errors import ArtifactError, DataError, StorageError
+from trainer.served_student.class_tags import TAGS, ClassTags
 from trainer.served_student.preprocessing import BadImageError, Square
 
 IN_MEMORY_BYTES = 512 * 1024**2
@@ -168,10 +169,12 @@ def empty_images(count: int, size: int) -> Tensor:
 class PreparedDataset:
     """A prepared data set: four splits and what they have in common."""
 
-    def __init__(self, artifact: Artifact, description: DatasetDescription) -> None:
+    def __init__(self, artifact: Artifact, description: DatasetDescription, tags: ClassTags | None = None) -> None:
         self.fingerprint = artifact.fingerprint
         self.classes = description.classes
         self.image_size = description.image_size
+        self.tags = tags
+        """Attributes and hierarchy of the classes; None where `prepare` was given neither."""
         self._directory, self._settings, self._images = artifact.path, artifact.settings, description.images
         self._most: int | None = None
 
@@ -180,6 +183,11 @@ class PreparedDataset:
         part = copy.copy(self)
         part._most = count
         return part
+
+    @property
+    def hierarchy(self) -> ClassTags | None:
+        """The tags, if the classes have a hierarchy."""
+        return self.tags if self.tags is not None and self.tags.parents else None
 
     @property
     def square(self) -> Square:
@@ -236,4 +244,19 @@ def open_dataset(uri: str | Path) -> PreparedDataset:
         ArtifactError: it is missing, damaged, of another kind or of another schema version.
     """
     artifact = artifacts.read(uri, "dataset")
-    return PreparedDataset(artifact, DatasetDescription.read(artifact.path))
+    description = DatasetDescription.read(artifact.path)
+    return PreparedDataset(artifact, description, _read_tags(artifact, description))
+
+
+def _read_tags(artifact: Artifact, description: DatasetDescription) -> ClassTags | None:
+    if TAGS not in artifact.files:
+        return None
+    try:
+        tags = ClassTags.of(limits.parse_json(storage.read_limited(artifact.path / TAGS, limits.JSON_BYTES)))
+        if tags.labels != description.classes:
+            raise ValueError("it has other classes")
+    except (StorageError, ValueError) as error:
+        raise ArtifactError(
+            f"dataset {artifact.path}: {TAGS} does not describe its classes ({limits.cut(str(error), 500)}); prepare it again"
+        ) from error
+    return tags

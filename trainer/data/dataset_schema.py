@@ -1,8 +1,8 @@
 """Files of a prepared data set; `preparation` writes them and `dataset` reads them.
 
 The artifact holds one Arrow data set a split (`train/`, `val/`, `test/`, `unlabeled/`; columns: `features`), `dataset.json`
-(`DatasetDescription`), `quarantine.json`, `dropped.json` and the data card `card.html`. Imports nothing heavy, because every process that
-decodes images loads it.
+(`DatasetDescription`), `quarantine.json`, `dropped.json`, the data card `card.html`, and where classes have attributes or a hierarchy
+`tags.json` (`ClassTags`). Imports nothing heavy, because every process that decodes images loads it.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from trainer.artifacts import digest
 from trainer.config import LOADING, DataSettings
 from trainer.data import curation, decoding
 from trainer.data.card import data_card
+from trainer.data.class_tables import read_tags
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import CARD, DROPPED, QUARANTINE, SPLITS, DatasetDescription, SplitName, features
 from trainer.data.decode_cache import DecodeCache, Outcome
@@ -43,6 +44,7 @@ from trainer.data.sources import Item, SourceListing, list_source
 from trainer.errors import DataError, ObjectTooLargeError, writing_to
 from trainer.host import usable_cores
 from trainer.served_student import preprocessing
+from trainer.served_student.class_tags import TAGS
 from trainer.served_student.preprocessing import BadImageError, Square
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
 _DECIDING = {"val_fraction", "test_fraction", "test_from", "split_seed", "min_images_per_class", "max_bad_fraction"}
 """Settings about which decoded images are kept where, not about how they are decoded."""
+_OF_CLASSES = {"attributes", "hierarchy"}
+"""Settings about what is known of classes, not about images."""
 
 Read: TypeAlias = Callable[[str], bytes]
 
@@ -87,6 +91,7 @@ def prepare(
         DataError: the source cannot be read, or its images, labels or splits are not usable.
     """
     listing = list_source(settings.source, outside=settings.outside)
+    tags = read_tags(settings, listing)
     if settings.test_from == "val":
         listing = _with_test(listing, settings)
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
@@ -111,11 +116,15 @@ def prepare(
             splits=splits,
             quarantined=quarantined,
             dropped=dropped,
+            tags=tags,
             read=lambda row: squares[row]["image"][0]["bytes"].as_py(),
         )
         (directory / CARD).write_text(card, encoding="utf-8")
     counts = {str(split): len(members) for split, members in splits.items()}
     DatasetDescription(classes=listing.classes, image_size=settings.image_size, images=counts).write(directory)
+    (directory / TAGS).unlink(missing_ok=True)
+    if tags is not None:
+        tags.write(directory)
     leakage = sum(drop.is_leakage for drop in dropped)
     return counts | {
         "classes": len(listing.classes),
@@ -161,7 +170,7 @@ def _open_cache(settings: DataSettings, directory: Path, cache_uri: str | None) 
 
 def _way(settings: DataSettings) -> str:
     """Return the SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text."""
-    values = settings.model_dump(mode="json", exclude={"source", *LOADING, *_DECIDING})
+    values = settings.model_dump(mode="json", exclude={"source", *LOADING, *_DECIDING, *_OF_CLASSES})
     return digest({"settings": values, "version": __version__, "pillow": PIL.__version__})
 
 

@@ -17,6 +17,7 @@ from trainer.evaluation import metrics
 from trainer.evaluation.metrics import Calibration, Confusion, Ints, Latency, Machine
 from trainer.formatting import isolated
 from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, Table
+from trainer.served_student.class_tags import ClassTags
 
 Example: TypeAlias = tuple[Confusion, npt.NDArray[np.uint8]]
 """A confusion, and test images of the one class taken for the other, [B, 3, S, S]."""
@@ -42,8 +43,9 @@ def render(
     machine: Machine,
     verdict: Mapping[str, Any],
     examples: Sequence[Example],
+    tags: ClassTags | None = None,
 ) -> str:
-    """Build the whole page, self-contained."""
+    """Build the whole page, self-contained; `tags` has the hierarchy by whose levels was measured, if there is one."""
     outcome = "passed" if verdict["passed"] else "did not pass"
     images = int(teacher.matrix.sum())
     both = {"teacher": teacher, "student": student}
@@ -56,6 +58,7 @@ def render(
         [
             PageSection("Verdict", [passed] if verdict["passed"] else refused),
             _comparison(teacher, student, images),
+            *([_levels(teacher, student, tags)] if tags is not None else []),
             _latency(both, machine),
             _calibration(both),
             _confusions(student, classes, examples),
@@ -90,6 +93,38 @@ def _interval(figures: Mapping[str, Any], images: int) -> str:
 
 def _points(teacher: Mapping[str, Any], student: Mapping[str, Any], name: str) -> str:
     return f"{100 * (student['test'][name] - teacher['test'][name]):+.2f} points"
+
+
+def _levels(teacher: Measured, student: Measured, tags: ClassTags) -> PageSection:
+    """Show how often the predicted class is below the right group, and what the student answers with its threshold."""
+    accuracies = [model.figures["test"]["levels"] for model in (teacher, student)]
+    answers = student.figures["test"].get("answers")
+    rows = []
+    for number, level in enumerate(tags.levels, start=1):
+        named = "classes" if level is tags.levels[-1] else f"{len(level.names):,}: {_first(level.names)}"
+        shares = [f"{accuracy[str(number)]:.2%}" for accuracy in accuracies]
+        rows.append((number, named, *shares, *([f"{answers['named'][str(number)]:.1%}"] if answers else [])))
+    headers = ["level", "names", "teacher", "student", *(["answers of the student"] if answers else [])]
+    note = "How often the predicted class belongs to the right name of each level; a class that ends above a level stands for itself."
+    return PageSection("Levels of the hierarchy", [Table(headers, rows), Paragraph(note), _answers(answers)])
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(map(isolated, names[:4])) + (", ..." if len(names) > 4 else "")
+
+
+def _answers(answers: Mapping[str, Any] | None) -> Paragraph | None:
+    if answers is None:
+        return None
+    none = (
+        f" In {answers['none']:.1%} of the images it is sure of none, and gives no answer." if answers["none"] else ""
+    )
+    return Paragraph(
+        f"The student answers with the deepest name of which it is more than {answers['threshold']:.1%} sure.{none} That threshold was "
+        f"chosen on the validation images, so that at most {answers['risk']:.1%} of the answers are wrong; of those to the test images "
+        f"{answers['wrong']:.1%} are.",
+        style="" if answers["wrong"] <= answers["risk"] else "bad",
+    )
 
 
 def _latency(both: Mapping[str, Measured], machine: Machine) -> PageSection:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .class_tags import TAGS, ClassTags
 from .preprocessing import BadImageError, Square, decode, from_array, to_square
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class ServedStudent:
     def __init__(self, directory: Path) -> None:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         self.labels: list[str] = config["labels"]
+        tags = directory / TAGS
+        self.tags = ClassTags.of(json.loads(tags.read_text(encoding="utf-8"))) if tags.exists() else None
+        """Attributes and hierarchy of the labels, if the registered model has any."""
         self._square = Square(**config["square"])
         self._preprocess = Preprocessing(config["image_size"], config["mean"], config["std"], config["interpolation"])
         self._network = timm.create_model(config["architecture"], num_classes=len(self.labels), **config["args"])
@@ -79,12 +83,25 @@ class ServedStudent:
             images: one photo; several in an array [B, H, W, C]; or several of any sizes and kinds in a list or an array of objects [B].
 
         Returns:
-            The probability of each label: B rows, K columns named by the labels.
+            The probability of each label: B rows, K columns named by the labels. Where the model has tags, further columns follow:
+            `answer`, `confidence`, and each attribute (`ClassTags.columns`).
 
         Raises:
             BadImageError: one of them is not an image, or cannot be used; it is named, and none is classified.
         """
         import pandas as pd  # here, because every training loads this module for `Preprocessing`
+
+        table = self.probabilities(images)
+        if self.tags is not None:
+            for name, values in self.tags.columns(table.to_numpy()).items():
+                table[name] = pd.Series(
+                    values, dtype=values.dtype
+                )  # else None would become NaN, which JSON does not have
+        return table
+
+    def probabilities(self, images: Photo | Sequence[Photo]) -> pd.DataFrame:
+        """Compute the probability of each label alone; takes and raises the same as `predict`."""
+        import pandas as pd  # likewise
 
         photos = _each(images)
         batches = [torch.empty(0, len(self.labels))]

@@ -15,12 +15,13 @@ import torch
 from trainer import artifacts, models, tracking
 from trainer.artifacts import Artifact
 from trainer.config import EvaluateSettings
-from trainer.data.dataset import Split, open_dataset
+from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
-from trainer.evaluation import metrics, report
+from trainer.evaluation import hierarchy, metrics, report
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
+from trainer.served_student.class_tags import ClassTags
 from trainer.tracking.stage_runs import stage_run
 
 METRICS = "metrics.json"
@@ -56,7 +57,7 @@ def run(
     values = settings.model_dump(mode="json")
     with stage_run("evaluate", values) as tracker:
         with artifacts.create(evaluation, "evaluation", settings=values, parents=parents) as draft:
-            draft.figures.update(_evaluate(settings, data.classes, split, subjects, draft.path))
+            draft.figures.update(_evaluate(settings, data, split, subjects, draft.path))
         tracker.metrics(0, tracking.numbers(draft.figures))
         tracker.files(draft.path)
     return artifacts.read(evaluation, "evaluation")
@@ -81,9 +82,10 @@ def _subject(name: str, uri: str | Path, classes: Sequence[str]) -> _Evaluated:
 
 
 def _evaluate(
-    settings: EvaluateSettings, classes: Sequence[str], split: Split, subjects: Sequence[_Evaluated], directory: Path
+    settings: EvaluateSettings, data: PreparedDataset, split: Split, subjects: Sequence[_Evaluated], directory: Path
 ) -> dict[str, Any]:
     """Measure, judge, write the files; returns the main figures."""
+    classes = data.classes
     logits = {subject.name: predict(subject.model, split, settings.batch_size, subject.name) for subject in subjects}
     timed = metrics.measure_latency(
         {subject.name: subject.model for subject in subjects},
@@ -97,6 +99,13 @@ def _evaluate(
     }
     ours, theirs = measured["student"].figures, measured["teacher"].figures
     ours["test"]["agreement"] = metrics.agreement(logits["student"], logits["teacher"])
+    if (tags := data.hierarchy) is not None:
+        for name, of_model in logits.items():
+            measured[name].figures["test"]["levels"] = hierarchy.level_accuracies(tags, of_model, split.labels)
+        if settings.answer_risk:
+            (student,) = (subject.model for subject in subjects if subject.name == "student")
+            answering = _answering(settings, tags, student, data.split("val"))
+            ours["test"]["answers"] = hierarchy.answers(answering, logits["student"], split.labels)
     reasons = metrics.judge(
         settings.gate,
         teacher_top1=theirs["test"]["top1"],
@@ -112,9 +121,15 @@ def _evaluate(
     details = {name: _details(part, classes) for name, part in measured.items()}
     _write_json(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
     _write_json(directory / CONFUSION, {"labels": list(classes), "matrix": student_matrix.tolist()})
-    page = report.render(classes=classes, **measured, machine=machine, verdict=verdict, examples=examples)
+    page = report.render(classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags)
     (directory / REPORT).write_text(page, encoding="utf-8")
     return {**{name: dict(measured[name].figures) for name in measured}, "verdict": verdict}
+
+
+def _answering(settings: EvaluateSettings, tags: ClassTags, student: Classifier, split: Split) -> ClassTags:
+    """Choose the threshold of the student's answers on the validation split."""
+    logits, risk = predict(student, split, settings.batch_size, "student"), settings.answer_risk
+    return tags.answering(risk=risk, threshold=hierarchy.choose_threshold(tags, logits, split.labels, risk))
 
 
 def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logits:
@@ -136,7 +151,7 @@ def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logi
     broken = ~np.isfinite(logits).all(axis=1)
     if broken.any():
         raise ModelError(
-            f"{name}: gives logits that are not finite for {int(broken.sum())} of {len(split)} test images, "
+            f"{name}: gives logits that are not finite for {int(broken.sum())} of {len(split)} {split.name} images, "
             f"first for image {split.names[int(broken.argmax())]}; train it again with a lower learning rate or in fp32"
         )
     return logits

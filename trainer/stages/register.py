@@ -6,9 +6,11 @@ import importlib.metadata
 import json
 import platform
 import shlex
+import shutil
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ from trainer.graph import STAGES
 from trainer.launch import flag
 from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
+from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags
 from trainer.stages import evaluate
 from trainer.summary import SUMMARY, Registered
 from trainer.tracking.stage_runs import stage_run
@@ -36,6 +39,7 @@ from trainer.tuning.tuning_schema import read_tuning
 if TYPE_CHECKING:
     from mlflow.models.model import ModelInfo
     from mlflow.tracking import MlflowClient
+    from mlflow.types import Schema
 
 PROFILE_PAGE = "report.html"
 _RECORDING = "reinforce.html"
@@ -202,13 +206,49 @@ def _log_results(
     client.log_batch(run_id, metrics=[Metric(name, value, now_ms, 0) for name, value in figures.items()])
 
 
-def _log_model(client: MlflowClient, run_id: str, student: Path, card: ModelCard, dataset: str | Path) -> ModelInfo:
+def _tags(dataset: str | Path, evaluation: Mapping[str, Any]) -> ClassTags | None:
+    """Return what is known of the classes, with the threshold that evaluate has chosen for the student's answers."""
+    tags, answers = open_dataset(dataset).tags, evaluation["student"]["test"].get("answers")
+    if tags is None or answers is None:
+        return tags
+    return tags.answering(risk=answers["risk"], threshold=answers["threshold"])
+
+
+@contextmanager
+def _tagged(student: Path, tags: ClassTags | None) -> Iterator[Path]:
+    """Give the directory to register: the student's, or a copy of it with the tags."""
+    if tags is None:
+        yield student
+        return
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        copy = Path(folder) / student.name
+        shutil.copytree(student, copy, copy_function=shutil.copyfile)
+        tags.write(copy)
+        yield copy
+
+
+def _output_schema(labels: Sequence[str], tags: ClassTags | None) -> Schema:
+    """Describe the columns of a prediction."""
+    from mlflow.types import ColSpec, Schema, TensorSpec
+
+    columns: list[ColSpec | TensorSpec] = [ColSpec("double", label) for label in labels]
+    if tags is not None:
+        # An answer may be missing, and so may an attribute; MLflow counts that as optional.
+        columns += [ColSpec("string", ANSWER, required=False), ColSpec("double", CONFIDENCE)]
+        kinds = {name: "double" if tags.is_number(name) else "string" for name in tags.attributes}
+        columns += [ColSpec(kind, name, required=False) for name, kind in kinds.items()]
+    return Schema(columns)
+
+
+def _log_model(
+    client: MlflowClient, run_id: str, student: Path, card: ModelCard, dataset: str | Path, tags: ClassTags | None
+) -> ModelInfo:
     """Log the student as an MLflow model: its directory, the file that loads it, signature, example, pinned requirements."""
     with warnings.catch_warnings():  # MLflow warns of its own type hints when it is imported
         warnings.filterwarnings("ignore", message=".*Any type hint is inferred", category=UserWarning)
         import mlflow.pyfunc
     from mlflow.models import Model, ModelSignature
-    from mlflow.types import ColSpec, Schema, TensorSpec
+    from mlflow.types import Schema, TensorSpec
 
     folder = Path(served_student.__file__).parent
     # The one specification that lets arrays of any shape and type through. MLflow refuses a list in any case where inputs are described,
@@ -228,7 +268,7 @@ def _log_model(client: MlflowClient, run_id: str, student: Path, card: ModelCard
         loader_module=f"{folder.name}.pyfunc",
         code_paths=[str(folder)],
         data_path=str(student),
-        signature=ModelSignature(Schema([any_images]), Schema([ColSpec("double", label) for label in card.labels])),
+        signature=ModelSignature(Schema([any_images]), _output_schema(card.labels, tags)),
         input_example=example(dataset),
         conda_env=conda_environment(),
         metadata={"labels": list(card.labels), "architecture": card.architecture},
@@ -269,12 +309,17 @@ def _version(
         "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
         "test_top1": f"{figures['student']['test']['top1']:.4f}",
     }
+    classes = _tags(given["dataset"], figures)
+    if classes is not None and classes.threshold is not None:
+        tags["answer_threshold"] = f"{classes.threshold:.6f}"
     for found in client.search_model_versions(f"run_id = '{run_id}'"):
         if found.name == settings.model_name and found.status == "READY" and tags.items() <= found.tags.items():
             return str(found.version)
     from mlflow.exceptions import MlflowException
 
-    model = _log_model(client, run_id, inputs["student"].path, models.load(inputs["student"]).card, given["dataset"])
+    student = inputs["student"]
+    with _tagged(student.path, classes) as folder:
+        model = _log_model(client, run_id, folder, models.load(student).card, given["dataset"], classes)
     try:
         client.create_registered_model(settings.model_name)
     except MlflowException as error:

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from trainer import formatting
 from trainer.config import DataSettings
 from trainer.data.card import CLASSES, ROWS, STRIPS, TILE, data_card
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import SplitName
+from trainer.served_student.class_tags import ClassTags
 
 EVIL = '<script>alert("1")</script>'
 
@@ -98,6 +100,27 @@ def test_what_was_left_out_is_listed_with_reasons() -> None:
     assert ["c", "train", "d", "train", "copy"] in table
     assert ["e", "train", "f", "test", "leakage"] in table
     assert "Nothing." in data_card(**content(quarantined=[], dropped=[]))
+
+
+def test_what_is_known_of_the_classes() -> None:
+    tags = ClassTags(
+        labels=("apple", EVIL),
+        attributes={"energy": (52.0, None), "allergens": ("none", EVIL)},
+        parents={"apple": "fruit", EVIL: "drinks", "fruit": "food", "drinks": "food"},
+    )
+    table = [[html.unescape(cell) for cell in row] for row in rows(data_card(**content(tags=tags)))]
+    assert ["apple", formatting.isolated("food / fruit"), "52", "none"] in table
+    assert [EVIL, formatting.isolated("food / drinks"), "", EVIL] in table
+    assert EVIL not in data_card(**content(tags=tags))
+    assert "What is known of the classes" not in data_card(**content())
+
+
+def test_much_that_is_known_of_many_classes_is_cut() -> None:
+    labels = tuple(f"class {number}" for number in range(2000))
+    tags = ClassTags(labels=labels, attributes={f"a{number}": ("x" * 1000,) * 2000 for number in range(100)})
+    page = data_card(**content(tags=tags))
+    assert "1,800 more classes and 90 more attributes are in tags.json." in page
+    assert len(page) < 600_000
 
 
 def test_every_text_of_the_user_is_escaped() -> None:

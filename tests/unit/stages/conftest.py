@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests import shared_folders
 from trainer import artifacts, models
 from trainer.config import ModelSettings
 from trainer.data.dataset_schema import DatasetDescription, features
+from trainer.served_student.class_tags import ClassTags
 from trainer.served_student.preprocessing import Square
 
 EDGE = 16
@@ -84,6 +86,30 @@ def write_model(path: Path, dim: int, depth: int, steps: int) -> None:
     model.card = replace(model.card, square=SQUARE)
     with artifacts.create(path, "model", settings=args) as draft:
         models.save(model, draft.path)
+
+
+ROUND = ("0", "6", "8", "9")
+TAGS = ClassTags(
+    labels=tuple("0123456789"),
+    attributes={
+        "value": (*map(float, range(9)), None),
+        "shape": tuple("round" if digit in ROUND else "open" for digit in "0123456789"),
+    },
+    parents={digit: "round" if digit in ROUND else "open" for digit in "0123456789"},
+)
+"""What is known of digits: their value, but for the nine, and whether a line in them is closed."""
+
+
+@pytest.fixture(scope="session")
+def tagged_dataset(trained_digits: TrainedDigits, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits with attributes and a hierarchy."""
+    path = tmp_path_factory.mktemp("tagged") / "dataset"
+    with artifacts.create(path, "dataset", settings=DATA) as draft:
+        known = artifacts.read(trained_digits.dataset, "dataset")
+        shutil.copytree(known.path, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+        TAGS.write(draft.path)
+        draft.figures.update(known.figures)
+    return path
 
 
 @pytest.fixture(scope="session")

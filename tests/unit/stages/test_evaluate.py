@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.unit.stages.conftest import TAGS
 from trainer import artifacts, models
 from trainer.config import EvaluateSettings, GateSettings
 from trainer.errors import ModelError
@@ -106,6 +107,44 @@ def test_logits_that_are_not_finite_are_refused(trained_digits, tmp_path):
         safetensors.torch.save_file(weights, draft.path / "model.safetensors")
     with pytest.raises(ModelError, match="student: gives logits that are not finite for 300 of 300 test images"):
         run(trained_digits, tmp_path / "evaluation", student=tmp_path / "student")
+
+
+RISKY = SETTINGS.model_copy(update={"answer_risk": 0.1})
+
+
+def test_levels_of_the_hierarchy_are_measured_and_the_answers_of_a_threshold_for_the_risk(
+    trained_digits, tagged_dataset, evaluation, tmp_path
+):
+    artifact = run(trained_digits, tmp_path / "evaluation", RISKY, dataset=tagged_dataset)
+    teacher, student = (artifact.figures[name]["test"] for name in ("teacher", "student"))
+    groups = np.array(TAGS.levels[0].of_class)
+    with torch.inference_mode():
+        guesses = models.load(trained_digits.student)(trained_digits.images).argmax(dim=1).numpy()
+    right = np.mean(groups[guesses] == groups[trained_digits.labels])
+    assert student["levels"] == {"1": pytest.approx(right), "2": student["top1"]}
+    assert teacher["levels"]["1"] > teacher["levels"]["2"] == teacher["top1"]
+    answers = student["answers"]
+    assert answers["risk"] == 0.1
+    assert 0 < answers["threshold"] < 1
+    assert sum(answers["named"].values()) + answers["none"] == pytest.approx(1)
+    assert min(answers["named"].values()) > 0.05, "classes and groups are named"
+    assert answers["wrong"] < 0.15 < 1 - student["top1"], (
+        "a student that errs more often than it may, and says less instead"
+    )
+    assert "answers" not in teacher
+    page = (artifact.path / "report.html").read_text()
+    assert "Levels of the hierarchy" in page
+    assert "of which it is more than" in page
+    assert json.loads((artifact.path / "metrics.json").read_text())["student"]["test"] == student
+    # What a data set without a hierarchy has is as it was.
+    assert set(evaluation.figures["student"]["test"]) == {"top1", "top5", "ece", "agreement"}
+    assert "answer_risk" not in evaluation.settings
+    assert "Levels of the hierarchy" not in (evaluation.path / "report.html").read_text()
+
+
+def test_without_a_hierarchy_a_risk_changes_nothing(trained_digits, tmp_path):
+    figures = run(trained_digits, tmp_path / "evaluation", RISKY).figures
+    assert set(figures["student"]["test"]) == {"top1", "top5", "ece", "agreement"}
 
 
 def test_same_input_and_settings_make_the_same_parents(trained_digits, evaluation):

@@ -8,7 +8,10 @@ import pytest
 from PIL import Image
 
 from trainer import artifacts
+from trainer.artifacts import Artifact
 from trainer.config import DataSettings
+from trainer.data import preparation
+from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, DataError, OutputError
 from trainer.stages.prepare import run
 
@@ -46,6 +49,45 @@ def test_loader_processes_are_no_matter_of_the_data_set_but_the_rest_is(photos: 
     assert (
         len({fingerprint(), fingerprint(jpeg_quality=60), fingerprint(split_seed=1), fingerprint(fit="stretch")}) == 4
     )
+
+
+def test_what_is_known_of_classes_is_part_of_the_data_set_and_of_its_fingerprint(photos: Path, tmp_path: Path) -> None:
+    table, groups = tmp_path / "table.csv", tmp_path / "groups.csv"
+    groups.write_text("class,parent\nclass 0,all\nclass 1,all\n")
+
+    def prepared(energy: int) -> Artifact:
+        table.write_text(f"class,energy\nclass 1,{energy}\nclass 0,5\n")
+        given = {
+            "source": f"imagefolder:{photos}",
+            "image_size": 16,
+            "attributes": str(table),
+            "hierarchy": str(groups),
+        }
+        return run(DataSettings.model_validate(given), dataset=tmp_path / "out")
+
+    first = prepared(61)
+    tags = open_dataset(tmp_path / "out").tags
+    assert tags is not None
+    assert tags.attributes == {"energy": (5.0, 61.0)}
+    assert tags.paths == (("all", "class 0"), ("all", "class 1"))
+    card = (first.path / "card.html").read_text()
+    assert "What is known of the classes" in card
+    assert prepared(61).fingerprint == first.fingerprint != prepared(62).fingerprint
+
+    plain = run(DataSettings(source=f"imagefolder:{photos}", image_size=16), dataset=tmp_path / "out")
+    assert open_dataset(tmp_path / "out").tags is None
+    assert "tags.json" not in plain.files
+    assert not (plain.path / "tags.json").exists(), "the earlier one is gone"
+    assert not {"attributes", "hierarchy"} & set(plain.settings), "older data sets stay what they are"
+    assert "What is known of the classes" not in (plain.path / "card.html").read_text()
+
+
+def test_a_table_of_other_classes_ends_before_an_image_is_decoded(photos: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(preparation, "_decode_all", lambda *_: pytest.fail("decodes"))
+    (tmp_path / "table.csv").write_text("class,energy\nclass 0,5\n")
+    settings = DataSettings(source=f"imagefolder:{photos}", attributes=str(tmp_path / "table.csv"))
+    with pytest.raises(DataError, match="has no line for the class 'class 1'"):
+        run(settings, dataset=tmp_path / "out")
 
 
 def test_a_failure_leaves_no_artifact(photos: Path, tmp_path: Path) -> None:

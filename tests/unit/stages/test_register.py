@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -13,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.stages.conftest import TAGS
 from tests.unit.stages.photos import measure, write_photos
-from trainer import artifacts, cli, models, tracking
+from trainer import artifacts, cli, load_model, models, tracking
 from trainer.billing import Bill
 from trainer.config import EvaluateSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
 from trainer.costs import PLACE_VARIABLE, Machines, Price
@@ -175,6 +177,60 @@ def test_registered_model_answers_about_files_what_was_measured_in_a_clean_proce
         np.testing.assert_allclose(values_of_nine, values[:9], atol=1e-5, err_msg=name)
     assert answer["example"] == [1, 64, 64, 3]
     np.testing.assert_allclose(answer["example over HTTP"], answer["example itself"], atol=1e-5)
+
+
+def test_a_model_with_tags_answers_with_a_class_or_a_group_and_what_is_known_of_it(
+    inputs, tracked, trained_digits, tagged_dataset, tmp_path
+):
+    given = {"dataset": tagged_dataset, "teacher": trained_digits.teacher, "student": trained_digits.student}
+    settings = EvaluateSettings(latency_runs=10, answer_risk=0.1)
+    evaluation = evaluate.run(settings, **given, evaluation=tmp_path / "evaluation")
+    artifact = run(inputs | given, evaluation.path, tmp_path / "registration", model_name="tagged")
+    version = read_summary(artifact)["mlflow"]["model_version"]
+    import mlflow.artifacts
+    import mlflow.pyfunc
+    from mlflow.models import get_model_info
+    from mlflow.pyfunc.scoring_server import predictions_to_json
+
+    uri = f"models:/tagged/{version}"
+    model = mlflow.pyfunc.load_model(uri)
+    columns = [*"0123456789", "answer", "confidence", "value", "shape"]
+    outputs = get_model_info(uri).signature.outputs
+    assert outputs.input_names() == columns
+    assert [str(column.type).split(".")[-1] for column in outputs.inputs[10:]] == [
+        "string",
+        "double",
+        "double",
+        "string",
+    ]
+    assert [column.required for column in outputs.inputs[10:]] == [False, True, False, False]
+
+    threshold = evaluation.figures["student"]["test"]["answers"]["threshold"]
+    assert tracked.get_model_version("tagged", version).tags["answer_threshold"] == f"{threshold:.6f}"
+    table = model.predict(trained_digits.images.permute(0, 2, 3, 1).numpy())
+    assert list(table.columns) == columns
+    expected = TAGS.answering(risk=0.1, threshold=threshold).columns(table[[*"0123456789"]].to_numpy())
+    for name, values in expected.items():
+        assert table[name].tolist() == values.tolist(), name
+    assert {"round", "open", "3", None} <= set(table["answer"])
+    wrong = [
+        answer not in (None, str(label), TAGS.parents[str(label)])
+        for answer, label in zip(table["answer"], trained_digits.labels, strict=True)
+    ]
+    assert np.mean(wrong) == pytest.approx(evaluation.figures["student"]["test"]["answers"]["wrong"])
+    assert (table["shape"].isna() == table["answer"].isna()).all()
+
+    unsure, nine = table["answer"].isna().argmax(), (table["answer"] == "9").argmax()
+    body = io.StringIO()
+    predictions_to_json(table.iloc[[unsure, nine]], body)
+    answered = json.loads(body.getvalue(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["predictions"]
+    assert answered[0] | {"answer": None, "value": None, "shape": None} == answered[0]
+    assert answered[1] | {"answer": "9", "value": None, "shape": "round"} == answered[1]
+
+    # The public API gives the probabilities alone, also of a registered model's files.
+    data = next(Path(mlflow.artifacts.download_artifacts(uri)).glob("data/*"))
+    best = load_model(data).predict(trained_digits.images[0].permute(1, 2, 0).numpy())
+    assert set(best) == set("0123456789")
 
 
 def test_model_has_signature_and_pinned_requirements(inputs, evaluations, tracked, tmp_path):

@@ -51,6 +51,7 @@ class ImageFolder(ImageSource):
         uses = Counter(last.values())
         names = {group: name if uses[name] == 1 else group for group, name in last.items()}
         classes = tuple(sorted(set(names.values())))
+        above = {names[group]: group.rpartition("/")[0] for group in groups}
         index = {name: number for number, name in enumerate(classes)}
         items = [
             Item(
@@ -64,7 +65,9 @@ class ImageFolder(ImageSource):
         others = len(files) - len(images)
         # The card has this text, and its bytes are part of the data set's fingerprint.
         notes = (f"Files without an image's extension, which were not looked at: {others}.",) if others else ()
-        return SourceListing(items=items, classes=classes, read=read_file, notes=notes)
+        return SourceListing(
+            items=items, classes=classes, read=read_file, notes=notes, groups=tuple(above[name] for name in classes)
+        )
 
     def version(self) -> str:
         if storage.is_remote(self.name):

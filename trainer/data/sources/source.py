@@ -61,6 +61,8 @@ class SourceListing:
     """Location -> the image file's bytes; can be pickled for another process. Raises OSError."""
     notes: tuple[str, ...] = ()
     """What was left out, for the data card."""
+    groups: tuple[str, ...] = ()
+    """The folders above each class's own, joined by /, in the order of the labels; none of a source that has no folders."""
 
 
 class UnknownVersionError(Exception):

@@ -1,0 +1,197 @@
+"""Tables of classes: what they become, and one message for each mistake in them."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from trainer import limits
+from trainer.config import RECIPES, DataSettings, resolve
+from trainer.data.class_tables import check_tables, read_tags, tables_version
+from trainer.data.sources import SourceListing, list_source, read_file
+from trainer.errors import DataError
+
+CLASSES = ("gala", "granny", "kiwi")
+ATTRIBUTES = "food,energy,allergens\nkiwi,61,\ngala,57,none\ngranny,58.5,none\n"
+HIERARCHY = "class,parent\ngala,apple\ngranny,apple\nkiwi,fruit\napple,fruit\n"
+
+
+def listing(*groups: str, classes: tuple[str, ...] = CLASSES) -> SourceListing:
+    return SourceListing(items=(), classes=classes, read=read_file, groups=groups)
+
+
+def written(folder: Path, text: str | bytes, name: str = "table.csv") -> str:
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(folder / name)
+
+
+def settings(**values: object) -> DataSettings:
+    return DataSettings.model_validate({"source": "imagefolder:photos", **values})
+
+
+def test_values_come_in_the_order_of_the_classes_numbers_as_numbers(tmp_path):
+    given = settings(attributes=written(tmp_path, ATTRIBUTES), hierarchy=written(tmp_path, HIERARCHY, "groups.csv"))
+    tags = read_tags(given, listing())
+    assert tags is not None
+    assert tags.attributes == {"energy": (57.0, 58.5, 61.0), "allergens": ("none", "none", None)}
+    assert tags.paths == (("fruit", "apple", "gala"), ("fruit", "apple", "granny"), ("fruit", "kiwi"))
+    assert tags.threshold is None
+    assert read_tags(settings(), listing()) is None
+
+
+def test_a_spreadsheets_table_is_read_too(tmp_path):
+    text = (
+        '\ufeff"food";'.replace(";", ",")
+        + '"note"\r\ngala,"red, sweet"\r\n\r\n granny , sour \r\nkiwi,"a ""fruit"""\r\n'
+    )
+    tags = read_tags(settings(attributes=written(tmp_path, text)), listing())
+    assert tags is not None
+    assert tags.attributes == {"note": ("red, sweet", "sour", 'a "fruit"')}
+
+
+def test_folders_are_groups(tmp_path):
+    for folder in ("train/fruit/apple/gala", "train/fruit/apple/granny", "train/fruit/kiwi", "val/fruit/kiwi"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "1.jpg").touch()
+    given = DataSettings(source=f"imagefolder:{tmp_path}", hierarchy="folders")
+    tags = read_tags(given, list_source(given.source))
+    assert tags is not None
+    assert tags.parents == {"gala": "apple", "granny": "apple", "kiwi": "fruit", "apple": "fruit"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty; give a table with a line of headings"),
+        ("food\ngala\n", "has one column only; the first one names the class"),
+        ("food,energy\n", "has no line below its headings"),
+        ("food,\ngala,1\n", "column 2 has no heading"),
+        ("food,energy,energy\ngala,1,2\n", "two columns are named 'energy'"),
+        ("food,answer\ngala,1\n", "an attribute is named 'answer', as another column of the predictions is"),
+        ("food,energy\ngala,1\ngranny,2\ngala,3\nkiwi,3\n", "line 4: 'gala' has a line already, line 2; remove one"),
+        ("food,energy\n,1\n", "line 2: has no class; write its name"),
+        ("food,energy\ngala,1,2\n", "line 2: has 3 values, but there are 2 columns; quote a value that has commas"),
+        ("food,energy\ngala,1\ngranny\n", "line 3: has 1 values, but there are 2 columns"),
+        ("food,energy\ngala,52\ngranny,58 kcal\nkiwi,61\n", "has numbers, such as '52' in line 2, and texts, such as '58 kcal' in line 3"),
+        ('food,energy\ngala,"1,5"\ngranny,2\nkiwi,61\n', "such as '1,5' in line 2; write numbers like 1.5"),
+        ("food,energy\ngala,nan\ngranny,2\nkiwi,61\n", "and texts, such as 'nan' in line 2"),
+        (f"food,energy\ngala,2\ngranny,{'9' * 400}\nkiwi,61\n", r"and texts, such as '9{40}\.\.\. .*' in line 3"),
+        ("food,energy,fat\ngala,1,\ngranny,2,\nkiwi,3,\n", "the column 'fat' is empty; fill it, or remove it"),
+        ('food,energy\ngala,"1\n', "line 2: unexpected end of data; mend the line"),
+        (b"food,energy\ng\xe2la,1\n", "is not UTF-8 .*; save it as UTF-8 text"),
+        (f"food,energy\ngala,{'x' * 1001}\n", "line 2: 'x+... .* has more than 1,000 characters; shorten it"),
+        (f"food,{','.join(f'a{n}' for n in range(101))}\n", "has 101 attributes, more than 100; remove some"),
+    ],
+)  # fmt: skip
+def test_a_table_of_attributes_that_contradicts_itself_is_refused_before_the_classes_are_known(tmp_path, text, message):
+    given = settings(attributes=written(tmp_path, text))
+    with pytest.raises(DataError, match=rf"^data\.attributes={re.escape(given.attributes)}.*{message}"):
+        check_tables(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("food,energy\ngala,1\ngrany,2\nkiwi,3\n", "line 3: 'grany' is no class of the images; did you mean granny"),
+        ("food,energy\ngala,1\nx,2\ny,3\n", "line 3: 'x' is no class of the images; nor are 'y'; correct the name"),
+        ("food,energy\ngala,1\n", "has no line for the class 'granny', 'kiwi'; add one for each class"),
+        ("food,kiwi\ngala,1\ngranny,2\nkiwi,3\n", "an attribute is named 'kiwi', as a class is; rename the column"),
+    ],
+)
+def test_a_table_of_attributes_of_other_classes_is_refused(tmp_path, text, message):
+    with pytest.raises(DataError, match=message):
+        read_tags(settings(attributes=written(tmp_path, text)), listing())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class,group\ngala,apple\n", "its first line must be class,parent, but is 'class,group'"),
+        ("class,parent\ngala,\n", "line 2: 'gala' has no parent; write the group above it"),
+        ("class,parent\ngala,apple\ngala,fruit\n", "line 3: 'gala' has a line already, line 2"),
+        ("class,parent\nkiwi,kiwi\n", "line 2: 'kiwi' lies in 'kiwi', which is a circle; each name stands for one"),
+        ("class,parent\ngala,apple\napple,fruit\nfruit,apple\n", "line 3: 'apple' lies in 'fruit' lies in 'apple'"),
+        ("class,parent\n0,1\n" + "".join(f"{n},{n + 1}\n" for n in range(1, 40)), "line 2: '0' lies below more than 31"),
+    ],
+)  # fmt: skip
+def test_a_hierarchy_that_contradicts_itself_is_refused_before_the_classes_are_known(tmp_path, text, message):
+    given = settings(hierarchy=written(tmp_path, text))
+    with pytest.raises(DataError, match=rf"^data\.hierarchy={re.escape(given.hierarchy)}.*{message}"):
+        check_tables(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HIERARCHY.replace("kiwi,fruit\n", ""), "has no line for the class 'kiwi'; add one for each class"),
+        (f"{HIERARCHY}kiwi-gold,fruit\n", "line 6: 'kiwi-gold' is no class of the images; did you mean kiwi"),
+        (HIERARCHY.replace("kiwi,fruit", "kiwi,gala"), "line 4: 'kiwi' lies in 'gala', which is a class itself"),
+    ],
+)
+def test_a_hierarchy_of_other_classes_is_refused(tmp_path, text, message):
+    with pytest.raises(DataError, match=message):
+        read_tags(settings(hierarchy=written(tmp_path, text)), listing())
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (("fruit/apple", "fruit/apple", ""), "the folder of the class 'kiwi' lies in no group's"),
+        (("fruit/apple", "juice/apple", "fruit"), "two groups are named 'apple', fruit/apple and juice/apple; rename"),
+        (("fruit/kiwi", "fruit", "fruit"), "'kiwi' is a class and, with 'gala' in it, a group"),
+    ],
+)
+def test_folders_that_are_no_hierarchy_are_refused(groups, message):
+    with pytest.raises(DataError, match=message):
+        read_tags(settings(hierarchy="folders"), listing(*groups))
+
+
+def test_a_class_that_is_named_as_a_column_of_predictions_is_refused(tmp_path):
+    with pytest.raises(DataError, match="a class is named 'answer', as a column of the predictions"):
+        read_tags(settings(attributes=written(tmp_path, ATTRIBUTES)), listing(classes=("answer", "kiwi")))
+
+
+def test_a_file_that_is_none_is_named(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"data\.attributes=.*nowhere\.csv: there is no such file; check the path"):
+        check_tables(settings(attributes=f"{tmp_path}/nowhere.csv"))
+    with pytest.raises(DataError, match=r"data\.hierarchy=.*: cannot be read"):
+        check_tables(settings(hierarchy=str(tmp_path)))
+    monkeypatch.setattr(limits, "TABLE_BYTES", 10)
+    with pytest.raises(DataError, match="has more than 10 bytes, so it is no table of classes"):
+        check_tables(settings(attributes=written(tmp_path, ATTRIBUTES)))
+    with pytest.raises(DataError, match=r"brings no such table; did you mean grocery_\w+\.csv.*; it has grocery_attr"):
+        check_tables(settings(attributes="bundled:grocery_attribute.csv"))
+    with pytest.raises(DataError, match="brings no such table"):
+        check_tables(settings(attributes="bundled:../../pyproject.toml"))
+
+
+def test_the_version_is_of_the_content(tmp_path):
+    def version(attributes: str = ATTRIBUTES, hierarchy: str = HIERARCHY, **values: object) -> str:
+        files = {"attributes": written(tmp_path, attributes), "hierarchy": written(tmp_path, hierarchy, "groups.csv")}
+        return tables_version(settings(**{**files, **values}))
+
+    assert version() == version() != ""
+    assert len({version(), version(ATTRIBUTES.replace("61", "62")), version(hierarchy=f"{HIERARCHY}\n")}) == 3
+    assert tables_version(settings()) == tables_version(settings(hierarchy="folders")) == ""
+
+
+def test_grocerys_tables_are_of_the_same_classes_and_every_kind_of_fruit_is_one():
+    given = resolve("grocery").data
+    with (RECIPES / "grocery_attributes.csv").open() as table:
+        classes = tuple(sorted(row["class"] for row in csv.DictReader(table)))
+    tags = read_tags(given, listing(classes=classes))
+    assert tags is not None
+    assert len(classes) == 81
+    assert [len(level.names) for level in tags.levels] == [3, 43, 81]
+    assert tags.levels[0].names == ("Packages", "Fruit", "Vegetables")
+    assert tags.paths[classes.index("Granny-Smith")] == ("Fruit", "Apple", "Granny-Smith")
+    energy, *grams = (tags.attributes[name] for name in ("energy_kcal", "protein_g", "fat_g", "carbohydrates_g"))
+    assert energy[classes.index("Avocado")] == 160.0
+    # What fat, protein and carbohydrates burn to, Atwater's general factors, is near the energy of every food.
+    for label, kcal, *masses in zip(classes, energy, *grams, strict=True):
+        if kcal is not None:
+            burnt = sum(factor * float(mass) for factor, mass in zip((4, 9, 4), masses, strict=True))
+            assert float(kcal) == pytest.approx(burnt, rel=0.36), label

@@ -1,0 +1,325 @@
+"""Tables of classes beside the images: `data.attributes` and `data.hierarchy` become `ClassTags`, each mistake in them a message.
+
+    data.attributes=FILE.csv     the first column names the class, each other one is an attribute: numbers, or texts
+    data.hierarchy=FILE.csv      columns class,parent: a line for each class, and for each group that lies in another one
+    data.hierarchy=folders       the folders above those of the classes, in an image folder
+
+A file is a path, a URI, or `bundled:NAME.csv`, which a recipe of this package brings. They are small, and checked before the first image is
+decoded.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer import limits
+from trainer.artifacts import digest
+from trainer.base_models import nearest
+from trainer.config import BUNDLED, FOLDERS, RECIPES, DataSettings
+from trainer.data.sources import SourceListing, read_file
+from trainer.errors import DataError, ObjectTooLargeError, StorageError
+from trainer.served_student.class_tags import ANSWER, CONFIDENCE, LEVELS, ClassTags, Value
+
+_NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,2})?")
+"""What is read as a number: never one that is infinite or none."""
+_SHOWN = 5
+"""Most names in a message."""
+
+
+def read_tags(settings: DataSettings, listing: SourceListing) -> ClassTags | None:
+    """Read what the settings say of the source's classes; None where they say nothing.
+
+    Raises:
+        DataError: a table cannot be read, contradicts itself, or is not of these classes.
+    """
+    if not (settings.attributes or settings.hierarchy):
+        return None
+    for name in {ANSWER, CONFIDENCE} & set(listing.classes):
+        raise DataError(
+            f"data.source={settings.source}: a class is named {name!r}, as a column of the predictions is where data.attributes or "
+            "data.hierarchy is set; rename the class"
+        )
+    attributes = _AttributeTable(settings.attributes).of(listing.classes) if settings.attributes else {}
+    parents: Mapping[str, str] = {}
+    if settings.hierarchy == FOLDERS:
+        parents = _parents_by_folders(settings.source, listing)
+    elif settings.hierarchy:
+        parents = _HierarchyTable(settings.hierarchy).of(listing.classes)
+    return ClassTags(labels=listing.classes, attributes=attributes, parents=parents)
+
+
+def check_tables(settings: DataSettings) -> None:
+    """Check the tables alone, where the classes are not known yet.
+
+    Raises:
+        DataError: a table cannot be read, or contradicts itself.
+    """
+    if settings.attributes:
+        _AttributeTable(settings.attributes)
+    if settings.hierarchy and settings.hierarchy != FOLDERS:
+        _HierarchyTable(settings.hierarchy)
+
+
+def tables_version(settings: DataSettings) -> str:
+    """Return a text that changes when the content of a table changes; empty where there is none.
+
+    Raises:
+        DataError: a table cannot be read.
+    """
+    named = {"attributes": settings.attributes, "hierarchy": settings.hierarchy}
+    contents = {name: _text(f"data.{name}", file) for name, file in named.items() if file and file != FOLDERS}
+    return digest(contents) if contents else ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def _text(setting: str, file: str) -> str:
+    """Read a table; a byte-order mark, as spreadsheets write it, is dropped."""
+    name, location = f"{setting}={file}", os.path.expanduser(file)  # noqa: PTH111  # a Path would turn s3:// into s3:/
+    if file.startswith(BUNDLED):
+        known = sorted(path.name for path in RECIPES.glob("*.csv"))
+        bundled = file.removeprefix(BUNDLED)
+        if bundled not in known:
+            raise DataError(
+                f"{name}: this package brings no such table{nearest(bundled, known)}; it has {', '.join(known)}"
+            )
+        location = str(RECIPES / bundled)
+    try:
+        text = read_file(location, limits.TABLE_BYTES).decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise DataError(f"{name}: there is no such file; check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: is not UTF-8 ({error}); save it as UTF-8 text") from error
+    except ObjectTooLargeError as error:
+        raise DataError(
+            f"{name}: has more than {limits.TABLE_BYTES:,} bytes, so it is no table of classes; check the path"
+        ) from error
+    except (OSError, StorageError) as error:
+        raise DataError(f"{name}: cannot be read ({error}); check the path and the right to read it") from error
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """A line of a table."""
+
+    number: int
+    cells: Sequence[str]
+
+
+def _lines(setting: str, file: str) -> Iterator[_Line]:
+    """Yield the lines that are not empty, the headings first, each with as many cells as there are headings."""
+    reader = csv.reader(io.StringIO(_text(setting, file), newline=""), strict=True)
+    width = 0
+    try:
+        for row in reader:
+            cells = [limits.printable_name(cell.strip()) for cell in row]
+            where = f"{setting}={file}, line {reader.line_num}"
+            if not any(cells):
+                continue
+            width = width or len(cells)
+            if len(cells) != width:
+                raise DataError(
+                    f"{where}: has {len(cells)} values, but there are {width} columns; quote a value that has commas"
+                )
+            longest = max(cells, key=len)
+            if len(longest) > limits.CELL_CHARACTERS:
+                raise DataError(
+                    f"{where}: {limits.cut(longest, 40)!r} has more than {limits.CELL_CHARACTERS:,} characters; shorten it"
+                )
+            yield _Line(number=reader.line_num, cells=cells)
+    except csv.Error as error:
+        raise DataError(f"{setting}={file}, line {reader.line_num}: {error}; mend the line") from error
+    if not width:
+        raise DataError(f"{setting}={file}: is empty; give a table with a line of headings and a line for each class")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more
+
+
+class _ClassLines:
+    """The lines of a table below its headings, by the name in one of their columns, which each has once."""
+
+    def __init__(self, name: str, lines: Sequence[_Line], column: int) -> None:
+        self.name = name
+        self._without = f"{name.partition('=')[0]}="  # a recipe may name a table that is not of the user's images
+        self.lines: dict[str, _Line] = {}
+        for line in lines:
+            key = line.cells[column]
+            if not key:
+                raise DataError(f"{name}, line {line.number}: has no class; write its name, or remove the line")
+            if first := self.lines.get(key):
+                raise DataError(
+                    f"{name}, line {line.number}: {key!r} has a line already, line {first.number}; remove one of them"
+                )
+            self.lines[key] = line
+
+    def check(self, names: Sequence[str], classes: Sequence[str]) -> None:
+        """Make sure that these names, of lines, are those of the classes."""
+        known = set(classes)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            more = f"; nor are {_some(unknown[1:])}" if len(unknown) > 1 else ""
+            raise DataError(
+                f"{self.name}, line {self.lines[unknown[0]].number}: {unknown[0]!r} is no class of the images"
+                f"{nearest(unknown[0], classes)}{more}; correct the name, remove the line, or leave the table out ({self._without})"
+            )
+        missing = [name for name in classes if name not in self.lines]
+        if missing:
+            raise DataError(
+                f"{self.name}: has no line for the class {_some(missing)}; add one for each class, or leave the table out ({self._without})"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attributes
+
+
+class _AttributeTable:
+    """`data.attributes`: its first column names the class, and each other one is an attribute."""
+
+    def __init__(self, file: str) -> None:
+        self._name = f"data.attributes={file}"
+        headings, *lines = _lines("data.attributes", file)
+        self._headings = headings.cells[1:]
+        self._check_headings()
+        self._lines = _ClassLines(self._name, lines, 0)
+        if not lines:
+            raise DataError(f"{self._name}: has no line below its headings; add one for each class")
+        self._values = {
+            heading: self._column(heading, column, lines) for column, heading in enumerate(self._headings, start=1)
+        }
+
+    def _check_headings(self) -> None:
+        if not self._headings:
+            raise DataError(
+                f"{self._name}: has one column only; the first one names the class, so add a column for each attribute"
+            )
+        if len(self._headings) > limits.TABLE_COLUMNS:
+            raise DataError(
+                f"{self._name}: has {len(self._headings):,} attributes, more than {limits.TABLE_COLUMNS}; remove some"
+            )
+        for position, heading in enumerate(self._headings, start=2):
+            if not heading:
+                raise DataError(f"{self._name}: column {position} has no heading; name the attribute")
+            if heading in (ANSWER, CONFIDENCE):
+                raise DataError(
+                    f"{self._name}: an attribute is named {heading!r}, as another column of the predictions is; rename it"
+                )
+            if heading in self._headings[: position - 2]:
+                raise DataError(f"{self._name}: two columns are named {heading!r}; rename or remove one of them")
+
+    def _column(self, heading: str, column: int, lines: Sequence[_Line]) -> dict[str, Value]:
+        """Read an attribute's value of each class."""
+        given = [line for line in lines if line.cells[column]]
+        numbers = [line for line in given if _NUMBER.fullmatch(line.cells[column])]
+        if not given:
+            raise DataError(f"{self._name}: the column {heading!r} is empty; fill it, or remove it")
+        if numbers and len(numbers) < len(given):
+            text = next(line for line in given if not _NUMBER.fullmatch(line.cells[column]))
+            raise DataError(
+                f"{self._name}: the column {heading!r} has numbers, such as {numbers[0].cells[column]!r} in line {numbers[0].number}, and "
+                f"texts, such as {limits.cut(text.cells[column], 40)!r} in line {text.number}; write numbers like 1.5 in all lines, or "
+                "texts in all, and leave what is not known empty"
+            )
+        read: dict[str, Value] = {line.cells[0]: None for line in lines}
+        return read | {line.cells[0]: float(line.cells[column]) if numbers else line.cells[column] for line in given}
+
+    def of(self, classes: Sequence[str]) -> dict[str, tuple[Value, ...]]:
+        """Return the values of each attribute in the order of the classes, which have to be those of the table."""
+        self._lines.check([*self._lines.lines], classes)
+        for heading in self._headings:
+            if heading in classes:
+                raise DataError(f"{self._name}: an attribute is named {heading!r}, as a class is; rename the column")
+        return {heading: tuple(values[name] for name in classes) for heading, values in self._values.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hierarchy
+
+
+class _HierarchyTable:
+    """`data.hierarchy` as a file: a class or group, and the group above it, a line."""
+
+    def __init__(self, file: str) -> None:
+        self._name = f"data.hierarchy={file}"
+        headings, *lines = _lines("data.hierarchy", file)
+        if sorted(headings.cells) != ["class", "parent"]:
+            raise DataError(
+                f"{self._name}: its first line must be class,parent, but is {limits.cut(','.join(headings.cells), 200)!r}"
+            )
+        child, parent = headings.cells.index("class"), headings.cells.index("parent")
+        self._lines = _ClassLines(self._name, lines, child)
+        for line in lines:
+            if not line.cells[parent]:
+                raise DataError(
+                    f"{self._name}, line {line.number}: {line.cells[child]!r} has no parent; write the group above it, or remove the line "
+                    "of a topmost group"
+                )
+        self._parents = {name: line.cells[parent] for name, line in self._lines.lines.items()}
+        self._check_circles()
+
+    def _check_circles(self) -> None:
+        for name, line in self._lines.lines.items():
+            path = [name]
+            while path[-1] in self._parents and len(path) <= LEVELS:
+                above = self._parents[path[-1]]
+                if above in path:
+                    circle = [*path[path.index(above) :], above]
+                    raise DataError(
+                        f"{self._name}, line {self._lines.lines[above].number}: {' lies in '.join(map(repr, circle[: _SHOWN + 1]))}, which "
+                        "is a circle; each name stands for one class or group, so give the group another name"
+                    )
+                path.append(above)
+            if len(path) > LEVELS:
+                raise DataError(
+                    f"{self._name}, line {line.number}: {name!r} lies below more than {LEVELS - 1} groups; leave some out"
+                )
+
+    def of(self, classes: Sequence[str]) -> dict[str, str]:
+        """Return class or group -> the group above it; the lowest ones have to be the classes."""
+        groups = set(self._parents.values())
+        for name in classes:
+            if name in groups:
+                below = next(child for child, parent in self._parents.items() if parent == name)
+                raise DataError(
+                    f"{self._name}, line {self._lines.lines[below].number}: {below!r} lies in {name!r}, which is a class itself; a name "
+                    "stands for one level only, so give the group another name"
+                )
+        self._lines.check([name for name in self._parents if name not in groups], classes)
+        return self._parents
+
+
+def _parents_by_folders(source: str, listing: SourceListing) -> dict[str, str]:
+    """Return class or group -> the group above it, of the folders above those of the classes."""
+    name = f"data.hierarchy={FOLDERS}, data.source={source}"
+    parents: dict[str, str] = {}
+    folders: dict[str, str] = {}  # name of a group -> its folder
+    for label, above in zip(listing.classes, listing.groups, strict=True):
+        if not above:
+            raise DataError(
+                f"{name}: the folder of the class {label!r} lies in no group's; put it into one, or give a table (data.hierarchy=FILE.csv)"
+            )
+        parts = above.split("/")
+        for depth, part in enumerate(parts, start=1):
+            folder = "/".join(parts[:depth])
+            if part in listing.classes:
+                raise DataError(
+                    f"{name}: {part!r} is a class and, with {label!r} in it, a group; a name stands for one level only, so rename the "
+                    f"folder {folder}, or move its own images into one of their own"
+                )
+            if folders.setdefault(part, folder) != folder:
+                raise DataError(
+                    f"{name}: two groups are named {part!r}, {folders[part]} and {folder}; rename one of the folders"
+                )
+        parents |= dict(zip([*parts[1:], label], parts, strict=True))
+    return parents
