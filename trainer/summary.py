@@ -105,9 +105,13 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
         "register": named if version else "nothing is tracked",
     }
     if outputs is not None:
+        if "mass" in outputs:
+            mass = outputs["mass"]["t1"]["mean"]
+            held = f"{outputs['top_k']} logits a view hold {mass:.2%} of the probability"
+        else:
+            held = f"an embedding of {outputs['features']:,} numbers a view"
         figures["reinforce"] = (
-            f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {outputs['top_k']} logits a view "
-            f"hold {outputs['mass']['t1']['mean']:.2%} of the probability"
+            f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {held}"
         )
     rows = [(name, f"{stage['seconds']:.1f}", figures.get(name, "")) for name, stage in summary["stages"].items()]
     return aligned([("stage", "seconds", "main figure"), *rows], right={1})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer import models
@@ -17,7 +18,8 @@ from trainer.data.batch import Batch, Recorded
 from trainer.distillation import losses
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs, all_logits, top_class
-from trainer.models import Classifier
+from trainer.errors import ModelError
+from trainer.models import Classifier, EmbeddingStatistics
 from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
 from trainer.training.spec import Losses
@@ -39,15 +41,29 @@ class ProjectedStudent(nn.Module):
     basis learns worse (Miles and Mikolajczyk 2024, "Understanding the Role of the Projector in Knowledge Distillation").
     """
 
-    def __init__(self, classifier: Classifier, teacher_features: int) -> None:
-        """Wrap `classifier`; the teacher has `teacher_features` features.
+    teacher_mean: Tensor | None
+    teacher_std: Tensor | None
+
+    def __init__(
+        self, classifier: Classifier, teacher_features: int, statistics: EmbeddingStatistics | None = None
+    ) -> None:
+        """Wrap `classifier`; the teacher has `teacher_features` features, which are standardised by `statistics` where there are some.
 
         Raises:
-            ModelError: the classifier's head does not read pooled features.
+            ModelError: the classifier's head does not read pooled features, or the statistics are of other ones.
         """
         super().__init__()
         self.classifier = classifier
         self.projection = nn.Linear(models.feature_size(classifier), teacher_features)
+        if statistics is not None and len(statistics.mean) != teacher_features:
+            raise ModelError(
+                f"the teacher's embedding has {teacher_features} numbers, but its description has the statistics of "
+                f"{len(statistics.mean)}; make the teacher again (the stage pretrain)"
+            )
+        # Not kept: they are the teacher's, and a checkpoint holds what is learned.
+        mean, std = (None, None) if statistics is None else map(torch.tensor, (statistics.mean, statistics.std))
+        self.register_buffer("teacher_mean", mean, persistent=False)
+        self.register_buffer("teacher_std", std, persistent=False)
 
     def forward(self, images: Tensor, *, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Raw images [B, 3, H, W] to logits [B, K], and where asked to projected features [B, D] too, in one forward pass."""
@@ -56,6 +72,12 @@ class ProjectedStudent(nn.Module):
             return logits
         logits, own = self.classifier.forward_with_features(images)
         return logits, self.projection(own)
+
+    def target(self, features: Tensor) -> Tensor:
+        """Return what the projected features are compared with, of the teacher's [B, D]: standardised ones where it has no head."""
+        if self.teacher_mean is None or self.teacher_std is None:
+            return features
+        return (features - self.teacher_mean) / self.teacher_std
 
     def no_weight_decay(self) -> set[str]:
         """Names of the weights that the classifier's network wants undecayed."""
@@ -82,7 +104,10 @@ class DistillObjective:
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        """Named losses of a batch: `loss`, of `logit`, `feature` and `label` those that have a weight, and the share of `agreement`."""
+        """Named losses of a batch: `loss`, of `logit`, `feature` and `label` those that have a weight, and the share of `agreement`.
+
+        There is no agreement with a teacher without logits.
+        """
         settings, signal = self._settings, self._ask(batch)
         with span("forward"):
             parts: Losses = {}
@@ -97,7 +122,8 @@ class DistillObjective:
                 assert signal.features is not None, (
                     "the stage refuses recorded outputs without features, and asks a teacher for them"
                 )
-                parts["feature"] = self._feature_loss(features, signal.features)
+                assert isinstance(self.model, ProjectedStudent), "only a projected student gives features"
+                parts["feature"] = self._feature_loss(features, self.model.target(signal.features))
             if settings.label_weight:
                 smoothing = settings.label_smoothing
                 parts["label"] = cross_entropy(
@@ -110,7 +136,7 @@ class DistillObjective:
             }
             first, *others = (weights[name] * part for name, part in parts.items())
             loss = sum(others, first)
-            if signal is not None:
+            if signal is not None and signal.logits.shape[1]:
                 parts["agreement"] = losses.agreement(logits.detach(), top_class(signal))
         return {"loss": loss} | parts
 
@@ -178,5 +204,9 @@ _LOGIT_LOSSES: Mapping[str, Callable[[DistillSettings, Tensor, TeacherSignal, Te
     "dist": _dist,
 }
 
-FEATURE_LOSSES: Mapping[str, FeatureLoss] = {"cosine": losses.feature_cosine, "mse": losses.feature_mse}
+FEATURE_LOSSES: Mapping[str, FeatureLoss] = {
+    "cosine": losses.feature_cosine,
+    "mse": losses.feature_mse,
+    "cosine_smooth_l1": losses.feature_cosine_smooth_l1,
+}
 """Name of each feature loss -> its function."""

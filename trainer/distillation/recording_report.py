@@ -19,8 +19,11 @@ from trainer.pages import Figure, Legend, PageSection, Paragraph, Subsection, Ta
 _BARS = 60
 
 
-def figures(description: RecordingDescription, held: Coverage, work: RecordedWork) -> dict[str, Any]:
-    """Collect the main numbers, as `summary.json` shows them; the speed only if this job recorded anything."""
+def figures(description: RecordingDescription, held: Coverage | None, work: RecordedWork) -> dict[str, Any]:
+    """Collect the main numbers, as `summary.json` shows them; the speed only if this job recorded anything.
+
+    There is no coverage of a teacher without logits, whose embedding is held as a whole.
+    """
     size = description.record.itemsize
     speed = {"views_per_second": work.views / work.seconds} if work.views else {}
     return {
@@ -28,7 +31,7 @@ def figures(description: RecordingDescription, held: Coverage, work: RecordedWor
         "samples": description.samples,
         "views": description.views,
         "top_k": description.top_k,
-        **held.figures(),
+        **(held.figures() if held is not None else {"features": description.features}),
         "bytes_per_view": size,
         "bytes_per_image": size * description.views,
         "mib": size * description.views * description.samples / 2**20,
@@ -36,15 +39,30 @@ def figures(description: RecordingDescription, held: Coverage, work: RecordedWor
     }
 
 
-def render(description: RecordingDescription, held: Coverage, work: RecordedWork, parents: Mapping[str, str]) -> str:
+def render(
+    description: RecordingDescription, held: Coverage | None, work: RecordedWork, parents: Mapping[str, str]
+) -> str:
     """Build the whole page, self-contained; `parents`: `dataset` and `teacher` -> fingerprint."""
     without = f" ({description.unlabeled:,} of them without a label)" if description.unlabeled else ""
+    what = (
+        f"{description.top_k} of {description.classes:,} logits"
+        if held
+        else f"an embedding of {description.features:,} numbers"
+    )
+    content = [_mass(description, held), _answers(held)] if held else [_embedding(description)]
     return pages.render(
         "Recorded teacher outputs",
-        f"{description.views} views of {description.samples:,} training images{without}, "
-        f"{description.top_k} of {description.classes:,} logits each",
-        [_mass(description, held), _answers(held), _cost(description, work), _origin(description, parents)],
+        f"{description.views} views of {description.samples:,} training images{without}, {what} each",
+        [*content, _cost(description, work), _origin(description, parents)],
     )
+
+
+def _embedding(description: RecordingDescription) -> PageSection:
+    note = (
+        f"The teacher has no head, so there are no logits: the {description.features:,} numbers of its embedding are kept in half "
+        "precision, each to within 2^-11 (0.05 %) of itself."
+    )
+    return PageSection("Embedding held", [Paragraph(note)])
 
 
 def _mass(description: RecordingDescription, held: Coverage) -> PageSection:

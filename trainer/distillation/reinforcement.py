@@ -128,7 +128,10 @@ def record_batches(
 
 @torch.no_grad()
 def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
-    """Take the `top_k` largest logits of each sample and the sum of the rest."""
+    """Take the `top_k` largest logits of each sample and the sum of the rest; there are none of a teacher without a head."""
+    if not top_k:
+        nothing = outputs.logits.new_empty(len(outputs.logits), 0)
+        return Recorded(nothing.long(), nothing, nothing, outputs.features)
     values, indices = outputs.logits.topk(top_k, dim=1)
     others = outputs.logits.scatter(1, indices, -torch.inf)
     rest = torch.stack([others.logsumexp(1), (others / 2).logsumexp(1)], 1)
@@ -137,7 +140,7 @@ def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
 
 def pack(parts: Mapping[str, Tensor], description: RecordingDescription) -> Records:
     """Pack the parts of `Recorded` that there are, on the host, into records [B]; what half precision cannot hold becomes infinite."""
-    records = np.empty(len(parts["logits"]), dtype=description.record)
+    records = np.empty(len(next(iter(parts.values()))), dtype=description.record)
     with np.errstate(over="ignore"):
         for name in description.record.names or ():
             records[name] = parts[name].numpy()
@@ -146,8 +149,11 @@ def pack(parts: Mapping[str, Tensor], description: RecordingDescription) -> Reco
 
 def unusable(records: Records) -> npt.NDArray[np.bool_]:
     """Find which records hold a number that is not finite, [B]; where no class is left over, the logarithm of the rest is -inf."""
-    bad: npt.NDArray[np.bool_] = (np.isnan(records["rest"]) | np.isposinf(records["rest"])).any(1)
-    for name in {"logits", "features"} & {*(records.dtype.names or ())}:
+    names = {*(records.dtype.names or ())}
+    bad: npt.NDArray[np.bool_] = np.zeros(len(records), dtype=np.bool_)
+    if "rest" in names:
+        bad |= (np.isnan(records["rest"]) | np.isposinf(records["rest"])).any(1)
+    for name in {"logits", "features"} & names:
         bad |= ~np.isfinite(records[name]).all(1)
     return bad
 
@@ -273,7 +279,8 @@ class Reinforcement:
             times = []
             for _ in range(5):
                 start = time.perf_counter()
-                self.teacher(images).logits.cpu()
+                outputs = self.teacher(images)
+                (outputs.logits if outputs.features is None else outputs.features).cpu()
                 times.append(time.perf_counter() - start)
             return statistics.median(times[2:])  # not of the first two, because a device may compile it first
 
@@ -312,8 +319,8 @@ class Reinforcement:
             "so far is kept"
         )
 
-    def assemble(self, directory: Path) -> Coverage:
-        """Bring all shards into the artifact in the making, each process its share, and count what they hold.
+    def assemble(self, directory: Path) -> Coverage | None:
+        """Bring all shards into the artifact in the making, each process its share, and count what they hold; None without logits.
 
         Raises:
             ArtifactError: a shard is not there or damaged.
@@ -333,6 +340,8 @@ class Reinforcement:
                 ) from error
             with writing_to(directory):
                 (directory / unit.name).write_bytes(content)
-            counted.append(coverage.count(records, labels[unit.first : unit.first + unit.count], classes))
+            if classes:
+                counted.append(coverage.count(records, labels[unit.first : unit.first + unit.count], classes))
         parts = self.processes.gather(coverage.total(counted) if counted else None, "the count of the records")
-        return coverage.total(part for part in parts if part is not None)
+        there = [part for part in parts if part is not None]
+        return coverage.total(there) if there else None

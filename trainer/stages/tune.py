@@ -32,7 +32,7 @@ from trainer.distillation.recording import (
 from trainer.errors import SettingsError
 from trainer.forecast import Forecast, Measurement
 from trainer.host import usable_cores
-from trainer.models import Classifier
+from trainer.models import Classifier, EmbeddingStatistics
 from trainer.profiling.recorder import Startup
 from trainer.stages import distill, reinforce
 from trainer.tracking.stage_runs import Tracker, stage_run
@@ -180,6 +180,8 @@ class Subject:
     """What it takes to record them; no time where they are there."""
     ready_s: float
     """From the start of this process until the first trial could begin."""
+    statistics: EmbeddingStatistics | None = None
+    """Of a teacher without a head."""
 
     def training(self, root: str, settings: DistillSettings, processes: Processes) -> TrainingSpec:
         """Make the distillation from its beginning, with other settings; `root` is the place of checkpoints."""
@@ -188,7 +190,7 @@ class Subject:
         student = copy.deepcopy(self.student)
         return TrainingSpec(
             name=NAME,
-            objective=distill.make_objective(settings, student, teacher, recording, processes.device),
+            objective=distill.make_objective(settings, student, teacher, recording, processes.device, self.statistics),
             samples=self.samples,
             view_size=distill.view_size(student, teacher, recording),
             settings=settings,
@@ -203,7 +205,9 @@ class Subject:
                 processes=processes,
                 batch_size=batch_size_of(settings, processes),
                 precision=settings.precision,
-            ),
+            )
+            if settings.head == "trained"
+            else None,
         )
 
     def recording_s_of(self, settings: DistillSettings) -> float | None:
@@ -283,6 +287,7 @@ def open_subject(
         no_recording=hindrance,
         takes=takes,
         ready_s=max(processes.gather(ready_s)),
+        statistics=model.card.embedding if model is not None else None,
     )
 
 

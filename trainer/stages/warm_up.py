@@ -140,6 +140,7 @@ class Rehearsal:
             samples,
             _few(settings, session.data),
             view_size=distill.view_size(student, online, recording),
+            labelled=settings.head == "trained",
             labelled_share=settings.labeled_share,
             teacher_outputs=recording,
         )

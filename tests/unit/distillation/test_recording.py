@@ -62,6 +62,40 @@ def test_ten_logits_take_48_bytes_unless_there_are_very_many_classes(classes, in
     assert not record.isalignedstruct
 
 
+EMBEDDING = replace(DESCRIPTION, classes=0, top_k=0, features=5)
+"""Of a teacher without a head."""
+
+
+def embeddings(count, seed=0):
+    return 7 * torch.randn(count, EMBEDDING.features, generator=torch.Generator().manual_seed(seed))
+
+
+def test_of_a_teacher_without_a_head_the_embedding_is_all_that_is_recorded():
+    given = embeddings(40)
+    records = records_of(torch.empty(40, 0), EMBEDDING, given)
+    assert records.dtype.names == ("features",)
+    assert EMBEDDING.record.itemsize == 2 * EMBEDDING.features
+    assert not unusable(records).any()
+    kept = recording.unpack(records)
+    assert ((kept.features - given).abs() <= 2**-11 * given.abs() + 2**-25).all()
+    assert not torch.equal(kept.features, given)
+    assert kept.indices.shape == kept.logits.shape == (40, 0)
+    assert kept.rest.isneginf().all()
+
+
+def test_an_embedding_that_half_precision_cannot_hold_is_unusable():
+    given = embeddings(3)
+    given[1, 2] = 7e4
+    assert unusable(records_of(torch.empty(3, 0), EMBEDDING, given)).tolist() == [False, True, False]
+
+
+def test_blank_embeddings_are_read_by_sample_and_view(tmp_path):
+    placeholder = placeholder_recording(tmp_path, EMBEDDING)
+    read = placeholder.read(np.array([0, 24, 3]), np.array([0, 0, 0]))
+    assert read.features.tolist() == [[0.0] * EMBEDDING.features] * 3
+    assert read.logits.shape == (3, 0)
+
+
 def test_wide_indices_are_kept():
     description = replace(DESCRIPTION, classes=70_000, top_k=2)
     logits = torch.zeros(1, 70_000)
