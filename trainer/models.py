@@ -358,17 +358,6 @@ def outline(uri: str | Path) -> Classifier:
             raise ModelError(str(error).replace(folder, str(uri))) from error
 
 
-def read_card(uri: str | Path) -> ModelCard:
-    """Read the description of a model directory alone.
-
-    Raises:
-        ModelError: it is not one.
-        ArtifactError: there is no complete model directory.
-    """
-    artifacts.manifest(uri, "model")
-    return _read_card(uri, storage.join(uri, CONFIG))
-
-
 def _read_card(uri: str | Path, file: str | Path) -> ModelCard:
     try:
         return TypeAdapter(ModelCard).validate_python(limits.parse_json(storage.read_limited(file, limits.JSON_BYTES)))
@@ -391,7 +380,10 @@ def _outline(path: Path) -> Classifier:
                 raise ValueError(
                     f"{name}: its shape is {given.get(name, 'missing')} instead of {wanted.get(name, 'none')}"
                 )
-        return Classifier(model.network, card).to("meta")
+        found = Classifier(model.network, card).to("meta")
+        if card.embedding is not None and len(card.embedding.mean) != feature_size(found):
+            raise ValueError(f"its embedding has {feature_size(found)} numbers, and statistics of {len(card.embedding.mean)}")
+        return found
 
 
 @contextmanager

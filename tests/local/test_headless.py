@@ -1,6 +1,7 @@
 """A teacher without a head, from a copy of the hub's file, teaches its embedding; the student's head is fitted afterwards."""
 
 import re
+import shutil
 from pathlib import Path
 
 import datasets
@@ -10,11 +11,12 @@ import safetensors.torch
 import timm
 import torch
 
+import trainer
 from tests.distillations import QUICK, TINY
 from trainer import artifacts, config, models
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
-from trainer.errors import SettingsError
+from trainer.errors import ModelError, SettingsError
 from trainer.profiling.evidence import read_evidence
 from trainer.served_student.pyfunc import ServedStudent
 from trainer.stages import distill, evaluate, pretrain, reinforce
@@ -70,18 +72,18 @@ def headless(digits, weights_file, tmp_path_factory):
 
 
 def recorded(digits, teacher, folder, **settings):
-    quick = {"views": 1, "seed": 3, "workers": 0, "batch_size": 250, "augmentation": VIEWS}
+    quick = {"views": 2, "seed": 3, "workers": 0, "batch_size": 250, "augmentation": VIEWS}
     section = config.validate(config.ReinforceSettings, quick | settings)
     reinforce.run(section, dataset=digits, teacher=teacher, teacher_outputs=folder)
     return folder
 
 
-def distilled(digits, teacher, folder, teacher_outputs=None, **settings):
+def distilled(digits, teaching, folder, teacher_outputs=None, **settings):
     section = config.validate(config.DistillSettings, QUICK | LEARNS | settings)
     distill.run(
         section,
         dataset=digits,
-        teacher=teacher,
+        teacher=teaching,
         student=folder / "student",
         evidence=folder / "evidence",
         teacher_outputs=teacher_outputs,
@@ -108,7 +110,7 @@ def test_the_teacher_is_the_file_with_the_statistics_of_its_embedding(digits, he
 
 
 def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headless, tmp_path):
-    """The recorded losses follow the online ones to within what half precision does to the embedding."""
+    """Same seeds, same views: what differs is that the standardised embedding was rounded to half precision."""
     outputs = recorded(digits, headless, tmp_path / "outputs", features=True)
     figures = artifacts.manifest(outputs, "teacher_outputs").figures
     assert figures["bytes_per_view"] == 2 * ARGS["embed_dim"]
@@ -118,7 +120,7 @@ def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headl
     online = losses(distilled(digits, headless, tmp_path / "online"))
     student = distilled(digits, headless, tmp_path / "recorded", outputs, teacher="recorded")
     offline = losses(student)
-    assert torch.allclose(online, offline, rtol=2e-3)
+    assert torch.allclose(online, offline, rtol=5e-4)
     assert not torch.equal(online, offline)
     assert offline[-1] < 0.8 * offline[0]
 
@@ -146,15 +148,16 @@ def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headl
 
 def relabelled(dataset, directory):
     """Make a copy of a prepared data set there, of whose training images each has the label of the next class."""
-    whole, kept = open_dataset(dataset), {"keep_in_memory": True}
-    splits = {name: datasets.load_from_disk(str(Path(dataset) / name)) for name in SPLITS}
-    splits["train"] = splits["train"].map(lambda row: row | {"label": (row["label"] + 1) % 10}, **kept)
+    whole = open_dataset(dataset)
+    train = datasets.load_from_disk(str(Path(dataset) / "train"))
+    train = train.map(lambda row: row | {"label": (row["label"] + 1) % 10}, keep_in_memory=True)
     with artifacts.create(
         directory, "dataset", settings=dict(artifacts.manifest(dataset, "dataset").settings)
     ) as draft:
-        for name, split in splits.items():
-            split.cast(features(), **kept).save_to_disk(str(draft.path / name))
-        images = {name: len(split) for name, split in splits.items()}
+        for name in set(SPLITS) - {"train"}:
+            shutil.copytree(Path(dataset) / name, draft.path / name)
+        train.cast(features(), keep_in_memory=True).save_to_disk(str(draft.path / "train"))
+        images = {name: len(whole.split(name)) for name in SPLITS}
         DatasetDescription(classes=whole.classes, image_size=whole.image_size, images=images).write(draft.path)
     return directory
 
@@ -182,6 +185,8 @@ def test_what_a_teacher_without_a_head_cannot_do_is_said_before_the_student_trai
     with pytest.raises(SettingsError, match=r"logit_weight is 0\.9, but the teacher whose outputs .* has no head"):
         distilled(digits, headless, tmp_path / "recorded", outputs, teacher="recorded", **logits)
     assert not (tmp_path / "online").exists()
+    with pytest.raises(ModelError, match=r"has no head, so it names no class; load the student that it teaches"):
+        trainer.load_model(headless)
 
 
 def test_a_recording_without_the_embedding_is_refused(digits, teacher, tmp_path):

@@ -198,8 +198,13 @@ def test_the_statistics_of_an_embedding_stand_in_the_card_of_such_a_model_alone(
     headless = models.with_labels(model, ())
     headless.card = replace(headless.card, embedding=statistics)
     path = saved(headless, tmp_path / "headless")
-    assert models.read_card(path) == models.load(path).card == headless.card
+    assert models.load(path).card == headless.card
     assert models.with_labels(headless, ["a"]).card.embedding is None
+    headless.card = replace(headless.card, embedding=models.EmbeddingStatistics(mean=(0.5,) * 3, std=(2.0,) * 3))
+    with pytest.raises(
+        ModelError, match=r"does not fit .* \(its embedding has 16 numbers, and statistics of 3\); make it again"
+    ):
+        models.load(saved(headless, tmp_path / "other"))
     assert "embedding" not in json.loads((saved(model, tmp_path / "model") / "config.json").read_text())
 
 
@@ -214,10 +219,3 @@ def test_the_statistics_of_an_embedding_stand_in_the_card_of_such_a_model_alone(
 def test_statistics_by_which_nothing_can_be_divided_are_refused(mean, std, message):
     with pytest.raises(ValueError, match=message):
         models.EmbeddingStatistics(mean=tuple(mean), std=tuple(std))
-
-
-def test_a_description_that_is_none_is_named(model, tmp_path):
-    path = saved(model, tmp_path / "model")
-    (path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"(?s)config.json is not the description of a model .*; make it again"):
-        models.read_card(path)

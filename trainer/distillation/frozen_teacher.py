@@ -1,5 +1,9 @@
 """The frozen teacher, made as fast as the device allows without changing what it says.
 
+One without a head says its embedding, standardised: with each number's mean and standard deviation over the training images, which its
+card holds (as in UNIC, Sariyildiz et al. 2024, but measured once beforehand). Else the numbers that vary most would be all that counts,
+and a mean that all images share would hide what differs.
+
 Shapes: B images, D pooled features, C classes.
 """
 
@@ -64,6 +68,9 @@ class FrozenTeacher:
                 f"teacher {model.card.architecture!r} has no features to compare with: its logits are no linear layer of pooled features; "
                 "set distill.feature_weight=0 and reinforce.features=false, or choose another teacher"
             )
+        statistics, place = model.card.embedding, device.torch_device
+        self._mean = None if statistics is None else torch.tensor(statistics.mean, device=place)
+        self._std = None if statistics is None else torch.tensor(statistics.std, device=place)
         if device.uses_bf16(precision):
             # Kept in bf16 is what autocast would convert in every forward pass: the same outputs, bit by bit. Kinds derived from these
             # may compute with their weights first, and stay as they are.
@@ -91,6 +98,8 @@ class FrozenTeacher:
             logits = answer if self._head is None else self._head(answer)
             if not self._gives_logits:
                 logits = answer.new_empty(len(answer), 0)
+            if self._mean is not None and self._std is not None:
+                answer = (answer - self._mean) / self._std
         # Copied, because autograd refuses to keep a tensor of the inference mode for its backward pass.
         return TeacherOutputs(logits.clone(), answer.clone() if self._features else None)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trainer import models
@@ -18,8 +17,7 @@ from trainer.data.batch import Batch, Recorded
 from trainer.distillation import losses
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs, all_logits, top_class
-from trainer.errors import ModelError
-from trainer.models import Classifier, EmbeddingStatistics
+from trainer.models import Classifier
 from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
 from trainer.training.spec import Losses
@@ -41,29 +39,15 @@ class ProjectedStudent(nn.Module):
     basis learns worse (Miles and Mikolajczyk 2024, "Understanding the Role of the Projector in Knowledge Distillation").
     """
 
-    teacher_mean: Tensor | None
-    teacher_std: Tensor | None
-
-    def __init__(
-        self, classifier: Classifier, teacher_features: int, statistics: EmbeddingStatistics | None = None
-    ) -> None:
-        """Wrap `classifier`; the teacher has `teacher_features` features, which are standardised by `statistics` where there are some.
+    def __init__(self, classifier: Classifier, teacher_features: int) -> None:
+        """Wrap `classifier`; the teacher has `teacher_features` features.
 
         Raises:
-            ModelError: the classifier's head does not read pooled features, or the statistics are of other ones.
+            ModelError: the classifier's head does not read pooled features.
         """
         super().__init__()
         self.classifier = classifier
         self.projection = nn.Linear(models.feature_size(classifier), teacher_features)
-        if statistics is not None and len(statistics.mean) != teacher_features:
-            raise ModelError(
-                f"the teacher's embedding has {teacher_features} numbers, but its description has the statistics of "
-                f"{len(statistics.mean)}; make the teacher again (the stage pretrain)"
-            )
-        # Not kept: they are the teacher's, and a checkpoint holds what is learned.
-        mean, std = (None, None) if statistics is None else map(torch.tensor, (statistics.mean, statistics.std))
-        self.register_buffer("teacher_mean", mean, persistent=False)
-        self.register_buffer("teacher_std", std, persistent=False)
 
     def forward(self, images: Tensor, *, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Raw images [B, 3, H, W] to logits [B, K], and where asked to projected features [B, D] too, in one forward pass."""
@@ -72,12 +56,6 @@ class ProjectedStudent(nn.Module):
             return logits
         logits, own = self.classifier.forward_with_features(images)
         return logits, self.projection(own)
-
-    def target(self, features: Tensor) -> Tensor:
-        """Return what the projected features are compared with, of the teacher's [B, D]: standardised ones where it has no head."""
-        if self.teacher_mean is None or self.teacher_std is None:
-            return features
-        return (features - self.teacher_mean) / self.teacher_std
 
     def no_weight_decay(self) -> set[str]:
         """Names of the weights that the classifier's network wants undecayed."""
@@ -122,8 +100,7 @@ class DistillObjective:
                 assert signal.features is not None, (
                     "the stage refuses recorded outputs without features, and asks a teacher for them"
                 )
-                assert isinstance(self.model, ProjectedStudent), "only a projected student gives features"
-                parts["feature"] = self._feature_loss(features, self.model.target(signal.features))
+                parts["feature"] = self._feature_loss(features, signal.features)
             if settings.label_weight:
                 smoothing = settings.label_smoothing
                 parts["label"] = cross_entropy(

@@ -19,6 +19,8 @@ from trainer.training.process_group import Processes
 
 Embeddings = npt.NDArray[np.float32]
 
+TOGETHER = 64
+"""Images of a forward pass that shares a device with nothing else; a training's batch may be many thousands."""
 _LEAST_STD = 0.01
 """Smallest standard deviation of a number of the embedding, as a share of that of all: one that hardly varies is no target."""
 
@@ -47,7 +49,7 @@ def embed(model: Classifier, split: Split, indices: Sequence[int], device: Devic
 
 
 def embed_together(
-    model: Classifier, split: Split, indices: Sequence[int], processes: Processes, batch_size: int
+    model: Classifier, split: Split, indices: Sequence[int], processes: Processes, batch_size: int = TOGETHER
 ) -> Embeddings:
     """Compute the same with the images dealt to all processes; every process gets all of them, [N, D]."""
     rank, world_size = processes.rank, processes.world_size

@@ -19,10 +19,9 @@ from trainer.distillation.recording import Recording, RecordingDescription, chec
 from trainer.errors import SettingsError
 from trainer.evaluation.embeddings import embed_together, spread
 from trainer.evaluation.probes import MOST_IMAGES, fit_probe
-from trainer.models import Classifier, EmbeddingStatistics
+from trainer.models import Classifier
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Startup
-from trainer.training.classification import batch_size_of
 from trainer.training.session import Session, open_session
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,6 @@ def run(
     if weights:
         parents["weights"] = weights
     recording, teacher_model = None, None
-    statistics = models.read_card(teacher).embedding if settings.feature_weight else None
     mass: dict[str, float] | None = None
     with startup.part("fetch"):
         if settings.reads_recording:
@@ -72,9 +70,7 @@ def run(
             figures = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
             mass = {temperature.removeprefix("t"): of_it["mean"] for temperature, of_it in figures.items()}
         elif settings.needs_teacher:
-            teacher_model = load_teacher(teacher, data)
-            if settings.logit_weight and not teacher_model.card.labels:
-                raise SettingsError(_no_logits(settings, f"teacher {teacher}"))
+            teacher_model = load_teacher(settings, teacher, data)
     with open_session(
         "distill", settings, data, parents=parents, model=student, evidence=evidence, startup=startup
     ) as session:
@@ -83,7 +79,7 @@ def run(
             _tell(samples, settings)
         trained = session.train(
             "distill",
-            make_objective(settings, classifier, teacher_model, recording, session.processes.device, statistics),
+            make_objective(settings, classifier, teacher_model, recording, session.processes.device),
             samples,
             settings,
             view_size=view_size(classifier, teacher_model, recording),
@@ -95,7 +91,7 @@ def run(
         kept = trained.classifier if isinstance(trained, ProjectedStudent) else trained
         assert isinstance(kept, Classifier), "the objective's model is a Classifier or holds one"
         if settings.head == "probe":
-            kept = add_probe(kept, settings, session)
+            kept = add_probe(kept, session)
         session.keep(kept, settings)
 
 
@@ -167,30 +163,31 @@ def _no_logits(settings: DistillSettings, teacher: str) -> str:
     )
 
 
-def load_teacher(teacher: str | Path, data: PreparedDataset) -> Classifier:
-    """Load the teacher's model, if it knows the data set's classes or has no head.
+def load_teacher(settings: DistillSettings, teacher: str | Path, data: PreparedDataset) -> Classifier:
+    """Load the teacher's model, if it knows the data set's classes, or has no head and no loss asks for its logits.
 
     Raises:
         ArtifactError: it is missing or damaged.
         ModelError: it knows other classes.
+        SettingsError: it has no head, and a loss compares logits.
     """
     model = models.load(teacher)
     if model.card.labels:
         models.check_labels(model, data.classes, f"teacher {teacher}")
+    elif settings.logit_weight:
+        raise SettingsError(_no_logits(settings, f"teacher {teacher}"))
     return model
 
 
-def add_probe(model: Classifier, settings: DistillSettings, session: Session) -> Classifier:
+def add_probe(model: Classifier, session: Session) -> Classifier:
     """Fit a linear classifier to the student's frozen embeddings of the labelled training images, and make it its head.
 
     Every process takes the first one's, whatever its own arithmetic would give.
     """
     train, val = session.data.split("train"), session.data.split("val")
-    chosen, whole = spread(len(train), MOST_IMAGES), range(len(val))
-    embedded = partial(
-        embed_together, model, processes=session.processes, batch_size=batch_size_of(settings, session.processes)
-    )
-    known, unknown = embedded(train, chosen), embedded(val, whole)
+    chosen = spread(len(train), MOST_IMAGES)
+    embedded = partial(embed_together, model, processes=session.processes)
+    known, unknown = embedded(train, chosen), embedded(val, range(len(val)))
     probe = None
     if session.processes.is_first:
         probe = fit_probe(known, train.labels[chosen], unknown, val.labels, len(session.data.classes))
@@ -212,12 +209,8 @@ def make_objective(
     teacher: Classifier | None,
     recording: Recording | None,
     device: Device,
-    statistics: EmbeddingStatistics | None = None,
 ) -> DistillObjective:
-    """Make what is learned, on its device, from a teacher that is online or from recorded outputs; a teacher is changed.
-
-    The features of a teacher without a head are standardised by `statistics`.
-    """
+    """Make what is learned, on its device, from a teacher that is online or from recorded outputs; a teacher is changed."""
     model: Classifier | ProjectedStudent = student
     if settings.feature_weight:
         # The projection starts the same whether the teacher is online or recorded.
@@ -227,7 +220,7 @@ def make_objective(
         else:
             assert teacher is not None, "a feature loss has a teacher or its recorded outputs"
             features = models.feature_size(teacher)
-        model = ProjectedStudent(student, features, statistics)
+        model = ProjectedStudent(student, features)
     frozen = None
     if teacher is not None:
         frozen = FrozenTeacher(

@@ -16,7 +16,6 @@ from trainer.evaluation.embeddings import embed_together, spread, statistics
 from trainer.models import Classifier, EmbeddingStatistics
 from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder, draw_reconstructions
 from trainer.profiling.recorder import Startup
-from trainer.training.classification import batch_size_of
 from trainer.training.session import Session, open_session
 
 RECONSTRUCTIONS = "mae/reconstructions.png"
@@ -44,7 +43,7 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
         if settings.finetune.epochs:
             model = finetune(model, settings, session)
         if settings.head == "none":
-            model.card = replace(model.card, embedding=measure_embedding(model, settings, session))
+            model.card = replace(model.card, embedding=measure_embedding(model, session))
         session.keep(model, settings.finetune)
 
 
@@ -109,14 +108,13 @@ def finetune(model: Classifier, settings: PretrainSettings, session: Session) ->
     return trained
 
 
-def measure_embedding(model: Classifier, settings: PretrainSettings, session: Session) -> EmbeddingStatistics:
+def measure_embedding(model: Classifier, session: Session) -> EmbeddingStatistics:
     """Measure how the teacher's embedding is distributed over the training images, with and without labels, to standardise it."""
     splits = session.data.training_splits(unlabeled=True)
     chosen, first, parts = np.array(spread(sum(map(len, splits)), MOST_EMBEDDED)), 0, []
-    batch_size = batch_size_of(settings.finetune, session.processes)
     for split in splits:
         own = chosen[(chosen >= first) & (chosen < first + len(split))] - first
         first += len(split)
         if len(own):
-            parts.append(embed_together(model, split, own.tolist(), session.processes, batch_size))
+            parts.append(embed_together(model, split, own.tolist(), session.processes))
     return statistics(np.concatenate(parts))

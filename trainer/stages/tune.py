@@ -32,7 +32,7 @@ from trainer.distillation.recording import (
 from trainer.errors import SettingsError
 from trainer.forecast import Forecast, Measurement
 from trainer.host import usable_cores
-from trainer.models import Classifier, EmbeddingStatistics
+from trainer.models import Classifier
 from trainer.profiling.recorder import Startup
 from trainer.stages import distill, reinforce
 from trainer.tracking.stage_runs import Tracker, stage_run
@@ -180,8 +180,6 @@ class Subject:
     """What it takes to record them; no time where they are there."""
     ready_s: float
     """From the start of this process until the first trial could begin."""
-    statistics: EmbeddingStatistics | None = None
-    """Of a teacher without a head."""
 
     def training(self, root: str, settings: DistillSettings, processes: Processes) -> TrainingSpec:
         """Make the distillation from its beginning, with other settings; `root` is the place of checkpoints."""
@@ -190,7 +188,7 @@ class Subject:
         student = copy.deepcopy(self.student)
         return TrainingSpec(
             name=NAME,
-            objective=distill.make_objective(settings, student, teacher, recording, processes.device, self.statistics),
+            objective=distill.make_objective(settings, student, teacher, recording, processes.device),
             samples=self.samples,
             view_size=distill.view_size(student, teacher, recording),
             settings=settings,
@@ -258,7 +256,7 @@ def open_subject(
     """Open what all trials share; blank recorded outputs are made in `folder`. What recording takes is measured unless it is known."""
     settings, recorder = tuned.distill or DistillSettings(), tuned.reinforce or ReinforceSettings()
     student, _ = distill.start(settings, data)
-    model = distill.load_teacher(teacher, data) if settings.needs_teacher else None
+    model = distill.load_teacher(settings, teacher, data) if settings.needs_teacher else None
     samples = distill.open_samples(settings, data)
     settings = fit_batch("distill", settings, len(samples), processes)
     ready_s = sum(startup.until(time.time()).values())
@@ -287,7 +285,6 @@ def open_subject(
         no_recording=hindrance,
         takes=takes,
         ready_s=max(processes.gather(ready_s)),
-        statistics=model.card.embedding if model is not None else None,
     )
 
 
