@@ -382,7 +382,9 @@ def _outline(path: Path) -> Classifier:
                 )
         found = Classifier(model.network, card).to("meta")
         if card.embedding is not None and len(card.embedding.mean) != feature_size(found):
-            raise ValueError(f"its embedding has {feature_size(found)} numbers, and statistics of {len(card.embedding.mean)}")
+            raise ValueError(
+                f"its embedding has {feature_size(found)} numbers, and statistics of {len(card.embedding.mean)}"
+            )
         return found
 
 

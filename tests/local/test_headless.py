@@ -12,7 +12,7 @@ import timm
 import torch
 
 import trainer
-from tests.distillations import QUICK, TINY
+from tests.distillations import QUICK, TINY, Distillation
 from trainer import artifacts, config, models
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
@@ -91,6 +91,15 @@ def distilled(digits, teaching, folder, teacher_outputs=None, **settings):
     return folder / "student"
 
 
+@pytest.fixture(scope="module")
+def taught(digits, headless, tmp_path_factory):
+    """The student of one process and the teacher in every step."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRAINER_DEVICE", "cpu")
+        environment.delenv("MLFLOW_TRACKING_URI", raising=False)
+        return distilled(digits, headless, tmp_path_factory.mktemp("taught"))
+
+
 def losses(student):
     (training,) = read_evidence(student.parent / "evidence").trainings
     return torch.tensor(training.metrics["loss"].values)
@@ -109,7 +118,7 @@ def test_the_teacher_is_the_file_with_the_statistics_of_its_embedding(digits, he
     assert "val_top1" not in artifacts.manifest(headless, "model").figures
 
 
-def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headless, tmp_path):
+def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headless, taught, tmp_path):
     """Same seeds, same views: what differs is that the standardised embedding was rounded to half precision."""
     outputs = recorded(digits, headless, tmp_path / "outputs", features=True)
     figures = artifacts.manifest(outputs, "teacher_outputs").figures
@@ -117,12 +126,17 @@ def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headl
     page = (outputs / "report.html").read_text()
     assert "an embedding of 32 numbers each" in page
     assert re.search(r"bytes a view</td><td[^>]*>64<", page)
-    online = losses(distilled(digits, headless, tmp_path / "online"))
+    online = losses(taught)
     student = distilled(digits, headless, tmp_path / "recorded", outputs, teacher="recorded")
     offline = losses(student)
     assert torch.allclose(online, offline, rtol=5e-4)
     assert not torch.equal(online, offline)
     assert offline[-1] < 0.8 * offline[0]
+    small = recorded(digits, headless, tmp_path / "int8", features=True, feature_format="int8")
+    assert artifacts.manifest(small, "teacher_outputs").figures["bytes_per_view"] == ARGS["embed_dim"] + 4
+    coarse = losses(distilled(digits, headless, tmp_path / "coarse", small, teacher="recorded"))
+    assert torch.allclose(online, coarse, rtol=5e-3)
+    assert not torch.equal(offline, coarse)
 
     model = models.load(student)
     assert model.card.labels == tuple(str(digit) for digit in range(10))
@@ -162,13 +176,27 @@ def relabelled(dataset, directory):
     return directory
 
 
-def test_no_label_is_learned_from_before_the_head_is_fitted(digits, headless, tmp_path):
+def test_no_label_is_learned_from_before_the_head_is_fitted(digits, headless, taught, tmp_path):
     """With every label another one, the student's own weights are the same bits."""
-    student = models.load(distilled(digits, headless, tmp_path / "one")).network.state_dict()
+    student = models.load(taught).network.state_dict()
     others = relabelled(digits, tmp_path / "relabelled")
     other = models.load(distilled(others, headless, tmp_path / "other")).network.state_dict()
     differing = {name for name in student if not torch.equal(student[name], other[name])}
     assert differing == {"head.weight", "head.bias"}
+
+
+def test_two_processes_give_the_student_of_one(digits, headless, taught, tmp_path):
+    """They share the images that the head is fitted to, and both take the same head."""
+    two = Distillation(digits, str(headless), tmp_path, **LEARNS).train(processes=2)
+    assert torch.allclose(losses(taught), two.losses(), rtol=2e-3)
+    split = open_dataset(digits).split("val")
+    with torch.no_grad():
+        one, other = (
+            models.load(student)(split.read(range(len(split)))).argmax(1).numpy()
+            for student in (taught, two.outputs["student"])
+        )
+    assert (one == other).mean() > 0.95
+    assert (other == split.labels).mean() > 0.4
 
 
 def test_what_a_teacher_without_a_head_cannot_do_is_said_before_the_student_trains(digits, headless, tmp_path):

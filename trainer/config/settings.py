@@ -30,6 +30,7 @@ Workers = NonNegative | Literal["auto"]
 ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
 Outside = Literal["refuse", "read"]
+FeatureFormat = Literal["fp16", "int8"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -417,6 +418,8 @@ class ReinforceSettings(LoadingSettings):
     """Largest logits to keep per view, with the sum of the rest; default: `all` if a loss of distill needs them, else 10."""
     features: bool = False
     """Keep the teacher's pooled features too, for a feature loss."""
+    feature_format: FeatureFormat = "fp16"
+    """Of each number of them: `fp16`, to within 2^-11 of itself; or `int8` in steps of 1/127 of the view's largest one, half the bytes."""
     augmentation: ViewSettings | None = None
     """Augmentation; default: `distill.views`."""
     unlabeled: bool | None = None

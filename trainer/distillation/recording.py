@@ -1,7 +1,7 @@
 """Recorded teacher outputs: for each view of each training image the largest logits and the sum of the rest, in records of fixed size.
 
-Of a teacher without a head there are no logits, and a record is its embedding alone, in half precision: each number is kept to 2^-11 of
-itself.
+Of a teacher without a head there are no logits, and a record is its embedding alone. In half precision each number of the features is kept
+to 2^-11 of itself; in int8 with a scale for each record to half a step, which is 1/254 of the record's largest number.
 
 The artifact holds `recording.json` (`RecordingDescription`), `keys.bin` (the samples' 64-bit keys, in the order of the splits), the
 shards (`trainer.distillation.shards`) and `report.html`. What asks a store raises
@@ -24,11 +24,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Manifest
 from trainer.base_models import NonNegative
-from trainer.config import DecodeOn, DistillSettings
+from trainer.config import DecodeOn, DistillSettings, FeatureFormat
 from trainer.data.batch import Recorded
 from trainer.data.dataset import PreparedDataset
 from trainer.distillation import shards
@@ -81,12 +82,25 @@ class RecordingDescription:
     """The settings that made the data set."""
     unlabeled: NonNegative = 0
     """How many of the images have no label."""
+    feature_format: FeatureFormat = "fp16"
+    """Of the features; left out of the file where it is fp16."""
+
+    def content(self) -> dict[str, Any]:
+        """Return what `recording.json` holds."""
+        content = asdict(self)
+        if self.feature_format == "fp16":
+            content.pop("feature_format")
+        return content
 
     @property
     def record(self) -> np.dtype[np.void]:
         """Layout of a record, without gaps, little endian."""
         index = "<u2" if self.classes <= 2**16 else "<u4"
-        features = [("features", "<f2", (self.features,))] if self.features else []
+        features: list[tuple[str, str, tuple[int]]] = []
+        if self.features and self.feature_format == "int8":
+            features = [("scale", "<f4", (1,)), ("features", "|i1", (self.features,))]
+        elif self.features:
+            features = [("features", "<f2", (self.features,))]
         if not self.classes:
             return np.dtype(features)
         return np.dtype(
@@ -106,7 +120,7 @@ def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None, *, in_memory
 
 def write_description(directory: Path, description: RecordingDescription, keys: npt.NDArray[np.uint64]) -> None:
     """Write `recording.json` and `keys.bin` into an artifact in the making."""
-    (directory / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2, ensure_ascii=False) + "\n")
+    (directory / DESCRIPTION).write_text(json.dumps(description.content(), indent=2, ensure_ascii=False) + "\n")
     (directory / KEYS).write_bytes(keys.astype("<u8").tobytes())
 
 
@@ -233,14 +247,20 @@ def unpack(records: Records) -> Recorded:
             indices=torch.empty(count, 0, dtype=torch.int64),
             logits=torch.empty(count, 0),
             rest=torch.full((count, 2), -torch.inf),
-            features=torch.from_numpy(records["features"].astype(np.float32)),
+            features=_features(records),
         )
     return Recorded(
         indices=torch.from_numpy(records["indices"].astype(np.int64)),
         logits=torch.from_numpy(records["logits"].astype(np.float32)),
         rest=torch.from_numpy(records["rest"].astype(np.float32)),
-        features=torch.from_numpy(records["features"].astype(np.float32)) if "features" in names else None,
+        features=_features(records) if "features" in names else None,
     )
+
+
+def _features(records: Records) -> Tensor:
+    """Return the features of records [B] as they are used, float32 [B, D]."""
+    features = records["features"].astype(np.float32)
+    return torch.from_numpy(features * records["scale"] if "scale" in (records.dtype.names or ()) else features)
 
 
 def placeholder_recording(directory: Path, description: RecordingDescription) -> Recording:

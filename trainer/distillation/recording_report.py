@@ -17,6 +17,11 @@ from trainer.distillation.reinforcement import RecordedWork
 from trainer.pages import Figure, Legend, PageSection, Paragraph, Subsection, Table
 
 _BARS = 60
+_PRECISION = {
+    "fp16": "fp16: each to within 2^-11 (0.05 %) of itself",
+    "int8": "int8 with a scale: each to within 1/254 (0.4 %) of the view's largest one",
+}
+"""What is kept of each number, in words."""
 
 
 def figures(description: RecordingDescription, held: Coverage | None, work: RecordedWork) -> dict[str, Any]:
@@ -59,8 +64,8 @@ def render(
 
 def _embedding(description: RecordingDescription) -> PageSection:
     note = (
-        f"The teacher has no head, so there are no logits: the {description.features:,} numbers of its embedding are kept in half "
-        "precision, each to within 2^-11 (0.05 %) of itself."
+        f"The teacher has no head, so there are no logits: what is kept is its standardised embedding of {description.features:,} numbers, "
+        f"as {_PRECISION[description.feature_format]}."
     )
     return PageSection("Embedding held", [Paragraph(note)])
 
@@ -159,6 +164,7 @@ def _cost(description: RecordingDescription, work: RecordedWork) -> PageSection:
 
 
 def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> PageSection:
+    precision = "" if description.feature_format == "fp16" else f", {_PRECISION[description.feature_format]}"
     rows = [
         ("teacher", f"{description.teacher}, fingerprint {parents['teacher'][:12]}"),
         ("data set", f"fingerprint {parents['dataset'][:12]}"),
@@ -166,7 +172,7 @@ def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> Pa
         ("seed of the views", f"{description.seed}"),
         ("edge of the views, pixels", f"{description.view_size}"),
         ("decoder", description.decoder),
-        ("features", f"{description.features}" if description.features else "none"),
+        ("features", f"{description.features}{precision}" if description.features else "none"),
         *((f"distill.views.{name}", json.dumps(value)) for name, value in description.augmentation.items()),
     ]
     note = (

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
@@ -141,10 +141,25 @@ def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
 def pack(parts: Mapping[str, Tensor], description: RecordingDescription) -> Records:
     """Pack the parts of `Recorded` that there are, on the host, into records [B]; what half precision cannot hold becomes infinite."""
     records = np.empty(len(next(iter(parts.values()))), dtype=description.record)
+    names = [*(description.record.names or ())]
+    if "scale" in names:
+        names = [name for name in names if name not in {"scale", "features"}]
+        records["scale"], records["features"] = quantize(parts["features"].numpy())
     with np.errstate(over="ignore"):
-        for name in description.record.names or ():
+        for name in names:
             records[name] = parts[name].numpy()
     return records
+
+
+def quantize(features: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8]]:
+    """Round each row of [B, D] to 255 steps from minus to plus its largest number: the steps [B, 1], and how many of them, int8 [B, D].
+
+    A number is off by half a step at most. What is not finite leaves a step that is not finite.
+    """
+    step = (np.abs(features).max(axis=1, keepdims=True) / 127).astype(np.float32)
+    is_usable = np.isfinite(step) & (step > 0)
+    counts = np.where(is_usable, features, 0) / np.where(is_usable, step, 1)
+    return step, np.rint(counts).clip(-127, 127).astype(np.int8)
 
 
 def unusable(records: Records) -> npt.NDArray[np.bool_]:
@@ -153,7 +168,7 @@ def unusable(records: Records) -> npt.NDArray[np.bool_]:
     bad: npt.NDArray[np.bool_] = np.zeros(len(records), dtype=np.bool_)
     if "rest" in names:
         bad |= (np.isnan(records["rest"]) | np.isposinf(records["rest"])).any(1)
-    for name in {"logits", "features"} & names:
+    for name in {"logits", "features", "scale"} & names:
         bad |= ~np.isfinite(records[name]).all(1)
     return bad
 
@@ -165,7 +180,7 @@ def unusable(records: Records) -> npt.NDArray[np.bool_]:
 def plan_of(description: RecordingDescription, parents: Mapping[str, str]) -> str:
     """Compute the SHA-256 of all that the records depend on, as hexadecimal text."""
     version = SCHEMA_VERSIONS["teacher_outputs"]
-    return artifacts.digest({"version": version, "description": asdict(description), "parents": parents})
+    return artifacts.digest({"version": version, "description": description.content(), "parents": parents})
 
 
 class RecordedWork(NamedTuple):

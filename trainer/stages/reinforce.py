@@ -103,6 +103,7 @@ def describe(
         classes=len(teacher.card.labels),
         top_k=settings.logits(len(teacher.card.labels)),
         features=models.feature_size(teacher) if settings.features else 0,
+        feature_format=settings.feature_format,
         seed=settings.seed or 0,
         view_size=settings.view_size or teacher.card.image_size,
         augmentation=(settings.augmentation or ViewSettings()).model_dump(mode="json"),

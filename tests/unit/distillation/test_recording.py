@@ -89,6 +89,42 @@ def test_an_embedding_that_half_precision_cannot_hold_is_unusable():
     assert unusable(records_of(torch.empty(3, 0), EMBEDDING, given)).tolist() == [False, True, False]
 
 
+def test_int8_is_off_by_half_a_step_at_most():
+    """The bound that the report states, number by number, with a step for each record."""
+    given = torch.cat([embeddings(40), 1e-3 * embeddings(5, seed=1), torch.zeros(1, EMBEDDING.features)])
+    description = replace(EMBEDDING, feature_format="int8")
+    assert description.record.itemsize == EMBEDDING.features + 4
+    records = records_of(torch.empty(len(given), 0), description, given)
+    assert not unusable(records).any()
+    kept = recording.unpack(records).features
+    for row, numbers in zip(kept.double().tolist(), given.double().tolist(), strict=True):
+        half_a_step = max(map(abs, numbers)) / 254
+        assert all(abs(a - b) <= half_a_step * (1 + 1e-5) for a, b in zip(row, numbers, strict=True))
+    assert (kept - given).abs().max() > 1e-3
+
+
+def test_int8_beside_logits():
+    description = replace(DESCRIPTION, features=3, feature_format="int8")
+    given = torch.tensor([[1.0, -127.0, 0.4]])
+    kept = recording.unpack(records_of(torch.arange(12.0)[None], description, given))
+    assert kept.features.tolist() == [[1.0, -127.0, 0.0]]
+    assert kept.indices.tolist() == [[11, 10, 9, 8]]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_unusable_in_int8_too(value):
+    given = embeddings(3)
+    given[2, 1] = value
+    records = records_of(torch.empty(3, 0), replace(EMBEDDING, feature_format="int8"), given)
+    assert unusable(records).tolist() == [False, False, True]
+
+
+def test_the_format_is_named_where_it_is_not_the_usual_one():
+    """So what describes a recording, and what is found again of one in the making, is as it was before there were two."""
+    assert "feature_format" not in EMBEDDING.content()
+    assert replace(EMBEDDING, feature_format="int8").content()["feature_format"] == "int8"
+
+
 def test_blank_embeddings_are_read_by_sample_and_view(tmp_path):
     placeholder = placeholder_recording(tmp_path, EMBEDDING)
     read = placeholder.read(np.array([0, 24, 3]), np.array([0, 0, 0]))

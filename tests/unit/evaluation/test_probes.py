@@ -1,11 +1,16 @@
 """Probes of frozen embeddings against slow loops, scikit-learn and their own conditions."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from sklearn.linear_model import LogisticRegression
 
+from trainer import models
+from trainer.data.dataset import open_dataset
+from trainer.devices import Device, choose_device
 from trainer.errors import ModelError
 from trainer.evaluation import embeddings, probes
 
@@ -109,3 +114,42 @@ def test_an_embedding_without_differences_teaches_nothing():
 @pytest.mark.parametrize(("count", "most", "chosen"), [(3, 5, [0, 1, 2]), (5, 3, [0, 2, 4]), (10, 4, [0, 3, 6, 9])])
 def test_images_are_chosen_from_all_over(count, most, chosen):
     assert embeddings.spread(count, most) == chosen
+
+
+@dataclass
+class Group:
+    """Processes one after the other: what each says is known when the last is asked."""
+
+    rank: int
+    said: list
+    device: Device
+    world_size: int = 3
+
+    def gather(self, value, what):
+        assert what
+        self.said.append(value)
+        return self.said
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_images_dealt_to_processes_come_back_in_their_order(count, digits, teacher, monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    model, split, device = models.load(teacher), open_dataset(digits).split("val"), choose_device().open()
+    indices, said = list(range(5, 5 + 2 * count, 2)), []
+    for rank in range(2):
+        said.append(embeddings.embed(model, split, indices[rank::3], device, 4))
+    together = embeddings.embed_together(model, split, indices, Group(2, said, device), 4)
+    with torch.no_grad():
+        wanted = model.pooled(split.read(indices)).numpy()
+    assert np.allclose(together, wanted, atol=1e-5)
+
+
+def test_an_embedding_that_is_not_finite_is_named(digits, teacher, monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    model, split = models.load(teacher), open_dataset(digits).split("val")
+    with torch.no_grad():
+        model.network.norm.weight[0] = float("nan")
+    with pytest.raises(
+        ModelError, match=rf"gives an embedding that is not finite for 2 of 2 images, first for {split.names[3]}"
+    ):
+        embeddings.embed(model, split, [3, 4], choose_device().open(), 2)
