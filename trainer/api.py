@@ -68,7 +68,7 @@ def load_model(place: str | Path) -> PhotoClassifier:
 
     Raises:
         ArtifactError: there is no model, or it is damaged.
-        ModelError: its files do not make a model, or an older version wrote it without its preprocessing.
+        ModelError: its files do not make a model, it has no head, or an older version wrote it without its preprocessing.
         StorageError: the store does not answer or refuses.
     """
     uri = str(place) if artifacts.exists(place) else _student_of(str(place))
@@ -77,7 +77,12 @@ def load_model(place: str | Path) -> PhotoClassifier:
     from trainer import models
     from trainer.served_student.pyfunc import ServedStudent
 
-    if models.outline(path).card.square is None:  # which also checks the description before anything is built by it
+    card = models.outline(path).card  # which also checks the description before anything is built by it
+    if not card.labels:
+        raise ModelError(
+            f"model {uri}: has no head, so it names no class; load the student that it teaches (distill.head=probe fits a head)"
+        )
+    if card.square is None:
         raise ModelError(
             f"model {uri}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; train it again"
         )

@@ -1,15 +1,17 @@
 """Teachers and students: timm models that take raw images, and the directories that hold them.
 
 A `Classifier` takes uint8 images of any size, resizes and normalises them for its own network, and returns logits; so a teacher and a
-student with different input sizes and statistics share one batch. A model directory holds `config.json` and `model.safetensors`; nothing
+student with different input sizes and statistics share one batch. One without labels has no head, and returns its embedding: the pooled
+features that a head would read. A model directory holds `config.json` and `model.safetensors`; nothing
 in it is unpickled. What timm does not know or refuses, and what does not make a model, is a `ModelError`.
 
-Shapes: B images, C = 3 channels, H x W pixels, K classes.
+Shapes: B images, C = 3 channels, H x W pixels, K classes, D pooled features.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,13 +58,30 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmbeddingStatistics:
+    """How a model's embedding is distributed over a data set's training images."""
+
+    mean: tuple[float, ...]
+    """Of each of its D numbers."""
+    std: tuple[float, ...]
+    """Standard deviation of each, positive."""
+
+    def __post_init__(self) -> None:
+        """Check what a description from elsewhere says, since the embedding is divided by it."""
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"embedding has {len(self.mean)} means and {len(self.std)} standard deviations")
+        if not all(map(math.isfinite, (*self.mean, *self.std))) or any(one <= 0 for one in self.std):
+            raise ValueError("embedding must have finite means and positive standard deviations")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelCard:
     """Everything but the weights that is needed to build and feed a model."""
 
     architecture: str
     args: Mapping[str, int | float | str | bool]
     labels: tuple[str, ...]
-    """Name of each class, in the order of the logits."""
+    """Name of each class, in the order of the logits; empty for a model without a head."""
     image_size: int
     """Edge of the network's input, in pixels."""
     mean: tuple[float, float, float]
@@ -75,6 +94,8 @@ class ModelCard:
     """How a photo becomes the square that the model was trained and measured on; None before that, and in older directories."""
     origin: Origin | None = None
     """The weights that its training began with; None where it began from scratch."""
+    embedding: EmbeddingStatistics | None = None
+    """Of a teacher without a head, so that its embedding can be standardised; left out of the file where there is none."""
 
     def __post_init__(self) -> None:
         """Check the size, since a description from elsewhere may ask for any."""
@@ -83,7 +104,7 @@ class ModelCard:
 
 
 class Classifier(nn.Module):
-    """A network with its preprocessing: raw images to logits."""
+    """A network with its preprocessing: raw images to logits, or to the embedding where it has no head."""
 
     def __init__(self, network: nn.Module, card: ModelCard) -> None:
         super().__init__()
@@ -92,7 +113,7 @@ class Classifier(nn.Module):
         self.preprocess = Preprocessing(card.image_size, card.mean, card.std, card.interpolation)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Classify raw images [B, 3, H, W] (0..255): logits [B, K]."""
+        """Classify raw images [B, 3, H, W] (0..255): logits [B, K]; without a head the embedding [B, D]."""
         logits: Tensor = self.network(self.preprocess(images))
         return logits
 
@@ -111,7 +132,7 @@ class Classifier(nn.Module):
 
 
 def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
-    """Build an untrained model with a head for `labels`; the weights follow torch's generator."""
+    """Build an untrained model with a head for `labels`, or without one if there are none; the weights follow torch's generator."""
     architecture, args = settings.architecture, arguments(settings)
     further: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
     try:
@@ -181,7 +202,10 @@ def check_arguments(architecture: str, args: Mapping[str, Any]) -> None:
 
 
 def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
-    """Copy the weights into a model for `labels`, with this rate of stochastic depth; the head is new where the labels differ."""
+    """Copy the weights into a model for `labels`, with this rate of stochastic depth; the head is new where the labels differ.
+
+    Without `labels` the copy has no head.
+    """
     settings = ModelSettings(architecture=model.card.architecture, args=model.card.args)
     network = create(settings, labels, drop_path=drop_path).network
     weights = model.network.state_dict()
@@ -190,7 +214,26 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
         kept = {name: value for name, value in weights.items() if not of_head(name)}
         weights = {name: value for name, value in network.state_dict().items() if of_head(name)} | kept
     network.load_state_dict(weights)
-    return Classifier(network, replace(model.card, labels=tuple(labels)))
+    return Classifier(network, replace(model.card, labels=tuple(labels), embedding=None))
+
+
+@torch.no_grad()
+def with_head(model: Classifier, labels: Sequence[str], weight: Tensor, bias: Tensor) -> Classifier:
+    """Copy a model without a head, and give it a linear one for `labels`.
+
+    Args:
+        weight: of the head, [K, D].
+        bias: of the head, [K].
+
+    Raises:
+        ModelError: the architecture's head is not one linear layer of the pooled features.
+    """
+    headed = with_labels(model, labels)
+    feature_size(headed)
+    network: Any = headed.network
+    network.get_classifier().weight.copy_(weight)
+    network.get_classifier().bias.copy_(bias)
+    return headed
 
 
 def is_of_head(network: nn.Module) -> Callable[[str], bool]:
@@ -213,7 +256,12 @@ def describe(model: Classifier) -> dict[str, Any]:
 
 
 def feature_size(model: Classifier) -> int:
-    """Return the length D of the pooled features that the model's head reads; raises a `ModelError` if it reads something else."""
+    """Return the length D of the pooled features that the model's head reads; raises a `ModelError` if it reads something else.
+
+    Of a model without a head it is the length of its embedding.
+    """
+    if not model.card.labels:
+        return _embedding_size(model)
     head = linear_head(model)
     if head is None:
         raise ModelError(
@@ -221,6 +269,21 @@ def feature_size(model: Classifier) -> int:
             "set distill.feature_weight=0 and reinforce.features=false, or choose another architecture"
         )
     return head.in_features
+
+
+@torch.no_grad()
+def _embedding_size(model: Classifier) -> int:
+    """Return the length of what a network without a head makes of an image."""
+    size, was_training = model.card.image_size, model.training
+    image = torch.full((1, 3, size, size), 128, dtype=torch.uint8, device=next(model.parameters()).device)
+    shape = model.eval()(image).shape
+    model.train(was_training)
+    if len(shape) != 2:
+        raise ModelError(
+            f"architecture {model.card.architecture!r} without its head gives {tuple(shape[1:])} numbers an image, not one row of pooled "
+            "features; choose another one, or args with a global_pool"
+        )
+    return int(shape[1])
 
 
 @torch.no_grad()
@@ -252,7 +315,10 @@ def _ends_with(head: nn.Linear, model: Classifier, image: Tensor) -> bool:
 
 def save(model: Classifier, directory: Path) -> None:
     """Write `config.json` and `model.safetensors` into an artifact in the making."""
-    (directory / CONFIG).write_text(json.dumps(asdict(model.card), indent=2, ensure_ascii=False) + "\n")
+    card = asdict(model.card)
+    if model.card.embedding is None:
+        card.pop("embedding")
+    (directory / CONFIG).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.network.state_dict().items()}
     # safetensors' own writing into a file hides the reason when the disk is full.
     (directory / WEIGHTS).write_bytes(safetensors.torch.save(tensors))
@@ -292,14 +358,17 @@ def outline(uri: str | Path) -> Classifier:
             raise ModelError(str(error).replace(folder, str(uri))) from error
 
 
-def _outline(path: Path) -> Classifier:
+def _read_card(uri: str | Path, file: str | Path) -> ModelCard:
     try:
-        content = limits.parse_json(storage.read_limited(path / CONFIG, limits.JSON_BYTES))
-        card = TypeAdapter(ModelCard).validate_python(content)
+        return TypeAdapter(ModelCard).validate_python(limits.parse_json(storage.read_limited(file, limits.JSON_BYTES)))
     except (StorageError, ValueError) as error:
         raise ModelError(
-            f"model {path}: {CONFIG} is not the description of a model ({limits.cut(str(error), 500)}); make it again"
+            f"model {uri}: {CONFIG} is not the description of a model ({limits.cut(str(error), 500)}); make it again"
         ) from error
+
+
+def _outline(path: Path) -> Classifier:
+    card = _read_card(path, path / CONFIG)
     with _fitting(path, card):
         given = _shapes(path / WEIGHTS)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -311,7 +380,12 @@ def _outline(path: Path) -> Classifier:
                 raise ValueError(
                     f"{name}: its shape is {given.get(name, 'missing')} instead of {wanted.get(name, 'none')}"
                 )
-        return Classifier(model.network, card).to("meta")
+        found = Classifier(model.network, card).to("meta")
+        if card.embedding is not None and len(card.embedding.mean) != feature_size(found):
+            raise ValueError(
+                f"its embedding has {feature_size(found)} numbers, and statistics of {len(card.embedding.mean)}"
+            )
+        return found
 
 
 @contextmanager

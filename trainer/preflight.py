@@ -114,7 +114,10 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
             model = pretrained.check(settings, settings.teacher)
         else:
             return None
-        if classes and settings.weights and (settings.label_map or not settings.finetune.epochs):
+        if settings.head == "none":
+            models.feature_size(models.with_labels(model, classes or _SOME_CLASSES))  # a linear probe is to be its head
+            model = models.with_labels(model, ())
+        elif classes and settings.weights and (settings.label_map or not settings.finetune.epochs):
             name = f"pretrain.weights {settings.weights}"
             model = pretrained.with_classes(model, classes, settings.label_map, name)
         _step(model)

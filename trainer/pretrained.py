@@ -225,6 +225,10 @@ def with_classes(
         label_map: which class of the model each of the data set's is, by name or index; empty where they have the same names.
         name: of the weights, for messages.
     """
+    if not model.card.labels:
+        raise ModelError(
+            f"{name}: has no head, so it knows no class; take its embedding as what is taught (pretrain.head=none), or {_FINETUNE}"
+        )
     card = replace(model.card, labels=tuple(classes))
     rows = _rows(model.card.labels, classes, label_map, name)
     if rows == list(range(len(model.card.labels))):

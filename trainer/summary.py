@@ -46,7 +46,7 @@ def build(
     """Build the content of `summary.json` from the figures of the artifacts; `recording` is None where the teacher ran in every step."""
     teacher, student = evaluation["teacher"], evaluation["student"]
     of_dataset = ("train", "val", "test", "unlabeled", "classes", "quarantined")
-    of_teacher = ("architecture", "parameters", "latency_ms")
+    of_teacher = ("architecture", "parameters", "latency_ms", *(("head",) if "head" in teacher else ()))
     of_student = ("architecture", "parameters", "test", "latency_ms", "size_bytes")
     return {
         "recipe": recipe,
@@ -95,9 +95,10 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
     promoted = "promoted" if verdict["passed"] else "not promoted"
     named = f"{summary['mlflow']['model_name']} version {version}, {promoted}"
     forecast, outputs = summary["bill"]["forecast"], summary.get("teacher_outputs")
+    probe = f" ({teacher['head']}: it has no head)" if "head" in teacher else ""
     figures = {
         "prepare": f"{data['train']:,} train, {data['val']:,} val, {data['test']:,} test images of {data['classes']:,} classes",
-        "pretrain": f"teacher {teacher['test']['top1']:.1%} test top-1",
+        "pretrain": f"teacher {teacher['test']['top1']:.1%} test top-1{probe}",
         "distill": f"student {student['test']['top1']:.1%} test top-1, agrees with the teacher on {student['test']['agreement']:.1%}",
         "tune": f"forecast {Forecast.model_validate(forecast)}" if forecast else "",
         "profile": summary["profile"]["verdict"] or summary["reports"].get("profile", ""),
@@ -105,9 +106,13 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
         "register": named if version else "nothing is tracked",
     }
     if outputs is not None:
+        if "mass" in outputs:
+            mass = outputs["mass"]["t1"]["mean"]
+            held = f"{outputs['top_k']} logits a view hold {mass:.2%} of the probability"
+        else:
+            held = f"an embedding of {outputs['features']:,} numbers a view"
         figures["reinforce"] = (
-            f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {outputs['top_k']} logits a view "
-            f"hold {outputs['mass']['t1']['mean']:.2%} of the probability"
+            f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {held}"
         )
     rows = [(name, f"{stage['seconds']:.1f}", figures.get(name, "")) for name, stage in summary["stages"].items()]
     return aligned([("stage", "seconds", "main figure"), *rows], right={1})

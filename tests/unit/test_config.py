@@ -118,6 +118,18 @@ WRONG = {
     "distill.logit_loss=dkd distill.dkd_alpha=0 distill.dkd_beta=0": r"distill: logit_loss is dkd, but dkd_alpha and dkd_beta are both 0",
     "distill.logit_loss=dist distill.dist_beta=0 distill.dist_gamma=0": r"distill: logit_loss is dist, but dist_beta and dist_gamma",
     "distill.logit_loss=hard distill.standardize_logits=true": r"distill: logit_loss is hard.*set standardize_logits=false",
+    "distill.head=probe": r"distill: head is probe, .* but logit_weight=0.9 and label_weight=0.1; set distill.logit_weight=0 and",
+    "distill.head=probe distill.logit_weight=0 distill.label_weight=0": r"distill: head is probe, but feature_weight is 0, .*; set distill",
+    "distill.head=probe distill.logit_weight=0 distill.label_weight=0 distill.feature_weight=1 distill.labeled_share=0.5": (
+        r"distill: head is probe, .* but labeled_share is 0\.5; set distill.labeled_share=0"
+    ),
+    "pretrain.head=none": r"pretrain: head is none, .* but finetune.epochs is 60; set pretrain.finetune.epochs=0, or head=classes",
+    "pretrain.head=none pretrain.finetune.epochs=0 pretrain.mae.epochs=0": (
+        r"pretrain: head is none, weights is empty and mae.epochs is 0, so the teacher would have learned nothing; give weights"
+    ),
+    "pretrain.head=none pretrain.finetune.epochs=0 pretrain.weights=x pretrain.label_map={a=1}": (
+        r"pretrain: head is none, so no row of it can be chosen by label_map; leave label_map out"
+    ),
     "pretrain.mae.mask_ratio=1": r"pretrain.mae.mask_ratio must be < 1.*, got 1",
     "distill.temperature=nan": r"distill.temperature must be a finite number",
     "evaluate.latency_batch_sizes=[4,0]": r"evaluate.latency_batch_sizes.1 must be >= 1, got 0",
@@ -160,6 +172,29 @@ def test_a_run_whose_stages_do_not_fit_is_refused_with_all_that_differs():
     assert "min_scale (0.1, not 0.6), flip (True, not False)" in views
     assert "reinforce.unlabeled is false, but distill.unlabeled is true" in unlabeled
     assert "reinforce.decode_on is cuda, but distill.decode_on is cpu" in decoder
+
+
+HEADLESS = "pretrain.head=none pretrain.finetune.epochs=0"
+"""A teacher that is pretrained without labels, and taken as it is."""
+
+
+def test_logits_of_a_teacher_without_a_head_are_refused_before_it_is_made():
+    config.resolve("digits", HEADLESS)  # a single stage may have another teacher
+    config.resolve_run("digits", f"{HEADLESS} distill.logit_weight=0 distill.feature_weight=1")
+    with pytest.raises(SettingsError) as caught:
+        config.resolve_run("digits", HEADLESS)
+    assert "distill.logit_weight is 0.9, but pretrain.head is none, so the teacher has no logits; set" in str(
+        caught.value
+    )
+
+
+def test_a_recording_without_the_embedding_is_refused_before_it_is_made():
+    learns = "distill.head=probe distill.logit_weight=0 distill.label_weight=0 distill.feature_weight=1"
+    config.resolve_run("digits", f"{HEADLESS} {learns} distill.teacher=recorded reinforce.features=true")
+    with pytest.raises(
+        SettingsError, match=r"feature_weight is 1, but reinforce\.features is false, .*; set reinforce\.features=true"
+    ):
+        config.resolve_run("digits", f"{HEADLESS} {learns} distill.teacher=recorded")
 
 
 def test_all_wrong_settings_are_reported_at_once():

@@ -168,3 +168,54 @@ def test_weights_of_another_network_are_refused(model, tmp_path):
     reseal(path)
     with pytest.raises(ModelError, match="does not fit vit_tiny_patch16_224"):
         models.load(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without a head
+
+
+def test_without_labels_a_model_gives_its_embedding(model, tmp_path):
+    headless = models.with_labels(model, ()).eval()
+    assert headless.card.labels == ()
+    assert torch.equal(headless(IMAGES), model.pooled(IMAGES))
+    assert torch.equal(headless.pooled(IMAGES), model.pooled(IMAGES))
+    assert models.feature_size(headless) == models.feature_size(model) == TINY["embed_dim"]
+    loaded = models.load(saved(headless, tmp_path / "model"))
+    assert torch.equal(loaded(IMAGES), headless(IMAGES))
+
+
+def test_a_head_that_is_put_on_reads_the_embedding(model):
+    headless = models.with_labels(model, ()).eval()
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(3, TINY["embed_dim"], generator=generator), torch.randn(3, generator=generator)
+    headed = models.with_head(headless, ["a", "b", "c"], weight, bias).eval()
+    assert headed.card.labels == ("a", "b", "c")
+    assert torch.allclose(headed(IMAGES), headless(IMAGES) @ weight.T + bias, atol=1e-5)
+
+
+def test_the_statistics_of_an_embedding_stand_in_the_card_of_such_a_model_alone(model, tmp_path):
+    statistics = models.EmbeddingStatistics(mean=(0.5,) * 16, std=(2.0,) * 16)
+    headless = models.with_labels(model, ())
+    headless.card = replace(headless.card, embedding=statistics)
+    path = saved(headless, tmp_path / "headless")
+    assert models.load(path).card == headless.card
+    assert models.with_labels(headless, ["a"]).card.embedding is None
+    headless.card = replace(headless.card, embedding=models.EmbeddingStatistics(mean=(0.5,) * 3, std=(2.0,) * 3))
+    with pytest.raises(
+        ModelError, match=r"does not fit .* \(its embedding has 16 numbers, and statistics of 3\); make it again"
+    ):
+        models.load(saved(headless, tmp_path / "other"))
+    assert "embedding" not in json.loads((saved(model, tmp_path / "model") / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "message"),
+    [
+        ([0.0], [1.0, 1.0], "1 means and 2 standard deviations"),
+        ([0.0], [0.0], "positive standard deviations"),
+        ([float("nan")], [1.0], "finite means"),
+    ],
+)
+def test_statistics_by_which_nothing_can_be_divided_are_refused(mean, std, message):
+    with pytest.raises(ValueError, match=message):
+        models.EmbeddingStatistics(mean=tuple(mean), std=tuple(std))

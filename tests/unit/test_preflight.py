@@ -93,6 +93,31 @@ def test_what_can_be_trained_is_let_through(overrides):
     assert checked(*overrides) == config.resolve_run("digits", ["run.device=cpu", *overrides])
 
 
+HEADLESS = ("pretrain.head=none", "pretrain.finetune.epochs=0")
+PROBE = ("distill.head=probe", "distill.logit_weight=0", "distill.label_weight=0", "distill.feature_weight=1")
+
+
+def test_teachers_and_students_without_a_head_are_tried():
+    checked(*HEADLESS, *PROBE)
+    networks = {"pretrain.teacher": ("pretrain.mae.epochs=1", *HEADLESS, *PROBE), "distill.student": PROBE}
+    for name, overrides in networks.items():
+        args = [f"{name}.architecture=volo_d1_224", f"{name}.args={{}}", "data.image_size=224"]
+        with pytest.raises(
+            ModelError, match=rf"^{name}: architecture 'volo_d1_224' cannot be compared by its features"
+        ):
+            checked(*overrides, *args)
+
+
+def test_a_teacher_whose_weights_have_no_head_cannot_be_taken_for_a_classifier(tmp_path):
+    model = models.with_labels(models.load(blank_teacher(tmp_path / "teacher")), ())
+    with artifacts.create(tmp_path / "headless", "model", settings={}) as draft:
+        models.save(model, draft.path)
+    given = [f"pretrain.weights={tmp_path / 'headless'}", "pretrain.mae.epochs=0", "pretrain.finetune.epochs=0"]
+    with pytest.raises(ModelError, match=r"headless: has no head, .* \(pretrain\.head=none\), or let it be fine-tuned"):
+        checked(*given)
+    checked(*given, "pretrain.head=none", *PROBE)
+
+
 def test_nothing_is_drawn_from_torchs_generator():
     before = torch.get_rng_state()
     checked()

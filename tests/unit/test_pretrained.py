@@ -123,11 +123,14 @@ def test_weights_without_classes_of_a_known_name_match_no_data_set(cache):
     assert load(HEADLESS).card.labels == ()
     labels = load(CLIP).card.labels
     assert labels[:2] == (f"timm:{CLIP}[0]", f"timm:{CLIP}[1]")
-    for name in (HEADLESS, CLIP):
-        with pytest.raises(
-            ModelError, match=r"x: of the data set's 2 classes 2 are not among its .*, first 'a'; .*label_map"
-        ):
-            pretrained.with_classes(load(name), ["a", "b"], {}, "x")
+    with pytest.raises(
+        ModelError, match=r"x: of the data set's 2 classes 2 are not among its .*, first 'a'; .*label_map"
+    ):
+        pretrained.with_classes(load(CLIP), ["a", "b"], {}, "x")
+    with pytest.raises(
+        ModelError, match=r"x: has no head, so it knows no class; .*\(pretrain\.head=none\), or let it be"
+    ):
+        pretrained.with_classes(load(HEADLESS), ["a", "b"], {}, "x")
 
 
 def test_a_new_head_for_weights_that_have_none(cache):

@@ -35,6 +35,7 @@ from trainer.config.settings import DecodeOn as DecodeOn
 from trainer.config.settings import DistillSettings as DistillSettings
 from trainer.config.settings import EvaluateSettings as EvaluateSettings
 from trainer.config.settings import EvidenceSettings as EvidenceSettings
+from trainer.config.settings import FeatureFormat as FeatureFormat
 from trainer.config.settings import FinetuneSettings as FinetuneSettings
 from trainer.config.settings import GateSettings as GateSettings
 from trainer.config.settings import LoadingSettings as LoadingSettings
@@ -129,6 +130,11 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
 def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
     """Resolve as `resolve` does, for a run of all stages, and refuse what would end a late stage because of an early one's settings."""
     settings = resolve(recipe, overrides)
+    if settings.pretrain.head == "none" and settings.distill.logit_weight:
+        raise SettingsError(
+            f"distill.logit_weight is {settings.distill.logit_weight:g}, but pretrain.head is none, so the teacher has no logits; set "
+            "distill.logit_weight=0 and distill.feature_weight=1, and without labels distill.label_weight=0 and distill.head=probe"
+        )
     mistakes = recording_mistakes(settings.distill, settings.reinforce)
     if settings.distill.reads_recording and mistakes:
         raise SettingsError("\n".join(mistakes))

@@ -30,6 +30,7 @@ Workers = NonNegative | Literal["auto"]
 ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
 Outside = Literal["refuse", "read"]
+FeatureFormat = Literal["fp16", "int8"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,6 +385,9 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
 
     teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
     """The teacher's model."""
+    head: Literal["classes", "none"] = "classes"
+    """`none` takes the teacher without its head: it needs no label, and its embedding, the pooled features, is what is taught
+    (`distill.feature_weight`). For backbones without a classifier, such as DINOv2's, SigLIP's and CLIP's."""
     label_map: Mapping[str, ClassReference] = {}
     """Class of the data set -> the same class of `weights`, by name or index, where the names differ. The head's rows of these classes
     are kept."""
@@ -395,6 +399,9 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:
         self.check_weights("pretrain", "teacher", self.teacher.architecture)
+        if self.head == "none":
+            self._check_headless()
+            return self
         if not self.weights and not self.finetune.epochs:
             raise ValueError(
                 "finetune.epochs is 0 and weights is empty, so the teacher would never see a label; give weights or let it be fine-tuned"
@@ -404,6 +411,21 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
                 "label_map says what classes of weights mean, but weights is empty; give weights, or leave it out"
             )
         return self
+
+    def _check_headless(self) -> None:
+        """Make sure that nothing is asked of a head that is left out; raises a `ValueError`."""
+        if self.finetune.epochs:
+            raise ValueError(
+                f"head is none, so there is no classifier to fine-tune, but finetune.epochs is {self.finetune.epochs}; set "
+                "pretrain.finetune.epochs=0, or head=classes"
+            )
+        if self.label_map:
+            raise ValueError("head is none, so no row of it can be chosen by label_map; leave label_map out")
+        if not self.weights and not self.mae.epochs:
+            raise ValueError(
+                "head is none, weights is empty and mae.epochs is 0, so the teacher would have learned nothing; give weights, or "
+                "pretrain it with pretrain.mae.epochs"
+            )
 
 
 TOP_K = 10
@@ -419,6 +441,8 @@ class ReinforceSettings(LoadingSettings):
     """Largest logits to keep per view, with the sum of the rest; default: `all` if a loss of distill needs them, else 10."""
     features: bool = False
     """Keep the teacher's pooled features too, for a feature loss."""
+    feature_format: FeatureFormat = "fp16"
+    """Of each number of them: `fp16`, to within 2^-11 of itself; or `int8` in steps of 1/127 of the view's largest one, half the bytes."""
     augmentation: ViewSettings | None = None
     """Augmentation; default: `distill.views`."""
     unlabeled: bool | None = None
@@ -450,6 +474,9 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
 
     student: ModelSettings = ModelSettings(architecture="vit_tiny_patch16_224")
     """The student's model."""
+    head: Literal["trained", "probe"] = "trained"
+    """How the student's head is made: `trained` with the losses; or `probe`, without a label in the training: the student learns the
+    teacher's features alone, and then a linear classifier is fitted to its frozen embeddings of the labelled training images."""
     teacher: Literal["online", "recorded"] = "online"
     """`online` runs the teacher in every step; `recorded` reads the outputs that the stage `reinforce` recorded."""
     unlabeled: bool = True
@@ -479,9 +506,10 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """DIST's weight of the inter-class relation (between the classes of an image)."""
     dist_gamma: NonNegativeFloat = 1.0
     """DIST's weight of the intra-class relation (between the images of a micro-batch, for each class)."""
-    feature_loss: Literal["cosine", "mse"] = "cosine"
-    """Between the pooled features, the student's after a linear projection that is trained with it and not kept; recorded outputs serve it
-    with `reinforce.features`."""
+    feature_loss: Literal["cosine", "mse", "cosine_smooth_l1"] = "cosine"
+    """Between the pooled features, the student's after a linear projection that is trained with it and not kept; those of a teacher without
+    a head are standardised before. `cosine_smooth_l1` is UNIC's (Sariyildiz et al. 2024). Recorded outputs serve them with
+    `reinforce.features`."""
     feature_weight: NonNegativeFloat = 0.0
     """Weight of the feature loss; 0 turns it off."""
     label_weight: NonNegativeFloat = 0.1
@@ -518,9 +546,12 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
         is_dkd, is_dist, is_hard = (
             self.logit_loss == name and self.logit_weight > 0 for name in ("dkd", "dist", "hard")
         )
-        if self.logit_weight == self.label_weight == 0:
+        if self.head == "probe":
+            self._check_probe()
+        elif self.logit_weight == self.label_weight == 0:
             raise ValueError(
-                "logit_weight and label_weight are both 0, so nothing teaches the student's head; give one of them a weight"
+                "logit_weight and label_weight are both 0, so nothing teaches the student's head; give one of them a weight, or let a "
+                "head be fitted afterwards with head=probe"
             )
         if is_dkd and mixes:
             raise ValueError(
@@ -537,6 +568,23 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
                 "set standardize_logits=false or choose another logit_loss"
             )
         return self
+
+    def _check_probe(self) -> None:
+        """Make sure that a student whose head is fitted afterwards learns features, and nothing else; raises a `ValueError`."""
+        given = [f"{name}={getattr(self, name):g}" for name in ("logit_weight", "label_weight") if getattr(self, name)]
+        if given:
+            raise ValueError(
+                f"head is probe, so the student has no head while it is trained, but {' and '.join(given)}; set "
+                "distill.logit_weight=0 and distill.label_weight=0, or head=trained"
+            )
+        if not self.feature_weight:
+            raise ValueError(
+                "head is probe, but feature_weight is 0, so nothing teaches the student; set distill.feature_weight=1"
+            )
+        if self.labeled_share:
+            raise ValueError(
+                f"head is probe, so no label is learned from, but labeled_share is {self.labeled_share:g}; set distill.labeled_share=0"
+            )
 
 
 class TuneSettings(Section):
@@ -599,6 +647,9 @@ class GateSettings(Section):
     """Largest drop of test top-1 from teacher to student, as a fraction."""
     min_accuracy: Fraction = 0.0
     """Smallest test top-1 of the student, as a fraction; 0 sets no limit."""
+    min_knn_accuracy: Fraction = 0.0
+    """Smallest test top-1 of the nearest neighbours of the student's frozen embeddings among the labelled training images, as a fraction;
+    0 sets no limit. It is measured if this is set or the teacher has no head."""
     min_compression: NonNegativeFloat = 2.0
     """Smallest ratio of the teacher's parameters to the student's."""
     max_latency_ms: NonNegativeFloat = 0.0

@@ -1,5 +1,9 @@
 """The frozen teacher, made as fast as the device allows without changing what it says.
 
+One without a head says its embedding, standardised: with each number's mean and standard deviation over the training images, which its
+card holds (as in UNIC, Sariyildiz et al. 2024, but measured once beforehand). Else the numbers that vary most would be all that counts,
+and a mean that all images share would hide what differs.
+
 Shapes: B images, D pooled features, C classes.
 """
 
@@ -57,12 +61,16 @@ class FrozenTeacher:
         self._compiled: dict[str, Callable[[Tensor], Tensor]] = {}
         if not self._compiles:
             use_fast_kernels(self._model, device, precision)
-        self._head = linear_head(self._model)
-        if features and self._head is None:
+        self._gives_logits = bool(model.card.labels)
+        self._head = linear_head(self._model) if self._gives_logits else None
+        if features and self._gives_logits and self._head is None:
             raise ModelError(
                 f"teacher {model.card.architecture!r} has no features to compare with: its logits are no linear layer of pooled features; "
                 "set distill.feature_weight=0 and reinforce.features=false, or choose another teacher"
             )
+        statistics, place = model.card.embedding, device.torch_device
+        self._mean = None if statistics is None else torch.tensor(statistics.mean, device=place)
+        self._std = None if statistics is None else torch.tensor(statistics.std, device=place)
         if device.uses_bf16(precision):
             # Kept in bf16 is what autocast would convert in every forward pass: the same outputs, bit by bit. Kinds derived from these
             # may compute with their weights first, and stay as they are.
@@ -71,7 +79,7 @@ class FrozenTeacher:
                     module.to(torch.bfloat16)
 
     def __call__(self, images: Tensor) -> TeacherOutputs:
-        """Return the outputs for uint8 images [B, 3, H, W].
+        """Return the outputs for uint8 images [B, 3, H, W]; of a network without a head there are no logits.
 
         A batch that is larger than a forward pass is dealt out evenly, the last part filled up: all passes have one shape. A linear head
         computes in float32, so that rounding does not blur the logits once more.
@@ -88,11 +96,15 @@ class FrozenTeacher:
                     answers.append(forward(filled).to(torch.float32, copy=True))
             answer = torch.cat(answers)[: len(images)]
             logits = answer if self._head is None else self._head(answer)
+            if not self._gives_logits:
+                logits = answer.new_empty(len(answer), 0)
+            if self._mean is not None and self._std is not None:
+                answer = (answer - self._mean) / self._std
         # Copied, because autograd refuses to keep a tensor of the inference mode for its backward pass.
         return TeacherOutputs(logits.clone(), answer.clone() if self._features else None)
 
     def _forward(self, size: int) -> Callable[[Tensor], Tensor]:
-        """The network for parts of `size` images: to pooled features [size, D], or to logits [size, C] where it has no linear head."""
+        """The network for parts of `size` images: to pooled features [size, D], or to logits [size, C] where its head is not linear."""
         forward = self._model if self._head is None else self._model.pooled
         if not self._compiles:
             return forward

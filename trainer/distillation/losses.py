@@ -24,7 +24,7 @@ class TeacherOutputs(NamedTuple):
     """Complete outputs of a teacher; `Recorded` has its largest logits and the sum of the rest."""
 
     logits: Tensor
-    """float32 [B, C]."""
+    """float32 [B, C]; C is 0 for a teacher without a head."""
     features: Tensor | None = None
     """Pooled features, float32 [B, D]."""
 
@@ -205,3 +205,13 @@ def feature_cosine(student: Tensor, teacher: Tensor) -> Tensor:
 def feature_mse(student: Tensor, teacher: Tensor) -> Tensor:
     """Mean squared difference of the features (FitNets, Romero et al. 2015, but for a factor), [B, D] each."""
     return (student.float() - teacher.float()).square().mean()
+
+
+def feature_cosine_smooth_l1(student: Tensor, teacher: Tensor) -> Tensor:
+    """(1 - cosine) / 2 + smooth-L1 / 2 of the features, [B, D] each (UNIC, Sariyildiz et al. 2024, with its code's weights).
+
+    Smooth-L1 of a difference d is d^2 / 2 where |d| < 1 and |d| - 1/2 elsewhere (Girshick 2015), mean over the D features. UNIC has the
+    teacher's features standardised, as those of a teacher without a head are here: only then is 1 a size that means something.
+    """
+    smooth_l1 = F.smooth_l1_loss(student.float(), teacher.float())
+    return (feature_cosine(student, teacher) + smooth_l1) / 2

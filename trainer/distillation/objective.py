@@ -82,7 +82,10 @@ class DistillObjective:
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        """Named losses of a batch: `loss`, of `logit`, `feature` and `label` those that have a weight, and the share of `agreement`."""
+        """Named losses of a batch: `loss`, of `logit`, `feature` and `label` those that have a weight, and the share of `agreement`.
+
+        There is no agreement with a teacher without logits.
+        """
         settings, signal = self._settings, self._ask(batch)
         with span("forward"):
             parts: Losses = {}
@@ -110,7 +113,7 @@ class DistillObjective:
             }
             first, *others = (weights[name] * part for name, part in parts.items())
             loss = sum(others, first)
-            if signal is not None:
+            if signal is not None and signal.logits.shape[1]:
                 parts["agreement"] = losses.agreement(logits.detach(), top_class(signal))
         return {"loss": loss} | parts
 
@@ -178,5 +181,9 @@ _LOGIT_LOSSES: Mapping[str, Callable[[DistillSettings, Tensor, TeacherSignal, Te
     "dist": _dist,
 }
 
-FEATURE_LOSSES: Mapping[str, FeatureLoss] = {"cosine": losses.feature_cosine, "mse": losses.feature_mse}
+FEATURE_LOSSES: Mapping[str, FeatureLoss] = {
+    "cosine": losses.feature_cosine,
+    "mse": losses.feature_mse,
+    "cosine_smooth_l1": losses.feature_cosine_smooth_l1,
+}
 """Name of each feature loss -> its function."""

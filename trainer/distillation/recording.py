@@ -1,5 +1,8 @@
 """Recorded teacher outputs: for each view of each training image the largest logits and the sum of the rest, in records of fixed size.
 
+Of a teacher without a head there are no logits, and a record is its embedding alone. In half precision each number of the features is kept
+to 2^-11 of itself; in int8 with a scale for each record to half a step, which is 1/254 of the record's largest number.
+
 The artifact holds `recording.json` (`RecordingDescription`), `keys.bin` (the samples' 64-bit keys, in the order of the splits), the
 shards (`trainer.distillation.shards`) and `report.html`. What asks a store raises
 `StorageError` where that does not answer or refuses.
@@ -21,11 +24,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Manifest
 from trainer.base_models import NonNegative
-from trainer.config import DecodeOn, DistillSettings
+from trainer.config import DecodeOn, DistillSettings, FeatureFormat
 from trainer.data.batch import Recorded
 from trainer.data.dataset import PreparedDataset
 from trainer.distillation import shards
@@ -56,9 +60,10 @@ class RecordingDescription:
     """Views of each."""
     block: Count
     """Samples in a shard; the last one of a view may have fewer."""
-    classes: Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
-    top_k: Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
-    """Logits a record; at most `classes`."""
+    classes: Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
+    """Of the teacher's head; 0 where it has none."""
+    top_k: Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
+    """Logits a record; at most `classes`, and 0 only where there are none."""
     features: Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
     """Length of the pooled features; 0 where they were not asked for."""
     seed: NonNegative
@@ -77,12 +82,27 @@ class RecordingDescription:
     """The settings that made the data set."""
     unlabeled: NonNegative = 0
     """How many of the images have no label."""
+    feature_format: FeatureFormat = "fp16"
+    """Of the features; left out of the file where it is fp16."""
+
+    def content(self) -> dict[str, Any]:
+        """Return what `recording.json` holds."""
+        content = asdict(self)
+        if self.feature_format == "fp16":
+            content.pop("feature_format")
+        return content
 
     @property
     def record(self) -> np.dtype[np.void]:
         """Layout of a record, without gaps, little endian."""
         index = "<u2" if self.classes <= 2**16 else "<u4"
-        features = [("features", "<f2", (self.features,))] if self.features else []
+        features: list[tuple[str, str, tuple[int]]] = []
+        if self.features and self.feature_format == "int8":
+            features = [("scale", "<f4", (1,)), ("features", "|i1", (self.features,))]
+        elif self.features:
+            features = [("features", "<f2", (self.features,))]
+        if not self.classes:
+            return np.dtype(features)
         return np.dtype(
             [("indices", index, (self.top_k,)), ("logits", "<f2", (self.top_k,)), ("rest", "<f4", (2,)), *features]
         )
@@ -100,7 +120,7 @@ def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None, *, in_memory
 
 def write_description(directory: Path, description: RecordingDescription, keys: npt.NDArray[np.uint64]) -> None:
     """Write `recording.json` and `keys.bin` into an artifact in the making."""
-    (directory / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2, ensure_ascii=False) + "\n")
+    (directory / DESCRIPTION).write_text(json.dumps(description.content(), indent=2, ensure_ascii=False) + "\n")
     (directory / KEYS).write_bytes(keys.astype("<u8").tobytes())
 
 
@@ -120,6 +140,10 @@ def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> 
         description = _DESCRIPTION.validate_json(content, strict=True)
         if description.top_k > description.classes:
             raise ValueError(f"top_k is {description.top_k} of {description.classes} classes")
+        if description.classes and not description.top_k:
+            raise ValueError(f"top_k is 0 of {description.classes} classes")
+        if not description.classes and not description.features:
+            raise ValueError("there are neither classes nor features")
     except ValueError as error:
         reason = error.errors()[0] if isinstance(error, ValidationError) else None
         detail = f"{'.'.join(map(str, reason['loc']))}: {reason['msg']}" if reason else error
@@ -192,7 +216,7 @@ class Recording:
         for file in np.unique(files).tolist():
             chosen = np.flatnonzero(files == file)
             records[chosen] = self._map(file)[rows[chosen]]
-        if len(records) and records["indices"].max() >= self.description.classes:
+        if self.description.classes and len(records) and records["indices"].max() >= self.description.classes:
             raise ArtifactError(
                 f"teacher_outputs {self._path}: records name the class {records['indices'].max()}, but there are "
                 f"{self.description.classes}; record them again"
@@ -216,14 +240,27 @@ class Recording:
 
 
 def unpack(records: Records) -> Recorded:
-    """Return records [B] as tensors."""
-    names = records.dtype.names or ()
+    """Return records [B] as tensors; where there are no logits they have no columns, and nothing is the sum of the rest."""
+    names, count = records.dtype.names or (), len(records)
+    if "logits" not in names:
+        return Recorded(
+            indices=torch.empty(count, 0, dtype=torch.int64),
+            logits=torch.empty(count, 0),
+            rest=torch.full((count, 2), -torch.inf),
+            features=_features(records),
+        )
     return Recorded(
         indices=torch.from_numpy(records["indices"].astype(np.int64)),
         logits=torch.from_numpy(records["logits"].astype(np.float32)),
         rest=torch.from_numpy(records["rest"].astype(np.float32)),
-        features=torch.from_numpy(records["features"].astype(np.float32)) if "features" in names else None,
+        features=_features(records) if "features" in names else None,
     )
+
+
+def _features(records: Records) -> Tensor:
+    """Return the features of records [B] as they are used, float32 [B, D]."""
+    features = records["features"].astype(np.float32)
+    return torch.from_numpy(features * records["scale"] if "scale" in (records.dtype.names or ()) else features)
 
 
 def placeholder_recording(directory: Path, description: RecordingDescription) -> Recording:
@@ -234,7 +271,8 @@ def placeholder_recording(directory: Path, description: RecordingDescription) ->
     """
     one = replace(description, views=1)
     records = np.zeros(one.block, dtype=one.record)
-    records["indices"] = np.arange(one.top_k)
+    if one.classes:
+        records["indices"] = np.arange(one.top_k)
     (directory / shards.FOLDER).mkdir(parents=True)
     first, *others = [directory / unit.name for unit in shards.units(one.views, samples=one.samples, size=one.block)]
     first.write_bytes(bytes(shards.HEADER_BYTES) + records.tobytes())

@@ -17,10 +17,18 @@ from trainer.distillation.reinforcement import RecordedWork
 from trainer.pages import Figure, Legend, PageSection, Paragraph, Subsection, Table
 
 _BARS = 60
+_PRECISION = {
+    "fp16": "fp16: each to within 2^-11 (0.05 %) of itself",
+    "int8": "int8 with a scale: each to within 1/254 (0.4 %) of the view's largest one",
+}
+"""What is kept of each number, in words."""
 
 
-def figures(description: RecordingDescription, held: Coverage, work: RecordedWork) -> dict[str, Any]:
-    """Collect the main numbers, as `summary.json` shows them; the speed only if this job recorded anything."""
+def figures(description: RecordingDescription, held: Coverage | None, work: RecordedWork) -> dict[str, Any]:
+    """Collect the main numbers, as `summary.json` shows them; the speed only if this job recorded anything.
+
+    There is no coverage of a teacher without logits, whose embedding is held as a whole.
+    """
     size = description.record.itemsize
     speed = {"views_per_second": work.views / work.seconds} if work.views else {}
     return {
@@ -28,7 +36,7 @@ def figures(description: RecordingDescription, held: Coverage, work: RecordedWor
         "samples": description.samples,
         "views": description.views,
         "top_k": description.top_k,
-        **held.figures(),
+        **(held.figures() if held is not None else {"features": description.features}),
         "bytes_per_view": size,
         "bytes_per_image": size * description.views,
         "mib": size * description.views * description.samples / 2**20,
@@ -36,15 +44,30 @@ def figures(description: RecordingDescription, held: Coverage, work: RecordedWor
     }
 
 
-def render(description: RecordingDescription, held: Coverage, work: RecordedWork, parents: Mapping[str, str]) -> str:
+def render(
+    description: RecordingDescription, held: Coverage | None, work: RecordedWork, parents: Mapping[str, str]
+) -> str:
     """Build the whole page, self-contained; `parents`: `dataset` and `teacher` -> fingerprint."""
     without = f" ({description.unlabeled:,} of them without a label)" if description.unlabeled else ""
+    what = (
+        f"{description.top_k} of {description.classes:,} logits"
+        if held
+        else f"an embedding of {description.features:,} numbers"
+    )
+    content = [_mass(description, held), _answers(held)] if held else [_embedding(description)]
     return pages.render(
         "Recorded teacher outputs",
-        f"{description.views} views of {description.samples:,} training images{without}, "
-        f"{description.top_k} of {description.classes:,} logits each",
-        [_mass(description, held), _answers(held), _cost(description, work), _origin(description, parents)],
+        f"{description.views} views of {description.samples:,} training images{without}, {what} each",
+        [*content, _cost(description, work), _origin(description, parents)],
     )
+
+
+def _embedding(description: RecordingDescription) -> PageSection:
+    note = (
+        f"The teacher has no head, so there are no logits: what is kept is its standardised embedding of {description.features:,} numbers, "
+        f"as {_PRECISION[description.feature_format]}."
+    )
+    return PageSection("Embedding held", [Paragraph(note)])
 
 
 def _mass(description: RecordingDescription, held: Coverage) -> PageSection:
@@ -141,6 +164,7 @@ def _cost(description: RecordingDescription, work: RecordedWork) -> PageSection:
 
 
 def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> PageSection:
+    precision = "" if description.feature_format == "fp16" else f", {_PRECISION[description.feature_format]}"
     rows = [
         ("teacher", f"{description.teacher}, fingerprint {parents['teacher'][:12]}"),
         ("data set", f"fingerprint {parents['dataset'][:12]}"),
@@ -148,7 +172,7 @@ def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> Pa
         ("seed of the views", f"{description.seed}"),
         ("edge of the views, pixels", f"{description.view_size}"),
         ("decoder", description.decoder),
-        ("features", f"{description.features}" if description.features else "none"),
+        ("features", f"{description.features}{precision}" if description.features else "none"),
         *((f"distill.views.{name}", json.dumps(value)) for name, value in description.augmentation.items()),
     ]
     note = (

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
@@ -128,7 +128,10 @@ def record_batches(
 
 @torch.no_grad()
 def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
-    """Take the `top_k` largest logits of each sample and the sum of the rest."""
+    """Take the `top_k` largest logits of each sample and the sum of the rest; there are none of a teacher without a head."""
+    if not top_k:
+        nothing = outputs.logits.new_empty(len(outputs.logits), 0)
+        return Recorded(nothing.long(), nothing, nothing, outputs.features)
     values, indices = outputs.logits.topk(top_k, dim=1)
     others = outputs.logits.scatter(1, indices, -torch.inf)
     rest = torch.stack([others.logsumexp(1), (others / 2).logsumexp(1)], 1)
@@ -137,17 +140,35 @@ def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
 
 def pack(parts: Mapping[str, Tensor], description: RecordingDescription) -> Records:
     """Pack the parts of `Recorded` that there are, on the host, into records [B]; what half precision cannot hold becomes infinite."""
-    records = np.empty(len(parts["logits"]), dtype=description.record)
+    records = np.empty(len(next(iter(parts.values()))), dtype=description.record)
+    names = [*(description.record.names or ())]
+    if "scale" in names:
+        names = [name for name in names if name not in {"scale", "features"}]
+        records["scale"], records["features"] = quantize(parts["features"].numpy())
     with np.errstate(over="ignore"):
-        for name in description.record.names or ():
+        for name in names:
             records[name] = parts[name].numpy()
     return records
 
 
+def quantize(features: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8]]:
+    """Round each row of [B, D] to 255 steps from minus to plus its largest number: the steps [B, 1], and how many of them, int8 [B, D].
+
+    A number is off by half a step at most. What is not finite leaves a step that is not finite.
+    """
+    step = (np.abs(features).max(axis=1, keepdims=True) / 127).astype(np.float32)
+    is_usable = np.isfinite(step) & (step > 0)
+    counts = np.where(is_usable, features, 0) / np.where(is_usable, step, 1)
+    return step, np.rint(counts).clip(-127, 127).astype(np.int8)
+
+
 def unusable(records: Records) -> npt.NDArray[np.bool_]:
     """Find which records hold a number that is not finite, [B]; where no class is left over, the logarithm of the rest is -inf."""
-    bad: npt.NDArray[np.bool_] = (np.isnan(records["rest"]) | np.isposinf(records["rest"])).any(1)
-    for name in {"logits", "features"} & {*(records.dtype.names or ())}:
+    names = {*(records.dtype.names or ())}
+    bad: npt.NDArray[np.bool_] = np.zeros(len(records), dtype=np.bool_)
+    if "rest" in names:
+        bad |= (np.isnan(records["rest"]) | np.isposinf(records["rest"])).any(1)
+    for name in {"logits", "features", "scale"} & names:
         bad |= ~np.isfinite(records[name]).all(1)
     return bad
 
@@ -159,7 +180,7 @@ def unusable(records: Records) -> npt.NDArray[np.bool_]:
 def plan_of(description: RecordingDescription, parents: Mapping[str, str]) -> str:
     """Compute the SHA-256 of all that the records depend on, as hexadecimal text."""
     version = SCHEMA_VERSIONS["teacher_outputs"]
-    return artifacts.digest({"version": version, "description": asdict(description), "parents": parents})
+    return artifacts.digest({"version": version, "description": description.content(), "parents": parents})
 
 
 class RecordedWork(NamedTuple):
@@ -273,7 +294,8 @@ class Reinforcement:
             times = []
             for _ in range(5):
                 start = time.perf_counter()
-                self.teacher(images).logits.cpu()
+                outputs = self.teacher(images)
+                (outputs.logits if outputs.features is None else outputs.features).cpu()
                 times.append(time.perf_counter() - start)
             return statistics.median(times[2:])  # not of the first two, because a device may compile it first
 
@@ -312,8 +334,8 @@ class Reinforcement:
             "so far is kept"
         )
 
-    def assemble(self, directory: Path) -> Coverage:
-        """Bring all shards into the artifact in the making, each process its share, and count what they hold.
+    def assemble(self, directory: Path) -> Coverage | None:
+        """Bring all shards into the artifact in the making, each process its share, and count what they hold; None without logits.
 
         Raises:
             ArtifactError: a shard is not there or damaged.
@@ -333,6 +355,8 @@ class Reinforcement:
                 ) from error
             with writing_to(directory):
                 (directory / unit.name).write_bytes(content)
-            counted.append(coverage.count(records, labels[unit.first : unit.first + unit.count], classes))
+            if classes:
+                counted.append(coverage.count(records, labels[unit.first : unit.first + unit.count], classes))
         parts = self.processes.gather(coverage.total(counted) if counted else None, "the count of the records")
-        return coverage.total(part for part in parts if part is not None)
+        there = [part for part in parts if part is not None]
+        return coverage.total(there) if there else None

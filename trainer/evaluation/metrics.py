@@ -158,10 +158,12 @@ def judge(
     teacher_parameters: int,
     student_parameters: int,
     student_p95_ms: float,
+    student_knn_top1: float | None = None,
 ) -> list[str]:
     """Check every condition of the gate.
 
     Args:
+        student_knn_top1: of the nearest neighbours of the student's embeddings; None where that was not measured.
         student_p95_ms: 95th percentile of the student's latency at the first of `evaluate.latency_batch_sizes`.
 
     Returns:
@@ -177,6 +179,11 @@ def judge(
         )
     if student_top1 < settings.min_accuracy - _ROUNDING:
         reasons.append(f"accuracy: {student} is below evaluate.gate.min_accuracy = {settings.min_accuracy:.2%}")
+    if student_knn_top1 is not None and student_knn_top1 < settings.min_knn_accuracy - _ROUNDING:
+        reasons.append(
+            f"accuracy: the k-NN top-1 of the student's embeddings is {student_knn_top1:.2%}, below evaluate.gate.min_knn_accuracy = "
+            f"{settings.min_knn_accuracy:.2%}"
+        )
     ratio = teacher_parameters / student_parameters
     if ratio < settings.min_compression - _ROUNDING:
         reasons.append(

@@ -81,7 +81,12 @@ def _comparison(teacher: Measured, student: Measured, images: int) -> PageSectio
             for name, key in sizes.items()
         ),
     ]
+    if "knn_top1" in other["test"]:
+        theirs, ours = (f"{figures['test']['knn_top1']:.2%}" for figures in (one, other))
+        rows.insert(3, ("k-NN top-1 of the embeddings", theirs, ours, _points(one, other, "knn_top1")))
     note = f"In brackets: the 95 % interval (Wilson) that {images:,} test images allow."
+    if one.get("head"):
+        note += f" The teacher has no head; its answers are those of a {one['head']} on its embeddings, fitted to training images."
     return PageSection("Teacher against student", [Table(["", "teacher", "student", ""], rows), Paragraph(note)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,10 +17,12 @@ from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.objective import DistillObjective, ProjectedStudent
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.errors import SettingsError
+from trainer.evaluation.embeddings import embed_together, spread
+from trainer.evaluation.probes import MOST_IMAGES, fit_probe
 from trainer.models import Classifier
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Startup
-from trainer.training.session import open_session
+from trainer.training.session import Session, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ def run(
     With `teacher=recorded` the teacher's recorded outputs are needed, and of the teacher only its manifest is read.
 
     Raises:
-        SettingsError: recorded outputs are needed and not given, or lack what a loss or the student needs.
+        SettingsError: recorded outputs are needed and not given, or they or the teacher lack what a loss or the student needs.
         ArtifactError: the recorded outputs are not of this teacher, data set or augmentation.
     """
     startup = Startup()
@@ -67,7 +70,7 @@ def run(
             figures = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
             mass = {temperature.removeprefix("t"): of_it["mean"] for temperature, of_it in figures.items()}
         elif settings.needs_teacher:
-            teacher_model = load_teacher(teacher, data)
+            teacher_model = load_teacher(settings, teacher, data)
     with open_session(
         "distill", settings, data, parents=parents, model=student, evidence=evidence, startup=startup
     ) as session:
@@ -80,30 +83,34 @@ def run(
             samples,
             settings,
             view_size=view_size(classifier, teacher_model, recording),
+            labelled=settings.head == "trained",
             labelled_share=settings.labeled_share,
             teacher_outputs=recording,
             context=ContextRecord(teacher_val_top1=teaching.figures.get("val_top1"), recorded_mass=mass),
         )
         kept = trained.classifier if isinstance(trained, ProjectedStudent) else trained
         assert isinstance(kept, Classifier), "the objective's model is a Classifier or holds one"
+        if settings.head == "probe":
+            kept = add_probe(kept, session)
         session.keep(kept, settings)
 
 
 def start(settings: DistillSettings, data: PreparedDataset) -> tuple[Classifier, str]:
     """Make the student before training; gives it, and the fingerprint of the weights that it starts from, empty if there are none.
 
-    Its head is new unless the weights' classes are the data set's.
+    Its head is new unless the weights' classes are the data set's; where it is fitted afterwards there is none yet.
 
     Raises:
         ModelError: it cannot be built, or the given weights are of another model.
         ArtifactError: they are missing or damaged.
     """
     torch.manual_seed(settings.seed or 0)
+    labels = data.classes if settings.head == "trained" else ()
     if not settings.weights:
-        return models.create(settings.student, data.classes, drop_path=settings.drop_path), ""
+        return models.create(settings.student, labels, drop_path=settings.drop_path), ""
     model, fingerprint = pretrained.start(settings, settings.student)
     pretrained.check_same(model, settings.student, f"distill.weights {settings.weights}")
-    return models.with_labels(model, data.classes, drop_path=settings.drop_path), fingerprint
+    return models.with_labels(model, labels, drop_path=settings.drop_path), fingerprint
 
 
 def open_samples(settings: DistillSettings, data: PreparedDataset) -> Samples:
@@ -127,6 +134,8 @@ def _tell(samples: Samples, settings: DistillSettings) -> None:
 
 def _check_content(settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription) -> None:
     """Refuse recorded outputs that lack what the losses or the student need."""
+    if settings.logit_weight and not held.classes:
+        raise SettingsError(_no_logits(settings, f"the teacher whose outputs {uri} holds"))
     if settings.needs_all_logits and held.top_k < held.classes:
         loss = f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits
         raise SettingsError(
@@ -146,16 +155,52 @@ def _check_content(settings: DistillSettings, student: Classifier, uri: str | Pa
         )
 
 
-def load_teacher(teacher: str | Path, data: PreparedDataset) -> Classifier:
-    """Load the teacher's model, if it knows the data set's classes.
+def _no_logits(settings: DistillSettings, teacher: str) -> str:
+    """Say that a logit loss needs a teacher with a head."""
+    return (
+        f"distill.logit_weight is {settings.logit_weight:g}, but {teacher} has no head, so there are no logits; set "
+        "distill.logit_weight=0 and distill.feature_weight=1, and without labels distill.label_weight=0 and distill.head=probe"
+    )
+
+
+def load_teacher(settings: DistillSettings, teacher: str | Path, data: PreparedDataset) -> Classifier:
+    """Load the teacher's model, if it knows the data set's classes, or has no head and no loss asks for its logits.
 
     Raises:
         ArtifactError: it is missing or damaged.
         ModelError: it knows other classes.
+        SettingsError: it has no head, and a loss compares logits.
     """
     model = models.load(teacher)
-    models.check_labels(model, data.classes, f"teacher {teacher}")
+    if model.card.labels:
+        models.check_labels(model, data.classes, f"teacher {teacher}")
+    elif settings.logit_weight:
+        raise SettingsError(_no_logits(settings, f"teacher {teacher}"))
     return model
+
+
+def add_probe(model: Classifier, session: Session) -> Classifier:
+    """Fit a linear classifier to the student's frozen embeddings of the labelled training images, and make it its head.
+
+    Every process takes the first one's, whatever its own arithmetic would give.
+    """
+    train, val = session.data.split("train"), session.data.split("val")
+    chosen = spread(len(train), MOST_IMAGES)
+    embedded = partial(embed_together, model, processes=session.processes)
+    known, unknown = embedded(train, chosen), embedded(val, range(len(val)))
+    probe = None
+    if session.processes.is_first:
+        probe = fit_probe(known, train.labels[chosen], unknown, val.labels, len(session.data.classes))
+        logger.info(
+            "distill  linear probe on %s images: validation top-1 %.2f%%, penalty %g",
+            f"{len(chosen):,}",
+            100 * probe.val_top1,
+            probe.penalty,
+        )
+    probe = session.processes.gather(probe, "the linear probe")[0]
+    assert probe is not None, "the first process has fitted one"
+    weight, bias = torch.from_numpy(probe.weight).float(), torch.from_numpy(probe.bias).float()
+    return models.with_head(model.cpu(), session.data.classes, weight, bias)
 
 
 def make_objective(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from trainer.config import EvaluateSettings
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
-from trainer.evaluation import hierarchy, metrics, report
+from trainer.evaluation import hierarchy, metrics, probes, report
+from trainer.evaluation.embeddings import embed, spread
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
 from trainer.served_student.class_tags import ClassTags
@@ -57,7 +58,7 @@ def run(
     values = settings.model_dump(mode="json")
     with stage_run("evaluate", values) as tracker:
         with artifacts.create(evaluation, "evaluation", settings=values, parents=parents) as draft:
-            draft.figures.update(_evaluate(settings, data, split, subjects, draft.path))
+            draft.figures.update(_evaluate(settings, data, subjects, draft.path))
         tracker.metrics(0, tracking.numbers(draft.figures))
         tracker.files(draft.path)
     return artifacts.read(evaluation, "evaluation")
@@ -71,21 +72,48 @@ class _Evaluated:
     model: Classifier
     size_bytes: int
     fingerprint: str
+    knn_top1: float | None = None
+    """Accuracy of its nearest neighbours on the test split, where it was asked for."""
+    probed: bool = False
+    """Whether its head is a linear probe that was fitted here."""
 
 
 def _subject(name: str, uri: str | Path, classes: Sequence[str]) -> _Evaluated:
     artifact = artifacts.read(uri, "model")
     model = models.load(artifact)
-    models.check_labels(model, classes, f"{name} {artifact.path}")
+    if model.card.labels or name == "student":
+        models.check_labels(model, classes, f"{name} {artifact.path}")
     size_bytes = (artifact.path / models.WEIGHTS).stat().st_size
     return _Evaluated(name=name, model=model, size_bytes=size_bytes, fingerprint=artifact.fingerprint)
 
 
+def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: EvaluateSettings) -> list[_Evaluated]:
+    """Measure what the embeddings know: nearest neighbours' votes for all models, and a linear probe as the head of one that has none."""
+    device, train, test = choose_device().open(), data.split("train"), data.split("test")
+    chosen, classes, done = spread(len(train), probes.MOST_IMAGES), len(data.classes), []
+    labels = train.labels[chosen]
+    for subject in subjects:
+        model, size = subject.model, settings.batch_size
+        bank = embed(model, train, chosen, device, size)
+        votes = probes.nearest_neighbors(bank, labels, embed(model, test, range(len(test)), device, size), classes)
+        if not model.card.labels:
+            val = data.split("val")
+            known = embed(model, val, range(len(val)), device, size)
+            probe = probes.fit_probe(bank, labels, known, val.labels, classes)
+            weight, bias = torch.from_numpy(probe.weight).float(), torch.from_numpy(probe.bias).float()
+            model = models.with_head(model.cpu(), data.classes, weight, bias).eval()
+        knn_top1 = metrics.top_k(votes, test.labels, 1)
+        done.append(replace(subject, model=model.cpu(), knn_top1=knn_top1, probed=model is not subject.model))
+    return done
+
+
 def _evaluate(
-    settings: EvaluateSettings, data: PreparedDataset, split: Split, subjects: Sequence[_Evaluated], directory: Path
+    settings: EvaluateSettings, data: PreparedDataset, subjects: Sequence[_Evaluated], directory: Path
 ) -> dict[str, Any]:
     """Measure, judge, write the files; returns the main figures."""
-    classes = data.classes
+    classes, split = data.classes, data.split("test")
+    if settings.gate.min_knn_accuracy or not all(subject.model.card.labels for subject in subjects):
+        subjects = _probed(subjects, data, settings)
     logits = {subject.name: predict(subject.model, split, settings.batch_size, subject.name) for subject in subjects}
     timed = metrics.measure_latency(
         {subject.name: subject.model for subject in subjects},
@@ -110,6 +138,7 @@ def _evaluate(
         settings.gate,
         teacher_top1=theirs["test"]["top1"],
         student_top1=ours["test"]["top1"],
+        student_knn_top1=ours["test"].get("knn_top1"),
         teacher_parameters=theirs["parameters"],
         student_parameters=ours["parameters"],
         student_p95_ms=ours["latency_ms"]["p95"],
@@ -163,7 +192,7 @@ def _measured(
     model = subject.model
     classes = len(model.card.labels)
     calibration = metrics.calibration(logits, split.labels, settings.calibration_bins)
-    figures = {
+    figures: dict[str, Any] = {
         "architecture": model.card.architecture,
         "parameters": models.parameter_count(model),
         "macs": metrics.multiply_accumulates(model, split.read([0])),
@@ -176,6 +205,10 @@ def _measured(
             "ece": calibration.error,
         },
     }
+    if subject.knn_top1 is not None:
+        figures["test"]["knn_top1"] = subject.knn_top1
+    if subject.probed:
+        figures["head"] = "linear probe"
     matrix = metrics.confusion_matrix(logits.argmax(axis=1), split.labels, classes)
     return Measured(figures=figures, matrix=matrix, calibration=calibration, latencies=latencies)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from trainer import models, pretrained
 from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
-from trainer.models import Classifier
+from trainer.evaluation.embeddings import embed_together, spread, statistics
+from trainer.models import Classifier, EmbeddingStatistics
 from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder, draw_reconstructions
 from trainer.profiling.recorder import Startup
 from trainer.training.session import Session, open_session
@@ -18,6 +21,8 @@ from trainer.training.session import Session, open_session
 RECONSTRUCTIONS = "mae/reconstructions.png"
 """Where the picture stands in the evidence."""
 _PICTURED = 8
+MOST_EMBEDDED = 10_000
+"""Training images by which an embedding is standardised, at most."""
 
 
 def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path, evidence: str | Path) -> None:
@@ -37,6 +42,8 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
             pretrain(model, settings, session)
         if settings.finetune.epochs:
             model = finetune(model, settings, session)
+        if settings.head == "none":
+            model.card = replace(model.card, embedding=measure_embedding(model, session))
         session.keep(model, settings.finetune)
 
 
@@ -49,9 +56,12 @@ def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier
     """
     torch.manual_seed(settings.seed or 0)
     parents = {"dataset": data.fingerprint}
+    labels = () if settings.head == "none" else data.classes
     if not settings.weights:
-        return models.create(settings.teacher, data.classes), parents
+        return models.create(settings.teacher, labels), parents
     model, parents["weights"] = pretrained.start(settings, settings.teacher)
+    if not labels:
+        return models.with_labels(model, labels), parents
     if settings.label_map or not settings.finetune.epochs:
         name = f"pretrain.weights {settings.weights}"
         model = pretrained.with_classes(model, data.classes, settings.label_map, name)
@@ -96,3 +106,15 @@ def finetune(model: Classifier, settings: PretrainSettings, session: Session) ->
     )
     assert isinstance(trained, Classifier), "the objective's model is a Classifier"
     return trained
+
+
+def measure_embedding(model: Classifier, session: Session) -> EmbeddingStatistics:
+    """Measure how the teacher's embedding is distributed over the training images, with and without labels, to standardise it."""
+    splits = session.data.training_splits(unlabeled=True)
+    chosen, first, parts = np.array(spread(sum(map(len, splits)), MOST_EMBEDDED)), 0, []
+    for split in splits:
+        own = chosen[(chosen >= first) & (chosen < first + len(split))] - first
+        first += len(split)
+        if len(own):
+            parts.append(embed_together(model, split, own.tolist(), session.processes))
+    return statistics(np.concatenate(parts))

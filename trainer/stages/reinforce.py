@@ -14,6 +14,7 @@ from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.recording import RecordingDescription
 from trainer.distillation.reinforcement import Reinforcement, plan_of
 from trainer.distillation.shards import ShardStore
+from trainer.errors import SettingsError
 from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import checkpoint_root
@@ -25,11 +26,18 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
     """Record the teacher's outputs; runs in every process of the job.
 
     Raises:
+        SettingsError: the teacher has no head, and its embedding is not asked for.
         TrainingError: the teacher's outputs are not finite; the samples are named, and what was recorded is kept.
     """
     data, teaching = open_dataset(dataset), artifacts.read(teacher, "model")
     model = models.load(teaching)
-    models.check_labels(model, data.classes, f"teacher {teacher}")
+    if model.card.labels:
+        models.check_labels(model, data.classes, f"teacher {teacher}")
+    elif not settings.features:
+        raise SettingsError(
+            f"teacher {teacher}: has no head, so its embedding is all that there is to record, but reinforce.features is false; set "
+            "reinforce.features=true"
+        )
     parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
     values = settings.model_dump(mode="json")
     with (
@@ -92,9 +100,10 @@ def describe(
         unlabeled=samples.unlabeled,
         views=settings.views,
         block=shards.block_size(len(samples)),
-        classes=len(data.classes),
-        top_k=settings.logits(len(data.classes)),
+        classes=len(teacher.card.labels),
+        top_k=settings.logits(len(teacher.card.labels)),
         features=models.feature_size(teacher) if settings.features else 0,
+        feature_format=settings.feature_format,
         seed=settings.seed or 0,
         view_size=settings.view_size or teacher.card.image_size,
         augmentation=(settings.augmentation or ViewSettings()).model_dump(mode="json"),

@@ -203,7 +203,9 @@ class Subject:
                 processes=processes,
                 batch_size=batch_size_of(settings, processes),
                 precision=settings.precision,
-            ),
+            )
+            if settings.head == "trained"
+            else None,
         )
 
     def recording_s_of(self, settings: DistillSettings) -> float | None:
@@ -254,7 +256,7 @@ def open_subject(
     """Open what all trials share; blank recorded outputs are made in `folder`. What recording takes is measured unless it is known."""
     settings, recorder = tuned.distill or DistillSettings(), tuned.reinforce or ReinforceSettings()
     student, _ = distill.start(settings, data)
-    model = distill.load_teacher(teacher, data) if settings.needs_teacher else None
+    model = distill.load_teacher(settings, teacher, data) if settings.needs_teacher else None
     samples = distill.open_samples(settings, data)
     settings = fit_batch("distill", settings, len(samples), processes)
     ready_s = sum(startup.until(time.time()).values())

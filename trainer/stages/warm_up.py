@@ -14,20 +14,20 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-from trainer import artifacts, storage
+from trainer import artifacts, models, storage
 from trainer.artifacts import Draft
 from trainer.base_models import StrictModel
 from trainer.config import DistillSettings, PretrainSettings, ReinforceSettings, TrainingSettings, WarmUpSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.distillation.recording import placeholder_recording
 from trainer.errors import SettingsError
-from trainer.models import Classifier
+from trainer.models import Classifier, EmbeddingStatistics
 from trainer.profiling.evidence import RankRecord
 from trainer.profiling.recorder import Startup
 from trainer.stages import distill, pretrain, reinforce
@@ -127,6 +127,7 @@ class Rehearsal:
 
     def _distill(self, teacher: Classifier, recorder: ReinforceSettings, settings: DistillSettings) -> None:
         """Train a student of `teacher`, online, or of blank outputs of its shape where they are to be recorded."""
+        teacher.card = replace(teacher.card, embedding=_some_statistics(teacher))
         session, device = self._session("distill", settings, settings), self.processes.device
         samples = distill.open_samples(settings, session.data)
         student, _ = distill.start(settings, self.data)
@@ -140,6 +141,7 @@ class Rehearsal:
             samples,
             _few(settings, session.data),
             view_size=distill.view_size(student, online, recording),
+            labelled=settings.head == "trained",
             labelled_share=settings.labeled_share,
             teacher_outputs=recording,
         )
@@ -177,6 +179,14 @@ class Rehearsal:
             "what was compiled",
         )
         return max(everyone, key=lambda one: one.graphs)
+
+
+def _some_statistics(teacher: Classifier) -> EmbeddingStatistics | None:
+    """Make statistics by which the embedding of a teacher without a head is standardised: any of the right shape give the same graph."""
+    if teacher.card.labels:
+        return None
+    size = models.feature_size(teacher)
+    return EmbeddingStatistics(mean=(0.0,) * size, std=(1.0,) * size)
 
 
 def _steps(settings: TrainingSettings) -> int:

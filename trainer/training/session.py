@@ -204,18 +204,19 @@ class Session:
         return measured
 
     def keep(self, model: Classifier, settings: TrainingSettings) -> None:
-        """Write the stage's result into its model directory, with its accuracy on the validation split.
+        """Write the stage's result into its model directory, with its accuracy on the validation split where it has a head.
 
         Args:
             settings: how it is measured where no training has done it.
         """
-        if not self._measured:
+        if not self._measured and model.card.labels:
             self._measure(settings, model.to(self.processes.device.torch_device))
         self.check_ours()
         if self.processes.is_first:
             model.card = replace(model.card, square=self.square)
             models.save(model, self.model.path)
-            self.model.figures.update(models.describe(model) | {"val_top1": self._measured["val_top1"]})
+            accuracy = {"val_top1": self._measured["val_top1"]} if model.card.labels else {}
+            self.model.figures.update(models.describe(model) | accuracy)
 
     def check_ours(self) -> None:
         """Make sure, before the outputs are written, that no later attempt at this stage writes them too.

@@ -1,6 +1,7 @@
 """The frozen teacher says what its model says."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from trainer.devices import choose_device
 from trainer.distillation import frozen_teacher as module
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.errors import ModelError
-from trainer.models import Classifier
+from trainer.models import Classifier, EmbeddingStatistics
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 3, "num_heads": 3}
 
@@ -137,3 +138,22 @@ def test_the_same_bits_again(model, device, images):
     first, again = freeze(model, device)(images), freeze(model, device)(images)
     assert torch.equal(first.logits, again.logits)
     assert torch.equal(first.features, again.features)
+
+
+@pytest.mark.parametrize("batch_size", [0, 3])
+def test_a_teacher_without_a_head_says_its_standardised_embedding_alone(model, device, images, expected, batch_size):
+    headless = models.with_labels(model, ()).eval()
+    plain = freeze(headless, device, batch_size=batch_size)(images)
+    torch.testing.assert_close(plain.features, expected[1], rtol=1e-4, atol=1e-4)
+    assert plain.logits.shape == (len(images), 0)
+    generator = torch.Generator().manual_seed(2)
+    mean, std = torch.randn(96, generator=generator), 0.5 + torch.rand(96, generator=generator)
+    headless.card = replace(
+        headless.card, embedding=EmbeddingStatistics(mean=tuple(mean.tolist()), std=tuple(std.tolist()))
+    )
+    by_hand = [
+        [(value - m) / s for value, m, s in zip(row, mean.tolist(), std.tolist(), strict=True)]
+        for row in expected[1].tolist()
+    ]
+    found = freeze(headless, device, batch_size=batch_size)(images).features
+    torch.testing.assert_close(found, torch.tensor(by_hand), rtol=1e-3, atol=1e-3)

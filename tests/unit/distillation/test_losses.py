@@ -96,6 +96,13 @@ def mse_by_hand(student):
     return sum((a - b) ** 2 for s, z, _ in rows(student) for a, b in zip(s, z, strict=True)) / (len(student) * CLASSES)
 
 
+def cosine_smooth_l1_by_hand(student):
+    """Sariyildiz et al. 2024: cosine and smooth-L1 (Girshick 2015), half of each."""
+    gaps = [abs(a - b) for s, z, _ in rows(student) for a, b in zip(s, z, strict=True)]
+    smooth_l1 = sum(gap**2 / 2 if gap < 1 else gap - 0.5 for gap in gaps) / len(gaps)
+    return (cosine_by_hand(student) + smooth_l1) / 2
+
+
 def chosen(**settings):
     """What the objective computes with these settings, as a function of the student's logits."""
     loss = choose_logit_loss(DistillSettings(**settings))
@@ -127,6 +134,10 @@ LOSSES = {
     ),
     "feature cosine": (lambda student: FEATURE_LOSSES["cosine"](student, TEACHER), cosine_by_hand),
     "feature mse": (lambda student: FEATURE_LOSSES["mse"](student, TEACHER), mse_by_hand),
+    "feature cosine and smooth-L1": (
+        lambda student: FEATURE_LOSSES["cosine_smooth_l1"](student, TEACHER),
+        cosine_smooth_l1_by_hand,
+    ),
 }
 """Name -> (ours, by hand), both as functions of the student's logits."""
 

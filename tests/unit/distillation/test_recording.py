@@ -62,6 +62,76 @@ def test_ten_logits_take_48_bytes_unless_there_are_very_many_classes(classes, in
     assert not record.isalignedstruct
 
 
+EMBEDDING = replace(DESCRIPTION, classes=0, top_k=0, features=5)
+"""Of a teacher without a head."""
+
+
+def embeddings(count, seed=0):
+    return 7 * torch.randn(count, EMBEDDING.features, generator=torch.Generator().manual_seed(seed))
+
+
+def test_of_a_teacher_without_a_head_the_embedding_is_all_that_is_recorded():
+    given = embeddings(40)
+    records = records_of(torch.empty(40, 0), EMBEDDING, given)
+    assert records.dtype.names == ("features",)
+    assert EMBEDDING.record.itemsize == 2 * EMBEDDING.features
+    assert not unusable(records).any()
+    kept = recording.unpack(records)
+    assert ((kept.features - given).abs() <= 2**-11 * given.abs() + 2**-25).all()
+    assert not torch.equal(kept.features, given)
+    assert kept.indices.shape == kept.logits.shape == (40, 0)
+    assert kept.rest.isneginf().all()
+
+
+def test_an_embedding_that_half_precision_cannot_hold_is_unusable():
+    given = embeddings(3)
+    given[1, 2] = 7e4
+    assert unusable(records_of(torch.empty(3, 0), EMBEDDING, given)).tolist() == [False, True, False]
+
+
+def test_int8_is_off_by_half_a_step_at_most():
+    """The bound that the report states, number by number, with a step for each record."""
+    given = torch.cat([embeddings(40), 1e-3 * embeddings(5, seed=1), torch.zeros(1, EMBEDDING.features)])
+    description = replace(EMBEDDING, feature_format="int8")
+    assert description.record.itemsize == EMBEDDING.features + 4
+    records = records_of(torch.empty(len(given), 0), description, given)
+    assert not unusable(records).any()
+    kept = recording.unpack(records).features
+    for row, numbers in zip(kept.double().tolist(), given.double().tolist(), strict=True):
+        half_a_step = max(map(abs, numbers)) / 254
+        assert all(abs(a - b) <= half_a_step * (1 + 1e-5) for a, b in zip(row, numbers, strict=True))
+    assert (kept - given).abs().max() > 1e-3
+
+
+def test_int8_beside_logits():
+    description = replace(DESCRIPTION, features=3, feature_format="int8")
+    given = torch.tensor([[1.0, -127.0, 0.4]])
+    kept = recording.unpack(records_of(torch.arange(12.0)[None], description, given))
+    assert kept.features.tolist() == [[1.0, -127.0, 0.0]]
+    assert kept.indices.tolist() == [[11, 10, 9, 8]]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_unusable_in_int8_too(value):
+    given = embeddings(3)
+    given[2, 1] = value
+    records = records_of(torch.empty(3, 0), replace(EMBEDDING, feature_format="int8"), given)
+    assert unusable(records).tolist() == [False, False, True]
+
+
+def test_the_format_is_named_where_it_is_not_the_usual_one():
+    """So what describes a recording, and what is found again of one in the making, is as it was before there were two."""
+    assert "feature_format" not in EMBEDDING.content()
+    assert replace(EMBEDDING, feature_format="int8").content()["feature_format"] == "int8"
+
+
+def test_blank_embeddings_are_read_by_sample_and_view(tmp_path):
+    placeholder = placeholder_recording(tmp_path, EMBEDDING)
+    read = placeholder.read(np.array([0, 24, 3]), np.array([0, 0, 0]))
+    assert read.features.tolist() == [[0.0] * EMBEDDING.features] * 3
+    assert read.logits.shape == (3, 0)
+
+
 def test_wide_indices_are_kept():
     description = replace(DESCRIPTION, classes=70_000, top_k=2)
     logits = torch.zeros(1, 70_000)

@@ -210,6 +210,14 @@ def test_latency_limit_zero_is_no_limit():
     assert judge(GATE.model_copy(update={"max_latency_ms": 0.0}), **GOOD | {"student_p95_ms": 1e6}) == []
 
 
+def test_the_floor_of_the_embeddings_accuracy_holds_where_it_was_measured():
+    gate = GATE.model_copy(update={"min_knn_accuracy": 0.7})
+    assert judge(gate, **GOOD) == judge(gate, **GOOD, student_knn_top1=0.7) == []
+    assert judge(gate, **GOOD, student_knn_top1=0.65) == [
+        "accuracy: the k-NN top-1 of the student's embeddings is 65.00%, below evaluate.gate.min_knn_accuracy = 70.00%"
+    ]
+
+
 def test_the_floor_of_accuracy_holds_whatever_the_teacher_does():
     gate = GATE.model_copy(update={"min_accuracy": 0.8})
     assert judge(gate, **GOOD | {"teacher_top1": 0.8, "student_top1": 0.8}) == []

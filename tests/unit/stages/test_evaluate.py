@@ -156,3 +156,15 @@ def test_same_input_and_settings_make_the_same_parents(trained_digits, evaluatio
             ("student", trained_digits.student, "model"),
         ]
     }
+
+
+def test_nearest_neighbours_are_measured_where_the_gate_asks_for_them(trained_digits, evaluation, tmp_path):
+    gate = GateSettings(max_accuracy_drop=1, min_knn_accuracy=0.999)
+    artifact = run(trained_digits, tmp_path / "evaluation", SETTINGS.model_copy(update={"gate": gate}))
+    for name in ("teacher", "student"):
+        before, now = (dict(figures[name]["test"]) for figures in (evaluation.figures, artifact.figures))
+        assert 0.4 < now.pop("knn_top1") < 0.999
+        assert now == before
+    (reason,) = artifact.figures["verdict"]["reasons"]
+    assert reason.startswith("accuracy: the k-NN top-1 of the student's embeddings is")
+    assert "k-NN top-1" not in (evaluation.path / "report.html").read_text()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from tests.distillations import QUICK, TINY
-from trainer import artifacts, config, storage
+from trainer import artifacts, config, models, storage
 from trainer.config import ReinforceSettings, TuneSettings
 from trainer.costs import PLACE_VARIABLE
 from trainer.data.dataset import open_dataset
@@ -395,3 +396,22 @@ def test_damaged_notes_are_not_believed(tuned, tmp_path, caplog):
     file.write_bytes(file.read_bytes().replace(b'"seconds":', b'"seconds":1'))
     assert trials_of(tuned(SEARCH["distill"], minutes=0.01))[0] != before[0]
     assert f"{file}: is damaged (checksum); measuring again" in caplog.messages
+
+
+def test_a_teacher_without_a_head_is_tuned_for_and_its_logits_are_refused(trained_digits, tmp_path):
+    model = models.with_labels(models.load(trained_digits.teacher), ())
+    size = models.feature_size(model)
+    model.card = replace(model.card, embedding=models.EmbeddingStatistics(mean=(0.0,) * size, std=(2.0,) * size))
+    with artifacts.create(tmp_path / "teacher", "model", settings={}) as draft:
+        models.save(model, draft.path)
+    learns = {"head": "probe", "logit_weight": 0, "label_weight": 0, "feature_weight": 1}
+
+    def tuned(distill):
+        settings = config.validate(TuneSettings, section(distill, search=False))
+        places = {"dataset": trained_digits.dataset, "teacher": tmp_path / "teacher", "tuning": tmp_path / "tuning"}
+        tune.run(settings, **places)
+
+    with pytest.raises(SettingsError, match=r"logit_weight is 0\.9, but teacher .* has no head"):
+        tuned({})
+    tuned(learns)
+    assert read_tuning(tmp_path / "tuning").measurement.step_s > 0

@@ -134,3 +134,11 @@ def test_the_training_finds_all_graphs_in_the_cache(warm, trained_digits, tmp_pa
 def test_without_trainings_there_is_nothing_to_compile_for(trained_digits, tmp_path):
     with pytest.raises(SettingsError, match=r"warm_up has no trainings to compile for; set warm_up\.enabled=true"):
         warm_up.run(WarmUpSettings(), dataset=trained_digits.dataset, warmed=tmp_path / "warmed")
+
+
+def test_so_do_those_of_a_teacher_without_a_head(warm):
+    learns = {"head": "probe", "logit_weight": 0, "label_weight": 0, "feature_weight": 1}
+    teacher = TEACHER | {"head": "none", "finetune": {"epochs": 0}}
+    recorder = WHOLE["reinforce"] | {"features": True}
+    report = warm(pretrain=teacher, reinforce=recorder, distill=STUDENT | learns | {"teacher": "recorded"})
+    assert set(report) == {"mae", "distill"}

@@ -1,0 +1,155 @@
+"""Probes of frozen embeddings against slow loops, scikit-learn and their own conditions."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from trainer import models
+from trainer.data.dataset import open_dataset
+from trainer.devices import Device, choose_device
+from trainer.errors import ModelError
+from trainer.evaluation import embeddings, probes
+
+CLASSES, SIZE = 4, 6
+
+
+def clusters(count, seed, spread=1.0):
+    """Embeddings [N, D] around a centre a class, far from the origin, and their labels."""
+    centres = np.random.default_rng(0).normal(size=(CLASSES, SIZE))
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, CLASSES, count)
+    values = centres[labels] + spread * random.normal(size=(count, SIZE)) + 3
+    return values.astype(np.float32), labels.astype(np.int64)
+
+
+BANK, BANK_LABELS = clusters(60, 1)
+OTHERS, OTHER_LABELS = clusters(50, 2)
+
+
+def votes_by_hand(embedding):
+    """DINO's k-NN for one image, in loops."""
+
+    def cosine(a, b):
+        a, b = a.tolist(), b.tolist()
+        product = sum(x * y for x, y in zip(a, b, strict=True))
+        return product / math.sqrt(sum(x * x for x in a)) / math.sqrt(sum(x * x for x in b))
+
+    near = sorted(((cosine(embedding, known), label) for known, label in zip(BANK, BANK_LABELS, strict=True)))[-20:]
+    votes = [0.0] * CLASSES
+    for similarity, label in near:
+        votes[label] += math.exp(similarity / 0.07)
+    return votes
+
+
+def test_neighbours_vote_as_in_the_papers_loop(monkeypatch):
+    monkeypatch.setattr(probes, "_VOTES_TOGETHER", 7)
+    votes = probes.nearest_neighbors(BANK, BANK_LABELS, OTHERS, CLASSES)
+    assert np.allclose(votes, [votes_by_hand(embedding) for embedding in OTHERS], rtol=1e-6)
+
+
+def test_of_few_known_images_all_are_neighbours():
+    votes = probes.nearest_neighbors(BANK[:3], np.array([0, 2, 2]), OTHERS[:5], CLASSES)
+    assert (votes[:, [1, 3]] == 0).all()
+    assert (votes[:, [0, 2]] > 0).all()
+
+
+def test_a_probe_is_scikit_learns_logistic_regression(monkeypatch):
+    """Its C is 1 / (penalty x N), on the same standardised embeddings."""
+    monkeypatch.setattr(probes, "PENALTIES", (1e-2,))
+    probe = probes.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES)
+    mean, std = BANK.astype(np.float64).mean(0), BANK.astype(np.float64).std(0)
+    known = LogisticRegression(C=1 / (1e-2 * len(BANK)), tol=1e-8, max_iter=5000)
+    known.fit((BANK - mean) / std, BANK_LABELS)
+    logits = probe.logits(OTHERS)
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    assert np.allclose(powers / powers.sum(1, keepdims=True), known.predict_proba((OTHERS - mean) / std), atol=2e-3)
+
+
+def test_the_penalty_is_the_one_that_is_best_on_the_validation_split(monkeypatch):
+    alone = {}
+    for penalty in probes.PENALTIES:
+        with monkeypatch.context() as patch:
+            patch.setattr(probes, "PENALTIES", (penalty,))
+            alone[penalty] = probes.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES).val_top1
+    probe = probes.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES)
+    assert probe.val_top1 == pytest.approx((probe.logits(OTHERS).argmax(1) == OTHER_LABELS).mean())
+    assert probe.val_top1 == pytest.approx(max(alone.values()), abs=0.021)  # one image, as fits begin with the last one
+    assert probe.val_top1 > 0.5
+
+
+def test_a_number_that_never_varies_does_no_harm():
+    still = BANK.copy()
+    still[:, 0] = 2.5
+    probe = probes.fit_probe(still, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES)
+    assert np.isfinite(probe.weight).all()
+    assert np.isfinite(probe.bias).all()
+
+
+def test_statistics_are_those_of_each_number():
+    found = embeddings.statistics(BANK)
+    for place in range(SIZE):
+        column = [float(value) for value in BANK[:, place]]
+        mean = sum(column) / len(column)
+        std = math.sqrt(sum((value - mean) ** 2 for value in column) / len(column))
+        assert found.mean[place] == pytest.approx(mean, rel=1e-6)
+        assert found.std[place] == pytest.approx(std, rel=2e-4)  # the floor adds 1e-4 of the variance
+
+
+def test_a_number_that_hardly_varies_stays_a_small_target():
+    still = BANK.copy()
+    still[:, 2] = 5
+    std = embeddings.statistics(still).std
+    assert std[2] == pytest.approx(0.01 * math.sqrt(still.astype(np.float64).var(0).mean()), rel=1e-5)
+
+
+def test_an_embedding_without_differences_teaches_nothing():
+    with pytest.raises(ModelError, match=r"the same for all of 60 training images, .*; give other weights"):
+        embeddings.statistics(np.ones_like(BANK))
+
+
+@pytest.mark.parametrize(("count", "most", "chosen"), [(3, 5, [0, 1, 2]), (5, 3, [0, 2, 4]), (10, 4, [0, 3, 6, 9])])
+def test_images_are_chosen_from_all_over(count, most, chosen):
+    assert embeddings.spread(count, most) == chosen
+
+
+@dataclass
+class Group:
+    """Processes one after the other: what each says is known when the last is asked."""
+
+    rank: int
+    said: list
+    device: Device
+    world_size: int = 3
+
+    def gather(self, value, what):
+        assert what
+        self.said.append(value)
+        return self.said
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_images_dealt_to_processes_come_back_in_their_order(count, digits, teacher, monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    model, split, device = models.load(teacher), open_dataset(digits).split("val"), choose_device().open()
+    indices, said = list(range(5, 5 + 2 * count, 2)), []
+    for rank in range(2):
+        said.append(embeddings.embed(model, split, indices[rank::3], device, 4))
+    together = embeddings.embed_together(model, split, indices, Group(2, said, device), 4)
+    with torch.no_grad():
+        wanted = model.pooled(split.read(indices)).numpy()
+    assert np.allclose(together, wanted, atol=1e-5)
+
+
+def test_an_embedding_that_is_not_finite_is_named(digits, teacher, monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    model, split = models.load(teacher), open_dataset(digits).split("val")
+    with torch.no_grad():
+        model.network.norm.weight[0] = float("nan")
+    with pytest.raises(
+        ModelError, match=rf"gives an embedding that is not finite for 2 of 2 images, first for {split.names[3]}"
+    ):
+        embeddings.embed(model, split, [3, 4], choose_device().open(), 2)
