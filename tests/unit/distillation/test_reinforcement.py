@@ -103,6 +103,7 @@ def test_a_batch_is_read_back_when_the_next_one_is_under_way():
 OTHER = {
     "augmentation": {"flip": False},
     "dataset": {"source": "digits"},
+    "feature_format": "int8",
     **{name: f"another {name}" for name in ("decoder", "teacher", "precision")},
 }
 
