@@ -34,7 +34,8 @@ ui: $(READY)  ## open MLflow on what was tracked [OUT=dir of a run that had one]
 	@$(VENV)/mlflow ui --host 127.0.0.1 --backend-store-uri \
 		"$${MLFLOW_TRACKING_URI:-sqlite:///$(abspath $(if $(OUT),$(OUT)/..,runs))/mlflow.db}"
 
-TEST = OMP_NUM_THREADS=1 $(VENV)/python -m pytest
+# Where an environment forbids Python to write bytecode, each of the hundreds of processes that tests start would compile all modules.
+TEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/python -m pytest
 ALL_TESTS := --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not long"
 
 test: $(READY)  ## run the tests [ARGS="tests/unit -k losses"]
@@ -52,7 +53,7 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device
 
 .PHONY: test-xla
 test-xla: $(READY_XLA)  ## run the tests of PyTorch/XLA, on its CPU device and in an environment of its own, .xla [ARGS="tests/xla -k resume"]
-	PJRT_DEVICE=CPU XLA_FLAGS="$(XLA_COMPILES_FAST)" OMP_NUM_THREADS=1 .xla/bin/python -m pytest \
+	PJRT_DEVICE=CPU XLA_FLAGS="$(XLA_COMPILES_FAST)" PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .xla/bin/python -m pytest \
 		$(or $(ARGS),tests/xla \
 		--numprocesses $(TEST_WORKERS) --dist loadfile --cov --cov-config=tests/xla/coverage.toml --cov-report=term)
 

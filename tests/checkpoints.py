@@ -1,22 +1,17 @@
 """Small states of trainings, for tests of checkpoints."""
 
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.forks import Program
 from trainer.training.checkpoints.snapshots import PARTS
 from trainer.training.checkpoints.training_state import capture
 from trainer.training.optimizers import RowShardedOptimizer, held, rows_of
 
 __all__ = ["PARTS", "Rows", "everything", "learner", "on_two_processes", "snapshot_of"]
-
-ROOT = Path(__file__).parents[1]
 
 
 def learner(seed=0, *, steps=2, dtype=torch.float32, order=(0, 1)):
@@ -82,16 +77,5 @@ def on_two_processes(script, folder, *arguments):
         listener.bind(("localhost", 0))
         port = str(listener.getsockname()[1])
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            cwd=folder,
-            env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    stderr = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], stderr
-    return stderr
+    programs = [Program(script, *arguments, folder=folder, RANK=rank, LOCAL_RANK=rank, **group) for rank in ("0", "1")]
+    return [program.end()[1] for program in programs]

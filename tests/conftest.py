@@ -1,19 +1,20 @@
 import dataclasses
 import logging
 import os
+import shutil
 import signal
 
 import pytest
 import torch
 from huggingface_hub import constants
 
-from tests import shared_folders
+from tests import mlflow_store, shared_folders
 from tests.distillations import Distillation, blank_teacher, prepared_digits
 from tests.stand_ins.hub import Hub
 from tests.stand_ins.object_store import ObjectStore
 from trainer import storage
 
-LONGEST_FILES = ("tests/local/", "tests/pipelines/")
+LONGEST_FILES = ("tests/local/", "tests/pipelines/", "tests/unit/stages/", "tests/unit/training/")
 """Where the tests are that take longest."""
 SHARED = {"digits", "teacher", "trained_digits", "patient"}
 """Fixtures whose folders all tests of a process read."""
@@ -83,6 +84,18 @@ def object_store(object_store_server, monkeypatch, tmp_path):
     monkeypatch.setattr(storage, "RETRY", dataclasses.replace(storage.RETRY, first_s=0.01))
     monkeypatch.setattr(storage, "outage", storage.Outage())
     return object_store_server
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow_store(tmp_path_factory):
+    """An MLflow store in a SQLite file, to be copied."""
+    return mlflow_store.make(tmp_path_factory.mktemp("mlflow") / "mlflow.db")
+
+
+@pytest.fixture
+def mlflow_uri(empty_mlflow_store, tmp_path):
+    """An MLflow store without runs, for this test alone."""
+    return f"sqlite:///{shutil.copy(empty_mlflow_store, tmp_path / 'mlflow.db')}"
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests import groups
 from trainer import artifacts, config, models, stages
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, UNLABELED, DatasetDescription, features
-from trainer.launch import JobSpec, LocalLauncher
+from trainer.launch import JobSpec
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import prepare
 
@@ -77,8 +77,8 @@ class Distillation:
         self.settings = section.model_dump(mode="json")
 
     def run(self, processes=1):
-        """Train to the end."""
-        LocalLauncher().run(
+        """Train to the end, by the launcher of this machine."""
+        groups.launch(
             JobSpec(
                 stage="distill",
                 settings=self.settings,
@@ -92,7 +92,7 @@ class Distillation:
     def train(self, processes=1, **environment):
         """Train to the end without a launcher, which takes a moment only."""
         ended = groups.run(self, processes=processes, limit_s=300, **environment)
-        assert ended.codes == [0] * processes, ended.messages
+        assert ended.codes == [0] * processes, ended
         return self
 
     def run_here(self):

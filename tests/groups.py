@@ -1,8 +1,7 @@
-"""Training processes without a launcher, forked from one that has imported torch already, so that each starts within a moment."""
+"""Training processes that are forked, with and without the launcher of this machine: each starts within a moment."""
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -10,11 +9,14 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.groups", "trainer.stages.distill", "trainer.stages.pretrain"])
+from tests.forks import CONTEXT, settle
+
+_OF_AGENT = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
+"""Begins the names of the variables that torch's agent sets for each process."""
 SEEN = "seen"
 """Begins the names of files with the keys of the samples of each step, one line a micro-batch."""
 
@@ -39,17 +41,37 @@ class Ended:
 
     codes: list[int]
     messages: list[str]
+    said: list[str]
+    """What they wrote to standard output and standard error."""
 
 
-def run(distillation, *, processes=1, fault=None, limit_s=60, **environment):
+def run(distillation, *, processes=1, fault=None, limit_s=60, stage="distill", **environment):
     """Distil, as `processes` processes that a launcher has started; those that the fault stops are killed when the others have ended."""
+    started = start(distillation, processes=processes, fault=fault, stage=stage, **environment)
+    try:
+        for process in started:
+            _join(process, limit_s)
+    finally:
+        for process in started:
+            process.kill()  # one that has not ended
+            process.join()
+    folder = notes(distillation)
+    return Ended(
+        codes=[process.exitcode for process in started],
+        messages=[_message(folder / f"{rank}.json") for rank in range(processes)],
+        said=[_said(folder, rank).read_text(errors="replace") for rank in range(processes)],
+    )
+
+
+def start(distillation, *, processes=1, fault=None, stage="distill", **environment):
+    """Start the processes that `run` waits for, or those of another stage."""
     folder = notes(distillation)
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("[0-9]*.json"):
         left.unlink()
     places = {**distillation.inputs, **distillation.outputs}
     arguments = [
-        *("stage", "distill", "--worker", "--settings", json.dumps(distillation.settings)),
+        *("stage", stage, "--worker", "--settings", json.dumps(distillation.settings)),
         *(text for name, place in places.items() for text in (f"--{name.replace('_', '-')}", place)),
     ]
     group = {
@@ -65,24 +87,37 @@ def run(distillation, *, processes=1, fault=None, limit_s=60, **environment):
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TRAINER_", "MLFLOW_"))}
     attempt = 1 + _attempts(folder)
     started = [
-        _CONTEXT.Process(
+        CONTEXT.Process(
             target=_train, args=(rank, arguments, inherited | group, fault, folder / f"{SEEN}-{attempt}-{rank}")
         )
         for rank in range(processes)
     ]
     for process in started:
         process.start()
-    try:
-        for process in started:
-            _join(process, limit_s)
-    finally:
-        for process in started:
-            process.kill()  # one that has not ended
-            process.join()
-    return Ended(
-        codes=[process.exitcode for process in started],
-        messages=[_message(folder / f"{rank}.json") for rank in range(processes)],
-    )
+    return started
+
+
+def launch(spec):
+    """Run a job by the launcher of this machine, with forked processes."""
+    from trainer.launch import LocalLauncher
+
+    with forking():
+        LocalLauncher().run(spec)
+
+
+@contextlib.contextmanager
+def forking():
+    """Let the launcher's agent fork its processes instead of starting them."""
+    from torch.distributed.launcher import api
+
+    start = api.elastic_launch
+
+    def fork(config, _python):
+        config.start_method = CONTEXT.get_start_method()
+        return lambda *arguments: start(config, _work)(dict(os.environ), *arguments)
+
+    with patch.object(api, "elastic_launch", fork):
+        yield
 
 
 def seen(distillation):
@@ -100,11 +135,15 @@ def seen(distillation):
 
 def notes(distillation):
     """The folder with the notes of all tries."""
-    return Path(distillation.outputs["student"]).parent / "notes"
+    return Path(next(iter(distillation.outputs.values()))).parent / "notes"
 
 
 def _attempts(folder):
     return len({file.name.split("-")[1] for file in folder.glob(f"{SEEN}-*")})
+
+
+def _said(folder, rank):
+    return folder / f"said-{rank}"
 
 
 def _message(file):
@@ -129,18 +168,24 @@ def _free_port():
 
 def _train(rank, arguments, environment, fault, seen_by):
     """A training process."""
-    os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    import torch
-
+    settle(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    said = os.open(_said(seen_by.parent, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
     from trainer import cli
 
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # for loader processes, as in a process that was started plainly
-    torch.set_num_threads(1)
     _watch_steps(fault if fault is not None and fault.rank == rank else None, seen_by)
     sys.exit(cli.main(arguments))
+
+
+def _work(environment, *arguments):
+    """A process of torch's agent: what `python` does with these arguments in this environment."""
+    of_agent = {name: value for name, value in os.environ.items() if name.startswith(_OF_AGENT)}
+    settle(environment | of_agent)
+    from trainer import cli
+
+    assert arguments[:2] == ("-m", "trainer")
+    sys.exit(cli.main(arguments[2:]))
 
 
 def _watch_steps(fault, seen_by):

@@ -6,7 +6,6 @@ it, so it has to be a function that another process can import; `on_rank` keeps 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import uuid
@@ -21,6 +20,7 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.distillations import QUICK, TINY
+from tests.forks import CONTEXT
 from trainer import config
 from trainer.profiling.evidence import TrainingEvidence, read_evidence
 from trainer.profiling.rules import judge
@@ -132,9 +132,8 @@ def together(processes: int, function: Callable[..., None], *arguments: object) 
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="forkserver",
+        start_method=CONTEXT.get_start_method(),
     )
-    multiprocessing.set_forkserver_preload(["trainer.stages.distill"])  # torch is loaded once for all processes
     elastic_launch(launch_config, function)(*arguments)
 
 

@@ -107,12 +107,11 @@ def test_a_validation_that_is_broken_off_is_done_when_the_training_goes_on(disti
 
 
 @pytest.mark.slow
-def test_a_killed_training_goes_on_in_its_mlflow_run_without_gaps_or_doubled_steps(distil, tmp_path, monkeypatch):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv(tracking.URI, uri)
+def test_a_killed_training_goes_on_in_its_mlflow_run_without_gaps_or_doubled_steps(distil, mlflow_uri, monkeypatch):
+    monkeypatch.setenv(tracking.URI, mlflow_uri)
     store = tracking.client()
     experiment = store.create_experiment("resume")
-    tracked = {tracking.URI: uri, tracking.EXPERIMENT_ID: experiment}
+    tracked = {tracking.URI: mlflow_uri, tracking.EXPERIMENT_ID: experiment}
     whole, broken = distil("whole", checkpoint_every=4), distil("broken", checkpoint_every=4)
     assert groups.run(whole, **tracked).codes == [0]
     killed = Fault(sends=signal.SIGKILL, step=14)

@@ -10,12 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests import groups
 from tests.distillations import QUICK
 from tests.pathologies import on_rank, together
 from trainer import config, runner
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError
-from trainer.launch import JobSpec, LocalLauncher
+from trainer.launch import JobSpec
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import tune
 from trainer.tuning import step_timer
@@ -32,7 +33,7 @@ def test_two_processes_measure_one_distillation_and_take_the_same_decisions(digi
     settings = section(apply=True, distill={"epochs": 20, "zero": True, "gradient_compression": "bf16"})
     inputs, outputs = {"dataset": digits, "teacher": teacher}, {"tuning": str(tmp_path / "tuning")}
     spec = JobSpec(stage="tune", settings=settings, inputs=inputs, outputs=outputs, processes_per_node=2)
-    LocalLauncher().run(spec)
+    groups.launch(spec)
     made = read_tuning(tmp_path / "tuning")
     assert made.place.processes_per_node == 2
     assert made.tried[0].trial.images_per_second > 0
@@ -40,7 +41,7 @@ def test_two_processes_measure_one_distillation_and_take_the_same_decisions(digi
 
     over = settings | {"search": False, "budget_hours": 1e-4}
     with pytest.raises(LaunchError, match=r"tune: .*the distillation would take .* but run\.budget_hours=0\.0001"):
-        LocalLauncher().run(replace(spec, settings=over))
+        groups.launch(replace(spec, settings=over))
 
 
 @contextmanager

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from tests import groups
 from tests.distillations import QUICK, TINY
 from trainer import config
 from trainer.config import WarmUpSettings
-from trainer.launch import JobSpec, LocalLauncher
+from trainer.launch import JobSpec
 from trainer.stages import warm_up
 
 
@@ -23,7 +24,7 @@ def test_all_processes_take_the_first_steps_together(digits, tmp_path, monkeypat
     values = {"enabled": True, "pretrain": teacher, "reinforce": {"views": 2}}
     values["distill"] = QUICK | part | {"teacher": "recorded", "checkpoint_every": 500}
     section = config.validate(WarmUpSettings, values).model_dump(mode="json")
-    LocalLauncher().run(
+    groups.launch(
         JobSpec(
             stage="warm_up",
             settings=section,

@@ -28,6 +28,7 @@ LABELS = {
 
 SIGNALS = {
     "iowait_percent": "waiting for storage",
+    "stolen_percent": "core taken by the host",
     "memory_used_bytes": "memory of the machine",
     "disk_read_bytes_per_s": "disk, read",
     "disk_write_bytes_per_s": "disk, written",

@@ -96,6 +96,27 @@ class ProcessSignal:
         return (memory.rss, memory.rss - getattr(memory, "shared", 0), 100 * share)
 
 
+class StolenSignal:
+    """What the host of a virtual machine takes of the core that the training's thread is on, in percent of the time.
+
+    Linux counts that steal for each core in /proc/stat, and for no thread.
+    """
+
+    columns = ("stolen_percent",)
+
+    def __init__(self) -> None:
+        if not psutil.LINUX:
+            raise LookupError("only Linux counts what a virtual machine's host takes")
+        self._process = psutil.Process()
+        self._last = psutil.cpu_times(percpu=True)
+
+    def read(self) -> Sequence[float]:
+        core, before, now = self._process.cpu_num(), self._last, psutil.cpu_times(percpu=True)
+        self._last = now
+        spent = np.subtract(now[core][:8], before[core][:8])  # without guests, which `user` counts already
+        return (100 * float(spent[now[core]._fields.index("steal")]) / max(float(spent.sum()), 1e-9),)
+
+
 class LoadersSignal:
     """The loader processes of this process: their CPU time together, in percent of one core; NaN while there are none."""
 
@@ -196,6 +217,7 @@ def signals(
     """
     of_process: dict[str, Callable[[], Signal]] = {
         "process": ProcessSignal,
+        "stolen": StolenSignal,
         "loaders": lambda: LoadersSignal(loaders),
         "gpu_utilization": lambda: GpuSignal(device),
         "gpu_memory": lambda: GpuMemorySignal(device),

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -16,6 +13,7 @@ import pytest
 import torch
 
 from tests.distillations import QUICK, TINY
+from tests.forks import Program
 from trainer import artifacts, config, models, storage
 from trainer.config import ReinforceSettings, TuneSettings
 from trainer.costs import PLACE_VARIABLE
@@ -363,10 +361,10 @@ tune.run(config.validate(config.TuneSettings, json.loads(sys.argv[1])), **json.l
 def test_a_tuning_that_is_killed_measures_only_what_it_has_not(tuned, trained_digits, tmp_path):
     places = {"dataset": str(trained_digits.dataset), "teacher": str(trained_digits.teacher)}
     places["tuning"] = str(tmp_path / "tuning")
-    with subprocess.Popen([sys.executable, "-c", TUNE, json.dumps(section(**SEARCH)), json.dumps(places)]) as process:
-        while process.poll() is None and not noted(tmp_path):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
+    tuning = Program(TUNE, json.dumps(section(**SEARCH)), json.dumps(places), folder=tmp_path)
+    while tuning.is_running() and not noted(tmp_path):
+        time.sleep(0.01)
+    tuning.kill()
     before = noted(tmp_path)
     assert before
     made = tuned(**SEARCH)

@@ -1,14 +1,11 @@
 import json
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
+from tests.forks import Program
 from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
 from trainer.devices import HOST, choose_device
@@ -175,15 +172,13 @@ def test_statistics_are_averaged_over_the_processes_and_kept(digits, tmp_path):
         listener.bind(("localhost", 0))
         port = str(listener.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]), "TRAINER_DEVICE": "cpu"}
     folders = [tmp_path / str(rank) for rank in range(2)]
-    started = []
+    programs = []
     for rank, folder in enumerate(folders):
         folder.mkdir()
-        environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-c", TRAINED, str(folder), digits]
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
-    (first, averaged, plain), second = [json.loads(process.communicate(timeout=300)[0]) for process in started]
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TRAINER_DEVICE": "cpu"}
+        programs.append(Program(TRAINED, str(folder), digits, folder=folder, **common, **place))
+    (first, averaged, plain), second = [json.loads(program.end()[0]) for program in programs]
     assert len(first) == len(second[0]) == 2, "once a step"
     assert first[-1] != second[0][-1], "the processes have seen other images"
     assert [averaged, plain] == second[1:]

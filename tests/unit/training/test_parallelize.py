@@ -1,16 +1,13 @@
 import copy
 import json
 import logging
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.forks import Program
 from trainer import devices, models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.devices import choose_device
@@ -237,17 +234,9 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = str(listener.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    common |= {"PYTHONPATH": str(Path(__file__).parents[3]), "TRAINER_DEVICE": "cpu"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHARED],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    for printed in [json.loads(process.communicate(timeout=300)[0]) for process in started]:
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "TRAINER_DEVICE": "cpu"}
+    programs = [Program(SHARED, folder=tmp_path, RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
+    for printed in [json.loads(program.end()[0]) for program in programs]:
         assert printed.pop("graphs") == 10
         unknown, exchange = printed.pop("exchange")
         assert unknown >= WARM_STEPS

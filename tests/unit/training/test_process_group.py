@@ -1,8 +1,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from tests.forks import Program
 from tests.stand_ins.gpu import DEVICE
 from trainer import devices
 from trainer.devices import choose_device
@@ -57,8 +56,7 @@ def free_port():
 
 
 def test_sums_are_over_all_processes(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
+    script = (
         "import json, sys, torch\n"
         "from trainer.training.process_group import join_processes\n"
         "with join_processes() as processes:\n"
@@ -66,22 +64,9 @@ def test_sums_are_over_all_processes(tmp_path):
         "    result = {'total': processes.total(values).tolist(), 'own': values.tolist()}\n"
         "    print(json.dumps(result))\n"
     )
-    environment = os.environ | {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": free_port(),
-        "PYTHONPATH": str(ROOT),
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    results = [json.loads(process.communicate(timeout=300)[0]) for process in started]
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    programs = [Program(script, folder=tmp_path, RANK=rank, LOCAL_RANK=rank, **group) for rank in ("0", "1")]
+    results = [json.loads(program.end()[0]) for program in programs]
     assert [result["total"] for result in results] == [[1.0, 20.0]] * 2
     assert [result["own"] for result in results] == [[0.0, 10.0], [1.0, 10.0]]
 

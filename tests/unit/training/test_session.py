@@ -1,10 +1,6 @@
-import os
 import socket
-import subprocess
-import sys
-from contextlib import ExitStack
-from pathlib import Path
 
+from tests.forks import Program
 from trainer import artifacts
 
 NODES, PROCESSES_PER_NODE = 2, 2
@@ -37,28 +33,15 @@ def free_port():
 
 def run(uri, tmp_path):
     """What each process printed; every node has a cache and a current folder of its own."""
-    root = str(Path(artifacts.__file__).parent.parent)
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    world = NODES * PROCESSES_PER_NODE
-    with ExitStack() as stack:
-        started = []
-        for rank in range(world):
-            node, local_rank = divmod(rank, PROCESSES_PER_NODE)
-            folder = tmp_path / f"node{node}"
-            folder.mkdir(exist_ok=True)
-            place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world, "TRAINER_CACHE": folder / "cache"}
-            process = subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, uri],
-                env=os.environ | common | {name: str(value) for name, value in place.items()},
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            started.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        printed = [process.communicate(timeout=300)[0] for process in started]
-        assert [process.returncode for process in started] == [0] * world
-        return printed
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": str(NODES * PROCESSES_PER_NODE)}
+    programs = []
+    for rank in range(NODES * PROCESSES_PER_NODE):
+        node, local_rank = divmod(rank, PROCESSES_PER_NODE)
+        folder = tmp_path / f"node{node}"
+        folder.mkdir(exist_ok=True)
+        place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "TRAINER_CACHE": str(folder / "cache")}
+        programs.append(Program(SCRIPT, uri, folder=folder, **common, **place))
+    return [program.end()[0] for program in programs]
 
 
 def test_every_node_adds_its_files_to_one_artifact(object_store, tmp_path):

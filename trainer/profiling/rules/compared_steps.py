@@ -44,7 +44,8 @@ class Steps:
         self._rows = [rows[np.isin(own, self.numbers)] for rows, own in zip(self._rows, numbers, strict=True)]
         self.seconds = self.column("seconds") - self.phase("recorder")
         """Duration without the recorder's measurements of tensors, [R, S]."""
-        self.delayed = np.minimum(self._delayed("host_delayed_seconds"), self.seconds)
+        self._stolen = np.stack([_stolen(rank, rows) for rank, rows in zip(self.ranks, self._rows, strict=True)])
+        self.delayed = np.minimum(self._delayed("host"), self.seconds)
         """Of that, while a process was ready and other programs had its core, [R, S]; 0 on a GPU, which works on meanwhile."""
 
     def __len__(self) -> int:
@@ -105,10 +106,20 @@ class Steps:
 
     def delayed_in(self, phase: Literal["data", "backward"]) -> Series:
         """Compute `delayed` within a phase, [R, S]."""
-        return np.minimum(self._delayed(f"host_{phase}_delayed_seconds"), self.phase(phase))
+        return np.minimum(self._delayed(f"host_{phase}"), self.phase(phase))
 
-    def _delayed(self, column: str) -> Series:
-        return np.zeros_like(self.seconds) if self.on_gpu else np.nan_to_num(self.column(column))
+    def without_core(self, part: str) -> Series:
+        """Compute the seconds in which a process was ready and had no core, [R, S]; 0 where it is not known.
+
+        Args:
+            part: `host` for whole steps, `host_data` and `host_backward` for these phases.
+        """
+        # Its own kernel counts for no thread what a virtual machine's host takes; that is lost where the thread computes.
+        computed = self.column(f"{part}_cpu_seconds") / np.maximum(self.column("host_cpu_seconds"), _SHORTEST_S)
+        return np.nan_to_num(self.column(f"{part}_delayed_seconds")) + np.nan_to_num(self._stolen * computed)
+
+    def _delayed(self, part: str) -> Series:
+        return np.zeros_like(self.seconds) if self.on_gpu else self.without_core(part)
 
     def processes_here(self) -> int:
         """Training processes on the first one's machine."""
@@ -116,6 +127,18 @@ class Steps:
             return sum(rank.record.host == self.record.host for rank in self.ranks)
         place = self.record.place
         return place.processes_per_node if place is not None else self.record.world_size
+
+
+def _stolen(rank: RankEvidence, rows: NDArray[np.intp]) -> Series:
+    """Compute the seconds of steps that the host of a virtual machine took of a process's core, [S]; 0 where it was not sampled."""
+    percent = rank.system.get("stolen_percent")
+    if percent is None:
+        return np.zeros(len(rows))
+    times = np.append(0.0, rank.system["end_s"])
+    until = np.append(0.0, np.cumsum(np.nan_to_num(percent) / 100 * np.diff(times)))
+    starts = rank.steps["start_s"][rows]
+    ends = starts + rank.steps["seconds"][rows]
+    return np.asarray(np.interp(ends, times, until) - np.interp(starts, times, until))
 
 
 def usual(values: Series) -> Series:

@@ -112,7 +112,7 @@ def _blocked(steps: Steps) -> Series:
     Single ones may be negative: the kernel counts waiting for a core when it ends.
     """
     waited = steps.column("host_data_seconds") - steps.column("host_data_cpu_seconds")
-    return np.nan_to_num(waited) - np.nan_to_num(steps.column("host_data_delayed_seconds"))
+    return np.nan_to_num(waited) - steps.without_core("host_data")
 
 
 def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gpu_below: float) -> float:
