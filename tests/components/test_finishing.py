@@ -20,9 +20,9 @@ RUN = "0b8e1f"
 
 
 @pytest.fixture
-def tracked(tmp_path, monkeypatch):
+def tracked(mlflow_uri, monkeypatch):
     """A run whose parent run was made by an earlier task, in an experiment that only that task knew."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
     monkeypatch.setenv("TRAINER_RUN", RUN)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "fruit")
     run_id = tracking.start_parent({}, {})

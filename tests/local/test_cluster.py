@@ -88,7 +88,7 @@ def test_a_task_on_a_cluster_trains_on_two_machines_what_one_machine_trains(
     distillation, cluster, environment, store, monkeypatch
 ):
     """The job writes to the URIs that KFP gave, and the task's own disk stays empty."""
-    here = distillation("here").run(processes=2)
+    here = distillation("here").train(processes=2)
     root, shown = train_on_cluster(here, TWO_MACHINES, "run-1", environment, store, monkeypatch)
     student = artifacts.read(f"{root}/student", "model")
     assert student.files == artifacts.read(here.outputs["student"], "model").files
@@ -106,7 +106,7 @@ def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_stu
     distillation, cluster, environment, store, monkeypatch, capsys
 ):
     """The machine that is lost comes back before the first one has noticed."""
-    here = distillation("here", checkpoint_every=3).run(processes=2)
+    here = distillation("here", checkpoint_every=3).train(processes=2)
     store.delay(60, times=1, method="PUT", path="run-2/checkpoints/.*step-00000006-g001/manifest")
 
     def came_back(lost):
