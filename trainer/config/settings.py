@@ -670,8 +670,8 @@ class EvaluateSettings(Section):
     worst_confusions: NonNegative = 8
     """Confused pairs of classes that the report shows with pictures."""
     answer_risk: Annotated[float, Field(ge=0, lt=1, exclude_if=_is_unset)] = 0.0
-    """Largest share of wrong answers of the registered student, which then names a group of `data.hierarchy` where it is not sure of the
-    class; 0: it always names a class. Not read without a hierarchy."""
+    """Largest share of all images to which the registered student may give a wrong answer: it then names a group of `data.hierarchy` where
+    it is not sure of the class, or nothing; 0: it always names a class. Not read without a hierarchy."""
     gate: GateSettings = GateSettings()
     """Conditions for promotion."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from trainer import limits
 from trainer.artifacts import digest
 from trainer.base_models import nearest
 from trainer.config import BUNDLED, FOLDERS, RECIPES, DataSettings
-from trainer.data.sources import SourceListing, read_file
+from trainer.data.sources import SourceListing, expand_home, read_file
 from trainer.errors import DataError, ObjectTooLargeError, StorageError
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, LEVELS, ClassTags, Value
 
@@ -82,7 +81,7 @@ def tables_version(settings: DataSettings) -> str:
 
 def _text(setting: str, file: str) -> str:
     """Read a table; a byte-order mark, as spreadsheets write it, is dropped."""
-    name, location = f"{setting}={file}", os.path.expanduser(file)  # noqa: PTH111  # a Path would turn s3:// into s3:/
+    name, location = f"{setting}={file}", expand_home(file)
     if file.startswith(BUNDLED):
         known = sorted(path.name for path in RECIPES.glob("*.csv"))
         bundled = file.removeprefix(BUNDLED)

@@ -25,7 +25,7 @@ def level_accuracies(tags: ClassTags, logits: Floats, labels: Ints) -> dict[str,
 
 
 def choose_threshold(tags: ClassTags, logits: Floats, labels: Ints, risk: float) -> float:
-    """Choose the smallest threshold with which at most a share `risk` of the answers should be wrong, from images that taught nothing.
+    """Choose the smallest threshold with which at most a share `risk` of images should get a wrong answer, from some that taught nothing.
 
     For each image there is a smallest threshold with which its answer is right: 0 where its predicted class is right, or else the
     probability of the topmost wrong name on the way up from it. Of these N in ascending order, number ceil((N + 1)(1 - risk)) is chosen,
@@ -51,9 +51,8 @@ def answers(tags: ClassTags, logits: Floats, labels: Ints) -> dict[str, Any]:
     """Measure what the answers are with the threshold of `tags`.
 
     Returns:
-        `risk`, the allowed share of wrong answers; `threshold`; `wrong`, the measured share, of all images; `named`, the share of the
-        images whose answer is at each level, `1` being the topmost one and a class above the last level counting at the last; and `none`,
-        the share without an answer.
+        Shares of all images: `risk`, which may get a wrong answer, and `wrong`, which do; `named`, whose answer is at each level, `1` being
+        the topmost one and a class above the last level counting at the last; and `none`, without an answer. And the `threshold`.
     """
     chosen = tags.chosen_levels(tags.confidences(probabilities(logits)))
     right = _right_levels(tags, logits.argmax(axis=1), labels)

@@ -126,8 +126,8 @@ def _answers(answers: Mapping[str, Any] | None) -> Paragraph | None:
     )
     return Paragraph(
         f"The student answers with the deepest name of which it is more than {answers['threshold']:.1%} sure.{none} That threshold was "
-        f"chosen on the validation images, so that at most {answers['risk']:.1%} of the answers are wrong; of those to the test images "
-        f"{answers['wrong']:.1%} are.",
+        f"chosen on the validation images, so that at most {answers['risk']:.1%} of all images get a wrong answer; of the test images "
+        f"{answers['wrong']:.1%} do.",
         style="" if answers["wrong"] <= answers["risk"] else "bad",
     )
 

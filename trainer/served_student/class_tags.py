@@ -59,7 +59,7 @@ class ClassTags:
     parents: Mapping[str, str] = field(default_factory=dict)
     """Class or group -> the group above it; empty where there is no hierarchy."""
     risk: float | None = None
-    """Largest share of wrong answers for which the threshold was chosen."""
+    """Largest share of all images with a wrong answer for which the threshold was chosen."""
     threshold: float | None = None
     """Probability above which a class or group is the answer; None: the answer is the most probable class."""
 

@@ -135,6 +135,7 @@ def test_levels_of_the_hierarchy_are_measured_and_the_answers_of_a_threshold_for
     page = (artifact.path / "report.html").read_text()
     assert "Levels of the hierarchy" in page
     assert "of which it is more than" in page
+    assert f"at most 10.0% of all images get a wrong answer; of the test images {answers['wrong']:.1%} do." in page
     assert json.loads((artifact.path / "metrics.json").read_text())["student"]["test"] == student
     # What a data set without a hierarchy has is as it was.
     assert set(evaluation.figures["student"]["test"]) == {"top1", "top5", "ece", "agreement"}

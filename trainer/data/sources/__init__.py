@@ -15,7 +15,6 @@ import functools
 import importlib.metadata
 import io
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,10 +26,10 @@ from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources.hub_dataset import HubDataset
 from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.image_manifest import ImageManifest
-from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError, read_file
+from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError, expand_home, read_file
 from trainer.errors import DataError, SettingsError
 
-__all__ = ["ImageSource", "Item", "SourceListing", "list_source", "read_file", "source_version"]
+__all__ = ["ImageSource", "Item", "SourceListing", "expand_home", "list_source", "read_file", "source_version"]
 
 logger = logging.getLogger(__name__)
 
@@ -122,4 +121,4 @@ def _open(source: str, outside: Outside) -> ImageSource:
         raise SettingsError(
             f"data.source must be digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME[:CONFIG], got {source!r}"
         )
-    return _SOURCES[kind](os.path.expanduser(name), outside)  # noqa: PTH111  # a Path would turn s3:// into s3:/
+    return _SOURCES[kind](expand_home(name), outside)
