@@ -123,6 +123,10 @@ def _lines(setting: str, file: str) -> Iterator[_Line]:
             where = f"{setting}={file}, line {reader.line_num}"
             if not any(cells):
                 continue
+            if not width and len(cells) == 1 and {";", "\t"} & set(row[0]):
+                raise DataError(
+                    f"{where}: has no comma, and is {limits.cut(cells[0], 200)!r}; save the table with commas between its columns"
+                )
             width = width or len(cells)
             if len(cells) != width:
                 raise DataError(

@@ -80,6 +80,8 @@ def test_folders_are_groups(tmp_path):
         ("food,energy\ngala,nan\ngranny,2\nkiwi,61\n", "and texts, such as 'nan' in line 2"),
         (f"food,energy\ngala,2\ngranny,{'9' * 400}\nkiwi,61\n", r"and texts, such as '9{40}\.\.\. .*' in line 3"),
         ("food,energy,fat\ngala,1,\ngranny,2,\nkiwi,3,\n", "the column 'fat' is empty; fill it, or remove it"),
+        ("food;energy\ngala;1\n", "line 1: has no comma, and is 'food;energy'; save the table with commas between its columns"),
+        ("food\tenergy\ngala\t1\n", "line 1: has no comma, and is 'food.+energy'; save the table with commas"),
         ('food,energy\ngala,"1\n', "line 2: unexpected end of data; mend the line"),
         (b"food,energy\ng\xe2la,1\n", "is not UTF-8 .*; save it as UTF-8 text"),
         (f"food,energy\ngala,{'x' * 1001}\n", "line 2: 'x+... .* has more than 1,000 characters; shorten it"),
@@ -109,6 +111,7 @@ def test_a_table_of_attributes_of_other_classes_is_refused(tmp_path, text, messa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("class;parent\ngala;apple\n", "line 1: has no comma, and is 'class;parent'; save the table with commas"),
         ("class,group\ngala,apple\n", "its first line must be class,parent, but is 'class,group'"),
         ("class,parent\ngala,\n", "line 2: 'gala' has no parent; write the group above it"),
         ("class,parent\ngala,apple\ngala,fruit\n", "line 3: 'gala' has a line already, line 2"),
