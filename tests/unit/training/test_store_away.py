@@ -131,7 +131,8 @@ def test_the_steps_go_on_while_store_and_mlflow_are_away(distillation, outage, o
     caplog.set_level(logging.INFO)
     distillation("disturbed", **LONG).run_here()
     assert outage.ended_at == COMES_BACK, "a step has waited for the store"
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    # aiohttp may leave an error of its own with asyncio when the server that it writes to is stopped
+    warnings = [r.getMessage() for r in caplog.records if r.name.startswith("trainer") and r.levelno >= logging.WARNING]
     said = Counter(next(what for what, line in LINES.items() if re.search(line, text)) for text in warnings)
     assert said.pop("passed over") >= 1, "after the outage a busy machine may pass over some too"
     hanging = ("MLflow away", "MLflow back")  # requests wait for an answer, and get it in the end
