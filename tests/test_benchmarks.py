@@ -121,3 +121,22 @@ def test_accuracy(bench, monkeypatch):
     monkeypatch.setattr(bench_accuracy.subprocess, "run", run_command)
     monkeypatch.setattr(cli, "ended_by_sigterm", contextlib.nullcontext)  # a thread cannot listen to signals
     assert "| 0 |" in bench("bench_accuracy", "labels", "digits", "--seeds", "0", "--set", *RECIPE)
+
+
+@pytest.mark.long
+def test_methods(bench, monkeypatch):
+    monkeypatch.setattr(bench_accuracy.subprocess, "run", run_command)
+    monkeypatch.setattr(cli, "ended_by_sigterm", contextlib.nullcontext)
+    own = "kl at T = 4: distill.temperature=4"
+    table = bench(
+        "bench_accuracy", "methods", "digits", "--only", "hard", "--variant", own, "--seeds", "0", "--set", *RECIPE
+    )
+    assert "| hard |" in table
+    assert "| kl at T = 4 |" in table
+
+
+def test_a_method_that_there_is_not(bench):
+    with pytest.raises(SystemExit, match=r"--only soft: no such method; there are labels alone, kl, "):
+        bench("bench_accuracy", "methods", "digits", "--only", "soft")
+    with pytest.raises(SystemExit, match="give it a name of its own"):
+        bench("bench_accuracy", "methods", "digits", "--variant", "kl: distill.temperature=4")

@@ -7,8 +7,10 @@ validation split. Settings are chosen by validation; the test column is for what
     labels      the student: distilled; on the labels alone; the same with the regularisation of the teacher's fine-tuning
     pretraining the teacher: pretrained as a masked autoencoder and fine-tuned; fine-tuned from scratch for as many epochs together
     unlabeled   the student of a teacher that knows half of the labels: on the labelled images; on all, in as many steps
+    methods     the student by method: each of METHODS, and each `--variant "NAME: KEY=VALUE ..."`, with the time that it took
 
     python tests/benchmarks/bench_accuracy.py labels digits
+    python tests/benchmarks/bench_accuracy.py methods digits --only kl dkd --variant "kl at T = 4: distill.temperature=4"
     python tests/benchmarks/bench_accuracy.py unlabeled grocery --set data.source=imagefolder:/photos/grocery --output runs/unlabeled
 """
 
@@ -19,14 +21,18 @@ import csv
 import hashlib
 import json
 import os
+import re
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from trainer import artifacts, config
@@ -46,6 +52,8 @@ class Bench:
     seeds: Sequence[int]
     jobs: int
     output: Path
+    methods: Mapping[str, Sequence[str]]
+    """Name -> settings, for the comparison `methods`."""
 
     @property
     def settings(self) -> config.Settings:
@@ -59,7 +67,7 @@ class Bench:
             options = [text for name, place in places.items() for text in (f"--{name}", str(self.output / place))]
             command = [sys.executable, "-m", "trainer", "stage", stage, "--recipe", self.recipe, *options]
             command += ["--set", *self.overrides, *changes]
-            log = self.output / f"{made}.log"
+            log, began = self.output / f"{made}.log", time.monotonic()
             with log.open("w") as file:
                 environment = {
                     "OMP_NUM_THREADS": "1",
@@ -70,7 +78,12 @@ class Bench:
                 ended = subprocess.run(command, check=False, env=environment, stdout=file, stderr=subprocess.STDOUT)
             if ended.returncode:
                 raise SystemExit(f"{made}: exit code {ended.returncode}; see {log}")
+            (self.output / f"{made}.seconds").write_text(f"{time.monotonic() - began:.1f}\n")
         return target
+
+    def minutes(self, made: str) -> float:
+        """How long the stage took that made this."""
+        return float((self.output / f"{made}.seconds").read_text()) / 60
 
     def prepare(self, name: str = "data", *changes: str) -> None:
         """A prepared data set of this name."""
@@ -178,6 +191,34 @@ def unlabeled(bench: Bench) -> Scores:
     )
 
 
+METHODS = {
+    "labels alone": "distill.logit_weight=0 distill.label_weight=1 distill.unlabeled=false",
+    "kl": "distill.logit_loss=kl",
+    "kl, standardised": "distill.logit_loss=kl distill.standardize_logits=true",
+    "hard": "distill.logit_loss=hard",
+    "dkd": "distill.logit_loss=dkd",
+    "dist": "distill.logit_loss=dist",
+    "kl and embedding": "distill.logit_loss=kl distill.feature_weight=1 distill.feature_loss=cosine_smooth_l1",
+}
+"""What `methods` compares; whatever else a recipe says of the student and its training is the same for all."""
+
+
+def methods(bench: Bench) -> Scores:
+    """What a student gains by each method, from one teacher."""
+    bench.prepare()
+    bench.pretrain("teacher")
+
+    def train(name: str, seed: int) -> tuple[float, float]:
+        return bench.distill(student(name, seed), *bench.methods[name], f"distill.seed={seed}")
+
+    return bench.scores({name: partial(train, name) for name in bench.methods})
+
+
+def student(method: str, seed: int) -> str:
+    """Name the folder of a method's student."""
+    return f"{re.sub('[^a-z0-9]+', '-', method.lower())}-{seed}"
+
+
 def remove_labels(dataset: Path, manifest: Path) -> None:
     """Write a data set's stored images as files, and a manifest of them in which half of each class's training images have no label.
 
@@ -206,7 +247,7 @@ def remove_labels(dataset: Path, manifest: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
 
-COMPARISONS = {"labels": labels, "pretraining": pretraining, "unlabeled": unlabeled}
+COMPARISONS = {"labels": labels, "pretraining": pretraining, "unlabeled": unlabeled, "methods": methods}
 
 
 def table(scores: Scores, seeds: Sequence[int]) -> list[str]:
@@ -220,6 +261,31 @@ def table(scores: Scores, seeds: Sequence[int]) -> list[str]:
     return [*lines, *(f"| {name} | {' | '.join(f'{value:.1f}' for value in values)} |" for name, values in rows)]
 
 
+def table_of_methods(bench: Bench, scores: Scores) -> list[str]:
+    """One row a method: test top-1 with its spread over the seeds, validation top-1, and minutes of a distillation."""
+    lines = ["| method | test | largest - smallest | val | minutes |", "|---|---|---|---|---|"]
+    for name, of_seeds in scores.items():
+        test, val = ([seed[split] for seed in of_seeds] for split in (0, 1))
+        minutes = statistics.mean(bench.minutes(student(name, seed)) for seed in bench.seeds)
+        numbers = (statistics.mean(test), max(test) - min(test), statistics.mean(val), minutes)
+        lines.append(f"| {name} | {' | '.join(f'{number:.1f}' for number in numbers)} |")
+    return lines
+
+
+def chosen_methods(only: Sequence[str], variants: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Choose some of `METHODS`, or all, and `NAME: KEY=VALUE ...` of one's own: name -> settings."""
+    unknown = [name for name in only if name not in METHODS]
+    if unknown:
+        raise SystemExit(f"--only {unknown[0]}: no such method; there are {', '.join(METHODS)}")
+    chosen = {name: settings for name, settings in METHODS.items() if not only or name in only}
+    for variant in variants:
+        name, colon, settings = variant.partition(":")
+        if not colon or name in chosen:
+            raise SystemExit(f"--variant {variant}: give it a name of its own, as in 'NAME: KEY=VALUE'")
+        chosen[name] = settings
+    return {name: shlex.split(settings) for name, settings in chosen.items()}
+
+
 def main() -> None:
     """Train, measure, and print the table."""
     parser = argparse.ArgumentParser(description="Compare the accuracy of variants, with several seeds each.")
@@ -229,13 +295,27 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--jobs", type=int, default=1, help="how many train at a time, on a core each (default: 1)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="keep what is made there (default: thrown away)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="METHOD", help="of methods: these (default: all)")
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="NAME: KEY=VALUE ...", help="of methods: another one"
+    )
     options = parser.parse_args()
+    methods_chosen = chosen_methods(options.only, options.variant)
     with tempfile.TemporaryDirectory(prefix="accuracy-") as spare:
         output = (options.output or Path(spare)).resolve()
         output.mkdir(parents=True, exist_ok=True)
         given = ["tracking.enabled=false", *options.overrides]
-        bench = Bench(recipe=options.recipe, overrides=given, seeds=options.seeds, jobs=options.jobs, output=output)
-        print("\n".join(table(COMPARISONS[options.comparison](bench), options.seeds)))
+        bench = Bench(
+            recipe=options.recipe,
+            overrides=given,
+            seeds=options.seeds,
+            jobs=options.jobs,
+            output=output,
+            methods=methods_chosen,
+        )
+        scores = COMPARISONS[options.comparison](bench)
+        by_method = options.comparison == "methods"
+        print("\n".join(table_of_methods(bench, scores) if by_method else table(scores, options.seeds)))
 
 
 if __name__ == "__main__":
