@@ -66,7 +66,12 @@ def fill_the_task(run: Run, stage: str) -> None:
         if pod["metadata"]["uid"] == before[-1]["metadata"]["uid"]:
             return False
         log = kubectl("logs", pod["metadata"]["name"], "--container=main", check=False)
-        return "following it" in log or pod["status"]["phase"] in {"Succeeded", "Failed"}
+        if "following it" in log or pod["status"]["phase"] in {"Succeeded", "Failed"}:
+            return True
+        conditions = [one for job in run.jobs(stage) for one in job["status"].get("conditions", ())]
+        ended = any(one["type"] == "Succeeded" and one["status"] == "True" for one in conditions)
+        assert not ended, f"{stage} ended before its task was there again; take a longer training (EPOCHS)"
+        return False
 
     eventually(followed, seconds=180, what="the task's next pod follows the job")
 
