@@ -31,6 +31,7 @@ ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
 Outside = Literal["refuse", "read"]
 FeatureFormat = Literal["fp16", "int8"]
+OnNearDuplicates = Literal["show", "separate", "refuse"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,6 +309,9 @@ class DataSettings(Section):
     """Fewest valid labelled images of a class; `prepare` fails if one has fewer."""
     max_bad_fraction: Fraction = 0.01
     """Largest share of quarantined images; `prepare` fails above it."""
+    near_duplicates: Annotated[OnNearDuplicates, Field(exclude_if=lambda value: value == "show")] = "show"
+    """Images that look the same in different splits: `show` them on the data card, `refuse` the data, or `separate`: keep them in one split
+    where val or test is taken from train, and leave those out of train that look like one of the source's own val or test."""
     max_pixels: Positive = 100_000_000
     """Images with more pixels (width x height) are quarantined before they are decoded."""
     min_edge: Positive = 8
