@@ -1,6 +1,7 @@
-"""Images whose label a model contradicts, by confident learning (Northcutt, Jiang and Chuang, 2021, JAIR 70, sections 3.1 and 3.2).
+"""Images whose label a model contradicts, by confident learning (Northcutt, Jiang and Chuang, 2021, JAIR 70).
 
 The model must not have learned from the labels that it judges: its probabilities are those on other splits, or come from cross-validation.
+They are computed for some images at a time; what is kept of them is a few numbers an image.
 
 Shapes: N images, K classes, D numbers of an embedding.
 """
@@ -55,6 +56,20 @@ class LabelCount:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedLabels:
+    """Of which labels there is doubt."""
+
+    issues: Sequence[LabelIssue]
+    """At most `LISTED` of those that one model judges, the worst first."""
+    counts: Mapping[str, LabelCount]
+    """Name of each split that was judged -> its numbers."""
+
+    def __add__(self, other: JudgedLabels) -> JudgedLabels:
+        both = sorted([*self.issues, *other.issues], key=lambda one: one.label_confidence - one.confidence)
+        return JudgedLabels(issues=both, counts={**self.counts, **other.counts})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Contradicted:
     """The labels that were contradicted, the worst first."""
 
@@ -67,12 +82,14 @@ class Contradicted:
 
 
 def contradicted(logits: Floats, labels: Ints) -> Contradicted:
-    """Find the labels that confident learning takes for wrong.
+    """Find the labels that confident learning takes for wrong: the off-diagonal entries of the confident joint (equations 1 and 2).
 
-    The threshold of class j is t_j, the mean of p_j over the images with label j. An image counts as one of the class that has the largest
-    probability p_j of those with p_j >= t_j. Its label is contradicted if that is another class (an off-diagonal entry of the confident
-    joint), and the label is not the most probable class of all. The worst have the smallest normalised margin (Northcutt et al., section
-    4): the label's probability less the largest other one's.
+    The threshold t_j of class j is the mean of p_j over the images with label j, and infinite where there are none. An image counts as one
+    of the class j that has the largest p_j of those with p_j >= t_j. Its label is contradicted if it is another class, and not itself the
+    most probable of all. The worst have the smallest margin: the label's probability less the largest other one's.
+
+    cleanlab does the same, but where several classes reach their thresholds it takes the most probable of all classes, be it one of them
+    or not, and so contradicts a few labels more.
 
     Args:
         logits: out of sample, [N, K].
@@ -112,40 +129,36 @@ def _parts(logits: Floats) -> Iterator[tuple[Ints, npt.NDArray[np.float64]]]:
         yield np.arange(start, start + len(part)), metrics.probabilities(part)
 
 
-def issues(logits: Floats, judged: Mapping[Split, Ints]) -> tuple[list[LabelIssue], dict[str, LabelCount]]:
-    """Find the contradicted labels of images of several splits that one model judges, and count them.
+def judge(logits: Floats, judged: Mapping[Split, Ints]) -> JudgedLabels:
+    """Judge the labels of images of several splits by one model.
 
     Args:
         logits: out of sample, of the images of all splits, one split after the other, [N, K].
         judged: split -> indices of its images.
-
-    Returns:
-        At most `LISTED` issues, the worst first; and name of the split -> how many images were judged and contradicted.
     """
-    splits, indices = list(judged), list(judged.values())
-    owners = np.repeat(np.arange(len(splits)), [len(part) for part in indices])
-    places = np.concatenate(indices)
+    splits = list(judged)
+    owners = np.repeat(np.arange(len(splits)), [len(part) for part in judged.values()])
+    places = np.concatenate(list(judged.values()))
     labels = np.concatenate([split.labels[part] for split, part in judged.items()])
     found = contradicted(logits, labels)
-    listed = [
-        LabelIssue(
-            split=splits[owners[row]],
-            index=int(places[row]),
-            label=int(labels[row]),
-            suggested=int(suggested),
-            confidence=float(confidence),
-            label_confidence=float(label_confidence),
-        )
-        for row, suggested, confidence, label_confidence in zip(
-            found.rows[:LISTED], found.suggested, found.confidence, found.label_confidence, strict=False
-        )
-    ]
     wrong = np.bincount(owners[found.rows], minlength=len(splits)).tolist()
-    counts: dict[str, LabelCount] = {
-        split.name: LabelCount(judged=len(part), contradicted=count)
-        for split, part, count in zip(splits, indices, wrong, strict=True)
-    }
-    return listed, counts
+    return JudgedLabels(
+        issues=[
+            LabelIssue(
+                split=splits[owners[row]],
+                index=int(places[row]),
+                label=int(labels[row]),
+                suggested=int(found.suggested[number]),
+                confidence=float(found.confidence[number]),
+                label_confidence=float(found.label_confidence[number]),
+            )
+            for number, row in enumerate(found.rows[:LISTED].tolist())
+        ],
+        counts={
+            split.name: LabelCount(judged=len(part), contradicted=count)
+            for (split, part), count in zip(judged.items(), wrong, strict=True)
+        },
+    )
 
 
 def cross_validated(
@@ -175,7 +188,7 @@ def cross_validated(
 
 
 def write(path: Path, found: Sequence[LabelIssue], classes: Sequence[str]) -> None:
-    """Write the issues as lines of a manifest (`path`, `label`, `split`) with further columns, the worst first."""
+    """Write the issues, the worst first, as lines of a manifest (`path`, `label`, `split`) with further columns."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)

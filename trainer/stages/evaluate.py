@@ -20,7 +20,7 @@ from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
 from trainer.evaluation import hierarchy, label_issues, metrics, probes, report
 from trainer.evaluation.embeddings import embed, spread
-from trainer.evaluation.label_issues import LabelCount, LabelIssue
+from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
 from trainer.served_student.class_tags import ClassTags
@@ -150,16 +150,16 @@ def _evaluate(
     student_matrix = measured["student"].matrix
     examples = _examples(settings, split, logits["student"], student_matrix)
     details: dict[str, Any] = {name: _details(part, classes) for name, part in measured.items()}
-    issues: list[LabelIssue] | None = None
+    judged: JudgedLabels | None = None
     if settings.label_issues != "off":
         (teacher,) = (subject.model for subject in subjects if subject.name == "teacher")
-        issues, judged = _label_issues(settings, data, teacher, logits["teacher"])
-        details["label_issues"] = {name: asdict(count) for name, count in judged.items()}
-        label_issues.write(directory / LABEL_ISSUES, issues, classes)
+        judged = _judged_labels(settings, data, teacher, logits["teacher"])
+        details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
+        label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)
     _write_json(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
     _write_json(directory / CONFUSION, {"labels": list(classes), "matrix": student_matrix.tolist()})
     page = report.render(
-        classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags, issues=issues
+        classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags, judged=judged
     )
     (directory / REPORT).write_text(page, encoding="utf-8")
     return {**{name: dict(measured[name].figures) for name in measured}, "verdict": verdict}
@@ -171,24 +171,23 @@ def _answering(settings: EvaluateSettings, tags: ClassTags, student: Classifier,
     return tags.answering(risk=risk, threshold=hierarchy.choose_threshold(tags, logits, split.labels, risk))
 
 
-def _label_issues(
+def _judged_labels(
     settings: EvaluateSettings, data: PreparedDataset, teacher: Classifier, test_logits: Logits
-) -> tuple[list[LabelIssue], dict[str, LabelCount]]:
-    """Find the labels that the teacher contradicts, the worst first, and count them by split."""
+) -> JudgedLabels:
+    """Find the labels that the teacher contradicts: of val and test, and of train where that is asked for."""
     val, test, size = data.split("val"), data.split("test"), settings.batch_size
     labeled = [np.flatnonzero(split.labels >= 0) for split in (val, test)]
     logits = np.concatenate([predict(teacher, val, size, "teacher")[labeled[0]], test_logits[labeled[1]]])
-    found, counts = label_issues.issues(logits, dict(zip((val, test), labeled, strict=True)))
-    if settings.label_issues == "all":
-        device, train = choose_device().open(), data.split("train")
-        chosen = spread(len(train), probes.MOST_IMAGES)
-        bank, known = embed(teacher, train, chosen, device, size), embed(teacher, val, range(len(val)), device, size)
-        teacher.cpu()
-        classes, labels = len(data.classes), train.labels[chosen]
-        out_of_fold, judged = label_issues.cross_validated(bank, labels, known, val.labels, classes)
-        more, of_train = label_issues.issues(out_of_fold[judged], {train: np.array(chosen)[judged]})
-        found, counts = found + more, of_train | counts
-    return sorted(found, key=lambda one: one.label_confidence - one.confidence), counts
+    held_out = label_issues.judge(logits, dict(zip((val, test), labeled, strict=True)))
+    if settings.label_issues != "all":
+        return held_out
+    device, train = choose_device().open(), data.split("train")
+    chosen = spread(len(train), probes.MOST_IMAGES)
+    bank, known = embed(teacher, train, chosen, device, size), embed(teacher, val, range(len(val)), device, size)
+    teacher.cpu()
+    labels = train.labels[chosen]
+    out_of_fold, is_judged = label_issues.cross_validated(bank, labels, known, val.labels, len(data.classes))
+    return label_issues.judge(out_of_fold[is_judged], {train: np.array(chosen)[is_judged]}) + held_out
 
 
 def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logits:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from trainer.evaluation import label_issues, probes
+from trainer.evaluation import label_issues, metrics, probes
 from trainer.evaluation.label_issues import contradicted, cross_validated
 
 
@@ -61,6 +61,27 @@ def test_contradicted_labels_are_those_of_the_papers_loop(monkeypatch, classes, 
     chances = powers / powers.sum(axis=1, keepdims=True)
     assert np.allclose(found.confidence, chances[found.rows, found.suggested])
     assert np.allclose(found.label_confidence, chances[found.rows, labels[found.rows]])
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 50])
+def test_contradicted_labels_and_their_order_are_cleanlabs(classes):
+    filters = pytest.importorskip("cleanlab.filter")  # an environment may be older than requirements/development.txt
+    logits, labels = made_up(1500, classes, seed=classes)
+    chances = metrics.probabilities(logits)
+    expected = filters.find_label_issues(
+        labels,
+        chances,
+        filter_by="confident_learning",
+        return_indices_ranked_by="normalized_margin",
+        n_jobs=1,
+    )
+    # Where several classes are above their thresholds it takes the most probable class of all, be it above its own or not; the paper, and
+    # we, the most probable of those above. So it contradicts a few labels that are just that.
+    thresholds = np.array([chances[labels == label, label].mean() for label in range(classes)])
+    own = np.where(chances >= thresholds - 1e-6, chances, -1).argmax(axis=1) == labels
+    assert own[expected].sum() == (3 if classes == 50 else 0)
+    assert len(expected) > 20
+    assert contradicted(logits, labels).rows.tolist() == expected[~own[expected]].tolist()
 
 
 def test_nothing_is_contradicted_of_nothing_or_where_the_model_agrees():

@@ -211,6 +211,8 @@ def test_wrong_labels_of_val_and_test_are_found(trained_digits, mislabelled, tmp
     page = (artifact.path / "report.html").read_text()
     assert "Labels that the teacher contradicts" in page
     assert found[0]["path"] in page
+    assert "All are in label_issues.csv." in page
+    assert "learned by heart" not in page
     assert "label_issues" not in artifact.settings, "older evaluations stay valid"
 
 
@@ -226,6 +228,7 @@ def test_training_labels_are_judged_by_a_probe_of_the_other_folds(trained_digits
     there = {f"digits/{index}" for index in IMAGES["train"]} & wrong
     assert len(found & there) / len(there) > 0.6, "the teacher has not seen the wrong labels"
     assert len(found & there) / len(found) > 0.4
+    assert "those that it has learned by heart" in (artifact.path / "report.html").read_text()
     assert not {row["path"] for row in read_issues(artifact)} & {f"digits/{index}" for index in IMAGES["unlabeled"]}
 
 
