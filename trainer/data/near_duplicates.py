@@ -36,8 +36,9 @@ _CELLS = 4
 _BYTES = 8 + 3 * _CELLS**2
 """Of an appearance."""
 _BAND_BITS = 16
-_MOST_COMPARED = 1024
-"""Images with which one is compared under each mask, so that many images that look the same do not take quadratic time."""
+_MOST_COMPARED, _MOST_TWINS = 1024, 256
+"""Images with which one is compared under each mask, and those that look like it, after which no more are looked for: many images that are
+alike would take quadratic time."""
 _TOGETHER = 2**20
 """Pairs that are compared at once."""
 
@@ -51,6 +52,7 @@ hashes within the radius are equal in one of the bands with one of its bits left
 
 _RANKS: Mapping[SplitName, int] = {"train": 0, "unlabeled": 0, "val": 1, "test": 2}
 """A near-duplicate is leakage where these differ."""
+_HIGHEST, _BITS, _NONE = 2, 64, np.iinfo(np.int64).max
 
 Ints: TypeAlias = npt.NDArray[np.intp]
 
@@ -109,25 +111,30 @@ def find(candidates: Sequence[ImageCandidate]) -> NearDuplicates:
     ranks = np.array([_RANKS[member.split] for member in members], dtype=np.intp)
     splits = np.array([SPLITS.index(member.split) for member in members], dtype=np.intp)
     seen = np.zeros((len(members), len(SPLITS)), dtype=np.bool_)  # of which splits an image looks like another one
-    best = np.empty((0, 4), dtype=np.intp)  # image, - rank of its twin, bits, twin
+    count = len(members)
+    best = np.full(
+        count, _NONE
+    )  # of each image: rank of its twin, bits and twin, packed so that the smallest is the best
     for left, right, bits in search.pairs():
         seen[left, splits[right]] = seen[right, splits[left]] = True
         image, twin = np.where(ranks[left] < ranks[right], (left, right), (right, left))
         across = ranks[image] < ranks[twin]
-        if across.any():
-            rows = np.concatenate([best, np.stack([image, -ranks[twin], bits, twin], axis=1)[across]])
-            rows = rows[np.lexsort(rows.T[::-1])]
-            best = rows[np.unique(rows[:, 0], return_index=True)[1]]
-    best = best[np.lexsort((best[:, 0], best[:, 2]))]
+        packed = ((_HIGHEST - ranks[twin]) * _BITS + bits) * count + twin
+        np.minimum.at(best, image[across], packed[across])
+    images = np.flatnonzero(best < _NONE)
+    bits, twins = best[images] // max(count, 1) % _BITS, best[images] % max(count, 1)
     return NearDuplicates(
-        pairs=[NearPair(image=members[image], twin=members[twin], bits=bits) for image, _, bits, twin in best.tolist()],
+        pairs=[
+            NearPair(image=members[images[place]], twin=members[twins[place]], bits=int(bits[place]))
+            for place in np.argsort(bits, kind="stable")
+        ],
         measured={
             (split, other): int(seen[splits == number, SPLITS.index(other)].sum())
             for number, split in enumerate(SPLITS)
             for other in SPLITS
             if _RANKS[split] > _RANKS[other]
         },
-        compared=len(members),
+        compared=count,
         complete=search.complete,
     )
 
@@ -147,11 +154,14 @@ def groups(candidates: Sequence[ImageCandidate]) -> dict[str, int]:
         return found
 
     waiting: list[tuple[Ints, Ints]] = []
+    count = 0
     for left, right, _ in search.pairs():
         new = numbers[left] != numbers[right]
-        waiting.append((numbers[left[new]], numbers[right[new]]))
-        if sum(len(ends) for ends, _ in waiting) > _TOGETHER:
-            numbers, waiting = joined(waiting), []
+        if new.any():
+            waiting.append((numbers[left[new]], numbers[right[new]]))
+            count += len(waiting[-1][0])
+        if count > _TOGETHER:
+            numbers, waiting, count = joined(waiting), [], 0
     return {member.key: number for member, number in zip(search.members, joined(waiting).tolist(), strict=True)}
 
 
@@ -165,6 +175,7 @@ class _Search:
         hashes = np.ascontiguousarray(looks[:, :8]).view(">u8").ravel().astype(np.uint64)
         self._places = np.argsort(hashes, kind="stable")  # so that of those with equal bits the nearest stand together
         self._hashes, self._colours = hashes[self._places], looks[self._places, 8:]
+        self._twins = np.zeros(len(hashes), dtype=np.int32)
         self.complete = True
 
     def pairs(self) -> Iterator[tuple[Ints, Ints, Ints]]:
@@ -178,10 +189,10 @@ class _Search:
                 step += 1
                 starts = starts[: np.searchsorted(starts, len(keys) - step)]
                 starts = starts[keys[starts] == keys[starts + step]]
+                searched = starts[self._twins[order[starts]] < (_MOST_TWINS if step <= _MOST_COMPARED else 0)]
+                self.complete &= len(searched) == len(starts)
+                starts = searched
                 if not len(starts):
-                    break
-                if step > _MOST_COMPARED:
-                    self.complete = False
                     break
                 for block in range(0, len(starts), _TOGETHER):
                     part = starts[block : block + _TOGETHER]
@@ -196,5 +207,6 @@ class _Search:
         left, right, differing = left[chosen], right[chosen], differing[chosen]
         colours = self._colours[left].astype(np.int16) - self._colours[right]
         alike = np.abs(colours).mean(axis=1) <= COLOUR_DIFFERENCE
+        self._twins[left[alike]] += 1
         bits: Ints = np.bitwise_count(differing[alike]).astype(np.intp)
         return self._places[left[alike]], self._places[right[alike]], bits

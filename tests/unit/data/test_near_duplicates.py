@@ -96,12 +96,13 @@ def test_any_seven_bits_may_differ() -> None:
         assert len(found(looks)) == 1
 
 
-def test_many_that_look_the_same_are_compared_with_some_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_duplicates, "_MOST_COMPARED", 5)
+@pytest.mark.parametrize("limit", ["_MOST_COMPARED", "_MOST_TWINS"])
+def test_of_many_that_look_the_same_not_all_pairs_are_looked_at(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(near_duplicates, limit, 5)
     members = [candidate(f"{number}", "00" * 56, LABELED[number % 3]) for number in range(100)]
     result = near_duplicates.find(members)
     assert not result.complete
-    assert len(result.pairs) > 50, "neighbours are compared"
+    assert len(result.pairs) == 67, "each has one, since neighbours are compared"
     assert len(set(near_duplicates.groups(members).values())) == 1
 
 
@@ -193,6 +194,21 @@ def test_groups_reach_by_way_of_others() -> None:
     numbers = near_duplicates.groups(members)
     assert len({numbers[f"{number}"] for number in range(4)}) == 1
     assert numbers["4"] != numbers["0"]
+
+
+@pytest.mark.parametrize("together", [7, 2**20])
+def test_groups_are_those_of_a_slow_loop(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    monkeypatch.setattr(near_duplicates, "_TOGETHER", together)
+    looks = clusters(120, seed=2)
+    numbers = list(range(len(looks)))
+    for one, other in itertools.combinations(range(len(looks)), 2):
+        if looks_alike(looks[one], looks[other]):
+            numbers = [numbers[one] if number == numbers[other] else number for number in numbers]
+    found = near_duplicates.groups([candidate(f"{number}", look) for number, look in enumerate(looks)])
+    parts = [{key: found[f"{key}"] for key in range(len(looks))}, dict(enumerate(numbers))]
+    first, second = ({frozenset(k for k in part if part[k] == value) for value in part.values()} for part in parts)
+    assert first == second
+    assert 1 < len(first) < 120
 
 
 def write(root: Path, split: str, label: int, name: str, image: Image.Image, quality: int = 95) -> None:
