@@ -116,16 +116,7 @@ def prepare(
         kept, dropped = curation.drop_copies(candidates)
         _write_json(directory / DROPPED, dropped)
         curation.check_classes(kept, listing.classes, settings)
-        groups = near_duplicates.groups(kept) if settings.near_duplicates == "separate" else None
-        kept = curation.take_missing_splits(kept, {item.split for item in listing.items}, settings, groups)
-        near = near_duplicates.find(kept)
-        _write_near_duplicates(near, listing.classes, directory)
-        if settings.near_duplicates == "refuse":
-            _refuse_near_duplicates(near, directory / NEAR_DUPLICATES)
-        if settings.near_duplicates == "separate":
-            left_out = {pair.image.key for pair in near.pairs}
-            kept = [candidate for candidate in kept if candidate.key not in left_out]
-        curation.check_splits(kept, listing.classes, {item.label for item in listing.items if item.split == "train"})
+        kept, near = _split(kept, listing, settings, directory)
         splits = {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
         squares = _open_squares(cache, len(_chunks(listing)))
         _write_splits(splits, squares, directory, processes)
@@ -350,13 +341,37 @@ def _check_quarantined(quarantined: Sequence[Quarantined], total: int, settings:
     )
 
 
-def _refuse_near_duplicates(near: NearDuplicates, file: Path) -> None:
+def _split(
+    candidates: Sequence[ImageCandidate], listing: SourceListing, settings: DataSettings, directory: Path
+) -> tuple[list[ImageCandidate], NearDuplicates]:
+    """Take the splits that are missing, and deal with near-duplicates in different ones as the settings say."""
+    separates = settings.near_duplicates == "separate"
+    groups = near_duplicates.groups(candidates) if separates else None
+    kept = curation.take_missing_splits(candidates, {item.split for item in listing.items}, settings, groups)
+    near = near_duplicates.find(kept)
+    _write_near_duplicates(near, listing.classes, directory)
     if near.pairs:
         first = near.pairs[0]
-        raise DataError(
+        found = (
             f"{len(near.pairs)} images look like one of a split that measures more, first {first.image.name} of {first.image.split}, like "
-            f"{first.twin.name} of {first.twin.split}. All are listed in {file}; remove them, or set data.near_duplicates=separate"
+            f"{first.twin.name} of {first.twin.split}"
         )
+        if settings.near_duplicates == "refuse":
+            listed = directory / NEAR_DUPLICATES
+            raise DataError(f"{found}. All are listed in {listed}; remove them, or set data.near_duplicates=separate")
+        logger.warning("prepare: %s; %s", found, "they are left out" if separates else "the data card shows them")
+    if separates:
+        left_out = {pair.image.key for pair in near.pairs}
+        kept = [candidate for candidate in kept if candidate.key not in left_out]
+    taught = {item.label for item in listing.items if item.split == "train"}
+    try:
+        curation.check_splits(kept, listing.classes, taught)
+    except DataError as error:
+        hint = (
+            "; or set data.near_duplicates=show: images that look the same are kept together, or left out" * separates
+        )
+        raise DataError(f"{error}{hint}") from error
+    return kept, near
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_every_pair_within_the_radius_is_found_once(monkeypatch: pytest.MonkeyPa
 
 def test_any_seven_bits_may_differ() -> None:
     """Those that a mask could miss: spread over the bands as evenly as they can be."""
-    for seed in range(200):
+    for seed in range(40):
         generator = random.Random(seed)
         number = generator.getrandbits(64)
         other = number
@@ -171,7 +171,7 @@ def test_each_image_is_listed_with_the_nearest_one_of_the_split_that_measures_mo
         candidate("test too", look(3), "test"),
         candidate("unlabelled", look(0xF), "unlabeled", -1),
     ]
-    for order in itertools.permutations(members):
+    for order in itertools.islice(itertools.permutations(members), 0, 720, 37):
         result = near_duplicates.find(order)
         assert {(pair.image.name, pair.twin.name, pair.bits) for pair in result.pairs} == {
             ("train", "test too", 2),
@@ -310,6 +310,13 @@ def test_splits_that_are_taken_from_train_share_none(tmp_path: Path) -> None:
     assert all(len(found) == 1 for found in shots.values())
     assert artifact.figures["near_duplicates"] == 0
     assert artifact.figures["test"] == artifact.figures["val"] == 24
+
+
+def test_where_all_look_the_same_no_split_can_be_taken(tmp_path: Path) -> None:
+    for label, number in itertools.product(range(2), range(10)):
+        write(tmp_path / "photos", "", label, f"{number}", picture(1), quality=50 + 4 * number + label)
+    with pytest.raises(DataError, match=r"split val is empty: .*; or set data\.near_duplicates=show: images that look"):
+        prepared(tmp_path / "photos", tmp_path / "out", near_duplicates="separate")
 
 
 def test_a_value_that_there_is_not() -> None:
