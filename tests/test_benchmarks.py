@@ -84,6 +84,12 @@ def test_data(bench):
     assert "| torchvision, original photos |" in table
 
 
+def test_curation(bench):
+    table = bench("bench_curation", "--per-class", "5", "--size", "64", "--looks", "1000")
+    assert "complete: True" in table
+    assert "10 % brighter                 100.0% found" in table
+
+
 @pytest.mark.long
 def test_kernels(bench):
     assert "teacher, fp32" in bench(

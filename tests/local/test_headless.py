@@ -1,5 +1,6 @@
 """A teacher without a head, from a copy of the hub's file, teaches its embedding; the student's head is fitted afterwards."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -143,7 +144,7 @@ def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headl
     assert set(model.network.state_dict()) == set(
         models.create(config.ModelSettings(**QUICK["student"]), "ab").network.state_dict()
     )
-    settings = config.EvaluateSettings(latency_runs=10, latency_batch_sizes=(1,))
+    settings = config.EvaluateSettings(latency_runs=10, latency_batch_sizes=(1,), label_issues="all")
     measured = evaluate.run(
         settings, dataset=digits, teacher=headless, student=student, evaluation=tmp_path / "evaluation"
     )
@@ -151,7 +152,15 @@ def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headl
     assert teacher["head"] == "linear probe"
     assert min(teacher["test"]["top1"], teacher["test"]["knn_top1"], ours["test"]["knn_top1"]) > 0.4  # by chance 0.1
     assert ours["test"]["top1"] > 0.4
-    assert "k-NN top-1 of the embeddings" in (measured.path / "report.html").read_text()
+    page = (measured.path / "report.html").read_text()
+    assert "k-NN top-1 of the embeddings" in page
+    judged = json.loads((measured.path / "metrics.json").read_text())["label_issues"]
+    data = open_dataset(digits)
+    assert {name: count["judged"] for name, count in judged.items()} == {
+        name: len(data.split(name)) for name in ("train", "val", "test")
+    }
+    assert "Labels that the teacher contradicts" in page
+    assert "learned by heart" not in page, "it has learned no label"
 
     test = open_dataset(digits).split("test")
     photos = test.read(range(40)).permute(0, 2, 3, 1).numpy()

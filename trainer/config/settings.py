@@ -31,6 +31,8 @@ ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
 Outside = Literal["refuse", "read"]
 FeatureFormat = Literal["fp16", "int8"]
+LabelIssues = Literal["off", "held_out", "all"]
+OnNearDuplicates = Literal["show", "separate", "refuse"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,6 +310,9 @@ class DataSettings(Section):
     """Fewest valid labelled images of a class; `prepare` fails if one has fewer."""
     max_bad_fraction: Fraction = 0.01
     """Largest share of quarantined images; `prepare` fails above it."""
+    near_duplicates: Annotated[OnNearDuplicates, Field(exclude_if=lambda value: value == "show")] = "show"
+    """Images that look the same in different splits: `show` them on the data card, `refuse` the data, or `separate`: keep them in one split
+    where val or test is taken from train, and leave those out of train that look like one of the source's own val or test."""
     max_pixels: Positive = 100_000_000
     """Images with more pixels (width x height) are quarantined before they are decoded."""
     min_edge: Positive = 8
@@ -672,6 +677,9 @@ class EvaluateSettings(Section):
     answer_risk: Annotated[float, Field(ge=0, lt=1, exclude_if=_is_unset)] = 0.0
     """Largest share of all images to which the registered student may give a wrong answer: it then names a group of `data.hierarchy` where
     it is not sure of the class, or nothing; 0: it always names a class. Not read without a hierarchy."""
+    label_issues: Annotated[LabelIssues, Field(exclude_if=lambda value: value == "held_out")] = "held_out"
+    """Labels that the teacher contradicts (confident learning, Northcutt et al. 2021): of `held_out` images, those of val and test; of
+    `all`, those of train too, by cross-validation of a linear probe of its embedding; or `off`."""
     gate: GateSettings = GateSettings()
     """Conditions for promotion."""
 

@@ -15,8 +15,10 @@ from PIL import Image
 from trainer import formatting, limits, pages
 from trainer.charts import stacked_columns
 from trainer.config import DataSettings
+from trainer.data import near_duplicates
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
-from trainer.data.dataset_schema import DROPPED, QUARANTINE, UNLABELED, SplitName
+from trainer.data.dataset_schema import DROPPED, NEAR_DUPLICATES, QUARANTINE, UNLABELED, SplitName
+from trainer.data.near_duplicates import NearDuplicates
 from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Subsection, Table
 from trainer.served_student.class_tags import TAGS, ClassTags
 
@@ -34,6 +36,8 @@ ATTRIBUTES, CELL = 10, 100
 """Most attributes of a class on the page, and most characters of a text among them."""
 FEW = 5
 """Images of a class in val or test below which the card says that they are few."""
+PAIRS = 24
+"""Pairs of near-duplicates of which the page shows pictures."""
 TILES = 4
 """Pictures of a class."""
 Splits: TypeAlias = Mapping[SplitName, Sequence[ImageCandidate]]
@@ -49,6 +53,7 @@ def data_card(
     splits: Splits,
     quarantined: Sequence[Quarantined],
     dropped: Sequence[Dropped],
+    near: NearDuplicates | None = None,
     tags: ClassTags | None = None,
     read: Callable[[int], bytes],
 ) -> str:
@@ -56,6 +61,7 @@ def data_card(
 
     Args:
         notes: what the source left out, in sentences.
+        near: near-duplicates in different splits; the page is silent on them where there are none.
         tags: what is known of the classes, if anything.
         read: row of a candidate -> its stored picture's file.
     """
@@ -80,6 +86,7 @@ def data_card(
         _classes(classes, splits),
         *([_known(tags)] if tags is not None else []),
         _sizes([member for members in splits.values() for member in members], settings.image_size),
+        *([_near_duplicates(near, settings, classes, splits, read)] if near is not None and near.pairs else []),
         _left_out(quarantined, dropped),
     ]
     return pages.render("Data card", lead, sections)
@@ -199,6 +206,42 @@ def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> b
     buffer = io.BytesIO()
     strip.save(buffer, "JPEG", quality=80)
     return buffer.getvalue()
+
+
+def _near_duplicates(
+    near: NearDuplicates, settings: DataSettings, classes: Sequence[str], splits: Splits, read: Callable[[int], bytes]
+) -> PageSection:
+    photos = []
+    for pair in near.pairs[:PAIRS]:
+        sides = (
+            f"{one.split}, {_class(one, classes)}: {limits.cut(one.name, CELL)}" for one in (pair.image, pair.twin)
+        )
+        strip = _strip([pair.image, pair.twin], read)
+        photos.append(Photo(strip, f"{' | '.join(sides)} ({pair.bits})", media_type="image/jpeg"))
+    are = "were left out" if settings.near_duplicates == "separate" else "are kept"
+    text = (
+        f"{len(near.pairs):,} images {are} that look like one of a split that measures more, by which the measured accuracy is too high. "
+        "The nearest ones come first; in brackets: in how many of 64 bits their hashes differ, at most "
+        f"{near_duplicates.RADIUS}. All are in {NEAR_DUPLICATES}."
+    )
+    rows = [(split, other, count) for (split, other), count in near.measured.items() if count]
+    skipped = sum(map(len, splits.values())) - near.compared
+    notes = [
+        f"{skipped:,} images were not compared: an edge is below {near_duplicates.SMALLEST_EDGE} pixels."
+        if skipped > 0
+        else "",
+        ""
+        if near.complete
+        else "Of some looks there are so many images that not all of them were compared with one another.",
+    ]
+    table = Table(["images of", "that look like one of", "images"], rows)
+    return PageSection(
+        "Near-duplicates", [Paragraph(text), table, PhotoGrid(photos), *map(Paragraph, filter(None, notes))]
+    )
+
+
+def _class(member: ImageCandidate, classes: Sequence[str]) -> str:
+    return formatting.isolated(classes[member.label]) if member.label != UNLABELED else "unlabelled"
 
 
 def _left_out(quarantined: Sequence[Quarantined], dropped: Sequence[Dropped]) -> PageSection:

@@ -7,7 +7,7 @@ also in val or test. Last, val and test are taken from train where the source la
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,11 +34,21 @@ class ImageCandidate:
     """Of the original, upright, in pixels."""
     height: int
     """Of the original, upright, in pixels."""
+    appearance: str = ""
+    """How it looks, as `near_duplicates.appearance` describes it."""
 
     @classmethod
-    def of(cls, item: Item, *, key: str, width: int, height: int) -> ImageCandidate:
+    def of(cls, item: Item, *, key: str, width: int, height: int, appearance: str) -> ImageCandidate:
         """Add to an item of the source what its decoded image says."""
-        return cls(name=item.name, label=item.label, split=item.split, key=key, width=width, height=height)
+        return cls(
+            name=item.name,
+            label=item.label,
+            split=item.split,
+            key=key,
+            width=width,
+            height=height,
+            appearance=appearance,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +119,22 @@ def drop_copies(candidates: Sequence[ImageCandidate]) -> tuple[list[ImageCandida
 
 
 def take_missing_splits(
-    candidates: Sequence[ImageCandidate], given: Iterable[SplitName], settings: DataSettings
+    candidates: Sequence[ImageCandidate],
+    given: Iterable[SplitName],
+    settings: DataSettings,
+    groups: Mapping[str, int] | None = None,
 ) -> list[ImageCandidate]:
     """Take val and test from train, class by class, where the source does not give them.
 
     An image has a fixed place in [0, 1), drawn from its content and `split_seed`. Of a class's N images the `test_fraction` x N with
     the smallest places are test, the next `val_fraction` x N are val, both rounded and at least one, and the rest is train. So every
     class has its share, however small it is, and an image that is added or removed moves at most the one image at each limit.
+
+    A group stays together: at the smallest place of its images it goes to test, or else to val, if there is room for all of them in their
+    classes' shares, and to train if there is not.
+
+    Args:
+        groups: content key -> number of the group of images that stay in one split; others are alone.
 
     Returns:
         The candidates in the given order, each with its split.
@@ -124,20 +143,24 @@ def take_missing_splits(
         "test": 0.0 if "test" in given else settings.test_fraction,
         "val": 0.0 if "val" in given else settings.val_fraction,
     }
-    moved: dict[str, SplitName] = {}
-    keys_of_class: defaultdict[int, list[str]] = defaultdict(list)
-    for candidate in candidates:
-        if candidate.split == "train":
-            keys_of_class[candidate.label].append(candidate.key)
-    for unsorted in keys_of_class.values():
-        keys = sorted(unsorted, key=lambda key: (place(key, settings.split_seed), key))
-        test, val = (
-            max(round(fractions[split] * len(keys)), 1) if fractions[split] else 0 for split in ("test", "val")
-        )
-        while test + val >= len(keys) and max(test, val) > 1:  # one is left for train
+    taken = [candidate for candidate in candidates if candidate.split == "train"]
+    room: dict[SplitName, dict[int, int]] = {"test": {}, "val": {}}  # split -> label -> images that it still takes
+    for label, count in Counter(candidate.label for candidate in taken).items():
+        test, val = (max(round(fractions[split] * count), 1) if fractions[split] else 0 for split in ("test", "val"))
+        while test + val >= count and max(test, val) > 1:  # one is left for train
             test, val = (test - 1, val) if test >= val else (test, val - 1)
-        moved |= dict.fromkeys(keys[:test], "test")
-        moved |= dict.fromkeys(keys[test : test + val], "val")
+        room["test"][label], room["val"][label] = test, val
+    together: defaultdict[int | str, list[ImageCandidate]] = defaultdict(list)
+    for candidate in sorted(taken, key=lambda one: (place(one.key, settings.split_seed), one.key)):
+        together[(groups or {}).get(candidate.key, candidate.key)].append(candidate)
+    moved: dict[str, SplitName] = {}
+    for members in together.values():  # by the smallest place of each
+        counts = Counter(member.label for member in members)
+        for split, free in room.items():
+            if all(free[label] >= count for label, count in counts.items()):
+                moved |= dict.fromkeys((member.key for member in members), split)
+                free.update({label: free[label] - count for label, count in counts.items()})
+                break
     return [
         replace(candidate, split=moved.get(candidate.key, "train")) if candidate.split == "train" else candidate
         for candidate in candidates

@@ -1,8 +1,9 @@
 """Files of a prepared data set; `preparation` writes them and `dataset` reads them.
 
 The artifact holds one Arrow data set a split (`train/`, `val/`, `test/`, `unlabeled/`; columns: `features`), `dataset.json`
-(`DatasetDescription`), `quarantine.json`, `dropped.json`, the data card `card.html`, and where classes have attributes or a hierarchy
-`tags.json` (`ClassTags`). Imports nothing heavy, because every process that decodes images loads it.
+(`DatasetDescription`), `quarantine.json`, `dropped.json`, and the data card `card.html`; where classes have attributes or a hierarchy
+`tags.json` (`ClassTags`), and where splits look like one another `near_duplicates.json` (`near_duplicates.NearPair`). Imports nothing
+heavy, because every process that decodes images loads it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 DESCRIPTION = "dataset.json"
 QUARANTINE = "quarantine.json"
 DROPPED = "dropped.json"
+NEAR_DUPLICATES = "near_duplicates.json"
 CARD = "card.html"
 
 UNLABELED = -1

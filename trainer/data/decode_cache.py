@@ -48,6 +48,8 @@ class _Image(StrictModel):
     key: str = ""
     width: int = 0
     height: int = 0
+    appearance: str | None = None
+    """None in a record of an older version, which did not look."""
 
 
 class _Chunk(StrictModel):
@@ -96,6 +98,8 @@ class DecodeCache:
         named = [(image.name, image.label) for image in chunk.images]
         if chunk.way != self.way or named != [(item.name, item.label) for item in items]:
             return None
+        if any(not image.reason and image.appearance is None for image in chunk.images):
+            return None
         if not self._has_squares(number, chunk.squares):
             logger.warning("%s: its squares are not whole; decoding these images again", self._uri(number, "jsonl"))
             return None
@@ -104,7 +108,9 @@ class DecodeCache:
         return [
             Quarantined(name=image.name, reason=image.reason)
             if image.reason
-            else ImageCandidate.of(item, key=image.key, width=image.width, height=image.height)
+            else ImageCandidate.of(
+                item, key=image.key, width=image.width, height=image.height, appearance=image.appearance or ""
+            )
             for image, item in zip(chunk.images, items, strict=True)
         ]
 
@@ -127,7 +133,7 @@ class DecodeCache:
             if isinstance(outcome, Quarantined):
                 found: dict[str, Any] = {"reason": outcome.reason}
             else:
-                found = {"key": outcome.key, "width": outcome.width, "height": outcome.height}
+                found = {name: getattr(outcome, name) for name in ("key", "width", "height", "appearance")}
             images.append(_Image(name=item.name, label=item.label, content=content, **found))
         chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images))
         storage.write_checksummed(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))

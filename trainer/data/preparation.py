@@ -34,12 +34,22 @@ from tqdm import tqdm
 from trainer import __version__, limits, storage
 from trainer.artifacts import digest
 from trainer.config import LOADING, DataSettings
-from trainer.data import curation, decoding
+from trainer.data import curation, decoding, near_duplicates
 from trainer.data.card import data_card
 from trainer.data.class_tables import read_tags
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
-from trainer.data.dataset_schema import CARD, DROPPED, QUARANTINE, SPLITS, DatasetDescription, SplitName, features
+from trainer.data.dataset_schema import (
+    CARD,
+    DROPPED,
+    NEAR_DUPLICATES,
+    QUARANTINE,
+    SPLITS,
+    DatasetDescription,
+    SplitName,
+    features,
+)
 from trainer.data.decode_cache import DecodeCache, Outcome
+from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sources import Item, SourceListing, list_source
 from trainer.errors import DataError, ObjectTooLargeError, writing_to
 from trainer.host import usable_cores
@@ -63,7 +73,10 @@ LOG_INTERVAL_S = 10.0
 """Seconds between two lines on the progress, where there is no terminal."""
 _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
-_DECIDING = {"val_fraction", "test_fraction", "test_from", "split_seed", "min_images_per_class", "max_bad_fraction"}
+_DECIDING = {
+    *("val_fraction", "test_fraction", "test_from", "split_seed", "near_duplicates"),
+    *("min_images_per_class", "max_bad_fraction"),
+}
 """Settings about which decoded images are kept where, not about how they are decoded."""
 _OF_CLASSES = {"attributes", "hierarchy"}
 """Settings about what is known of classes, not about images."""
@@ -83,8 +96,8 @@ def prepare(
         processes: number of processes that decode and write; the usable cores where not given. The result does not depend on it.
 
     Returns:
-        Numbers of images: train, val, test, unlabeled; quarantined; duplicates and leakage (left out because an equal one is kept); and
-        classes.
+        Numbers of images: train, val, test, unlabeled; quarantined; duplicates and leakage (left out because an equal one is kept);
+        near_duplicates (those that look like one of a split that measures more); and classes.
 
     Raises:
         SettingsError: `settings.source` is not a source.
@@ -103,8 +116,7 @@ def prepare(
         kept, dropped = curation.drop_copies(candidates)
         _write_json(directory / DROPPED, dropped)
         curation.check_classes(kept, listing.classes, settings)
-        kept = curation.take_missing_splits(kept, {item.split for item in listing.items}, settings)
-        curation.check_splits(kept, listing.classes, {item.label for item in listing.items if item.split == "train"})
+        kept, near = _split(kept, listing, settings, directory)
         splits = {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
         squares = _open_squares(cache, len(_chunks(listing)))
         _write_splits(splits, squares, directory, processes)
@@ -116,6 +128,7 @@ def prepare(
             splits=splits,
             quarantined=quarantined,
             dropped=dropped,
+            near=near,
             tags=tags,
             read=lambda row: squares[row]["image"][0]["bytes"].as_py(),
         )
@@ -131,6 +144,7 @@ def prepare(
         "quarantined": len(quarantined),
         "duplicates": len(dropped) - leakage,
         "leakage": leakage,
+        "near_duplicates": len(near.pairs),
     }
 
 
@@ -264,9 +278,15 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
         except MemoryError as error:
             raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
         how = Square(fit=settings.fit, size=settings.image_size, max_pixels=settings.max_pixels)
-        square = decoding.encode(preprocessing.to_square(image, how), settings.encoding, settings.jpeg_quality)
-        key = decoding.content_key(image)
-        decoded = ImageCandidate.of(item, key=key, width=image.width, height=image.height)
+        picture = preprocessing.to_square(image, how)
+        square = decoding.encode(picture, settings.encoding, settings.jpeg_quality)
+        decoded = ImageCandidate.of(
+            item,
+            key=decoding.content_key(image),
+            width=image.width,
+            height=image.height,
+            appearance=near_duplicates.appearance(picture, min(image.size)),
+        )
     except BadImageError as error:
         return content or str(error), Quarantined(name=item.name, reason=str(error)), b""
     return content, decoded, square
@@ -321,12 +341,56 @@ def _check_quarantined(quarantined: Sequence[Quarantined], total: int, settings:
     )
 
 
+def _split(
+    candidates: Sequence[ImageCandidate], listing: SourceListing, settings: DataSettings, directory: Path
+) -> tuple[list[ImageCandidate], NearDuplicates]:
+    """Take the splits that are missing, and deal with near-duplicates in different ones as the settings say."""
+    separates = settings.near_duplicates == "separate"
+    groups = near_duplicates.groups(candidates) if separates else None
+    kept = curation.take_missing_splits(candidates, {item.split for item in listing.items}, settings, groups)
+    near = near_duplicates.find(kept)
+    _write_near_duplicates(near, listing.classes, directory)
+    if near.pairs:
+        first = near.pairs[0]
+        found = (
+            f"{len(near.pairs)} images look like one of a split that measures more, first {first.image.name} of {first.image.split}, like "
+            f"{first.twin.name} of {first.twin.split}"
+        )
+        if settings.near_duplicates == "refuse":
+            listed = directory / NEAR_DUPLICATES
+            raise DataError(f"{found}. All are listed in {listed}; remove them, or set data.near_duplicates=separate")
+        logger.warning("prepare: %s; %s", found, "they are left out" if separates else "the data card shows them")
+    if separates:
+        left_out = {pair.image.key for pair in near.pairs}
+        kept = [candidate for candidate in kept if candidate.key not in left_out]
+    taught = {item.label for item in listing.items if item.split == "train"}
+    try:
+        curation.check_splits(kept, listing.classes, taught)
+    except DataError as error:
+        hint = (
+            "; or set data.near_duplicates=show: images that look the same are kept together, or left out" * separates
+        )
+        raise DataError(f"{error}{hint}") from error
+    return kept, near
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
 
 def _write_json(path: Path, records: Sequence[Quarantined | Dropped]) -> None:
-    path.write_text(json.dumps([asdict(one) for one in records], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write_records(path, [asdict(one) for one in records])
+
+
+def _write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text(json.dumps(records, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_near_duplicates(near: NearDuplicates, classes: Sequence[str], directory: Path) -> None:
+    """List them where there are any; without, the data set is what it was before they were looked for."""
+    (directory / NEAR_DUPLICATES).unlink(missing_ok=True)
+    if near.pairs:
+        _write_records(directory / NEAR_DUPLICATES, [pair.record(classes) for pair in near.pairs])
 
 
 def _open_squares(cache: DecodeCache, chunks: int) -> Any:

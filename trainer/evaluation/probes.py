@@ -5,6 +5,7 @@ Shapes: N images with labels, M other images, D numbers of an embedding, K class
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +50,15 @@ class LinearProbe:
         return result
 
 
-def fit_probe(train: Embeddings, labels: Ints, val: Embeddings, val_labels: Ints, classes: int) -> LinearProbe:
+def fit_probe(
+    train: Embeddings,
+    labels: Ints,
+    val: Embeddings,
+    val_labels: Ints,
+    classes: int,
+    *,
+    penalties: Sequence[float] | None = None,
+) -> LinearProbe:
     """Fit a linear probe by multinomial logistic regression, the usual measure of frozen embeddings (Radford et al. 2021, CLIP, by L-BFGS).
 
     Minimised is the mean cross-entropy + penalty / 2 x the weights' squared norm, over embeddings that are standardised by the training
@@ -62,6 +71,7 @@ def fit_probe(train: Embeddings, labels: Ints, val: Embeddings, val_labels: Ints
         val: [M, D].
         val_labels: int64 [M].
         classes: K.
+        penalties: those to choose from, from the largest to the smallest; `PENALTIES` where not given.
     """
     values = train.astype(np.float64)
     mean, std = values.mean(0), values.std(0)
@@ -69,7 +79,7 @@ def fit_probe(train: Embeddings, labels: Ints, val: Embeddings, val_labels: Ints
     values = (values - mean) / std
     best: LinearProbe | None = None
     start = np.zeros((classes, values.shape[1] + 1))
-    for penalty in PENALTIES:
+    for penalty in penalties or PENALTIES:
         start = _minimize(start, values, labels, penalty)
         weight = start[:, :-1] / std
         candidate = LinearProbe(weight=weight, bias=start[:, -1] - weight @ mean, penalty=penalty, val_top1=0.0)

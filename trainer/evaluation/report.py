@@ -11,16 +11,21 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from trainer import charts, pages, summary
+from trainer import charts, limits, pages, summary
 from trainer.charts import ReliabilityCurve
 from trainer.evaluation import metrics
+from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.metrics import Calibration, Confusion, Ints, Latency, Machine
 from trainer.formatting import isolated
-from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, Table
+from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Table
 from trainer.served_student.class_tags import ClassTags
 
 Example: TypeAlias = tuple[Confusion, npt.NDArray[np.uint8]]
 """A confusion, and test images of the one class taken for the other, [B, 3, S, S]."""
+
+
+_ISSUES, _NAME = 24, 100
+"""Labels that the page shows with pictures, and most characters of an image's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,7 @@ def render(
     verdict: Mapping[str, Any],
     examples: Sequence[Example],
     tags: ClassTags | None = None,
+    judged: JudgedLabels | None = None,
 ) -> str:
     """Build the whole page, self-contained; `tags` has the hierarchy by whose levels was measured, if there is one."""
     outcome = "passed" if verdict["passed"] else "did not pass"
@@ -63,6 +69,7 @@ def render(
             _calibration(both),
             _confusions(student, classes, examples),
             _classes(both, classes),
+            *([_label_issues(judged, teacher, classes)] if judged is not None else []),
         ],
     )
 
@@ -171,6 +178,42 @@ def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Ex
         caption += f" The {charts.MOST_CELLS:,} largest shares are drawn."
     chart = charts.confusion(student.matrix, classes, "Confusion matrix of the student")
     return PageSection("What the student confuses", [*blocks, Figure(chart, caption)])
+
+
+def _label_issues(judged: JudgedLabels, teacher: Measured, classes: Sequence[str]) -> PageSection:
+    photos = [
+        Photo(
+            strip(one.split.read([one.index]).numpy()),
+            f"{isolated(classes[one.label])}, or {isolated(classes[one.suggested])} ({one.confidence:.0%})? "
+            f"{one.split.name}, {limits.cut(one.split.sources[one.index], _NAME)}",
+        )
+        for one in judged.issues[:_ISSUES]
+    ]
+    rows = [
+        (split, count.judged, count.contradicted, f"{count.contradicted / max(count.judged, 1):.1%}")
+        for split, count in judged.counts.items()
+    ]
+    text = (
+        "Confident learning takes these labels for wrong: the teacher is surer of another class than it is, on average, of images with "
+        "that label. Many are right all the same, so look at them. The worst come first: the label, and what the teacher would say. "
+        f"{_listed(judged)}"
+    )
+    by_heart = (
+        "The teacher was trained on the labels of train, so those that it has learned by heart, though wrong, are not contradicted."
+        if "train" in judged.counts and not teacher.figures.get("head")
+        else ""
+    )
+    table = Table(["split", "labels", "contradicted", "share"], rows)
+    return PageSection(
+        "Labels that the teacher contradicts",
+        [Paragraph(text), table, Paragraph(by_heart) if by_heart else None, PhotoGrid(photos)],
+    )
+
+
+def _listed(judged: JudgedLabels) -> str:
+    count = sum(one.contradicted for one in judged.counts.values())
+    which = "All" if count == len(judged.issues) else f"The worst {len(judged.issues):,}"
+    return f"{which} are in label_issues.csv."
 
 
 def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:

@@ -18,8 +18,9 @@ from trainer.config import EvaluateSettings
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
-from trainer.evaluation import hierarchy, metrics, probes, report
+from trainer.evaluation import hierarchy, label_issues, metrics, probes, report
 from trainer.evaluation.embeddings import embed, spread
+from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
 from trainer.served_student.class_tags import ClassTags
@@ -28,6 +29,7 @@ from trainer.tracking.stage_runs import stage_run
 METRICS = "metrics.json"
 CONFUSION = "confusion.json"
 REPORT = "report.html"
+LABEL_ISSUES = "label_issues.csv"
 
 _TOP_K = 5
 _IMAGES_A_CONFUSION = 5
@@ -38,7 +40,7 @@ Logits = npt.NDArray[np.float32]
 def run(
     settings: EvaluateSettings, *, dataset: str | Path, teacher: str | Path, student: str | Path, evaluation: str | Path
 ) -> Artifact:
-    """Write `metrics.json` (everything), `confusion.json` (the student's matrix) and `report.html`.
+    """Write `metrics.json` (everything), `confusion.json` (the student's matrix), `label_issues.csv` and `report.html`.
 
     Accuracy is measured on the device that `TRAINER_DEVICE` names, in fp32; latency always on the CPU.
 
@@ -147,10 +149,18 @@ def _evaluate(
     machine = metrics.machine()
     student_matrix = measured["student"].matrix
     examples = _examples(settings, split, logits["student"], student_matrix)
-    details = {name: _details(part, classes) for name, part in measured.items()}
+    details: dict[str, Any] = {name: _details(part, classes) for name, part in measured.items()}
+    judged: JudgedLabels | None = None
+    if settings.label_issues != "off":
+        (teacher,) = (subject.model for subject in subjects if subject.name == "teacher")
+        judged = _judged_labels(settings, data, teacher, logits["teacher"])
+        details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
+        label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)
     _write_json(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
     _write_json(directory / CONFUSION, {"labels": list(classes), "matrix": student_matrix.tolist()})
-    page = report.render(classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags)
+    page = report.render(
+        classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags, judged=judged
+    )
     (directory / REPORT).write_text(page, encoding="utf-8")
     return {**{name: dict(measured[name].figures) for name in measured}, "verdict": verdict}
 
@@ -159,6 +169,25 @@ def _answering(settings: EvaluateSettings, tags: ClassTags, student: Classifier,
     """Choose the threshold of the student's answers on the validation split."""
     logits, risk = predict(student, split, settings.batch_size, "student"), settings.answer_risk
     return tags.answering(risk=risk, threshold=hierarchy.choose_threshold(tags, logits, split.labels, risk))
+
+
+def _judged_labels(
+    settings: EvaluateSettings, data: PreparedDataset, teacher: Classifier, test_logits: Logits
+) -> JudgedLabels:
+    """Find the labels that the teacher contradicts: of val and test, and of train where that is asked for."""
+    val, test, size = data.split("val"), data.split("test"), settings.batch_size
+    labeled = [np.flatnonzero(split.labels >= 0) for split in (val, test)]
+    logits = np.concatenate([predict(teacher, val, size, "teacher")[labeled[0]], test_logits[labeled[1]]])
+    held_out = label_issues.judge(logits, dict(zip((val, test), labeled, strict=True)))
+    if settings.label_issues != "all":
+        return held_out
+    device, train = choose_device().open(), data.split("train")
+    chosen = spread(len(train), probes.MOST_IMAGES)
+    bank, known = embed(teacher, train, chosen, device, size), embed(teacher, val, range(len(val)), device, size)
+    teacher.cpu()
+    labels = train.labels[chosen]
+    out_of_fold, is_judged = label_issues.cross_validated(bank, labels, known, val.labels, len(data.classes))
+    return label_issues.judge(out_of_fold[is_judged], {train: np.array(chosen)[is_judged]}) + held_out
 
 
 def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logits:

@@ -138,6 +138,24 @@ def test_every_class_has_an_image_in_every_split(count: int, fraction: float) ->
         assert set(splits(assigned).values()) == {"train", "val", "test"}
 
 
+def test_a_group_stays_together_within_the_shares_of_its_classes() -> None:
+    settings = DataSettings(test_fraction=0.2, val_fraction=0.1)
+    images = [one for label in range(3) for one in many(60, label)]
+    numbers = {one.key: index % 40 for index, one in enumerate(images) if index % 7}  # of two classes or three
+    numbers |= {one.key: 1000 for one in images[:13]}  # more than test has room for
+    for order in (images, images[::-1]):
+        assigned = take_missing_splits(order, {"train"}, settings, numbers)
+        groups: dict[int, set[SplitName]] = {}
+        for one in assigned:
+            groups.setdefault(numbers.get(one.key, -1), set()).add(one.split)
+        assert {number for number, found in groups.items() if len(found) > 1} == {-1}
+        assert groups[1000] == {"train"}
+        counts = Counter((one.split, one.label) for one in assigned)
+        assert all(0 < counts["test", label] <= 12 for label in range(3))
+        assert all(0 < counts["val", label] <= 6 for label in range(3))
+    assert splits(assigned) == splits(take_missing_splits(images, {"train"}, settings, numbers))
+
+
 @pytest.mark.parametrize(("given", "taken"), [("val", "test"), ("test", "val")])
 def test_only_the_split_that_lacks_is_taken(given: SplitName, taken: SplitName) -> None:
     settings = DataSettings(test_fraction=0.2, val_fraction=0.2)

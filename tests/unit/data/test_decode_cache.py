@@ -121,6 +121,17 @@ def test_a_damaged_chunk_is_decoded_again(
     assert prepared(photos, tmp_path / "b" / "data", caplog) == (undisturbed[0], 25 - CHUNK)
 
 
+def test_a_chunk_of_which_an_older_version_did_not_say_how_it_looks_is_decoded_again(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed(photos, tmp_path / "b" / "data")
+    (file,) = (tmp_path / "b" / "checkpoints").rglob("000002.jsonl")
+    content = storage.read_checksummed(str(file))
+    assert content.count(',"appearance":""') == CHUNK
+    storage.write_checksummed(str(file), content.replace(',"appearance":""', ""))
+    assert prepared(photos, tmp_path / "b" / "data", caplog)[1] == 25 - CHUNK
+
+
 def test_images_that_have_changed_are_decoded_again(
     photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

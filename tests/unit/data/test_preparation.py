@@ -166,7 +166,7 @@ def test_copies_are_dropped_and_leakage_is_removed_from_train(tmp_path: Path) ->
     }
     assert figures == {
         **dict.fromkeys(("train", "val", "test"), 11),
-        **dict.fromkeys(("unlabeled", "quarantined"), 0),
+        **dict.fromkeys(("unlabeled", "quarantined", "near_duplicates"), 0),
         "classes": 2,
         "duplicates": 1,
         "leakage": 3,

@@ -53,8 +53,9 @@ def png(image: torch.Tensor) -> bytes:
     return buffer.getvalue()
 
 
-def write_dataset(path: Path) -> None:
-    labels = load_digits().target
+def write_dataset(path: Path, labels: np.ndarray | None = None) -> None:
+    """Write the digits; `labels`: other ones than their own, of all of scikit-learn's."""
+    labels = load_digits().target if labels is None else labels
     with artifacts.create(path, "dataset", settings=DATA) as draft:
         for name, indices in IMAGES.items():
             encoded = [png(image) for image in pixels(indices)]
@@ -71,12 +72,13 @@ def write_dataset(path: Path) -> None:
         draft.figures.update({**images, "classes": 10, "quarantined": 0})
 
 
-def write_model(path: Path, dim: int, depth: int, steps: int) -> None:
-    """Train a small ViT on the labels."""
+def write_model(path: Path, dim: int, depth: int, steps: int, target: np.ndarray | None = None) -> None:
+    """Train a small ViT on the labels, or on others."""
+    target = load_digits().target if target is None else target
     torch.manual_seed(0)
     args = {"img_size": EDGE, "patch_size": 8, "embed_dim": dim, "depth": depth, "num_heads": 2}
     model = models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), list("0123456789"))
-    images, labels = pixels(IMAGES["train"]), torch.from_numpy(load_digits().target[: len(IMAGES["train"])]).long()
+    images, labels = pixels(IMAGES["train"]), torch.from_numpy(target[: len(IMAGES["train"])]).long()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
         batch = torch.randint(len(images), (128,))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from sklearn.datasets import load_digits
 
-from tests.unit.stages.conftest import TAGS
+from tests.unit.stages.conftest import IMAGES, TAGS, write_dataset
 from trainer import artifacts, models
 from trainer.config import EvaluateSettings, GateSettings
+from trainer.data.dataset import open_dataset
 from trainer.errors import ModelError
 from trainer.stages import evaluate
 
@@ -169,3 +172,68 @@ def test_nearest_neighbours_are_measured_where_the_gate_asks_for_them(trained_di
     (reason,) = artifact.figures["verdict"]["reasons"]
     assert reason.startswith("accuracy: the k-NN top-1 of the student's embeddings is")
     assert "k-NN top-1" not in (evaluation.path / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def mislabelled(tmp_path_factory):
+    """The digits with a wrong label for every twentieth one, and which those are."""
+    path = tmp_path_factory.mktemp("mislabelled") / "dataset"
+    labels, generator = load_digits().target.copy(), np.random.default_rng(0)
+    wrong = generator.random(len(labels)) < 0.05
+    labels[wrong] = (labels[wrong] + generator.integers(1, 10, wrong.sum())) % 10
+    write_dataset(path, labels)
+    return path, {f"digits/{index}" for index in np.flatnonzero(wrong)}
+
+
+def read_issues(artifact) -> list[dict[str, str]]:
+    with (artifact.path / "label_issues.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_wrong_labels_of_val_and_test_are_found(trained_digits, mislabelled, tmp_path):
+    dataset, wrong = mislabelled
+    artifact = run(trained_digits, tmp_path / "evaluation", dataset=dataset)
+    found = read_issues(artifact)
+    assert {row["split"] for row in found} == {"val", "test"}
+    there = {f"digits/{index}" for name in ("val", "test") for index in IMAGES[name]} & wrong
+    hits = [row for row in found if row["path"] in wrong]
+    assert len(hits) / len(there) > 0.8, f"recall; by chance it is {len(found) / 500}"
+    assert len(hits) / len(found) > 0.4, "precision; by chance it is 0.05"
+    for row in hits:
+        assert row["label"] == str(open_dataset(dataset).split(row["split"]).labels[digit(row, row["split"])])
+    right = [row["suggested"] == str(load_digits().target[int(row["path"].removeprefix("digits/"))]) for row in hits]
+    assert np.mean(right) > 0.7
+    margins = [float(row["confidence"]) - float(row["label_confidence"]) for row in found]
+    assert margins == sorted(margins, reverse=True)
+    counts = json.loads((artifact.path / "metrics.json").read_text())["label_issues"]
+    assert {name: count["judged"] for name, count in counts.items()} == {"val": 200, "test": 300}
+    assert sum(count["contradicted"] for count in counts.values()) == len(found)
+    page = (artifact.path / "report.html").read_text()
+    assert "Labels that the teacher contradicts" in page
+    assert found[0]["path"] in page
+    assert "All are in label_issues.csv." in page
+    assert "learned by heart" not in page
+    assert "label_issues" not in artifact.settings, "older evaluations stay valid"
+
+
+def digit(row: dict[str, str], split: str) -> int:
+    return int(row["path"].removeprefix("digits/")) - IMAGES[split].start
+
+
+def test_training_labels_are_judged_by_a_probe_of_the_other_folds(trained_digits, mislabelled, tmp_path):
+    dataset, wrong = mislabelled
+    settings = SETTINGS.model_copy(update={"label_issues": "all"})
+    artifact = run(trained_digits, tmp_path / "evaluation", settings, dataset=dataset)
+    found = {row["path"] for row in read_issues(artifact) if row["split"] == "train"}
+    there = {f"digits/{index}" for index in IMAGES["train"]} & wrong
+    assert len(found & there) / len(there) > 0.6, "the teacher has not seen the wrong labels"
+    assert len(found & there) / len(found) > 0.4
+    assert "those that it has learned by heart" in (artifact.path / "report.html").read_text()
+    assert not {row["path"] for row in read_issues(artifact)} & {f"digits/{index}" for index in IMAGES["unlabeled"]}
+
+
+def test_labels_are_not_judged_where_that_is_off(trained_digits, tmp_path):
+    artifact = run(trained_digits, tmp_path / "evaluation", SETTINGS.model_copy(update={"label_issues": "off"}))
+    assert not (artifact.path / "label_issues.csv").exists()
+    assert "label_issues" not in json.loads((artifact.path / "metrics.json").read_text())
+    assert "Labels that the teacher" not in (artifact.path / "report.html").read_text()

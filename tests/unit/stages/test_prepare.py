@@ -32,7 +32,7 @@ def test_the_artifact_has_figures_and_a_fingerprint_that_repeats(photos: Path, t
     assert first.kind == "dataset"
     assert set(first.figures) == {
         *("train", "val", "test", "unlabeled"),
-        *("classes", "quarantined", "duplicates", "leakage"),
+        *("classes", "quarantined", "duplicates", "leakage", "near_duplicates"),
     }
     assert first.figures["train"] + first.figures["val"] + first.figures["test"] == 24
     again = run(settings, dataset=f"file://{tmp_path}/two")

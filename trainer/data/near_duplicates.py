@@ -1,0 +1,212 @@
+"""Near-duplicates: images that look the same and are not equal, such as a photo and its copy in another size, or two shots of a burst.
+
+Where one of them is learned from and the other one measures, the accuracy is too high. They are found by a perceptual hash of the stored
+square, which `prepare` has in its hands anyway: N. Krawetz's difference hash ("Kind of Like That", hackerfactor.com, 2013), 64 bits that
+say whether brightness rises from each of 9 x 8 points to the next one on its right. It ignores brightness and colour, so the mean colours
+of 4 x 4 cells have to fit too, without which all pictures of a single colour would be one.
+
+All pairs within the radius are found without comparing every image with every other (`_MASKS`). Imports nothing heavy, because every
+process that decodes images loads it.
+
+Shapes: N images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from trainer.data.curation import ImageCandidate
+from trainer.data.dataset_schema import SPLITS, UNLABELED, SplitName
+
+RADIUS = 7
+"""Most bits of 64 in which the hashes of near-duplicates differ."""
+COLOUR_DIFFERENCE = 16
+"""Largest mean difference of the colours of their cells, of 255."""
+SMALLEST_EDGE = 32
+"""Images with a shorter edge are not compared: there is so little in them that different ones have hashes within the radius, as digits of
+8 pixels do (docs/data.md)."""
+
+_CELLS = 4
+_BYTES = 8 + 3 * _CELLS**2
+"""Of an appearance."""
+_BAND_BITS = 16
+_MOST_COMPARED, _MOST_TWINS = 1024, 256
+"""Images with which one is compared under each mask, and those that look like it, after which no more are looked for: many images that are
+alike would take quadratic time."""
+_TOGETHER = 2**20
+"""Pairs that are compared at once."""
+
+_MASKS = [
+    np.uint64(((1 << _BAND_BITS) - 1 - (1 << bit)) << start)
+    for start in range(0, 64, _BAND_BITS)
+    for bit in range(_BAND_BITS)
+]
+"""Bits that two hashes may share: of 7 differing bits, at most one falls into at least one of four bands (pigeonhole principle), so any two
+hashes within the radius are equal in one of the bands with one of its bits left out."""
+
+_RANKS: Mapping[SplitName, int] = {"train": 0, "unlabeled": 0, "val": 1, "test": 2}
+"""A near-duplicate is leakage where these differ."""
+_HIGHEST, _BITS, _NONE = 2, 64, np.iinfo(np.int64).max
+
+Ints: TypeAlias = npt.NDArray[np.intp]
+
+
+def appearance(square: Image.Image, shortest_edge: int) -> str:
+    """Describe how a picture looks: its hash and the colours of its cells as hexadecimal text; empty for one that is too small.
+
+    Args:
+        square: RGB, as it is stored.
+        shortest_edge: of the original, in pixels.
+    """
+    if min(shortest_edge, *square.size) < SMALLEST_EDGE:
+        return ""
+    points = square.resize((9, 8), Image.Resampling.BICUBIC, reducing_gap=3.0)
+    grey = np.asarray(points.convert("L"))
+    cells = points.resize((_CELLS, _CELLS), Image.Resampling.BOX)
+    return np.packbits(grey[:, 1:] > grey[:, :-1]).tobytes().hex() + cells.tobytes().hex()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NearPair:
+    """An image, and the nearest one of a split that measures more; of several test before val."""
+
+    image: ImageCandidate
+    twin: ImageCandidate
+    bits: int
+    """In which their hashes differ."""
+
+    def record(self, classes: Sequence[str]) -> dict[str, Any]:
+        """Return what a file says of it."""
+        sides: dict[str, Any] = {"bits": self.bits}
+        for side, one in (("image", self.image), ("twin", self.twin)):
+            named = classes[one.label] if one.label != UNLABELED else None
+            sides[side] = {"name": one.name, "split": one.split, "class": named}
+        return sides
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearDuplicates:
+    """The images that look like one of a split that measures more: as one of val or test for training images, as one of test for val's."""
+
+    pairs: Sequence[NearPair]
+    """One for each such image, the nearest first."""
+    measured: Mapping[tuple[SplitName, SplitName], int]
+    """(split, one that measures less) -> images of the first that look like one of the second."""
+    compared: int
+    """Images that are large enough."""
+    complete: bool
+    """Whether every image was compared with every one that it might look like."""
+
+
+def find(candidates: Sequence[ImageCandidate]) -> NearDuplicates:
+    """Find the near-duplicates in different splits."""
+    search = _Search(candidates)
+    members = search.members
+    ranks = np.array([_RANKS[member.split] for member in members], dtype=np.intp)
+    splits = np.array([SPLITS.index(member.split) for member in members], dtype=np.intp)
+    seen = np.zeros((len(members), len(SPLITS)), dtype=np.bool_)  # of which splits an image looks like another one
+    count = len(members)
+    best = np.full(
+        count, _NONE
+    )  # of each image: rank of its twin, bits and twin, packed so that the smallest is the best
+    for left, right, bits in search.pairs():
+        seen[left, splits[right]] = seen[right, splits[left]] = True
+        image, twin = np.where(ranks[left] < ranks[right], (left, right), (right, left))
+        across = ranks[image] < ranks[twin]
+        packed = ((_HIGHEST - ranks[twin]) * _BITS + bits) * count + twin
+        np.minimum.at(best, image[across], packed[across])
+    images = np.flatnonzero(best < _NONE)
+    bits, twins = best[images] // max(count, 1) % _BITS, best[images] % max(count, 1)
+    return NearDuplicates(
+        pairs=[
+            NearPair(image=members[images[place]], twin=members[twins[place]], bits=int(bits[place]))
+            for place in np.argsort(bits, kind="stable")
+        ],
+        measured={
+            (split, other): int(seen[splits == number, SPLITS.index(other)].sum())
+            for number, split in enumerate(SPLITS)
+            for other in SPLITS
+            if _RANKS[split] > _RANKS[other]
+        },
+        compared=count,
+        complete=search.complete,
+    )
+
+
+def groups(candidates: Sequence[ImageCandidate]) -> dict[str, int]:
+    """Group images that look the same, directly or by way of others: content key -> number of its group."""
+    from scipy.sparse import coo_array  # here, because decoding processes have no use for it
+    from scipy.sparse.csgraph import connected_components
+
+    search = _Search(candidates)
+    numbers = np.arange(len(search.members))
+
+    def joined(edges: Sequence[tuple[Ints, Ints]]) -> Ints:
+        ends = np.concatenate([np.empty((2, 0), dtype=np.intp), *map(np.stack, edges)], axis=1)
+        graph = coo_array((np.ones(ends.shape[1], dtype=np.bool_), tuple(ends)), shape=(len(numbers), len(numbers)))
+        found: Ints = connected_components(graph, directed=False)[1][numbers]
+        return found
+
+    waiting: list[tuple[Ints, Ints]] = []
+    count = 0
+    for left, right, _ in search.pairs():
+        new = numbers[left] != numbers[right]
+        if new.any():
+            waiting.append((numbers[left[new]], numbers[right[new]]))
+            count += len(waiting[-1][0])
+        if count > _TOGETHER:
+            numbers, waiting, count = joined(waiting), [], 0
+    return {member.key: number for member, number in zip(search.members, joined(waiting).tolist(), strict=True)}
+
+
+class _Search:
+    """All pairs of images that look the same, in memory that grows with the images and not with the pairs."""
+
+    def __init__(self, candidates: Sequence[ImageCandidate]) -> None:
+        self.members = members = [candidate for candidate in candidates if candidate.appearance]
+        looks = np.frombuffer(bytes.fromhex("".join(member.appearance for member in members)), dtype=np.uint8)
+        looks = looks.reshape(len(members), _BYTES)
+        hashes = np.ascontiguousarray(looks[:, :8]).view(">u8").ravel().astype(np.uint64)
+        self._places = np.argsort(hashes, kind="stable")  # so that of those with equal bits the nearest stand together
+        self._hashes, self._colours = hashes[self._places], looks[self._places, 8:]
+        self._twins = np.zeros(len(hashes), dtype=np.int32)
+        self.complete = True
+
+    def pairs(self) -> Iterator[tuple[Ints, Ints, Ints]]:
+        """Yield all pairs once, in blocks: indices of the one and of the other, and the bits in which their hashes differ."""
+        for number, mask in enumerate(_MASKS):
+            keys = self._hashes & mask
+            order = np.argsort(keys, kind="stable")
+            keys = keys[order]
+            starts, step = np.arange(len(keys)), 0
+            while True:
+                step += 1
+                starts = starts[: np.searchsorted(starts, len(keys) - step)]
+                starts = starts[keys[starts] == keys[starts + step]]
+                searched = starts[self._twins[order[starts]] < (_MOST_TWINS if step <= _MOST_COMPARED else 0)]
+                self.complete &= len(searched) == len(starts)
+                starts = searched
+                if not len(starts):
+                    break
+                for block in range(0, len(starts), _TOGETHER):
+                    part = starts[block : block + _TOGETHER]
+                    yield self._near(order[part], order[part + step], number)
+
+    def _near(self, left: Ints, right: Ints, number: int) -> tuple[Ints, Ints, Ints]:
+        """Choose from pairs that agree under a mask those that look the same and agreed under none before it."""
+        differing = self._hashes[left] ^ self._hashes[right]
+        chosen = np.flatnonzero(np.bitwise_count(differing) <= RADIUS)
+        for earlier in _MASKS[:number]:
+            chosen = chosen[(differing[chosen] & earlier) != 0]
+        left, right, differing = left[chosen], right[chosen], differing[chosen]
+        colours = self._colours[left].astype(np.int16) - self._colours[right]
+        alike = np.abs(colours).mean(axis=1) <= COLOUR_DIFFERENCE
+        self._twins[left[alike]] += 1
+        bits: Ints = np.bitwise_count(differing[alike]).astype(np.intp)
+        return self._places[left[alike]], self._places[right[alike]], bits
