@@ -4,6 +4,7 @@ Teacher and student are built at their real shapes on the meta device, where a t
 """
 
 import csv
+import dataclasses
 import functools
 import re
 import shlex
@@ -21,6 +22,7 @@ from trainer.config import BUNDLED, RECIPES
 from trainer.data.batch import Batch, Mixing, Recorded
 from trainer.data.loader import micro_batch_size
 from trainer.devices import Device
+from trainer.errors import ModelError, SettingsError
 from trainer.graph import STAGES, needed_stages
 from trainer.stages import distill
 
@@ -170,3 +172,33 @@ def test_the_models_have_their_size_and_make_a_step_of_the_distillation(recipe):
         losses["loss"].backward()
     assert losses["loss"].shape == ()
     assert [name for name, weight in objective.model.named_parameters() if weight.grad is None] == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is missing
+
+
+OF_PACKAGES = [
+    name for name in sorted(config.recipes()) if config.resolve(name).pretrain.weights.startswith(config.PACKAGE)
+]
+
+
+@pytest.mark.parametrize("recipe", OF_PACKAGES)
+def test_without_the_extra_that_brings_the_weights_it_is_named_and_nothing_is_fetched(recipe, photos, monkeypatch):
+    for name, package in pretrained.WEIGHTS_PACKAGES.items():
+        absent = dataclasses.replace(package, distribution=f"absent-{name}")
+        monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, absent)
+    settings = sections.resolve(recipe, shlex.join(["run.device=cpu", photos("ab")]))
+    with pytest.raises(ModelError, match=r"^pretrain\.teacher: the package absent-.* is not installed; pip install"):
+        preflight.checked(settings, trains_here=True)
+
+
+WITHOUT_SOURCE = [name for name in sorted(config.recipes()) if not config.resolve(name).data.source]
+
+
+@pytest.mark.parametrize("recipe", WITHOUT_SOURCE)
+def test_without_photos_the_next_move_is_said_before_anything_is_sent_to_a_cluster(recipe):
+    with pytest.raises(
+        SettingsError, match=rf"data\.source is empty: the recipe {recipe} .*, such as data\.source=image"
+    ):
+        sections.resolve(recipe)
