@@ -44,7 +44,7 @@ def write_photos(folder, classes, count=4):
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        (["run", "digit"], r"unknown recipe 'digit'; did you mean digits\?; known: digits, grocery"),
+        (["run", "digit"], r"unknown recipe 'digit'; did you mean digits\?; known: digits, food101"),
         (
             ["run", "digits", "--set", "distill.temprature=2"],
             r"unknown setting distill.temprature; did you mean distill.temp",
@@ -56,6 +56,10 @@ def write_photos(folder, classes, count=4):
             r"finetune\.epochs is 0 and weights is empty, so the teacher would never see a label",
         ),
         (["config", "nothing"], r"unknown recipe 'nothing'"),
+        (
+            ["run", "photos"],
+            r"data\.source is empty: .*photos of your own; say where .* data\.source=imagefolder:/photos",
+        ),
         ([*stage("evaluate", "dataset teacher student evaluation"), "--settings", "{"], r"--settings '\{' is not JSON"),
         (
             [*stage("profile", "pretrain-evidence distill-evidence report"), "--settings", "[]"],

@@ -130,6 +130,11 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
 def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
     """Resolve as `resolve` does, for a run of all stages, and refuse what would end a late stage because of an early one's settings."""
     settings = resolve(recipe, overrides)
+    if not settings.data.source:
+        raise SettingsError(
+            f"data.source is empty: the recipe {recipe} is for photos of your own; say where they are, such as "
+            "data.source=imagefolder:/photos with a folder for each class (docs/data.md)"
+        )
     if settings.pretrain.head == "none" and settings.distill.logit_weight:
         raise SettingsError(
             f"distill.logit_weight is {settings.distill.logit_weight:g}, but pretrain.head is none, so the teacher has no logits; set "

@@ -1,0 +1,204 @@
+"""Every recipe that there is: its comment has what a user needs to know, and each command in it would run, as far as that shows here.
+
+Teacher and student are built at their real shapes on the meta device, where a tensor has no memory, and make one step of the distillation.
+"""
+
+import csv
+import dataclasses
+import functools
+import re
+import shlex
+from contextlib import nullcontext
+
+import huggingface_hub.constants
+import pytest
+import torch
+
+from components import sections
+from components.launching import Placement
+from pipelines import compile as compilation
+from trainer import config, models, preflight, pretrained
+from trainer.config import BUNDLED, RECIPES
+from trainer.data.batch import Batch, Mixing, Recorded
+from trainer.data.loader import micro_batch_size
+from trainer.devices import Device
+from trainer.errors import ModelError, SettingsError
+from trainer.graph import STAGES, needed_stages
+from trainer.stages import distill
+
+STATED = ("command", "machine", "hours", "result", "models")
+
+
+def comment(recipe):
+    """The lines at the top of a recipe's file."""
+    text = (RECIPES / f"{recipe}.toml").read_text()
+    return "\n".join(line.removeprefix("#") for line in text.partition("\n\n")[0].splitlines())
+
+
+def commands(recipe):
+    """Each command that the comment names: its variables, by their names."""
+    text = comment(recipe).replace("\\\n", " ")
+    lines = re.findall(r"^ +(?:command +)?(make .*)", text, flags=re.MULTILINE)
+    return [dict(word.partition("=")[::2] for word in shlex.split(line)) for line in lines]
+
+
+COMMANDS = [
+    pytest.param(command, id=f"{recipe}-{number}")
+    for recipe in sorted(config.recipes())
+    for number, command in enumerate(commands(recipe))
+]
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch, tmp_path):
+    """What is looked at beforehand needs neither the hub nor its cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("recipe", sorted(config.recipes()))
+def test_the_comment_says_how_to_run_it_where_and_with_what_result(recipe):
+    stated = dict(re.findall(r"^ +(\w+) {2,}(\S.*)", comment(recipe), flags=re.MULTILINE))
+    assert tuple(stated) == STATED
+    assert stated["command"].startswith("make ")
+    assert commands(recipe)[0]["RECIPE"] == recipe
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Make a source of photos that are listed and never read, some without a label."""
+
+    def make(classes):
+        folder = tmp_path / "photos"
+        names = [f"{split}/{name}" for split in ("train", "val") for name in classes]
+        for name in (*names, "unlabeled"):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "1.jpg").touch()
+        return f"data.source=imagefolder:{folder}"
+
+    return make
+
+
+def classes_of(settings):
+    """The classes that the recipe is for, where it says so by its tables or by a teacher that is taken as it is; else any."""
+    if settings.data.attributes.startswith(BUNDLED):
+        with (RECIPES / settings.data.attributes.removeprefix(BUNDLED)).open() as file:
+            return [row["class"] for row in csv.DictReader(file)]
+    if settings.pretrain.head == "classes" and not settings.pretrain.finetune.epochs:
+        return pretrained.check(settings.pretrain, settings.pretrain.teacher).card.labels
+    return ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_comment_passes_all_that_is_checked_before_its_first_stage(command, photos):
+    """On a pool of a cluster; or here, where the images are listed."""
+    place = Placement(pool=command.get("POOL", ""), nodes=int(command.get("NODES", 1)))
+    place.check()
+    overrides = ["run.device=cpu", *shlex.split(command.get("SET", ""))]
+    settings = sections.resolve(command["RECIPE"], shlex.join(overrides))
+    if not place.pool and settings.data.source != "digits":
+        settings = sections.resolve(command["RECIPE"], shlex.join([*overrides, photos(classes_of(settings))]))
+    processes = place.processes("auto") if place.pool else 1  # there are too few images for several
+    preflight.checked(settings, trains_here=not place.pool, processes=processes)
+    tasks = compilation.task_names(compiled(needed_stages(settings)))
+    for name, stage in STAGES.items():
+        if stage.is_needed(settings):
+            assert name.replace("_", "-") in tasks
+            config.validate_section(stage.section, settings.for_stage(name))
+
+
+compiled = functools.cache(compilation.compiled_text)  # a second each
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A step
+
+
+class OnMeta(Device):
+    """Where tensors have shapes alone; autocast does not know it."""
+
+    def uses_bf16(self, precision):
+        return False
+
+    def autocast(self, precision):
+        return nullcontext()
+
+
+META = OnMeta(kind="cuda", torch_device=torch.device("meta"), backend="gloo", has_bf16=False, compiles=False)
+
+
+def millions(model, told):
+    """The parameters of a model without its head, with as many digits as are told."""
+    count = models.parameter_count(models.with_labels(model, ()))
+    return f"{count / 1e6:.{len(told.partition('.')[2])}f}"
+
+
+def a_batch(settings, teacher, student, classes):
+    """What each process gets of a step, mixed, with what the settings record of the teacher."""
+    count, features = micro_batch_size(settings.distill, 1), None
+    if settings.distill.reads_recording and settings.reinforce.features:
+        features = torch.empty(count, models.feature_size(teacher))
+    kept = settings.reinforce.logits(len(classes)) if teacher.card.labels else 0
+    recorded = Recorded(torch.empty(count, kept).long(), torch.empty(count, kept), torch.empty(count, 2), features)
+    edge, numbers = distill.view_size(student, teacher, None), torch.empty(count).long()
+    mixing = Mixing(numbers, numbers, torch.empty(count), torch.empty(count), torch.empty(count, 4))
+    return Batch(
+        images=torch.empty(count, 3, edge, edge, dtype=torch.uint8),
+        labels=numbers,
+        keys=numbers,
+        numbers=numbers,
+        mixing=mixing if settings.distill.views.mixup or settings.distill.views.cutmix else None,
+        recorded=recorded if settings.distill.reads_recording else None,
+        label_weights=torch.empty(count),
+    )
+
+
+@pytest.mark.parametrize("recipe", sorted(config.recipes()))
+def test_the_models_have_their_size_and_make_a_step_of_the_distillation(recipe):
+    settings = sections.resolve(recipe, commands(recipe)[0].get("SET", ""))
+    classes = classes_of(settings)
+    teacher = preflight._teacher(settings.pretrain, classes, trains_here=False)
+    student = preflight._student(settings.distill, classes, trains_here=False)
+    told = re.search(r"teacher ([\d.]+) M parameters, student ([\d.]+) M, without heads", comment(recipe))
+    with torch.device("meta"):
+        assert told.groups() == (millions(teacher, told[1]), millions(student, told[2]))
+        if settings.distill.head == "probe":
+            student = models.with_labels(student, ())
+        batch = a_batch(settings, teacher, student, classes)
+        objective = distill.make_objective(settings.distill, student, teacher, None, META)
+        if settings.distill.reads_recording:
+            objective._teacher = None
+        losses = objective(objective.model.train(), batch)
+        losses["loss"].backward()
+    assert losses["loss"].shape == ()
+    assert [name for name, weight in objective.model.named_parameters() if weight.grad is None] == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is missing
+
+
+OF_PACKAGES = [
+    name for name in sorted(config.recipes()) if config.resolve(name).pretrain.weights.startswith(config.PACKAGE)
+]
+
+
+@pytest.mark.parametrize("recipe", OF_PACKAGES)
+def test_without_the_extra_that_brings_the_weights_it_is_named_and_nothing_is_fetched(recipe, photos, monkeypatch):
+    for name, package in pretrained.WEIGHTS_PACKAGES.items():
+        absent = dataclasses.replace(package, distribution=f"absent-{name}")
+        monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, absent)
+    settings = sections.resolve(recipe, shlex.join(["run.device=cpu", photos("ab")]))
+    with pytest.raises(ModelError, match=r"^pretrain\.teacher: the package absent-.* is not installed; pip install"):
+        preflight.checked(settings, trains_here=True)
+
+
+WITHOUT_SOURCE = [name for name in sorted(config.recipes()) if not config.resolve(name).data.source]
+
+
+@pytest.mark.parametrize("recipe", WITHOUT_SOURCE)
+def test_without_photos_the_next_move_is_said_before_anything_is_sent_to_a_cluster(recipe):
+    with pytest.raises(
+        SettingsError, match=rf"data\.source is empty: the recipe {recipe} .*, such as data\.source=image"
+    ):
+        sections.resolve(recipe)
