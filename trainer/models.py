@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import safetensors.torch
 import timm
@@ -111,6 +111,15 @@ class Classifier(nn.Module):
         self.network = network
         self.card = card
         self.preprocess = Preprocessing(card.image_size, card.mean, card.std, card.interpolation)
+        self.trains_head_alone = False
+        """Whether the network stays in evaluation mode in a training too: without dropout, with the running statistics that it has."""
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's, but for `trains_head_alone`."""
+        super().train(mode)
+        if self.trains_head_alone:
+            self.network.eval()
+        return self
 
     def forward(self, images: Tensor) -> Tensor:
         """Classify raw images [B, 3, H, W] (0..255): logits [B, K]; without a head the embedding [B, D]."""

@@ -105,7 +105,7 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
     import torch
 
     from trainer import models, pretrained
-    from trainer.pretraining import MaskedAutoencoder
+    from trainer.pretraining import MaskedAutoencoder, freeze
 
     with _tried("pretrain.teacher"):
         if not settings.weights:
@@ -124,6 +124,9 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
     if settings.finetune.epochs:
         with _tried("pretrain.finetune"):
             model = models.with_labels(model, classes or _SOME_CLASSES, drop_path=settings.finetune.drop_path)
+            adapted = models.with_labels(model, model.card.labels)
+            freeze(adapted, settings.finetune)
+            _step(adapted)
     if settings.mae.epochs:
         with _tried("pretrain.mae"):
             autoencoder = MaskedAutoencoder(model, settings.mae)
