@@ -25,6 +25,7 @@ import timm
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
@@ -334,13 +335,37 @@ def save(model: Classifier, directory: Path) -> None:
 
 
 def load(source: str | Path | Artifact) -> Classifier:
-    """Open a model directory, by its URI or already read, on the CPU, in evaluation mode."""
+    """Open a model directory, by its URI or already read, on the CPU, in evaluation mode.
+
+    Its weights are the file, mapped into memory: nothing is copied, and the processes of a machine share it, until one changes a weight.
+    No random number is drawn.
+    """
     path = (source if isinstance(source, Artifact) else artifacts.read(source, "model")).path
     card = _outline(path).card
     with _fitting(path, card):
-        network = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels).network
-        network.load_state_dict(safetensors.torch.load_file(path / WEIGHTS))
+        with _Uninitialised(), torch.random.fork_rng(devices=[]):
+            network = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels).network
+        weights, wanted = safetensors.torch.load_file(path / WEIGHTS), network.state_dict()
+        network.load_state_dict({name: value.to(wanted[name].dtype) for name, value in weights.items()}, assign=True)
     return Classifier(network, card).eval()
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Leaves parameters as they are allocated: no page of their memory is written, and nothing is drawn for them.
+
+    On the meta device networks would compute their tables there too, such as Swin's masks, which no file of weights holds.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Skip what changes a parameter in place, by a method or by a function of `torch.nn.init`: their names end alike."""
+        given = kwargs or {}
+        target, name = args[0] if args else given.get("tensor"), func.__name__
+        writes = name.endswith("_") and not name.endswith("__")
+        if writes and name != "requires_grad_" and isinstance(target, nn.Parameter):
+            return target
+        return func(*args, **given)
 
 
 def outline(uri: str | Path) -> Classifier:
