@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
 from trainer.config import ModelSettings
+from trainer.devices.torch_private import batch_norms
 from trainer.errors import ModelError, StorageError
 from trainer.served_student.preprocessing import Square
 from trainer.served_student.pyfunc import Preprocessing
@@ -252,6 +253,26 @@ def is_of_head(network: nn.Module) -> Callable[[str], bool]:
     names = default_config["classifier"]
     prefixes = tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
     return lambda name: name.startswith(prefixes)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Let the timm network in a model keep no activations within its blocks; the backward pass computes them again (Chen et al. 2016).
+
+    Raises:
+        ModelError: timm cannot do so with this network, or its running statistics would count each batch twice.
+    """
+    network: Any = next((part for part in model.modules() if hasattr(part, "set_grad_checkpointing")), None)
+    reason = "has batch normalisation, whose running statistics would count each batch twice" * bool(batch_norms(model))
+    try:
+        assert network is not None
+        network.set_grad_checkpointing()
+    except AssertionError:  # which timm raises
+        reason = "cannot do so in timm"
+    if reason:
+        raise ModelError(
+            f"activation_checkpointing is true, but {type(network or model).__name__} {reason}; set it to false, lower the memory with "
+            "accumulation, or choose another architecture"
+        )
 
 
 def parameter_count(model: nn.Module) -> int:

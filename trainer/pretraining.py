@@ -13,6 +13,7 @@ from collections.abc import Collection
 import numpy as np
 import torch
 from PIL import Image
+from timm.models import checkpoint_seq
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -109,7 +110,8 @@ class MaskedAutoencoder(nn.Module):
         prefix, patches = tokens[:, : encoder.num_prefix_tokens], tokens[:, encoder.num_prefix_tokens :]
         patches = patches.gather(1, visible.unsqueeze(2).expand(-1, -1, patches.shape[2]))
         tokens = encoder.norm_pre(torch.cat([prefix, patches], 1))
-        encoded: Tensor = encoder.norm(encoder.blocks(tokens))
+        tokens = checkpoint_seq(encoder.blocks, tokens) if encoder.grad_checkpointing else encoder.blocks(tokens)
+        encoded: Tensor = encoder.norm(tokens)
         return encoded
 
     def _decode(self, encoded: Tensor, restore: Tensor) -> Tensor:

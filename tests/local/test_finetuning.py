@@ -22,7 +22,10 @@ QUICKLY = {name: value for name, value in QUICK.items() if name in config.Finetu
 STEPS = 20
 WAYS = {
     "lora, with an average of the weights": (1, {"method": "lora", "ema_decay": 0.9, "accumulation": 3}),
-    "lora, two processes, sharded optimizer state": (2, {"method": "lora", "zero": True, "layer_decay": 1.0}),
+    "lora, two processes, sharded optimizer state, activations computed again": (
+        2,
+        {"method": "lora", "zero": True, "layer_decay": 1.0, "activation_checkpointing": True},
+    ),
     "the head alone": (1, {"method": "head"}),
     "the head alone, three processes, sharded optimizer state": (3, {"method": "head", "zero": True}),
 }

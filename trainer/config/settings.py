@@ -219,6 +219,9 @@ class TrainingSettings(Section):
     and the gradient is still the mean over all images. Clamped to the number of images to train on."""
     accumulation: Positive = 1
     """Micro-batches per optimiser step on each process; more of them need less memory."""
+    activation_checkpointing: bool = False
+    """Compute the activations within blocks again in the backward pass instead of keeping them (Chen et al. 2016): the same numbers with
+    less memory, for the time of another forward pass. Not for networks with batch normalisation."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 5e-4
     """Peak learning rate at 256 images per step; scaled linearly with `batch_size` (Goyal et al. 2017)."""
     final_learning_rate: Fraction = 0.01
