@@ -18,17 +18,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import safetensors.torch
 import timm
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
 from trainer.config import ModelSettings
+from trainer.devices.torch_private import batch_norms
 from trainer.errors import ModelError, StorageError
 from trainer.served_student.preprocessing import Square
 from trainer.served_student.pyfunc import Preprocessing
@@ -111,6 +113,15 @@ class Classifier(nn.Module):
         self.network = network
         self.card = card
         self.preprocess = Preprocessing(card.image_size, card.mean, card.std, card.interpolation)
+        self.trains_head_alone = False
+        """Whether the network stays in evaluation mode in a training too: without dropout, with the running statistics that it has."""
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's, but for `trains_head_alone`."""
+        super().train(mode)
+        if self.trains_head_alone:
+            self.network.eval()
+        return self
 
     def forward(self, images: Tensor) -> Tensor:
         """Classify raw images [B, 3, H, W] (0..255): logits [B, K]; without a head the embedding [B, D]."""
@@ -244,6 +255,26 @@ def is_of_head(network: nn.Module) -> Callable[[str], bool]:
     return lambda name: name.startswith(prefixes)
 
 
+def checkpoint_activations(model: nn.Module) -> None:
+    """Let the timm network in a model keep no activations within its blocks; the backward pass computes them again (Chen et al. 2016).
+
+    Raises:
+        ModelError: timm cannot do so with this network, or its running statistics would count each batch twice.
+    """
+    network: Any = next((part for part in model.modules() if hasattr(part, "set_grad_checkpointing")), None)
+    reason = "has batch normalisation, whose running statistics would count each batch twice" * bool(batch_norms(model))
+    try:
+        assert network is not None
+        network.set_grad_checkpointing()
+    except AssertionError:  # which timm raises
+        reason = "cannot do so in timm"
+    if reason:
+        raise ModelError(
+            f"activation_checkpointing is true, but {type(network or model).__name__} {reason}; set it to false, lower the memory with "
+            "accumulation, or choose another architecture"
+        )
+
+
 def parameter_count(model: nn.Module) -> int:
     """Count the weights."""
     return sum(parameter.numel() for parameter in model.parameters())
@@ -325,13 +356,37 @@ def save(model: Classifier, directory: Path) -> None:
 
 
 def load(source: str | Path | Artifact) -> Classifier:
-    """Open a model directory, by its URI or already read, on the CPU, in evaluation mode."""
+    """Open a model directory, by its URI or already read, on the CPU, in evaluation mode.
+
+    Its weights are the file, mapped into memory: nothing is copied, and the processes of a machine share it, until one changes a weight.
+    No random number is drawn.
+    """
     path = (source if isinstance(source, Artifact) else artifacts.read(source, "model")).path
     card = _outline(path).card
     with _fitting(path, card):
-        network = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels).network
-        network.load_state_dict(safetensors.torch.load_file(path / WEIGHTS))
+        with _Uninitialised(), torch.random.fork_rng(devices=[]):
+            network = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels).network
+        weights, wanted = safetensors.torch.load_file(path / WEIGHTS), network.state_dict()
+        network.load_state_dict({name: value.to(wanted[name].dtype) for name, value in weights.items()}, assign=True)
     return Classifier(network, card).eval()
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Leaves parameters as they are allocated: no page of their memory is written, and nothing is drawn for them.
+
+    On the meta device networks would compute their tables there too, such as Swin's masks, which no file of weights holds.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Skip what changes a parameter in place, by a method or by a function of `torch.nn.init`: their names end alike."""
+        given = kwargs or {}
+        target, name = args[0] if args else given.get("tensor"), func.__name__
+        writes = name.endswith("_") and not name.endswith("__")
+        if writes and name != "requires_grad_" and isinstance(target, nn.Parameter):
+            return target
+        return func(*args, **given)
 
 
 def outline(uri: str | Path) -> Classifier:

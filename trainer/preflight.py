@@ -90,6 +90,8 @@ def _student(settings: DistillSettings, classes: Sequence[str], *, trains_here: 
             student = models.with_labels(given, labels, drop_path=drop_path)
         else:
             student = models.create(settings.student, labels, drop_path=drop_path)
+        if settings.activation_checkpointing:
+            models.checkpoint_activations(student)
         _step(student)
     return student
 
@@ -105,7 +107,7 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
     import torch
 
     from trainer import models, pretrained
-    from trainer.pretraining import MaskedAutoencoder
+    from trainer.pretraining import MaskedAutoencoder, freeze
 
     with _tried("pretrain.teacher"):
         if not settings.weights:
@@ -124,9 +126,16 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
     if settings.finetune.epochs:
         with _tried("pretrain.finetune"):
             model = models.with_labels(model, classes or _SOME_CLASSES, drop_path=settings.finetune.drop_path)
+            adapted = models.with_labels(model, model.card.labels)
+            freeze(adapted, settings.finetune)
+            if settings.finetune.activation_checkpointing:
+                models.checkpoint_activations(adapted)
+            _step(adapted)
     if settings.mae.epochs:
         with _tried("pretrain.mae"):
             autoencoder = MaskedAutoencoder(model, settings.mae)
+            if settings.mae.activation_checkpointing:
+                models.checkpoint_activations(autoencoder)
             size = model.card.image_size
             patches = autoencoder.encoder.patch_embed.num_patches
             autoencoder(torch.empty(2, 3, size, size, dtype=torch.uint8), torch.empty(2, patches))

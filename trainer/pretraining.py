@@ -13,16 +13,19 @@ from collections.abc import Collection
 import numpy as np
 import torch
 from PIL import Image
+from timm.models import checkpoint_seq
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from trainer.config import MaeSettings
+from trainer import models
+from trainer.config import FinetuneSettings, MaeSettings
 from trainer.data.batch import Batch, to_device
 from trainer.data.randomness import uniform
 from trainer.errors import ModelError
 from trainer.models import Classifier
 from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
+from trainer.training.lora import add_lora
 from trainer.training.spec import Losses
 
 _MASK = 0x6D61736B
@@ -107,7 +110,8 @@ class MaskedAutoencoder(nn.Module):
         prefix, patches = tokens[:, : encoder.num_prefix_tokens], tokens[:, encoder.num_prefix_tokens :]
         patches = patches.gather(1, visible.unsqueeze(2).expand(-1, -1, patches.shape[2]))
         tokens = encoder.norm_pre(torch.cat([prefix, patches], 1))
-        encoded: Tensor = encoder.norm(encoder.blocks(tokens))
+        tokens = checkpoint_seq(encoder.blocks, tokens) if encoder.grad_checkpointing else encoder.blocks(tokens)
+        encoded: Tensor = encoder.norm(tokens)
         return encoded
 
     def _decode(self, encoded: Tensor, restore: Tensor) -> Tensor:
@@ -270,13 +274,32 @@ def _png(rows: list[Tensor]) -> bytes:
 # Fine-tuning
 
 
+def freeze(model: Classifier, settings: FinetuneSettings) -> None:
+    """Freeze what `method` does not train, in place; with `lora` linear layers learn an update, which `merge_lora` adds to them.
+
+    Raises:
+        ModelError: as `add_lora`.
+    """
+    if settings.method == "full":
+        return
+    of_head = models.is_of_head(model.network)
+    for name, parameter in model.network.named_parameters():
+        parameter.requires_grad_(of_head(name))
+    if settings.method == "lora":
+        add_lora(model.network, settings.lora, leave=of_head)
+    else:
+        model.trains_head_alone = True
+
+
 class FinetuneObjective:
     """Cross-entropy with the labels, softened by label smoothing and mixed by mixup and CutMix."""
 
     def __init__(self, model: Classifier, *, label_smoothing: float) -> None:
-        """Train `model`; `label_smoothing` of each target is spread over all classes."""
+        """Train those weights of `model` that are not frozen; `label_smoothing` of each target is spread over all classes."""
         self.model: nn.Module = model
-        self.left_out: Collection[str] = ()
+        self.left_out: Collection[str] = [
+            name for name, parameter in model.named_parameters() if not parameter.requires_grad
+        ]
         self._smoothing = label_smoothing
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:

@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 
 from trainer import artifacts, models
@@ -37,6 +38,60 @@ def test_a_model_comes_back_from_its_directory(model, tmp_path):
     assert loaded.card == model.card
     assert not loaded.training
     assert torch.equal(loaded(IMAGES), model(IMAGES))
+
+
+SMALL = {"img_size": 32, "embed_dim": 32, "num_heads": 2, "depth": 2, "patch_size": 8}
+ARCHITECTURES = {
+    "vit_tiny_patch16_224": SMALL,
+    "vit_small_patch16_dinov3": SMALL,
+    "eva02_tiny_patch14_224": SMALL,
+    "beit_base_patch16_224": SMALL,
+    "swin_tiny_patch4_window7_224": {"img_size": 32, "embed_dim": 16, "window_size": 4},
+    "swinv2_tiny_window8_256": {"img_size": 32, "embed_dim": 24, "window_size": 4},
+    "convnext_atto": {},
+    "levit_128s": {},
+    "resnetblur18": {},
+}
+"""Architectures, many with buffers that are not kept with the weights -> arguments that make them small."""
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_that_was_built_without_memory_for_weights_computes_the_same(architecture, tmp_path):
+    torch.manual_seed(0)
+    model = models.create(ModelSettings(architecture=architecture, args=ARCHITECTURES[architecture]), ["a", "b"])
+    network = model.network
+    for buffer in network.state_dict().values():  # running statistics too are none that a new model has
+        if buffer.is_floating_point():
+            buffer.add_(0.01 * torch.rand_like(buffer))
+    loaded = models.load(saved(model, tmp_path / "model"))
+    tensors, wanted = (dict([*one.named_parameters(), *one.named_buffers()]) for one in (loaded.network, network))
+    assert list(tensors) == list(wanted)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, wanted[name]), name
+        assert tensor.requires_grad == wanted[name].requires_grad, name
+    edge = model.card.image_size
+    images = torch.randint(0, 256, (2, 3, edge, edge), dtype=torch.uint8)
+    torch.testing.assert_close(loaded(images), model.eval()(images))
+
+
+def test_what_is_loaded_may_be_trained_and_its_file_stays(model, tmp_path):
+    path = saved(model, tmp_path / "model")
+    loaded, content = models.load(path), (path / models.WEIGHTS).read_bytes()
+    with torch.no_grad():
+        for weight in loaded.parameters():
+            weight.add_(1)
+    assert (path / models.WEIGHTS).read_bytes() == content
+    assert torch.equal(models.load(path)(IMAGES), model(IMAGES))
+
+
+def test_weights_in_half_precision_become_those_of_the_architecture(model, tmp_path):
+    with artifacts.create(tmp_path / "model", "model", settings={}) as draft:
+        models.save(model, draft.path)
+        halves = {name: value.half() for name, value in model.network.state_dict().items()}
+        safetensors.torch.save_file(halves, draft.path / models.WEIGHTS)
+    loaded = models.load(tmp_path / "model")
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.float32}
+    torch.testing.assert_close(loaded(IMAGES), model(IMAGES), rtol=0, atol=1e-2)
 
 
 def test_the_card_of_an_older_directory_says_nothing_of_photos(model, tmp_path):

@@ -160,6 +160,21 @@ def test_so_are_those_of_the_student(tmp_path):
         checked("distill.weights=package:resnet18", "distill.student.architecture=resnet18", "distill.student.args={}")
 
 
+def test_a_method_of_fine_tuning_that_the_teacher_does_not_allow_is_refused(tmp_path):
+    lora = ("pretrain.finetune.method=lora", "pretrain.mae.epochs=0", f"pretrain.weights={tmp_path / 'teacher'}")
+    blank_teacher(tmp_path / "teacher")
+    checked(*lora)
+    with pytest.raises(
+        ModelError, match=r"^pretrain\.finetune\.lora\.layers: VisionTransformer has no .* named 'query'"
+    ):
+        checked(*lora, 'pretrain.finetune.lora.layers=["query"]')
+    resnet = models.create(config.ModelSettings(architecture="resnet10t"), ["a", "b"])
+    with artifacts.create(tmp_path / "resnet", "model", settings={}) as draft:
+        models.save(resnet, draft.path)
+    with pytest.raises(ModelError, match=r"^pretrain\.finetune\.method is lora, but ResNet has no linear layer"):
+        checked(*lora, f"pretrain.weights={tmp_path / 'resnet'}", "data.image_size=176")
+
+
 def test_a_device_of_the_pool_is_not_looked_for_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     checked("run.device=cuda", trains_here=False)

@@ -221,6 +221,9 @@ class TrainingSettings(Section):
     and the gradient is still the mean over all images. Clamped to the number of images to train on."""
     accumulation: Positive = 1
     """Micro-batches per optimiser step on each process; more of them need less memory."""
+    activation_checkpointing: bool = False
+    """Compute the activations within blocks again in the backward pass instead of keeping them (Chen et al. 2016): the same numbers with
+    less memory, for the time of another forward pass. Not for networks with batch normalisation."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 5e-4
     """Peak learning rate at 256 images per step; scaled linearly with `batch_size` (Goyal et al. 2017)."""
     final_learning_rate: Fraction = 0.01
@@ -364,11 +367,27 @@ class MaeSettings(TrainingSettings):
     """Augmentation: crop and flip only, as in the paper."""
 
 
+class LoraSettings(Section):
+    """Low-rank adaptation (Hu et al. 2021)."""
+
+    rank: Positive = 8
+    """Rank of the update that each adapted layer learns."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """The update counts alpha / rank times."""
+    layers: tuple[str, ...] = ()
+    """Which linear layers are adapted, by parts of their names such as `attn`, `qkv` or `fc1`; empty adapts all but the head."""
+
+
 class FinetuneSettings(TrainingSettings):
     """Supervised fine-tuning of the teacher on the labelled training images."""
 
     epochs: NonNegative = 100
     """Passes over the labelled training images; 0 skips fine-tuning."""
+    method: Literal["full", "head", "lora"] = "full"
+    """What is trained: all weights (`full`); the head alone, on the frozen network in evaluation mode (`head`); or the head and a low-rank
+    update of linear layers (`lora`), which is added to their weights in the end. The last two need `weights` or `mae`."""
+    lora: LoraSettings = LoraSettings()
+    """For `method=lora`."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 0.75
     """Layer-wise learning-rate decay: factor from one block to the one below it (BEiT, MAE)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -410,6 +429,11 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
         if not self.weights and not self.finetune.epochs:
             raise ValueError(
                 "finetune.epochs is 0 and weights is empty, so the teacher would never see a label; give weights or let it be fine-tuned"
+            )
+        if self.finetune.epochs and self.finetune.method != "full" and not (self.weights or self.mae.epochs):
+            raise ValueError(
+                f"finetune.method is {self.finetune.method}, but weights is empty and mae.epochs is 0, so what is frozen would have "
+                "learned nothing; give weights, pretrain with pretrain.mae.epochs, or set pretrain.finetune.method=full"
             )
         if self.label_map and not self.weights:
             raise ValueError(

@@ -14,8 +14,9 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.evaluation.embeddings import embed_together, spread, statistics
 from trainer.models import Classifier, EmbeddingStatistics
-from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder, draw_reconstructions
+from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder, draw_reconstructions, freeze
 from trainer.profiling.recorder import Startup
+from trainer.training.lora import merge_lora
 from trainer.training.session import Session, open_session
 
 RECONSTRUCTIONS = "mae/reconstructions.png"
@@ -92,10 +93,11 @@ def pretrain(model: Classifier, settings: PretrainSettings, session: Session) ->
 
 
 def finetune(model: Classifier, settings: PretrainSettings, session: Session) -> Classifier:
-    """Train on the labels, from the weights of `model`."""
+    """Train on the labels, from the weights of `model`; gives another model."""
     torch.manual_seed(session.seed + 2)
     own = settings.finetune
     model = models.with_labels(model, session.data.classes, drop_path=own.drop_path)
+    freeze(model, own)
     trained = session.train(
         "finetune",
         FinetuneObjective(model, label_smoothing=own.label_smoothing),
@@ -105,6 +107,7 @@ def finetune(model: Classifier, settings: PretrainSettings, session: Session) ->
         layer_decay=own.layer_decay,
     )
     assert isinstance(trained, Classifier), "the objective's model is a Classifier"
+    merge_lora(trained.network)
     return trained
 
 

@@ -21,6 +21,7 @@ from trainer.data.randomness import random_bits
 from trainer.devices import RowShardedOptimizer
 from trainer.errors import PreemptedError, TrainingError
 from trainer.formatting import listed
+from trainer.models import checkpoint_activations
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
@@ -77,12 +78,15 @@ class Trainer:
 
         Raises:
             SettingsError: the batch cannot be dealt to the processes.
+            ModelError: as `checkpoint_activations`, if that is set.
             LostProcessError: a process did not come to the comparison of the models within the limit, or is gone.
         """
         settings, processes, objective = training.settings, training.processes, training.objective
         check_batch(settings, processes)
         self.training, self.settings, self.processes = training, settings, processes
         self.model = objective.model.to(processes.device.torch_device).train()
+        if settings.activation_checkpointing:
+            checkpoint_activations(self.model)
         with processes.waiting("the comparison of the models"):
             self._parallel, self._graphs = parallelize_model(self.model, settings, processes)
         self._ddp_timer = DdpTimer(self._parallel) if isinstance(self._parallel, DistributedDataParallel) else None

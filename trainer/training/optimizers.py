@@ -161,8 +161,9 @@ def deal_rows(optimizer: RowShardedOptimizer, states: Sequence[Mapping[str, Tens
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Return the running means and variances of a model's batch normalisations, of which each process sees its own images."""
-    found = [part for module in batch_norms(model) for part in (module.running_mean, module.running_var)]
+    """Return the running means and variances that a model's batch normalisations learn, of which each process sees its own images."""
+    learning = [module for module in batch_norms(model) if module.training]
+    found = [part for module in learning for part in (module.running_mean, module.running_var)]
     return [part for part in found if part is not None]
 
 

@@ -246,8 +246,8 @@ def test_weights_that_an_update_has_spoilt_are_not_kept(distilled, monkeypatch, 
 
 
 def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_weights(distilled, sparse, monkeypatch):
-    """Stochastic depth draws from torch's generator, which nothing but the step may move."""
-    student = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"depth": 2}}
+    """Stochastic depth and dropped patches draw from torch's generator, which nothing but the step may move."""
+    student = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"depth": 2, "patch_drop_rate": 0.5}}
     settings = {"teacher": "recorded", "student": student, "drop_path": 0.5, "checkpoint_every": 6}
     interrupt(distilled, monkeypatch, sparse, **settings)
     interrupted, whole = distilled("interrupted", sparse, **settings), distilled("whole", sparse, **settings)
@@ -255,6 +255,23 @@ def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_w
     assert torch.equal(interrupted.curves()["loss"], whole.curves()["loss"][6:])
     weights = [models.load(one.student).network.state_dict() for one in (interrupted, whole)]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_student_that_drops_patches_in_training_sees_all_afterwards(distilled, complete):
+    """By timm's argument `patch_drop_rate`; logits and features are learned, and the weights are those of a plain model."""
+    student = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"patch_drop_rate": 0.5}}
+    dropping = distilled("dropping", complete, teacher="recorded", feature_weight=1.0, student=student)
+    plain = distilled("plain", complete, teacher="recorded", feature_weight=1.0)
+    losses, others = dropping.curves(), plain.curves()
+    assert losses.keys() == others.keys()
+    for name in ("logit", "feature", "label"):
+        assert not torch.equal(losses[name], others[name])
+        assert losses[name][-3:].mean() < losses[name][:3].mean()
+    trained, bare = models.load(dropping.student), models.load(plain.student)
+    bare.network.load_state_dict(trained.network.state_dict())
+    images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
+    assert torch.equal(trained(images), bare(images))
+    assert torch.equal(trained.pooled(images), bare.pooled(images))
 
 
 @pytest.mark.parametrize("settings", [{"epochs": 1}, {"epochs": 1, "teacher": "recorded", "logit_weight": 0}], ids=str)

@@ -112,3 +112,14 @@ def test_a_model_directory_may_know_more_classes_than_the_data_set(trained_digit
 def test_a_label_map_needs_weights():
     with pytest.raises(SettingsError, match="label_map says what classes of weights mean, but weights is empty"):
         config.resolve("digits", MAPPED)
+
+
+@pytest.mark.parametrize("method", ["head", "lora"])
+def test_what_is_frozen_must_have_learned_something(method):
+    frozen = [f"pretrain.finetune.method={method}", "pretrain.mae.epochs=0"]
+    with pytest.raises(
+        SettingsError, match=rf"finetune\.method is {method}, but weights is empty and mae\.epochs is 0"
+    ):
+        config.resolve("digits", frozen)
+    assert config.resolve("digits", [*frozen, "pretrain.weights=/some"]).pretrain.finetune.method == method
+    assert config.resolve("digits", frozen[:1]).pretrain.finetune.method == method

@@ -60,6 +60,7 @@ FREE = frozenset(
         "compile",
         "zero",
         "accumulation",
+        "activation_checkpointing",
         "teacher_batch",
         "deterministic",
     }
