@@ -1,4 +1,4 @@
-"""The command line: `python -m trainer run | stage | compare | bill | config | recipes`, or `vit-distill` where it is installed."""
+"""The command line: `python -m trainer run | stage | compare | bill | predict | config | ...`, or `vit-distill` where it is installed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainer import __version__, commands, config, errors, launch, limits, stages, tracking
 from trainer.commands import Subparsers
-from trainer.errors import SettingsError, TrainerError
+from trainer.errors import DataError, SettingsError, TrainerError
 from trainer.host import Terminated, ended_by_sigterm
 
 SCRIPT = "vit-distill"
@@ -30,6 +31,7 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
   %(prog)s stage evaluate --help               one stage on given inputs
   %(prog)s forecast runs/latest --nodes 1 4    time and dollars where `tune` has measured
   %(prog)s bill runs/latest                    what a run took and cost; of several, side by side
+  %(prog)s predict photo.jpg                   what the latest run's student says of photos
   %(prog)s completion bash                     a script by which a shell completes these words"""
 
 
@@ -106,6 +108,7 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
         _add_compare,
         _add_forecast,
         _add_bill,
+        _add_predict,
         _add_config,
         _add_recipes,
         _add_completion,
@@ -216,6 +219,29 @@ def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_bill)
 
 
+def _add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "predict",
+        help="show what a student says of photos",
+        description="Show the most probable labels of each photo, and where the model knows more of its classes the answer of the "
+        "hierarchy and the attributes.",
+    )
+    parser.add_argument("photos", nargs="+", metavar="FILE", help="an image file")
+    parser.add_argument(
+        "--model",
+        default="runs/latest",
+        metavar="DIR",
+        help="directory of a run or of a model, or a registered one, such as models:/vit-student@champion (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top", type=commands.positive, default=5, metavar="K", help="how many labels (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of objects, as JSON")
+    parser.add_argument("--force", action="store_true", help="ask a student that did not pass its gate, too")
+    commands.add_debug(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(command=_predict)
+
+
 def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "config",
@@ -321,12 +347,28 @@ def _bill(options: argparse.Namespace) -> None:
     read = [summary.read_run(run) for run in options.runs]
     entries = [entry for entry, _ in read]
     if options.experiment:
-        if (store := tracking.local_store(runner.RUNS)).exists():
-            os.environ.setdefault(tracking.URI, f"sqlite:///{store}")
+        runner.track_here()
         entries += summary.read_experiment(options.experiment)
     alone = len(entries) == 1 and read
     lines = summary.bill_table(read[0][1]) if alone else summary.price_table(entries)
     print(limits.printable("\n".join(lines)))
+
+
+def _predict(options: argparse.Namespace) -> None:
+    from trainer import photo_classifier
+    from trainer.served_student.preprocessing import BadImageError
+
+    model = photo_classifier.load_model(options.model, judged=not options.force)
+    try:
+        said = model.predictions(options.photos, top=options.top)
+    except BadImageError as error:
+        raise DataError(f"{error}; mend the photo or leave it out") from error
+    if options.json:
+        found = [{"photo": photo, **asdict(one)} for photo, one in zip(options.photos, said, strict=True)]
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    for photo, one in zip(options.photos, said, strict=True):
+        print(limits.printable("\n".join([photo, *(f"  {line}" for line in photo_classifier.lines(one))])))
 
 
 def _config(options: argparse.Namespace) -> None:
