@@ -32,6 +32,7 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
   %(prog)s forecast runs/latest --nodes 1 4    time and dollars where `tune` has measured
   %(prog)s bill runs/latest                    what a run took and cost; of several, side by side
   %(prog)s predict photo.jpg                   what the latest run's student says of photos
+  %(prog)s export runs/latest --output served  that student as an ONNX file, the fastest that passes its gate
   %(prog)s completion bash                     a script by which a shell completes these words"""
 
 
@@ -87,7 +88,18 @@ def _set_up_logging(*, quiet: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(limits.PrintableFormatter("%(asctime)s  %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)
-    for name in ("httpx", "urllib3", "alembic", "mlflow", "matplotlib", "fsspec", "datasets", "aiobotocore"):
+    for name in (
+        "httpx",
+        "urllib3",
+        "alembic",
+        "mlflow",
+        "matplotlib",
+        "fsspec",
+        "datasets",
+        "aiobotocore",
+        "onnx_ir",
+        "onnxscript",
+    ):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
@@ -109,6 +121,7 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
         _add_forecast,
         _add_bill,
         _add_predict,
+        _add_export,
         _add_config,
         _add_recipes,
         _add_completion,
@@ -242,6 +255,21 @@ def _add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_predict)
 
 
+def _add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "export",
+        help="write a run's student as an ONNX file",
+        description="Write the student of a run as ONNX, check its answers on the run's test photos, try int8, measure all of it on this "
+        "machine, and keep the fastest that passes the gate of the run, with a card that says how to feed it. Needs the extra `export`.",
+    )
+    parser.add_argument("run", metavar="RUN", help="directory of a run")
+    parser.add_argument("--output", required=True, metavar="DIR", help="where to write")
+    parser.add_argument("--no-int8", dest="quantized", action="store_false", help="leave int8 out")
+    parser.add_argument("--force", action="store_true", help="keep fp32 where nothing passes the gate")
+    commands.add_debug(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(command=_export)
+
+
 def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "config",
@@ -369,6 +397,17 @@ def _predict(options: argparse.Namespace) -> None:
         return
     for photo, one in zip(options.photos, said, strict=True):
         print(limits.printable("\n".join([photo, *(f"  {line}" for line in photo_classifier.lines(one))])))
+
+
+def _export(options: argparse.Namespace) -> None:
+    from trainer.export import candidates, exporting
+
+    made = exporting.export(options.run, options.output, quantized=options.quantized, force=options.force)
+    print(
+        limits.printable(
+            "\n".join([*candidates.table(made.candidates, made.chosen), "", f"written to {made.directory}"])
+        )
+    )
 
 
 def _config(options: argparse.Namespace) -> None:
