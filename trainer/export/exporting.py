@@ -151,7 +151,8 @@ def _reasons(
         )
     if one.shift > LARGEST_SHIFT:
         reasons.append(
-            f"probabilities: gives {one.shift:.1%} of the probability to other classes than the student itself; {LARGEST_SHIFT:.0%} is allowed"
+            f"probabilities: gives {one.shift:.1%} of the probability to other classes than the student itself; {LARGEST_SHIFT:.0%} is "
+            "allowed"
         )
     return reasons
 

@@ -84,10 +84,11 @@ def write(model: Classifier, size: int, file: Path) -> None:
 
 def _why(error: BaseException) -> str:
     """Say why torch could not export, by the operator that ONNX lacks if that is why."""
-    texts, cause = [], error
+    texts: list[str] = []
+    cause: BaseException | None = error
     while cause is not None:
         texts.append(str(cause))
-        cause = cause.__cause__  # type: ignore[assignment]
+        cause = cause.__cause__
     for text in reversed(texts):
         if found := _OPERATOR.search(text):
             return f"its operator {found[1]} cannot be expressed in ONNX (opset {OPSET}); choose a student without it"
