@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts, finished_run, models
+from trainer import artifacts, finished_run, models, storage
 from trainer.artifacts import Artifact, Manifest
 from trainer.config import EvaluateSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
@@ -50,13 +50,17 @@ def export(run: str, output: str | Path, *, quantized: bool = True, force: bool 
         force: take fp32 where nothing passes the gate.
 
     Raises:
-        SettingsError: the extra `export` is not installed.
+        SettingsError: the extra `export` is not installed, or the output is not empty.
         ArtifactError: the run lacks something, or its student was not evaluated.
         ModelError: the student cannot be expressed in ONNX, answers otherwise there, or no variant passes the gate of the run.
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise SettingsError(f"export: needs the package {missing[0]}; pip install 'vit-distillation-pipeline[export]'")
+    if artifacts.exists(output) or (not storage.is_remote(output) and any(storage.local_path(output).glob("*"))):
+        raise SettingsError(
+            f"output {output}: holds something already; give a new or empty directory, or remove what is there"
+        )
     evaluation = finished_run.evaluation_of_student(run)
     if evaluation is None:
         raise ModelError(f"{run}: its student was not evaluated, so no variant can be judged; complete the run first")
@@ -136,7 +140,10 @@ def _write_int8(folder: Path, data: PreparedDataset) -> None:
 def _reasons(
     one: ServingCandidate, itself: ServingCandidate, settings: EvaluateSettings, figures: Mapping[str, Any]
 ) -> list[str]:
-    """List the conditions that a variant does not meet: those of the run's gate, and the loss against the student itself."""
+    """List the conditions that a variant does not meet: those of the run's gate, and the losses against the student itself.
+
+    The gate's nearest neighbours are left out, since a graph gives no embeddings.
+    """
     reasons = metrics.judge(
         settings.gate,
         teacher_top1=figures["teacher"]["test"]["top1"],

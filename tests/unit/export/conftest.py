@@ -9,9 +9,6 @@ from trainer import artifacts
 from trainer.config import EvaluateSettings, GateSettings
 from trainer.stages import evaluate
 
-pytest.importorskip("onnx", reason="needs the extra `export`")
-pytest.importorskip("onnxruntime", reason="needs the extra `export`")
-
 
 @pytest.fixture(scope="session")
 def finished(trained_digits, tmp_path_factory):  # noqa: F811

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.unit.stages.photos import KINDS, measure, write_photos
 from trainer import artifacts, cli, models
@@ -22,6 +24,8 @@ from trainer.export.onnx_graph import OnnxStudent
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import ClassTags
 from trainer.stages import evaluate
+
+pytest.importorskip("onnxruntime", reason="needs the extra `export`")
 
 ROOT = Path(__file__).parents[3]
 
@@ -103,6 +107,7 @@ SERVE = """
 """
 
 
+@pytest.mark.slow
 def test_photos_of_every_kind_get_the_measured_logits_without_torch(run, trained_digits, tmp_path):
     write_photos(tmp_path / "photos")
     known = measure(trained_digits.student, tmp_path / "photos", tmp_path, image_size=64)
@@ -129,6 +134,19 @@ def test_photos_of_every_kind_get_the_measured_logits_without_torch(run, trained
     assert metrics.top_k(logits, known.labels, 1) == metrics.top_k(known.logits, known.labels, 1) > 0.6
 
 
+def test_the_lines_of_the_page_serve_a_photo(made, trained_digits, tmp_path):
+    page = (ROOT / "docs" / "serving.md").read_text().partition("\n## Serve it\n")[2].partition("\n## ")[0]
+    lines = [line.removeprefix("    ") for line in page.splitlines() if line.startswith("    ")]
+    served = tmp_path / "served"
+    shutil.copytree(made.directory, served)
+    Image.fromarray(trained_digits.images[0].permute(1, 2, 0).numpy()).save(served / "photo.jpg", "PNG")
+    expected = OnnxStudent(served / "model.onnx").logits(trained_digits.images[:1].permute(0, 2, 3, 1).numpy())
+    process = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=served, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert process.stdout == f"{expected.argmax()}\n"
+
+
 def test_the_command_prints_the_table(run, tmp_path, capsys):
     assert cli.main(["export", str(run), "--output", str(tmp_path / "served"), "--no-int8"]) == 0
     heading, itself, variant, *_, last = capsys.readouterr().out.splitlines()
@@ -139,6 +157,7 @@ def test_the_command_prints_the_table(run, tmp_path, capsys):
     assert last == f"written to {tmp_path / 'served'}"
 
 
+@pytest.mark.slow
 def test_what_passes_no_gate_is_exported_only_by_force(finished, tmp_path, capsys):
     run, place = finished(min_accuracy=1.0, max_accuracy_drop=1), tmp_path / "served"
     command = ["export", str(run), "--output", str(place), "--no-int8"]
@@ -159,6 +178,13 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_loaded(run, tmp_p
     (unjudged / "student").symlink_to(run / "student")
     with pytest.raises(ModelError, match="unjudged: its student was not evaluated"):
         exporting.export(str(unjudged), tmp_path / "served")
+    for place in (run / "student", run):
+        before = sorted(place.rglob("*"))
+        with pytest.raises(
+            SettingsError, match=f"output {place}: holds something already; give a new or empty directory"
+        ):
+            exporting.export(str(run), place)
+        assert sorted(place.rglob("*")) == before
     monkeypatch.setattr(exporting, "PACKAGES", ("onnx", "no_such_package"))
     with pytest.raises(SettingsError, match=r"needs the package no_such_package; pip install '.*\[export\]'"):
         exporting.export(str(run), tmp_path / "served")

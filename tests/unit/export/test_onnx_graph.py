@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from torch import nn
@@ -15,6 +14,8 @@ from trainer.config import ModelSettings
 from trainer.errors import ModelError
 from trainer.export import candidates, int8, onnx_graph
 from trainer.export.onnx_graph import OnnxStudent
+
+onnx = pytest.importorskip("onnx", reason="needs the extra `export`")
 
 
 def classifier(architecture="vit_tiny_patch16_224", **args):
@@ -33,9 +34,7 @@ def images():
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "args"), [("vit_tiny_patch16_224", VIT), ("mobilenetv3_small_050", {}), ("resnet10t", {})]
-)
+@pytest.mark.parametrize(("architecture", "args"), [("vit_tiny_patch16_224", VIT), ("resnet10t", {})])
 def test_a_graph_gives_the_logits_of_torch_for_any_batch(architecture, args, images, tmp_path):
     """Its squares are larger than the network's input, so that the resizing inside is part of it."""
     model = classifier(architecture, **args)
