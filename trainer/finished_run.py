@@ -9,7 +9,7 @@ from trainer import artifacts, limits, storage
 from trainer.artifacts import Manifest
 from trainer.errors import ArtifactError
 from trainer.graph import DATASET, EVALUATION, STAGES, STUDENT, ArtifactSpec
-from trainer.served_student.class_tags import ClassTags
+from trainer.served_student.class_tags import TAGS, ClassTags
 from trainer.summary import SUMMARY
 
 
@@ -71,9 +71,24 @@ def evaluation_of_student(run: str) -> Manifest | None:
 
 
 def tags(run: str) -> ClassTags | None:
-    """Return what a run's student knows of its classes beside their pictures, as it would be registered with it."""
-    from trainer.data.dataset import open_dataset  # these bring in torch
-    from trainer.evaluation import hierarchy
+    """Return what a run's student knows of its classes beside their pictures, as it would be registered with it.
 
+    Of the data set nothing but its tags is read; None where it has none, where it is gone, or where the student was not judged.
+
+    Raises:
+        ArtifactError: the tags are damaged.
+    """
     evaluation = evaluation_of_student(run)
-    return hierarchy.served_tags(open_dataset(find(run, DATASET)).tags, evaluation.figures) if evaluation else None
+    place = next(filter(artifacts.exists, _places(run, DATASET)), None)
+    if evaluation is None or place is None or TAGS not in artifacts.manifest(place, "dataset").files:
+        return None
+    from trainer.evaluation import hierarchy  # here, because it brings in torch
+
+    file = storage.join(place, TAGS)
+    try:
+        known = ClassTags.of(limits.parse_json(storage.read_limited(file, limits.JSON_BYTES)))
+    except ValueError as error:
+        raise ArtifactError(
+            f"{file}: does not describe classes ({limits.cut(str(error), 500)}); prepare the data set again"
+        ) from error
+    return hierarchy.served_tags(known, evaluation.figures)

@@ -13,7 +13,7 @@ from torch import nn
 from tests.distillations import TINY
 from trainer import artifacts, cli, config, load_model, models
 from trainer.data.dataset import open_dataset
-from trainer.errors import EXIT_CODE, ModelError
+from trainer.errors import EXIT_CODE, ArtifactError, ModelError
 from trainer.served_student.class_tags import ClassTags
 
 LABELS = tuple("0123456789")
@@ -81,6 +81,18 @@ def test_each_photo_gets_its_labels_the_answer_and_its_attributes(run, photos, c
     assert [line.split() for line in lines[1:3]] == [[f"{value:.1%}", label] for label, value in (first, second)]
     assert lines[3].split() == ["answer", first[0], f"({first[1]:.1%})"]
     assert any(line.split() == ["parity", said[0]["attributes"]["parity"]] for line in lines[4:])
+
+
+def test_a_run_whose_data_set_is_gone_still_has_its_labels(run, photos, tmp_path):
+    gone, damaged = tmp_path / "gone", tmp_path / "damaged"
+    shutil.copytree(run, gone, ignore=shutil.ignore_patterns("dataset"))
+    (said,) = load_model(gone).predictions(photos[:1], top=1)
+    assert list(said.labels) == list(load_model(run).predictions(photos[:1], top=1)[0].labels)
+    assert said.answer is None
+    shutil.copytree(run, damaged)
+    (damaged / "dataset" / "tags.json").write_text('{"labels": []}')
+    with pytest.raises(ArtifactError, match=r"tags\.json: does not describe classes .*; prepare the data set again"):
+        load_model(damaged)
 
 
 def test_a_model_directory_has_no_tags(run, photos, capsys):
