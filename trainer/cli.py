@@ -1,4 +1,4 @@
-"""The command line: `python -m trainer run | stage | compare | bill | config | recipes`, or `vit-distill` where it is installed."""
+"""The command line: `python -m trainer run | stage | compare | bill | predict | config | ...`, or `vit-distill` where it is installed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainer import __version__, commands, config, errors, launch, limits, stages, tracking
 from trainer.commands import Subparsers
-from trainer.errors import SettingsError, TrainerError
+from trainer.errors import DataError, SettingsError, TrainerError
 from trainer.host import Terminated, ended_by_sigterm
 
 SCRIPT = "vit-distill"
@@ -30,6 +31,8 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
   %(prog)s stage evaluate --help               one stage on given inputs
   %(prog)s forecast runs/latest --nodes 1 4    time and dollars where `tune` has measured
   %(prog)s bill runs/latest                    what a run took and cost; of several, side by side
+  %(prog)s predict photo.jpg                   what the latest run's student says of photos
+  %(prog)s export runs/latest --output served  that student as an ONNX file, the fastest that passes its gate
   %(prog)s completion bash                     a script by which a shell completes these words"""
 
 
@@ -85,7 +88,18 @@ def _set_up_logging(*, quiet: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(limits.PrintableFormatter("%(asctime)s  %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)
-    for name in ("httpx", "urllib3", "alembic", "mlflow", "matplotlib", "fsspec", "datasets", "aiobotocore"):
+    for name in (
+        "httpx",
+        "urllib3",
+        "alembic",
+        "mlflow",
+        "matplotlib",
+        "fsspec",
+        "datasets",
+        "aiobotocore",
+        "onnx_ir",
+        "onnxscript",
+    ):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
@@ -106,6 +120,8 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
         _add_compare,
         _add_forecast,
         _add_bill,
+        _add_predict,
+        _add_export,
         _add_config,
         _add_recipes,
         _add_completion,
@@ -216,6 +232,44 @@ def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_bill)
 
 
+def _add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "predict",
+        help="show what a student says of photos",
+        description="Show the most probable labels of each photo, and where the model knows more of its classes the answer of the "
+        "hierarchy and the attributes.",
+    )
+    parser.add_argument("photos", nargs="+", metavar="FILE", help="an image file")
+    parser.add_argument(
+        "--model",
+        default="runs/latest",
+        metavar="DIR",
+        help="directory of a run or of a model, or a registered one, such as models:/vit-student@champion (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top", type=commands.positive, default=5, metavar="K", help="how many labels (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of objects, as JSON")
+    parser.add_argument("--force", action="store_true", help="ask a student that did not pass its gate, too")
+    commands.add_debug(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(command=_predict)
+
+
+def _add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "export",
+        help="write a run's student as an ONNX file",
+        description="Write the student of a run as ONNX, check its answers on the run's test photos, try int8, measure all of it on this "
+        "machine, and keep the fastest that passes the gate of the run, with a card that says how to feed it. Needs the extra `export`.",
+    )
+    parser.add_argument("run", metavar="RUN", help="directory of a run")
+    parser.add_argument("--output", required=True, metavar="DIR", help="where to write")
+    parser.add_argument("--no-int8", dest="quantized", action="store_false", help="leave int8 out")
+    parser.add_argument("--force", action="store_true", help="keep fp32 where nothing passes the gate")
+    commands.add_debug(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(command=_export)
+
+
 def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "config",
@@ -321,12 +375,39 @@ def _bill(options: argparse.Namespace) -> None:
     read = [summary.read_run(run) for run in options.runs]
     entries = [entry for entry, _ in read]
     if options.experiment:
-        if (store := tracking.local_store(runner.RUNS)).exists():
-            os.environ.setdefault(tracking.URI, f"sqlite:///{store}")
+        runner.track_here()
         entries += summary.read_experiment(options.experiment)
     alone = len(entries) == 1 and read
     lines = summary.bill_table(read[0][1]) if alone else summary.price_table(entries)
     print(limits.printable("\n".join(lines)))
+
+
+def _predict(options: argparse.Namespace) -> None:
+    from trainer import photo_classifier
+    from trainer.served_student.preprocessing import BadImageError
+
+    model = photo_classifier.load_model(options.model, judged=not options.force)
+    try:
+        said = model.predictions(options.photos, top=options.top)
+    except BadImageError as error:
+        raise DataError(f"{error}; mend the photo or leave it out") from error
+    if options.json:
+        found = [{"photo": photo, **asdict(one)} for photo, one in zip(options.photos, said, strict=True)]
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    for photo, one in zip(options.photos, said, strict=True):
+        print(limits.printable("\n".join([photo, *(f"  {line}" for line in photo_classifier.lines(one))])))
+
+
+def _export(options: argparse.Namespace) -> None:
+    from trainer.export import candidates, exporting
+
+    made = exporting.export(options.run, options.output, quantized=options.quantized, force=options.force)
+    print(
+        limits.printable(
+            "\n".join([*candidates.table(made.candidates, made.chosen), "", f"written to {made.directory}"])
+        )
+    )
 
 
 def _config(options: argparse.Namespace) -> None:

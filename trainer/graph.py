@@ -23,8 +23,9 @@ Kind = Literal[
     "evaluation",
     "registration",
     "checkpoint",
+    "export",
 ]
-"""What an artifact holds; checkpoints are the only ones that no stage hands to another."""
+"""What an artifact holds; no stage hands checkpoints and exports to another."""
 
 SCHEMA_VERSIONS: Mapping[Kind, int] = dict.fromkeys(get_args(Kind), 1) | {
     "teacher_outputs": 2,

@@ -44,6 +44,12 @@ def new_directory(recipe: str, output: str | None) -> Path:
     return directory
 
 
+def track_here() -> None:
+    """Let this process use the MLflow store of the runs here, if there is one and no other is named."""
+    if (store := tracking.local_store(RUNS)).exists():
+        os.environ.setdefault(tracking.URI, f"sqlite:///{store}")
+
+
 def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, processes: int) -> dict[str, Any]:
     """Run all stages; what an earlier run in the same output completed with the same settings is kept.
 

@@ -127,7 +127,7 @@ def test_a_photo_may_be_given_in_several_ways(model_directory, photo):
     assert table.shape == (4, 10)
     assert tuple(table.columns) == tuple(model.labels)
     assert table.drop_duplicates().shape == (1, 10)
-    with pytest.raises(BadImageError, match=r"image 1: .*no-such\.jpg"):
+    with pytest.raises(BadImageError, match=r"image 1 \(no-such\.jpg\): No such file"):
         model.probabilities([photo, "no-such.jpg"])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,14 +231,14 @@ def machine() -> Machine:
 
 
 def measure_latency(
-    models: Mapping[str, nn.Module], images: Tensor, *, batch_sizes: Sequence[int], runs: int
+    models: Mapping[str, Callable[[Tensor], object]], images: Tensor, *, batch_sizes: Sequence[int], runs: int
 ) -> dict[str, list[Latency]]:
     """Time models on the CPU, from raw images to logits.
 
     The models take turns in one loop, so that other work on the machine slows all of them alike.
 
     Args:
-        models: by name, on the CPU, in evaluation mode.
+        models: by name, on the CPU, in evaluation mode; or other functions of such images.
         images: at least one, uint8 [N, 3, H, W]; repeated to fill a batch.
         batch_sizes: batch sizes B, each measured separately.
         runs: timed batches for each model and batch size, after a few for warm-up.

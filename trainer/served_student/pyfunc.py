@@ -8,9 +8,11 @@ Shapes: B images, H x W pixels of any size, C channels, S the edge of the networ
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,8 +30,13 @@ from .preprocessing import BadImageError, Square, decode, from_array, to_square
 if TYPE_CHECKING:
     import pandas as pd
 
-Photo: TypeAlias = npt.NDArray[np.generic] | bytes | os.PathLike[str]
-"""An array [H, W] or [H, W, C] (`preprocessing.from_array`), an image file's bytes, or its path."""
+Photo: TypeAlias = npt.NDArray[np.generic] | bytes | str | os.PathLike[str]
+"""An array [H, W] or [H, W, C] (`preprocessing.from_array`), an image file's bytes, those in base64, or its path."""
+
+TOP_K = "top_k"
+"""MLflow's parameter of a prediction: how many of the most probable labels it names, 0 for a column of each."""
+TOP_LABELS, TOP_PROBABILITIES = "top_labels", "top_probabilities"
+"""Columns of a prediction that was asked for so many: lists, the most probable first."""
 
 _BATCH_SIZE = 128
 
@@ -76,15 +83,17 @@ class ServedStudent:
         """Return the student without MLflow's checks, for `mlflow.pyfunc.PyFuncModel.get_raw_model`: its `predict` takes lists too."""
         return self
 
-    def predict(self, images: Photo | Sequence[Photo]) -> pd.DataFrame:
+    def predict(self, images: Photo | Sequence[Photo], params: Mapping[str, Any] | None = None) -> pd.DataFrame:
         """Classify photos of any size.
 
         Args:
             images: one photo; several in an array [B, H, W, C]; or several of any sizes and kinds in a list or an array of objects [B].
+            params: `top_k`, if not every label is wanted.
 
         Returns:
-            The probability of each label: B rows, K columns named by the labels. Where the model has tags, further columns follow:
-            `answer`, `confidence`, and each attribute (`ClassTags.columns`).
+            The probability of each label: B rows, K columns named by the labels; or with `top_k` two columns of lists, `top_labels` and
+            `top_probabilities`. Where the model has tags, further columns follow: `answer`, `confidence`, and each attribute
+            (`ClassTags.columns`).
 
         Raises:
             BadImageError: one of them is not an image, or cannot be used; it is named, and none is classified.
@@ -92,8 +101,14 @@ class ServedStudent:
         import pandas as pd  # here, because every training loads this module for `Preprocessing`
 
         table = self.probabilities(images)
-        if self.tags is not None:
-            for name, values in self.tags.columns(table.to_numpy()).items():
+        known = self.tags.columns(table.to_numpy()) if self.tags is not None else None
+        if top_k := int((params or {}).get(TOP_K, 0)):
+            best = np.argsort(-table.to_numpy(), axis=1, kind="stable")[:, :top_k]
+            values = np.take_along_axis(table.to_numpy(), best, axis=1)
+            names = [[self.labels[index] for index in row] for row in best.tolist()]
+            table = pd.DataFrame({TOP_LABELS: names, TOP_PROBABILITIES: values.tolist()})
+        if known is not None:
+            for name, values in known.items():
                 table[name] = pd.Series(
                     values, dtype=values.dtype
                 )  # else None would become NaN, which JSON does not have
@@ -115,21 +130,35 @@ class ServedStudent:
 
     def _read(self, index: int, photo: Any) -> npt.NDArray[np.uint8]:
         """Make a photo's square, uint8 [S, S, 3]."""
+        name = f" ({photo})" if isinstance(photo, os.PathLike) else ""
         try:
             if isinstance(photo, os.PathLike):
                 photo = Path(photo).read_bytes()
+            elif isinstance(photo, str):
+                photo = _from_base64(photo)
             if isinstance(photo, bytes):
                 picture = decode(photo, max_pixels=self._square.max_pixels)
             elif isinstance(photo, np.ndarray):
                 picture = from_array(photo)
-            else:  # text is not taken for a path, since a request over the network could then name any file of the server
+            else:
                 kind = type(photo).__name__
                 raise BadImageError(
                     f"no image: give an array, the bytes of an image file, or a pathlib.Path, not {kind}"
                 )
         except (BadImageError, OSError) as error:
-            raise BadImageError(f"image {index}: {error}") from error
+            said = error.strerror if isinstance(error, OSError) else error
+            raise BadImageError(f"image {index}{name}: {said}") from error
         return np.asarray(to_square(picture, self._square))
+
+
+def _from_base64(text: str) -> bytes:
+    """Decode what JSON can hold of a file. Text is never a path: a request over the network could then name any file of the server."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadImageError(
+            f"no image: text must be an image file in base64 ({error}); give the name of a file as a pathlib.Path"
+        ) from error
 
 
 def _each(images: Any) -> Sequence[Any]:
@@ -138,8 +167,8 @@ def _each(images: Any) -> Sequence[Any]:
         return images
     if not isinstance(images, np.ndarray):
         return [images]
-    if images.dtype == object and images.ndim == 1:
-        return list(images)
+    if images.dtype.kind in "OSU" and images.ndim == 1:
+        return [one.item() if isinstance(one, np.generic) else one for one in images]
     if images.dtype == object:  # from MLflow's server for numbers in JSON
         try:
             images = np.array(images.tolist())

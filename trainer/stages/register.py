@@ -26,11 +26,13 @@ from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import CARD
 from trainer.distillation import recording
 from trainer.errors import ModelError, TrackingError
+from trainer.evaluation import hierarchy
 from trainer.graph import STAGES
 from trainer.launch import flag
 from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags
+from trainer.served_student.pyfunc import TOP_K
 from trainer.stages import evaluate
 from trainer.summary import SUMMARY, Registered
 from trainer.tracking.stage_runs import stage_run
@@ -206,14 +208,6 @@ def _log_results(
     client.log_batch(run_id, metrics=[Metric(name, value, now_ms, 0) for name, value in figures.items()])
 
 
-def _tags(dataset: str | Path, evaluation: Mapping[str, Any]) -> ClassTags | None:
-    """Return what is known of the classes, with the threshold that evaluate has chosen for the student's answers."""
-    tags, answers = open_dataset(dataset).tags, evaluation["student"]["test"].get("answers")
-    if tags is None or answers is None:
-        return tags
-    return tags.answering(risk=answers["risk"], threshold=answers["threshold"])
-
-
 @contextmanager
 def _tagged(student: Path, tags: ClassTags | None) -> Iterator[Path]:
     """Give the directory to register: the student's, or a copy of it with the tags."""
@@ -248,7 +242,7 @@ def _log_model(
         warnings.filterwarnings("ignore", message=".*Any type hint is inferred", category=UserWarning)
         import mlflow.pyfunc
     from mlflow.models import Model, ModelSignature
-    from mlflow.types import Schema, TensorSpec
+    from mlflow.types import ParamSchema, ParamSpec, Schema, TensorSpec
 
     folder = Path(served_student.__file__).parent
     # The one specification that lets arrays of any shape and type through. MLflow refuses a list in any case where inputs are described,
@@ -268,7 +262,9 @@ def _log_model(
         loader_module=f"{folder.name}.pyfunc",
         code_paths=[str(folder)],
         data_path=str(student),
-        signature=ModelSignature(Schema([any_images]), _output_schema(card.labels, tags)),
+        signature=ModelSignature(
+            Schema([any_images]), _output_schema(card.labels, tags), ParamSchema([ParamSpec(TOP_K, "long", 0)])
+        ),
         input_example=example(dataset),
         conda_env=conda_environment(),
         metadata={"labels": list(card.labels), "architecture": card.architecture},
@@ -309,7 +305,7 @@ def _version(
         "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
         "test_top1": f"{figures['student']['test']['top1']:.4f}",
     }
-    classes = _tags(given["dataset"], figures)
+    classes = hierarchy.served_tags(open_dataset(given["dataset"]).tags, figures)
     if classes is not None and classes.threshold is not None:
         tags["answer_threshold"] = f"{classes.threshold:.6f}"
     for found in client.search_model_versions(f"run_id = '{run_id}'"):

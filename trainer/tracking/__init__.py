@@ -442,6 +442,45 @@ def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]
 # Finished runs
 
 
+def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
+    """Fetch a model of the registry.
+
+    Args:
+        place: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`.
+        folder: where a copy goes, if the store is not on this machine.
+
+    Returns:
+        The directory of its files, and whether it passed its gate.
+
+    Raises:
+        TrackingError: MLflow does not answer, or has no such model.
+    """
+    name, _, alias = place.removeprefix("models:/").partition("@")
+    name, _, number = (name, "", "") if alias else name.partition("/")
+    if not name or not (alias or number):
+        raise TrackingError(f"{place}: names no version of a model; write models:/NAME@ALIAS or models:/NAME/VERSION")
+    mlflow = client()
+    from mlflow.artifacts import download_artifacts
+    from mlflow.exceptions import MlflowException
+
+    with explained():
+        try:
+            version = (
+                mlflow.get_model_version_by_alias(name, alias) if alias else mlflow.get_model_version(name, number)
+            )
+            files = download_artifacts(
+                place, dst_path=str(folder), tracking_uri=uri(), registry_uri=os.environ.get("MLFLOW_REGISTRY_URI")
+            )
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            raise TrackingError(
+                f"{place}: MLflow at {shown(uri() or '')} has no such model ({reason_of(error)}); look for its name and version in MLflow "
+                "(make ui); the alias is on a version that passed its gate"
+            ) from error
+    return Path(files), version.tags.get("verdict", "passed") == "passed"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BilledRun:
     """A finished parent run."""

@@ -97,7 +97,7 @@ def read_summary(artifact):
 
 
 PREDICT = """
-    import json, pathlib, sys
+    import base64, json, pathlib, sys
     import mlflow.models, mlflow.pyfunc, numpy, pandas
     from PIL import Image
     uri, listed = sys.argv[1:]
@@ -127,6 +127,12 @@ PREDICT = """
         "column": model.predict(pandas.DataFrame({"image": contents})),
         "list": model.get_raw_model().predict(list(mixed)),
     }
+    texts = [base64.b64encode(content).decode() for content in contents]
+    def over_http(**request):
+        return mlflow.models.validate_serving_input(uri, json.dumps(request))
+    column = {"columns": ["image"], "data": [[text] for text in texts]}
+    several |= {"base64": over_http(inputs=texts), "base64 in a column": over_http(dataframe_split=column)}
+    best = over_http(dataframe_split=column, params={"top_k": 2})
     example = mlflow.models.convert_input_example_to_serving_input(model.input_example)
     served = mlflow.models.validate_serving_input(uri, example)
     print(json.dumps({
@@ -134,6 +140,7 @@ PREDICT = """
         "values": probabilities.values.tolist(),
         "asked": asked, "answers": answers, "expected": expected,
         "several": {name: table.values.tolist() for name, table in several.items()},
+        "best": best.values.tolist(),
         "example": model.input_example.shape,
         "example over HTTP": served.values.tolist(),
         "example itself": model.predict(model.input_example).values.tolist(),
@@ -175,6 +182,10 @@ def test_registered_model_answers_about_files_what_was_measured_in_a_clean_proce
         np.testing.assert_allclose(values_of_array, values_of_file, atol=1e-5, err_msg=asked)
     for name, values_of_nine in answer["several"].items():
         np.testing.assert_allclose(values_of_nine, values[:9], atol=1e-5, err_msg=name)
+    for row, (labels, probabilities) in zip(values, answer["best"], strict=False):
+        assert labels == [str(index) for index in np.argsort(-row)[:2]]
+        np.testing.assert_allclose(probabilities, np.sort(row)[:-3:-1], atol=1e-5)
+    assert len(answer["best"]) == 9
     assert answer["example"] == [1, 64, 64, 3]
     np.testing.assert_allclose(answer["example over HTTP"], answer["example itself"], atol=1e-5)
 
@@ -277,6 +288,14 @@ def test_alias_moves_only_if_the_gate_passed(inputs, evaluations, tracked, tmp_p
     assert second["mlflow"]["model_version"] != first["mlflow"]["model_version"]
     assert str(tracked.get_model_version_by_alias("aliased", "champion").version) == first["mlflow"]["model_version"]
     tags = tracked.get_model_version("aliased", second["mlflow"]["model_version"]).tags
+    assert load_model("models:/aliased@champion", judged=True).labels == tuple("0123456789")
+    refused = f"models:/aliased/{second['mlflow']['model_version']}"
+    assert load_model(refused).labels == tuple("0123456789")
+    with pytest.raises(ModelError, match=rf"model {refused}: did not pass its gate \(its MLflow run says why\)"):
+        load_model(refused, judged=True)
+    for missing in ("models:/aliased@none", "models:/aliased/99", "models:/none@champion"):
+        with pytest.raises(TrackingError, match=rf"{missing}: MLflow at sqlite:.* has no such model \("):
+            load_model(missing)
     assert tags["verdict"] == "not passed"
     assert tags["student_fingerprint"] == artifacts.read(inputs["student"], "model").fingerprint
     assert float(tags["test_top1"]) == pytest.approx(second["student"]["test"]["top1"], abs=1e-4)

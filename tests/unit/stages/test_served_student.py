@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import threading
 import time
@@ -71,6 +72,26 @@ def test_an_array_gets_the_answer_of_the_file_with_its_pixels(student, files, ki
     assert student.predict(path).equals(expected)
     assert student.predict(path.read_bytes()).equals(expected)
     assert array.dtype == (np.uint16 if kind == "deep" else np.uint8)
+
+
+def test_the_most_probable_labels_alone(student, files):
+    paths = [one(files, kind) for kind in ("wide", "tall", "grey")]
+    every, best = student.predict(paths), student.predict(paths, {"top_k": 3})
+    assert list(best.columns) == ["top_labels", "top_probabilities"]
+    for (_, row), (_, few) in zip(every.iterrows(), best.iterrows(), strict=True):
+        expected = row.sort_values(ascending=False)[:3]
+        assert dict(zip(few.top_labels, few.top_probabilities, strict=True)) == expected.to_dict()
+        assert few.top_labels == list(expected.index)
+    assert student.predict(paths, {"top_k": 0}).equals(every)
+    assert [len(few) for few in student.predict(paths, {"top_k": 99}).top_labels] == [10] * 3
+    assert student.predict([], {"top_k": 3}).shape == (0, 2)
+
+
+def test_a_files_bytes_may_come_as_text(student, files):
+    path = one(files, "turned")
+    text = base64.b64encode(path.read_bytes()).decode()
+    for given in (text, [text], np.array([text]), np.array([text], dtype=object)):
+        assert student.predict(given).equals(student.predict(path))
 
 
 def test_photos_of_different_shapes_and_kinds_in_one_call(student, files):
@@ -145,10 +166,12 @@ def test_arrays_become_rgb_as_files_do(pixels, expected):
         (np.zeros((2, 3, 9, 9), np.uint8), r"image 0: no image: an array of the shape \(3, 9, 9\) is neither"),
         (np.zeros((0, 4, 3), np.uint8), "image 0: no image: an array of the shape"),
         (np.zeros((2, 2, 4, 4, 3), np.uint8), "holds no images: give one image as"),
-        (np.array(["a.jpg", "b.jpg"]), "holds no images: give one image as"),
-        ([np.zeros((4, 4), np.uint8), "/etc/hostname"], "image 1: no image: .* or a pathlib.Path, not str"),
+        (np.array(["a.jpg", "b.jpg"]), "image 0: no image: text must be an image file in base64"),
+        ([np.zeros((4, 4), np.uint8), "/etc/hosts"], "image 1: no image: text must be .*give the name of a file as a pa"),
+        ([np.zeros((4, 4), np.uint8), "/etc/passwdx"], "image 1: no image that can be read"),
+        ([7], "image 0: no image: .* or a pathlib.Path, not int"),
         (np.array([[[1, 2]], [[1]]], dtype=object), "images of different shapes in one array: give a list"),
-        ([Path("/nowhere/a.jpg")], "image 0: .*No such file"),
+        ([Path("/nowhere/a.jpg")], r"image 0 \(/nowhere/a.jpg\): .*No such file"),
         ([b"", b"x"], "image 0: empty file"),
         ([b"no image"], "image 0: no image that can be read"),
         (None, "image 0: no image: give an array"),

@@ -1,0 +1,95 @@
+"""The graph of a student: the answers of torch, for any batch, and the operator that ONNX lacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainer import models
+from trainer.config import ModelSettings
+from trainer.errors import ModelError
+from trainer.export import candidates, int8, onnx_graph
+from trainer.export.onnx_graph import OnnxStudent
+
+onnx = pytest.importorskip("onnx", reason="needs the extra `export`")
+
+
+def classifier(architecture="vit_tiny_patch16_224", **args):
+    torch.manual_seed(0)
+    model = models.create(ModelSettings(architecture=architecture, args=args), ["a", "b", "c"])
+    for parameter in model.parameters():  # so that the classes differ
+        nn.init.normal_(parameter, std=0.05)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def images():
+    return np.random.default_rng(0).integers(0, 256, (20, 40, 40, 3), dtype=np.uint8)
+
+
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize(("architecture", "args"), [("vit_tiny_patch16_224", VIT), ("resnet10t", {})])
+def test_a_graph_gives_the_logits_of_torch_for_any_batch(architecture, args, images, tmp_path):
+    """Its squares are larger than the network's input, so that the resizing inside is part of it."""
+    model = classifier(architecture, **args)
+    model = models.Classifier(model.network, replace(model.card, image_size=32)).eval()
+    onnx_graph.write(model, 40, tmp_path / "model.onnx")
+    expected = candidates.answering(model)(images)
+    student = OnnxStudent(tmp_path / "model.onnx", threads=1)
+    for count in (1, 2, 20):
+        np.testing.assert_allclose(student.logits(images[:count]), expected[:count], atol=1e-4)
+    assert np.ptp(expected, axis=1).min() > 1e-2
+    onnx.checker.check_model(onnx.load(tmp_path / "model.onnx"), full_check=True)
+
+
+class _Bessel(nn.Module):
+    def forward(self, images):
+        return torch.special.bessel_j0(images).mean((2, 3))
+
+
+class _Branching(nn.Module):
+    def forward(self, images):
+        return images.mean((2, 3)) if images.sum() > 0 else images.amax((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (
+            _Bessel(),
+            r"its operator (aten\.special|prims\.)_?bessel_j0\S* cannot be expressed in ONNX \(opset 20\); choose",
+        ),
+        (_Branching(), "torch.export cannot follow its code"),
+    ],
+)
+def test_what_onnx_cannot_express_is_named(network, message, tmp_path):
+    model = models.Classifier(network, replace(classifier(**VIT).card, image_size=32)).eval()
+    with pytest.raises(ModelError, match=f"architecture 'vit_tiny_patch16_224': {message}"):
+        onnx_graph.write(model, 32, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_int8_leaves_the_layers_float_that_it_is_told_to(images, tmp_path):
+    onnx_graph.write(classifier(**VIT), 40, tmp_path / "fp32.onnx")
+    layers = int8.weighted_layers(tmp_path / "fp32.onnx")
+    assert len(layers) == 2 + 4 * 2, "patches, head, and four matrices a block"
+    for name, kept in (("all", frozenset()), ("some", frozenset({layers[0], layers[-1]}))):
+        int8.quantize(tmp_path / "fp32.onnx", tmp_path / f"{name}.onnx", images, kept=kept)
+    quantized = {name: eight_bit(tmp_path / f"{name}.onnx") for name in ("fp32", "all", "some")}
+    assert quantized == {"fp32": 0, "all": len(layers), "some": len(layers) - 2}
+    own = OnnxStudent(tmp_path / "fp32.onnx").logits(images)
+    far = {name: np.abs(OnnxStudent(tmp_path / f"{name}.onnx").logits(images) - own).max() for name in ("all", "some")}
+    assert 0 < far["some"] < far["all"] < 0.5
+
+
+def eight_bit(file):
+    """How many matrices of weights are int8."""
+    return sum(
+        one.data_type == onnx.TensorProto.INT8 and len(one.dims) > 1 for one in onnx.load(file).graph.initializer
+    )

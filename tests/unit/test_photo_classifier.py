@@ -1,0 +1,155 @@
+"""`vit-distill predict`: where its model may lie, what it prints, and what it refuses."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from tests.distillations import TINY
+from trainer import artifacts, cli, config, load_model, models
+from trainer.data.dataset import open_dataset
+from trainer.errors import EXIT_CODE, ArtifactError, ModelError
+from trainer.served_student.class_tags import ClassTags
+
+LABELS = tuple("0123456789")
+TAGS = ClassTags(
+    labels=LABELS,
+    attributes={"value": (*map(float, range(9)), None), "parity": ("even", "odd") * 5},
+    parents={digit: "small" if digit < "5" else "large" for digit in LABELS},
+)
+
+
+@pytest.fixture(scope="module")
+def run(digits, tmp_path_factory):
+    """A run's directory, whose student has not learned anything but passed, and whose classes have tags."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    torch.manual_seed(0)
+    model = models.create(config.ModelSettings(architecture="vit_tiny_patch16_224", args=TINY), LABELS)
+    nn.init.normal_(model.network.head.weight)  # so that the classes differ
+    model.card = replace(model.card, square=open_dataset(digits).square)
+    with artifacts.create(folder / "student", "model", settings={}) as draft:
+        models.save(model, draft.path)
+    known = artifacts.read(digits, "dataset")
+    with artifacts.create(folder / "dataset", "dataset", settings=known.settings) as draft:
+        shutil.copytree(known.path, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+        TAGS.write(draft.path)
+    write_evaluation(folder)
+    return folder
+
+
+def write_evaluation(folder, *reasons, parent=None):
+    parent = parent or artifacts.manifest(folder / "student", "model").fingerprint
+    artifacts.remove(folder / "evaluation")
+    with artifacts.create(folder / "evaluation", "evaluation", settings={}, parents={"student": parent}) as draft:
+        (draft.path / "metrics.json").write_text("{}")
+        answers = {"risk": 0.1, "threshold": 0.0}
+        verdict = {"passed": not reasons, "reasons": reasons}
+        draft.figures.update({"student": {"test": {"answers": answers}}, "verdict": verdict})
+
+
+@pytest.fixture
+def photos(tmp_path):
+    paths = [tmp_path / "a.jpg", tmp_path / "b.png"]
+    for seed, path in enumerate(paths):
+        Image.fromarray(np.random.default_rng(seed).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(path)
+    return list(map(str, paths))
+
+
+def test_each_photo_gets_its_labels_the_answer_and_its_attributes(run, photos, capsys):
+    assert cli.main(["predict", *photos, "--model", str(run), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [one["photo"] for one in said] == photos
+    expected = load_model(run).probabilities(photos)
+    for one, (_, row) in zip(said, expected.iterrows(), strict=True):
+        best = row.sort_values(ascending=False)[:5]
+        assert one["labels"] == pytest.approx(best.to_dict())
+        assert list(one["labels"]) == list(best.index)
+        assert one["answer"] == best.index[0], "a threshold of 0 lets every class be the answer"
+        assert one["confidence"] == pytest.approx(best.iloc[0])
+        index = LABELS.index(one["answer"])
+        assert one["attributes"] == {name: values[index] for name, values in TAGS.attributes.items()}
+
+    assert cli.main(["predict", photos[0], "--model", str(run), "--top", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == photos[0]
+    (first, second) = list(said[0]["labels"].items())[:2]
+    assert [line.split() for line in lines[1:3]] == [[f"{value:.1%}", label] for label, value in (first, second)]
+    assert lines[3].split() == ["answer", first[0], f"({first[1]:.1%})"]
+    assert any(line.split() == ["parity", said[0]["attributes"]["parity"]] for line in lines[4:])
+
+
+def test_a_run_whose_data_set_is_gone_still_has_its_labels(run, photos, tmp_path):
+    gone, damaged = tmp_path / "gone", tmp_path / "damaged"
+    shutil.copytree(run, gone, ignore=shutil.ignore_patterns("dataset"))
+    (said,) = load_model(gone).predictions(photos[:1], top=1)
+    assert list(said.labels) == list(load_model(run).predictions(photos[:1], top=1)[0].labels)
+    assert said.answer is None
+    shutil.copytree(run, damaged)
+    (damaged / "dataset" / "tags.json").write_text('{"labels": []}')
+    with pytest.raises(ArtifactError, match=r"tags\.json: does not describe classes .*; prepare the data set again"):
+        load_model(damaged)
+
+
+def test_a_model_directory_has_no_tags(run, photos, capsys):
+    assert cli.main(["predict", photos[0], "--model", str(run / "student"), "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)
+    assert (said["answer"], said["confidence"], said["attributes"]) == (None, None, None)
+
+
+def test_a_student_that_failed_its_gate_is_asked_only_by_force(run, photos, tmp_path, capsys):
+    failed = tmp_path / "failed"
+    shutil.copytree(run, failed)
+    write_evaluation(failed, "accuracy: too low", "latency: too long")
+    assert cli.main(["predict", photos[0], "--model", str(failed)]) == EXIT_CODE
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"error: model {failed}: did not pass its gate (accuracy: too low; latency: too long); choose another one, or use it all the same "
+        "(--force)\n"
+    )
+    assert cli.main(["predict", photos[0], "--model", str(failed), "--force"]) == 0
+    assert load_model(failed).labels == LABELS, "the API judges where it is told to"
+    with pytest.raises(ModelError, match="did not pass its gate"):
+        load_model(failed, judged=True)
+    # The verdict on an earlier student says nothing of this one.
+    write_evaluation(failed, "accuracy: too low", parent="of another student")
+    assert load_model(failed, judged=True).labels == LABELS
+
+
+def test_what_cannot_be_asked_or_read_is_one_message(run, photos, tmp_path, capsys):
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(b"no image")
+    for arguments, message in (
+        (
+            [photos[0], str(broken), "--model", str(run)],
+            f"image 1 ({broken}): no image that can be read; mend the photo",
+        ),
+        ([str(tmp_path / "none.jpg"), "--model", str(run)], "none.jpg): No such file or directory"),
+        ([photos[0], "--model", str(tmp_path / "none")], "none: no student at "),
+        (
+            [photos[0], "--model", "models:/vit-student"],
+            "models:/vit-student: names no version of a model; write models:/",
+        ),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+            assert cli.main(["predict", *arguments]) == EXIT_CODE
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert message in printed.err
+        assert printed.err.count("\n") == 1
+
+
+def test_the_newest_pipeline_of_a_run_is_asked(run, photos, tmp_path):
+    """As `make run` leaves them, with a folder for each time that it ran."""
+    for time, broken in (("20260101", True), ("20260102", False)):
+        tasks = tmp_path / "kfp" / "pipeline" / f"distillation-{time}"
+        shutil.copytree(run / "student", tasks / "distill" / "student")
+        if broken:
+            (tasks / "distill" / "student" / "model.safetensors").write_bytes(b"")
+    assert load_model(tmp_path / "kfp").labels == LABELS

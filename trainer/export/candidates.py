@@ -1,0 +1,162 @@
+"""The ways to serve a student, measured beside one another on this machine, and the fastest that passes.
+
+Shapes: N images, S the edge of a square, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.data.dataset import Split
+from trainer.errors import ModelError
+from trainer.evaluation import metrics
+from trainer.evaluation.metrics import Latency
+from trainer.export.onnx_graph import Logits, OnnxStudent, Pixels
+from trainer.models import Classifier
+from trainer.summary import aligned
+
+FLOAT = "fp32"
+"""The candidate that must give the student's own logits."""
+TOLERANCE = 1e-3
+"""Largest difference of its logits, absolute and relative to the logit."""
+LARGEST_LOSS = 0.01
+"""Largest loss of test top-1, as a share, of a candidate against the student itself."""
+LARGEST_SHIFT = 0.05
+"""Largest share of the probability that a candidate may give to other classes than the student itself, in the mean over the test photos.
+
+Few photos show a loss of top-1 by chance only, and confidences and answers of the hierarchy need the probabilities.
+"""
+
+_BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingCandidate:
+    """A way to serve the student."""
+
+    name: str
+    size_bytes: int
+    top1: float
+    """Share of the test photos."""
+    same: float
+    """Share of the test photos with the student's own first class."""
+    difference: float
+    """Largest difference of a logit from the student's own."""
+    shift: float
+    """Total variation distance of its probabilities from the student's own: half the sum of the differences, in the mean."""
+    latencies: Sequence[Latency]
+    reasons: Sequence[str] = ()
+    """Why it is not to be chosen; empty where it passes."""
+
+
+def squares(split: Split, indices: Sequence[int]) -> Pixels:
+    """Read squares of a split as the graph takes them: uint8 [N, S, S, 3]."""
+    images: Pixels = np.ascontiguousarray(split.read(indices).permute(0, 2, 3, 1).numpy())
+    return images
+
+
+def predict(answer: Callable[[Pixels], Logits], split: Split) -> Logits:
+    """Compute the logits of a whole split, [N, K]."""
+    parts = (range(start, min(start + _BATCH, len(split))) for start in range(0, len(split), _BATCH))
+    return np.concatenate([answer(squares(split, part)) for part in parts])
+
+
+def answering(model: Classifier) -> Callable[[Pixels], Logits]:
+    """Let a model on the CPU answer as its graph does."""
+
+    @torch.inference_mode()
+    def answer(images: Pixels) -> Logits:
+        logits: Logits = model(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
+        return logits
+
+    return answer
+
+
+def check_float(own: Logits, exported: Logits, split: Split) -> None:
+    """Make sure that the exported student answers as the student itself: the same first class everywhere, logits within `TOLERANCE`.
+
+    Raises:
+        ModelError: it does not; names the worst photo.
+    """
+    far = np.abs(exported - own) - (TOLERANCE + TOLERANCE * np.abs(own))
+    other = own.argmax(axis=1) != exported.argmax(axis=1)
+    worst = int(np.where(other, np.inf, far.max(axis=1)).argmax())
+    if other.any() or far.max() > 0:
+        raise ModelError(
+            f"the exported student differs from the student: {int(other.sum())} of {len(own)} test photos get another class, and logits "
+            f"differ by up to {np.abs(exported - own).max():.2g} where {TOLERANCE:g} is allowed, most for image {split.names[worst]}; "
+            "this is an error of the export, so serve the registered student"
+        )
+
+
+def measure(
+    own: Logits,
+    students: Mapping[str, OnnxStudent],
+    model: Classifier,
+    size_bytes: int,
+    split: Split,
+    *,
+    batch_sizes: Sequence[int],
+    runs: int,
+) -> list[ServingCandidate]:
+    """Measure the student itself (`torch`) and its exported variants on the test split, all in turns.
+
+    Args:
+        own: logits of the student itself, [N, K].
+        model: the student, on the CPU, and `size_bytes` of its weights.
+    """
+    logits = {"torch": own, **{name: predict(student.logits, split) for name, student in students.items()}}
+    sizes = {"torch": size_bytes, **{name: student.file.stat().st_size for name, student in students.items()}}
+
+    def timed_alike(student: OnnxStudent) -> Callable[[Tensor], Logits]:
+        return lambda images: student.logits(images.permute(0, 2, 3, 1).numpy())
+
+    timed = metrics.measure_latency(
+        {"torch": model, **{name: timed_alike(student) for name, student in students.items()}},
+        split.read(range(min(len(split), max(batch_sizes)))),
+        batch_sizes=batch_sizes,
+        runs=runs,
+    )
+    return [
+        ServingCandidate(
+            name=name,
+            size_bytes=sizes[name],
+            top1=metrics.top_k(found, split.labels, 1),
+            same=metrics.agreement(found, own),
+            difference=float(np.abs(found - own).max()),
+            shift=float(np.abs(metrics.probabilities(found) - metrics.probabilities(own)).sum(axis=1).mean() / 2),
+            latencies=timed[name],
+        )
+        for name, found in logits.items()
+    ]
+
+
+def table(candidates: Sequence[ServingCandidate], chosen: str) -> list[str]:
+    """Format the candidates as lines, the chosen one marked, and below why others do not pass."""
+    sizes = [one.batch_size for one in candidates[0].latencies]
+    heading = ["", "test top-1", "same class", "shift", "MB", *(f"p50, p95 ms at {size}" for size in sizes), ""]
+    rows = [
+        (
+            one.name,
+            f"{one.top1:.2%}",
+            f"{one.same:.2%}",
+            f"{one.shift:.2%}",
+            f"{one.size_bytes / 1e6:.1f}",
+            *(f"{timed.p50_ms:.2f}, {timed.p95_ms:.2f}" for timed in one.latencies),
+            "chosen" if one.name == chosen else "",
+        )
+        for one in candidates
+    ]
+    refused = [f"  - {one.name}: {reason}" for one in candidates for reason in one.reasons]
+    return [*aligned([heading, *rows], right=range(1, len(heading) - 1)), *refused]
+
+
+def fastest(candidates: Sequence[ServingCandidate]) -> ServingCandidate | None:
+    """Choose among those that pass the one with the least median time at the first batch size; None where none passes."""
+    passing = [one for one in candidates if not one.reasons]
+    return min(passing, key=lambda one: one.latencies[0].p50_ms, default=None)

@@ -1,0 +1,73 @@
+"""Static int8 quantisation of an ONNX student: weights by channel, activations by what training photos make of them.
+
+Only layers with weights are quantised (convolutions and matrix products with a constant); resizing, normalisation, attention's products of
+activations, and the activations stay float.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.export.onnx_graph import INPUT, Pixels
+
+LAYERS = ("Conv", "Gemm", "MatMul")
+"""Kinds of ONNX operators that are quantised where they have weights."""
+
+
+def weighted_layers(file: Path) -> list[str]:
+    """List the names of the layers with weights, in the order in which they are computed."""
+    import onnx
+
+    graph = onnx.load(file).graph
+    constants = {one.name for one in graph.initializer}
+    return [node.name for node in graph.node if node.op_type in LAYERS and constants & set(node.input)]
+
+
+def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str] = frozenset()) -> None:
+    """Write an int8 variant of an ONNX file.
+
+    Args:
+        images: squares of training photos, uint8 [N, S, S, 3], by which the range of each activation is chosen.
+        kept: names of layers that stay float.
+    """
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Photos(CalibrationDataReader):  # type: ignore[misc]  # its package has no types
+        def __init__(self) -> None:
+            self._left: Iterator[Any] = iter(np.array_split(images, max(1, len(images) // 16)))
+
+        def get_next(self) -> dict[str, Pixels] | None:
+            batch = next(self._left, None)
+            return None if batch is None else {INPUT: batch}
+
+    with _quiet():
+        quantize_static(
+            source,
+            target,
+            Photos(),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=list(LAYERS),
+            nodes_to_quantize=[name for name in weighted_layers(source) if name not in kept],
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            extra_options={"ActivationSymmetric": False, "WeightSymmetric": True},
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what onnxruntime's tools write to the root logger: a line for each scale that they correct."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)

@@ -1,0 +1,174 @@
+"""Trained models that are asked about photos: those of a run, of a directory, or of MLflow's registry.
+
+Importing this module imports neither torch nor timm.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer import artifacts, finished_run, runner, tracking
+from trainer.errors import ModelError
+from trainer.graph import STUDENT
+from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags, Value
+from trainer.summary import aligned
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from trainer.served_student.pyfunc import Photo, ServedStudent
+
+REGISTERED = "models:/"
+"""How a place in MLflow's registry begins: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a model says of a photo."""
+
+    labels: Mapping[str, float]
+    """Class -> probability, the most probable first."""
+    answer: str | None = None
+    """A class, or a group of the hierarchy; None where the model has no tags, or not even a topmost group is sure enough."""
+    confidence: float | None = None
+    """Probability of the answer; None where the model has no tags."""
+    attributes: Mapping[str, Value] | None = None
+    """What is known of the answer; None where the model has no tags."""
+
+
+class PhotoClassifier:
+    """A trained model on the CPU, with the preprocessing that it was trained and measured with."""
+
+    def __init__(self, served: ServedStudent) -> None:
+        """Wrap a model as MLflow would load it; `load_model` makes these."""
+        self._served = served
+        self.labels: Sequence[str] = tuple(served.labels)
+        """Name of each class, in the order of the model's outputs."""
+
+    def predict(self, photo: str | Photo) -> dict[str, float]:
+        """Classify one photo.
+
+        Args:
+            photo: a file's path, its bytes, or an array [H, W] or [H, W, C] of any size.
+
+        Returns:
+            Class -> probability, the most probable first.
+
+        Raises:
+            BadImageError: it is no image, or cannot be used.
+        """
+        return dict(self.predictions([photo], top=len(self.labels))[0].labels)
+
+    def predictions(self, photos: Sequence[str | Photo], *, top: int) -> list[Prediction]:
+        """Say of each photo the `top` most probable classes, and where the model has tags its answer and what is known of that.
+
+        Raises:
+            BadImageError: one of them is no image, or cannot be used; names it, and nothing is classified.
+        """
+        from trainer.served_student.pyfunc import TOP_K, TOP_LABELS, TOP_PROBABILITIES
+
+        said = []
+        for row in self._served.predict(_files(photos), {TOP_K: top}).to_dict("records"):
+            labels = dict(zip(row.pop(TOP_LABELS), row.pop(TOP_PROBABILITIES), strict=True))
+            answer, confidence = row.pop(ANSWER, None), row.pop(CONFIDENCE, None)
+            attributes = {str(name): value for name, value in row.items()} if confidence is not None else None
+            said.append(Prediction(labels=labels, answer=answer, confidence=confidence, attributes=attributes))
+        return said
+
+    def probabilities(self, photos: Sequence[str | Photo]) -> pd.DataFrame:
+        """Classify photos of any sizes and kinds: a row each, a column for each class.
+
+        Raises:
+            BadImageError: one of them is no image, or cannot be used; names it, and nothing is classified.
+        """
+        return self._served.probabilities(_files(photos))
+
+
+def _files(photos: Sequence[str | Photo]) -> list[Photo]:
+    """Take text for a path, which a served student does not."""
+    return [Path(photo) if isinstance(photo, str) else photo for photo in photos]
+
+
+def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
+    """Load the student of a run, a registered one, or any model that a stage wrote.
+
+    Args:
+        place: a run's directory, such as `runs/latest`, or a model directory, on this machine or in a store; or a model of MLflow's
+            registry, such as `models:/vit-student@champion`.
+        judged: refuse a student that did not pass its gate; one that was not judged is not refused.
+
+    Raises:
+        ArtifactError: there is no model, or it is damaged.
+        ModelError: its files do not make a model, it has no head, an older version wrote it without its preprocessing, or it is refused.
+        StorageError: the store does not answer or refuses.
+        TrackingError: MLflow does not answer, or has no such model.
+    """
+    with _found(str(place)) as found:
+        if judged and found.refusals:
+            raise ModelError(
+                f"model {place}: did not pass its gate ({'; '.join(found.refusals)}); choose another one, or use it all the same (--force)"
+            )
+        path = artifacts.read(found.directory, "model").path
+
+        from trainer import models
+        from trainer.served_student.pyfunc import ServedStudent
+
+        card = models.outline(path).card  # which also checks the description before anything is built by it
+        if not card.labels:
+            raise ModelError(
+                f"model {found.directory}: has no head, so it names no class; load the student that it teaches (distill.head=probe fits a "
+                "head)"
+            )
+        if card.square is None:
+            raise ModelError(
+                f"model {found.directory}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
+                "train it again"
+            )
+        served = ServedStudent(path)
+        served.tags = served.tags or found.tags
+        return PhotoClassifier(served)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """Where a model is, and what is known of it."""
+
+    directory: str
+    refusals: tuple[str, ...] = ()
+    """Conditions of the gate that it did not meet."""
+    tags: ClassTags | None = None
+    """What is known of its classes, where the directory does not say it."""
+
+
+@contextmanager
+def _found(place: str) -> Iterator[_Found]:
+    if place.startswith(REGISTERED):
+        runner.track_here()
+        with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+            files, passed = tracking.registered_model(place, Path(folder))
+            directory = next((path for path in sorted(files.glob("data/*")) if artifacts.exists(path)), None)
+            if directory is None:
+                raise ModelError(f"model {place}: holds no student; name one that the stage register has registered")
+            yield _Found(directory=str(directory), refusals=() if passed else ("its MLflow run says why",))
+    elif artifacts.exists(place):
+        yield _Found(directory=place)
+    else:
+        evaluation = finished_run.evaluation_of_student(place)
+        reasons = tuple(map(str, evaluation.figures["verdict"]["reasons"])) if evaluation else ()
+        yield _Found(directory=finished_run.find(place, STUDENT), refusals=reasons, tags=finished_run.tags(place))
+
+
+def lines(prediction: Prediction) -> list[str]:
+    """Format a prediction as text."""
+    rows = [(f"{probability:.1%}", label) for label, probability in prediction.labels.items()]
+    if prediction.confidence is not None:
+        answer = prediction.answer if prediction.answer is not None else "not sure of any class or group"
+        rows.append(("answer", f"{answer} ({prediction.confidence:.1%})"))
+    known = (prediction.attributes or {}).items()
+    rows += [(name, f"{value:g}" if isinstance(value, float) else value) for name, value in known if value is not None]
+    return aligned(rows)
