@@ -85,7 +85,7 @@ def test_data(bench):
 
 
 def test_curation(bench):
-    table = bench("bench_curation", "--per-class", "5", "--size", "64", "--looks", "1000")
+    table = bench("bench_curation", "--per-class", "5", "--size", "64", "--looks", "1000", "--steps", "1")
     assert "complete: True" in table
     assert "10 % brighter                 100.0% found" in table
 
