@@ -77,6 +77,7 @@ bench: $(READY)  ## print the tables of tests/benchmarks, about 40 minutes on an
 	@$(VENV)/python tests/benchmarks/bench_forecast.py
 	@$(VENV)/python tests/benchmarks/bench_tune.py --small
 	@$(VENV)/python tests/benchmarks/bench_kernels.py
+	@$(VENV)/python tests/benchmarks/bench_curation.py $(if $(PHOTOS),--photos "$(PHOTOS)")
 	@$(VENV)/python tests/benchmarks/bench_data.py $(if $(PHOTOS),--photos "$(PHOTOS)")
 	@$(VENV)/python tests/benchmarks/bench_distillation.py $(if $(PHOTOS),--photos "$(PHOTOS)")
 

@@ -84,8 +84,9 @@ def test_data(bench):
     assert "| torchvision, original photos |" in table
 
 
+@pytest.mark.slow
 def test_curation(bench):
-    table = bench("bench_curation", "--per-class", "5", "--size", "64", "--looks", "1000")
+    table = bench("bench_curation", "--per-class", "5", "--size", "64", "--looks", "1000", "--steps", "1")
     assert "complete: True" in table
     assert "10 % brighter                 100.0% found" in table
 

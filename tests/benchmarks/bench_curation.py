@@ -3,12 +3,14 @@
 - near-duplicates: how many copies of photos are found that were changed in one way each, how many pairs of different classes look the same,
   and what describing how an image looks takes of the time of preparing it, in one loop in one process.
 - search: seconds and memory for made-up looks, a tenth of them in bursts of five.
-- labels: scikit-learn's digits, of which one label in twenty was changed. The pixels are the embedding that a probe is cross-validated on.
+- labels: scikit-learn's digits, of which one label in twenty was changed. The pixels are the embedding that a probe is cross-validated on;
+  then teachers judge them that were trained on the changed labels.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import io
 import itertools
 import tempfile
@@ -22,12 +24,15 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from tests.benchmarks.photos import write_photos
+from tests.unit.stages.conftest import IMAGES, write_dataset, write_model
+from trainer.config import EvaluateSettings
 from trainer.data import decoding, near_duplicates
 from trainer.data.curation import ImageCandidate
 from trainer.data.near_duplicates import appearance
 from trainer.evaluation.label_issues import contradicted, cross_validated
 from trainer.served_student import preprocessing
 from trainer.served_student.preprocessing import Square
+from trainer.stages import evaluate
 
 MOST_PIXELS = 100_000_000
 
@@ -162,6 +167,33 @@ def of_labels() -> None:
         )
 
 
+def of_teachers(folder: Path, all_steps: list[int]) -> None:
+    """The labels that small teachers contradict which were trained on wrong ones, for few and for many steps."""
+    print("\nthe same, by teachers that were trained on the changed labels of train")
+    generator = np.random.default_rng(1)
+    truth = load_digits().target.astype(np.int64)
+    wrong = generator.random(len(truth)) < 0.05
+    labels = np.where(wrong, (truth + generator.integers(1, 10, len(truth))) % 10, truth)
+    write_dataset(folder / "dataset", labels)
+    settings = EvaluateSettings(latency_runs=10, latency_batch_sizes=(1,), label_issues="all")
+    for steps in all_steps:
+        teacher = folder / f"teacher-{steps}"
+        write_model(teacher, dim=48, depth=2, steps=steps, target=labels)
+        made = evaluate.run(
+            settings, dataset=folder / "dataset", teacher=teacher, student=teacher, evaluation=folder / f"{steps}"
+        )
+        with (made.path / evaluate.LABEL_ISSUES).open(newline="") as file:
+            rows = [(row["split"] == "train", int(row["path"].removeprefix("digits/"))) for row in csv.DictReader(file)]
+        for name, of_train in (("train", True), ("val and test", False)):
+            judged = [index for split in (["train"] if of_train else ["val", "test"]) for index in IMAGES[split]]
+            listed, there = {index for train, index in rows if train == of_train}, set(np.flatnonzero(wrong[judged]))
+            hits, count = sum(wrong[index] for index in listed), len(there)
+            print(
+                f"{steps:5} steps, {name:12}: {len(listed)} listed of {count} wrong ones; precision {hits / max(len(listed), 1):.0%} (by "
+                f"chance {count / len(judged):.0%}), recall {hits / count:.0%} (by chance {len(listed) / len(judged):.0%})"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -170,13 +202,15 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--per-class", type=int, default=40)
     parser.add_argument("--looks", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, nargs="+", default=[100, 1000], help="of the teachers that judge labels")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         photos = options.photos or write_photos(Path(folder), classes=4, per_class=options.per_class)
         of_photos(photos, options.size)
-    of_digits()
-    of_many(options.looks)
-    of_labels()
+        of_digits()
+        of_many(options.looks)
+        of_labels()
+        of_teachers(Path(folder), options.steps)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def data_card(
         _classes(classes, splits),
         *([_known(tags)] if tags is not None else []),
         _sizes([member for members in splits.values() for member in members], settings.image_size),
-        *([_near_duplicates(near, settings, classes, splits, read)] if near is not None and near.pairs else []),
+        *([_near_duplicates(near, settings, classes, read)] if near is not None and near.pairs else []),
         _left_out(quarantined, dropped),
     ]
     return pages.render("Data card", lead, sections)
@@ -209,7 +209,7 @@ def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> b
 
 
 def _near_duplicates(
-    near: NearDuplicates, settings: DataSettings, classes: Sequence[str], splits: Splits, read: Callable[[int], bytes]
+    near: NearDuplicates, settings: DataSettings, classes: Sequence[str], read: Callable[[int], bytes]
 ) -> PageSection:
     photos = []
     for pair in near.pairs[:PAIRS]:
@@ -220,15 +220,14 @@ def _near_duplicates(
         photos.append(Photo(strip, f"{' | '.join(sides)} ({pair.bits})", media_type="image/jpeg"))
     are = "were left out" if settings.near_duplicates == "separate" else "are kept"
     text = (
-        f"{len(near.pairs):,} images {are} that look like one of a split that measures more, by which the measured accuracy is too high. "
-        "The nearest ones come first; in brackets: in how many of 64 bits their hashes differ, at most "
+        f"{len(near.pairs):,} images {are} that look like one of a split that measures more (test, then val). That makes the accuracy too "
+        "high. The nearest ones come first; in brackets: in how many of 64 bits their hashes differ, at most "
         f"{near_duplicates.RADIUS}. All are in {NEAR_DUPLICATES}."
     )
     rows = [(split, other, count) for (split, other), count in near.measured.items() if count]
-    skipped = sum(map(len, splits.values())) - near.compared
     notes = [
-        f"{skipped:,} images were not compared: an edge is below {near_duplicates.SMALLEST_EDGE} pixels."
-        if skipped > 0
+        f"{near.skipped:,} images were not compared: an edge is below {near_duplicates.SMALLEST_EDGE} pixels."
+        if near.skipped
         else "",
         ""
         if near.complete

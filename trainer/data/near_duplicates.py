@@ -98,8 +98,8 @@ class NearDuplicates:
     """One for each such image, the nearest first."""
     measured: Mapping[tuple[SplitName, SplitName], int]
     """(split, one that measures less) -> images of the first that look like one of the second."""
-    compared: int
-    """Images that are large enough."""
+    skipped: int
+    """Images that are too small to be compared."""
     complete: bool
     """Whether every image was compared with every one that it might look like."""
 
@@ -134,7 +134,7 @@ def find(candidates: Sequence[ImageCandidate]) -> NearDuplicates:
             for other in SPLITS
             if _RANKS[split] > _RANKS[other]
         },
-        compared=count,
+        skipped=len(candidates) - count,
         complete=search.complete,
     )
 

@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from trainer.config import DataSettings
 from trainer.data.card import CLASSES, ROWS, STRIPS, TILE, data_card
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import SplitName
+from trainer.data.near_duplicates import NearDuplicates, NearPair
 from trainer.served_student.class_tags import ClassTags
 
 EVIL = '<script>alert("1")</script>'
@@ -100,6 +102,35 @@ def test_what_was_left_out_is_listed_with_reasons() -> None:
     assert ["c", "train", "d", "train", "copy"] in table
     assert ["e", "train", "f", "test", "leakage"] in table
     assert "Nothing." in data_card(**content(quarantined=[], dropped=[]))
+
+
+def test_near_duplicates_are_shown_side_by_side_the_nearest_ones_first() -> None:
+    test, val = candidate(4, 0, "test"), candidate(3, 0, "val")
+    train = replace(candidate(200, -1, "unlabeled"), name=EVIL)
+    pairs = [NearPair(image=train, twin=test, bits=1), *[NearPair(image=val, twin=test, bits=2)] * 30]
+    measured: dict[tuple[SplitName, SplitName], int] = {("test", "val"): 1, ("val", "train"): 0}
+    near = NearDuplicates(pairs=pairs, measured=measured, skipped=0, complete=True)
+    page = data_card(**content(near=near))
+    section = page[page.index("<h2>Near-duplicates") :]
+    assert "31 images are kept that look like one of a split that measures more" in section
+    assert ["test", "val", "1"] in rows(section)
+    assert ["val", "train", "0"] not in rows(section)
+    figures = re.findall(r'src="data:image/jpeg;base64,([^"]+)" alt="([^"]*)"', section)
+    assert len(figures) == 24
+    strip = np.asarray(Image.open(io.BytesIO(base64.b64decode(figures[0][0]))))
+    np.testing.assert_allclose(strip[TILE // 2, [TILE // 2, TILE + TILE // 2], 0], [200, 4], atol=3)
+    caption = html.unescape(figures[0][1])
+    assert caption == f"unlabeled, unlabelled: {EVIL} | test, {formatting.isolated('apple')}: 4 (1)"
+    assert EVIL not in page
+    assert "not compared" not in section
+    assert "not all of them were compared" not in section
+    separated = DataSettings(near_duplicates="separate")
+    few = NearDuplicates(pairs=pairs, measured=measured, skipped=2, complete=False)
+    page = data_card(**content(near=few, settings=separated))
+    assert "31 images were left out that look" in page
+    assert "2 images were not compared: an edge is below 32 pixels." in page
+    assert "so many images that not all of them were compared" in page
+    assert "Near-duplicates" not in data_card(**content(near=replace(near, pairs=[])))
 
 
 def test_what_is_known_of_the_classes() -> None:
