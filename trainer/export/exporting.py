@@ -51,8 +51,8 @@ def export(run: str, output: str | Path, *, quantized: bool = True, force: bool 
 
     Raises:
         SettingsError: the extra `export` is not installed, or the output is not empty.
-        ArtifactError: the run lacks something, or its student was not evaluated.
-        ModelError: the student cannot be expressed in ONNX, answers otherwise there, or no variant passes the gate of the run.
+        ArtifactError: the run lacks something.
+        ModelError: the student was not evaluated, cannot be expressed in ONNX or answers otherwise there, or no variant passes.
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from trainer import limits
+from trainer.errors import ModelError
 from trainer.export.onnx_graph import INPUT, Pixels
 
 LAYERS = ("Conv", "Gemm", "MatMul")
@@ -35,6 +37,9 @@ def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str]
     Args:
         images: squares of training photos, uint8 [N, S, S, 3], by which the range of each activation is chosen.
         kept: names of layers that stay float.
+
+    Raises:
+        ModelError: ONNX Runtime's tools cannot quantise it.
     """
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
@@ -47,18 +52,22 @@ def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str]
             return None if batch is None else {INPUT: batch}
 
     with _quiet():
-        quantize_static(
-            source,
-            target,
-            Photos(),
-            quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=list(LAYERS),
-            nodes_to_quantize=[name for name in weighted_layers(source) if name not in kept],
-            per_channel=True,
-            activation_type=QuantType.QUInt8,
-            weight_type=QuantType.QInt8,
-            extra_options={"ActivationSymmetric": False, "WeightSymmetric": True},
-        )
+        try:
+            quantize_static(
+                source,
+                target,
+                Photos(),
+                quant_format=QuantFormat.QDQ,
+                op_types_to_quantize=list(LAYERS),
+                nodes_to_quantize=[name for name in weighted_layers(source) if name not in kept],
+                per_channel=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+            )
+        except Exception as error:  # its package raises nearly anything for a graph that it does not know
+            raise ModelError(
+                f"ONNX Runtime cannot quantise this student ({limits.cut(' '.join(str(error).split()), 300)}); leave int8 out (--no-int8)"
+            ) from error
 
 
 @contextmanager

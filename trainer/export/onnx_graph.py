@@ -100,7 +100,11 @@ class OnnxStudent:
     """An ONNX file of a student in ONNX Runtime, on the CPU."""
 
     def __init__(self, file: Path, *, threads: int = 0) -> None:
-        """Load a file; `threads` compute an answer, 0: as many as there are cores."""
+        """Load a file; `threads` compute an answer, 0: as many as there are cores.
+
+        Raises:
+            ModelError: ONNX Runtime does not take it.
+        """
         import onnxruntime
 
         logging.getLogger("onnxruntime").setLevel(logging.ERROR)
@@ -108,7 +112,12 @@ class OnnxStudent:
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3
         self.file = file
-        self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        try:
+            self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # of several classes of its own, which have no public names
+            raise ModelError(
+                f"{file.name}: ONNX Runtime does not take it ({limits.cut(' '.join(str(error).split()), 300)}); choose another student"
+            ) from error
 
     def logits(self, images: Pixels) -> Logits:
         """Compute the logits [B, K] of squares, uint8 [B, S, S, 3]."""

@@ -463,7 +463,7 @@ def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
     from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException
 
-    with explained():
+    with explained(), environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}):
         try:
             version = (
                 mlflow.get_model_version_by_alias(name, alias) if alias else mlflow.get_model_version(name, number)

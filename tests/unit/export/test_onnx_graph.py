@@ -88,6 +88,17 @@ def test_int8_leaves_the_layers_float_that_it_is_told_to(images, tmp_path):
     assert 0 < far["some"] < far["all"] < 0.5
 
 
+def test_what_onnx_runtime_refuses_is_one_message(images, tmp_path):
+    onnx_graph.write(classifier(**VIT), 40, tmp_path / "fp32.onnx")
+    with pytest.raises(
+        ModelError, match=r"ONNX Runtime cannot quantise this student \(.*; leave int8 out \(--no-int8\)"
+    ):
+        int8.quantize(tmp_path / "fp32.onnx", tmp_path / "int8.onnx", images[:, :20])
+    (tmp_path / "damaged.onnx").write_bytes(b"no graph")
+    with pytest.raises(ModelError, match=r"damaged\.onnx: ONNX Runtime does not take it \("):
+        OnnxStudent(tmp_path / "damaged.onnx")
+
+
 def eight_bit(file):
     """How many matrices of weights are int8."""
     return sum(
