@@ -51,7 +51,7 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
     classes = listing.classes if listing else ()
     teacher = _teacher(settings.pretrain, classes, trains_here=trains_here)
     student = _student(settings.distill, classes, trains_here=trains_here)
-    _check_features(settings, teacher, student)
+    _check_compared(settings, teacher, student)
     _check_sizes(settings, teacher, student)
     _check_batches(settings, listing, processes)
     return settings
@@ -133,18 +133,19 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
     return model
 
 
-def _check_features(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
-    """Make sure that features can be compared, or recorded, where they are asked for."""
+def _check_compared(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
+    """Make sure that what is compared beside logits is there in both, and what is recorded in the teacher."""
     from trainer import models
+    from trainer.distillation.projected_student import project
 
-    compares = settings.distill.feature_weight > 0
-    if compares:
-        with _tried("distill.student"):
-            models.feature_size(student)
-    records = settings.distill.reads_recording and settings.reinforce.features
-    if teacher is not None and (compares or records):
-        with _tried("pretrain.teacher"):
+    distill, reinforce = settings.distill, settings.reinforce
+    with _tried("pretrain.teacher"):
+        if teacher is not None and (distill.feature_weight or (distill.reads_recording and reinforce.features)):
             models.feature_size(teacher)
+        if teacher is not None and (distill.token_weight or (distill.reads_recording and reinforce.tokens)):
+            models.token_shape(teacher)
+    with _tried("distill.student"):
+        project(student, distill, teacher or student)  # what the student lacks does not depend on the teacher
 
 
 def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:

@@ -201,7 +201,8 @@ def test_two_processes_give_the_student_of_one(digits, headless, taught, tmp_pat
 
 def test_what_a_teacher_without_a_head_cannot_do_is_said_before_the_student_trains(digits, headless, tmp_path):
     with pytest.raises(
-        SettingsError, match=r"has no head, .* but reinforce\.features is false; set reinforce\.features=true"
+        SettingsError,
+        match=r"has no head, .* but reinforce\.features and reinforce\.tokens are false; set reinforce\.features=true",
     ):
         recorded(digits, headless, tmp_path / "outputs")
     logits = {"head": "trained", "logit_weight": 0.9, "label_weight": 0.1}

@@ -86,11 +86,29 @@ def test_tables_of_classes_are_checked_where_the_classes_are_not_known_too(tmp_p
             "distill.student.args={}",
             "data.image_size=176",
             "distill.feature_weight=1",
+            "distill.token_weight=1",
         ),
+        ("distill.teacher=recorded", "distill.token_weight=1", "reinforce.tokens=true"),
     ],
 )
 def test_what_can_be_trained_is_let_through(overrides):
     assert checked(*overrides) == config.resolve_run("digits", ["run.device=cpu", *overrides])
+
+
+@pytest.mark.parametrize("name", ["pretrain.teacher", "distill.student"])
+def test_a_network_without_patch_tokens_is_refused_where_they_are_compared(name):
+    convolutional = (
+        f"{name}.architecture=resnet10t",
+        f"{name}.args={{}}",
+        f"{name}.image_size=32",
+        "data.image_size=32",
+        "pretrain.mae.epochs=0",
+    )
+    checked(*convolutional)
+    with pytest.raises(
+        ModelError, match=rf"^{name}: architecture 'resnet10t' with an input of 32 pixels has no patch tokens"
+    ):
+        checked(*convolutional, "distill.token_weight=1")
 
 
 HEADLESS = ("pretrain.head=none", "pretrain.finetune.epochs=0")

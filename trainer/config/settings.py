@@ -443,6 +443,12 @@ class ReinforceSettings(LoadingSettings):
     """Keep the teacher's pooled features too, for a feature loss."""
     feature_format: FeatureFormat = "fp16"
     """Of each number of them: `fp16`, to within 2^-11 of itself; or `int8` in steps of 1/127 of the view's largest one, half the bytes."""
+    tokens: bool = False
+    """Keep the teacher's patch tokens too, for a token loss: h x w places of as many numbers as its features have."""
+    token_format: FeatureFormat = "int8"
+    """Of each number of them: `int8` in steps of 1/127 of the place's largest one; or `fp16`, to within 2^-11 of itself."""
+    largest_gib: Annotated[float, Field(gt=0)] = 100.0
+    """Most GiB that all records may take; more are refused before anything is recorded."""
     augmentation: ViewSettings | None = None
     """Augmentation; default: `distill.views`."""
     unlabeled: bool | None = None
@@ -466,8 +472,14 @@ class ReinforceSettings(LoadingSettings):
         return classes if self.top_k == "all" else min(self.top_k or TOP_K, classes)
 
 
+TAUGHT = ("logit", "feature", "token")
+"""What the teacher is compared in, each with a loss and the setting `NAME_weight`."""
+TERMS = (*TAUGHT, "label")
+"""Of the distillation's loss."""
+
+
 class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
-    """The student: loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels."""
+    """The student: loss = the sum of weight x loss over logits, features, patch tokens and labels (cross-entropy)."""
 
     watch: WatchSettings | None = None
     """Rules checked while the training runs; set from `profile` if that has a `stop_on`."""
@@ -507,11 +519,13 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     dist_gamma: NonNegativeFloat = 1.0
     """DIST's weight of the intra-class relation (between the images of a micro-batch, for each class)."""
     feature_loss: Literal["cosine", "mse", "cosine_smooth_l1"] = "cosine"
-    """Between the pooled features, the student's after a linear projection that is trained with it and not kept; those of a teacher without
-    a head are standardised before. `cosine_smooth_l1` is UNIC's (Sariyildiz et al. 2024). Recorded outputs serve them with
-    `reinforce.features`."""
+    """Between the pooled features, and between patch tokens, the student's after a linear projection that is trained with it and not kept;
+    those of a teacher without a head are standardised before. `cosine_smooth_l1` is UNIC's (Sariyildiz et al. 2024)."""
     feature_weight: NonNegativeFloat = 0.0
-    """Weight of the feature loss; 0 turns it off."""
+    """Weight of the feature loss between the pooled features; 0 turns it off. Recorded outputs serve it with `reinforce.features`."""
+    token_weight: NonNegativeFloat = 0.0
+    """Weight of the feature loss between the patch tokens, place by place, the student's resized to the teacher's grid; 0 turns it off.
+    Recorded outputs serve it with `reinforce.tokens`."""
     label_weight: NonNegativeFloat = 0.1
     """Weight of the cross-entropy with the labels."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -519,10 +533,15 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Label smoothing: share of the target spread over all classes."""
 
+    def weight(self, term: str) -> float:
+        """Return the weight of one of `TERMS`."""
+        weight: float = getattr(self, f"{term}_weight")
+        return weight
+
     @property
     def needs_teacher(self) -> bool:
         """Whether any loss compares with the teacher."""
-        return self.logit_weight > 0 or self.feature_weight > 0
+        return any(map(self.weight, TAUGHT))
 
     @property
     def reads_unlabeled(self) -> bool:

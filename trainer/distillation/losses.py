@@ -27,6 +27,8 @@ class TeacherOutputs(NamedTuple):
     """float32 [B, C]; C is 0 for a teacher without a head."""
     features: Tensor | None = None
     """Pooled features, float32 [B, D]."""
+    tokens: Tensor | None = None
+    """Patch tokens, float32 [B, h, w, D]."""
 
 
 def complete(recorded: Recorded, classes: int) -> TeacherOutputs | None:
@@ -34,7 +36,7 @@ def complete(recorded: Recorded, classes: int) -> TeacherOutputs | None:
     if recorded.indices.shape[1] < classes:
         return None
     logits = recorded.logits.new_empty(len(recorded.logits), classes).scatter_(1, recorded.indices, recorded.logits)
-    return TeacherOutputs(logits, recorded.features)
+    return TeacherOutputs(logits, recorded.features, recorded.tokens)
 
 
 def all_logits(outputs: TeacherOutputs | Recorded, classes: int) -> Tensor:

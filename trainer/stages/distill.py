@@ -14,7 +14,8 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.devices import Device
 from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.objective import DistillObjective, ProjectedStudent
+from trainer.distillation.objective import DistillObjective
+from trainer.distillation.projected_student import ProjectedStudent, project
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.errors import SettingsError
 from trainer.evaluation.embeddings import embed_together, spread
@@ -142,11 +143,15 @@ def _check_content(settings: DistillSettings, student: Classifier, uri: str | Pa
             f"{loss} needs the teacher's logits of all {held.classes} classes, but {uri} holds the {held.top_k} largest of each view; "
             f"record them again with reinforce.top_k=all, or set distill.teacher=online"
         )
-    if settings.feature_weight and not held.features:
-        raise SettingsError(
-            f"distill.feature_weight is {settings.feature_weight:g}, but {uri} holds no features; record them again with "
-            "reinforce.features=true, or set distill.teacher=online"
-        )
+    for weight, name, content in (
+        ("feature_weight", "features", held.features),
+        ("token_weight", "tokens", held.tokens),
+    ):
+        if getattr(settings, weight) and not content:
+            raise SettingsError(
+                f"distill.{weight} is {getattr(settings, weight):g}, but {uri} holds no {name}; record them again with "
+                f"reinforce.{name}=true, or set distill.teacher=online"
+            )
     card = student.card
     if card.image_size > held.view_size:
         raise SettingsError(
@@ -211,16 +216,10 @@ def make_objective(
     device: Device,
 ) -> DistillObjective:
     """Make what is learned, on its device, from a teacher that is online or from recorded outputs; a teacher is changed."""
-    model: Classifier | ProjectedStudent = student
-    if settings.feature_weight:
-        # The projection starts the same whether the teacher is online or recorded.
-        torch.manual_seed((settings.seed or 0) + 1)
-        if recording is not None:
-            features = recording.description.features
-        else:
-            assert teacher is not None, "a feature loss has a teacher or its recorded outputs"
-            features = models.feature_size(teacher)
-        model = ProjectedStudent(student, features)
+    spoken_of = recording.description if recording is not None else teacher
+    # The projections start the same whether the teacher is online or recorded.
+    torch.manual_seed((settings.seed or 0) + 1)
+    model = project(student, settings, spoken_of) if spoken_of is not None else student
     frozen = None
     if teacher is not None:
         frozen = FrozenTeacher(
@@ -229,6 +228,7 @@ def make_objective(
             precision=settings.precision,
             batch_size=settings.teacher_batch,
             features=settings.feature_weight > 0,
+            tokens=settings.token_weight > 0,
             compile=settings.compile,
         )
     return DistillObjective(model, frozen, settings)

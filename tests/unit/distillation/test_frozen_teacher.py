@@ -44,7 +44,7 @@ def images():
 def expected(model, images):
     """Logits and pooled features in float32."""
     with torch.inference_mode():
-        return model.forward_with_features(images)
+        return model.outputs(images, features=True)[:2]
 
 
 def freeze(model, device, **changes):
@@ -63,8 +63,10 @@ def test_outputs_are_those_of_the_model_whatever_the_parts(model, device, images
 )
 def test_all_passes_have_one_shape(model, device, images, monkeypatch, batch_size, shapes):
     seen = []
-    pooled = Classifier.pooled
-    monkeypatch.setattr(Classifier, "pooled", lambda self, part: (seen.append(len(part)), pooled(self, part))[1])
+    outputs = Classifier.outputs
+    monkeypatch.setattr(
+        Classifier, "outputs", lambda self, part, **asked: (seen.append(len(part)), outputs(self, part, **asked))[1]
+    )
     frozen = freeze(model, device, batch_size=batch_size)
     seen.clear()  # it looked at one image to see how the network ends
     frozen(images)
@@ -87,7 +89,7 @@ def test_bf16_stays_within_its_rounding(model, device, images, expected):
     outputs = freeze(model, device, precision="bf16")(images)
     assert outputs.logits.dtype == outputs.features.dtype == torch.float32
     with torch.inference_mode(), device.autocast("bf16"):
-        rounded = [part.float() for part in model.forward_with_features(images)]
+        rounded = [part.float() for part in model.outputs(images, features=True)[:2]]
 
     def error(ours, theirs):
         return float((ours - theirs).square().mean().sqrt())

@@ -53,6 +53,13 @@ def complete(record):
     return record(top_k=10, features=True)
 
 
+@pytest.fixture(scope="module", params=["int8", "fp16"])
+def with_tokens(record, request):
+    """The patch tokens beside all logits and the features, and by how much of itself they may change a loss."""
+    outputs = record(features=True, tokens=True, token_format=request.param)
+    return outputs, {"int8": 5e-3, "fp16": 5e-4}[request.param]
+
+
 @pytest.fixture(scope="module")
 def sparse(record):
     """Three logits of ten, and no features."""
@@ -100,6 +107,22 @@ def test_with_all_logits_recorded_a_distillation_follows_the_one_with_its_teache
     assert online.keys() == recorded.keys()
     assert torch.allclose(online["loss"], recorded["loss"], rtol=2e-3)
     assert not torch.equal(online["loss"], recorded["loss"])
+
+
+LARGER = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"patch_size": 4}}
+"""A student with more patches than the teacher."""
+
+
+@pytest.mark.parametrize("student", [QUICK["student"], LARGER], ids=["as many patches", "more patches"])
+def test_recorded_tokens_teach_what_the_teacher_in_every_step_does(distilled, with_tokens, student):
+    outputs, tolerance = with_tokens
+    settings = {"token_weight": 1.0, "feature_loss": "cosine_smooth_l1", "logit_weight": 0.2, "student": student}
+    online = distilled("online", **settings).curves()
+    recorded = distilled("recorded", outputs, teacher="recorded", **settings).curves()
+    assert online.keys() == recorded.keys() >= {"token"}
+    assert torch.allclose(online["token"], recorded["token"], rtol=tolerance)
+    assert not torch.equal(online["token"], recorded["token"])
+    assert recorded["token"][-1] < recorded["token"][0]
 
 
 def test_a_student_that_starts_from_weights_begins_where_they_ended(distilled):
@@ -310,6 +333,11 @@ REFUSED = {
         {"feature_weight": 0.5},
         SettingsError,
         r"distill\.feature_weight is 0\.5, but .* holds no features; .*reinforce\.features=true",
+    ),
+    "tokens": (
+        {"token_weight": 0.5},
+        SettingsError,
+        r"distill\.token_weight is 0\.5, but .* holds no tokens; .*reinforce\.tokens=true",
     ),
     "a larger student": (
         {"student": {"architecture": "vit_tiny_patch16_224", "args": TINY | {"img_size": 32}}},

@@ -314,6 +314,7 @@ def teacher_share(case: Case) -> Outcome:
         least = views // epochs + 1
         pays = f"it pays where there are at least {least} distillations of {epochs} epochs, or with reinforce.views below {epochs}"
         saving = None
+    kept = "".join(f" and reinforce.{one}s=true" for one in ("feature", "token") if settings.get(f"{one}_weight"))
     return Finding(
         severity="note",
         confidence=0.7,
@@ -322,10 +323,7 @@ def teacher_share(case: Case) -> Outcome:
             f"sees each image {views} times (reinforce.views), once for all distillations; in this one it sees each image "
             f"{epochs} times, once an epoch."
         ),
-        advice=(
-            f"Set distill.teacher=recorded{' and reinforce.features=true' if settings.get('feature_weight') else ''}: "
-            f"{pays}. The student then sees each image in these views only."
-        ),
+        advice=(f"Set distill.teacher=recorded{kept}: {pays}. The student then sees each image in these views only."),
         saving=saving,
         numbers={"teacher_share": share, "teacher_s": seconds},
         steps=steps.span,
