@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import safetensors.torch
 import timm
@@ -115,11 +115,15 @@ class ModelOutputs(NamedTuple):
     """What a network makes of B images, of which only what was asked for is there; maps of h x w places have the channels last."""
 
     logits: Tensor | None = None
-    """[B, K]."""
+    """[B, K]; in distilled training those of the class token."""
+    distilled: Tensor | None = None
+    """Logits [B, K] of the distillation token; there are some in distilled training only (`train_distilled`)."""
     features: Tensor | None = None
     """Pooled features that the head reads, [B, D]."""
     tokens: Tensor | None = None
     """Patch tokens: the last map, after the final norm, [B, h, w, D]."""
+    blocks: tuple[Tensor, ...] = ()
+    """What blocks give, each [B, h, w, D] with its own h, w, D."""
 
 
 class Classifier(nn.Module):
@@ -137,22 +141,36 @@ class Classifier(nn.Module):
         return logits
 
     def outputs(
-        self, images: Tensor, *, logits: bool = True, features: bool = False, tokens: bool = False
+        self,
+        images: Tensor,
+        *,
+        logits: bool = True,
+        features: bool = False,
+        tokens: bool = False,
+        blocks: Sequence[int] = (),
     ) -> ModelOutputs:
         """Compute what is asked for of raw images [B, 3, H, W], in one forward pass.
 
         Logits and features together are those of a network whose logits are one linear layer of its features; `feature_size` refuses
-        others.
+        others, and `token_shape` and `block_shapes` those without what they ask for.
         """
         network: Any = self.network
-        if not features and not tokens:
-            return ModelOutputs(self(images))
-        last = network.forward_features(self.preprocess(images))
-        pooled = network.forward_head(last, pre_logits=True) if features else None
-        answer = None
-        if logits:
-            answer = network.forward_head(last) if pooled is None else network.get_classifier()(pooled)
-        return ModelOutputs(answer, pooled, self._map(last) if tokens else None)
+        pooled, last, maps = None, None, {}
+        if not features and not tokens and not blocks:
+            answer = self(images)
+        else:
+            if blocks:
+                last, found = network.forward_intermediates(self.preprocess(images), indices=[*blocks])
+                maps = dict(zip(sorted({*blocks}), found, strict=True))
+            else:
+                last = network.forward_features(self.preprocess(images))
+            pooled = network.forward_head(last, pre_logits=True) if features else None
+            answer = None
+            if logits:
+                answer = network.forward_head(last) if pooled is None else network.get_classifier()(pooled)
+        own, distilled = answer if isinstance(answer, tuple) else (answer, None)
+        taken = tuple(maps[block].permute(0, 2, 3, 1) for block in blocks)
+        return ModelOutputs(own, distilled, pooled, self._map(last) if tokens else None, taken)
 
     def pooled(self, images: Tensor) -> Tensor:
         """Compute the pooled features [B, D] before the head, of raw images [B, 3, H, W]."""
@@ -332,13 +350,58 @@ def token_shape(model: Classifier) -> MapShape:
 def find_token_shape(model: Classifier) -> MapShape | None:
     """Return the shape of a model's patch tokens; None if its last block gives no map, or its logits are made of something else."""
     with _shown_grey(model) as image:
-        logits, _, tokens = model.outputs(image, tokens=True)
-        if logits is None or tokens is None:
+        outputs = model.outputs(image, tokens=True)
+        if outputs.tokens is None or not _is_its_answer(outputs, model, image):
             return None
-        if not image.is_meta and not torch.allclose(logits, model(image), atol=1e-4):
-            return None
-    _, height, width, numbers = tokens.shape
+    _, height, width, numbers = outputs.tokens.shape
     return height, width, numbers
+
+
+def _is_its_answer(outputs: ModelOutputs, model: Classifier, image: Tensor) -> bool:
+    """Return whether the logits beside other outputs are those that the model gives alone; on the meta device they may be."""
+    return image.is_meta or (outputs.logits is not None and torch.allclose(outputs.logits, model(image), atol=1e-4))
+
+
+def block_shapes(model: Classifier, blocks: Sequence[int]) -> list[MapShape]:
+    """Return the shape of what each of these blocks gives, counted from 0 as timm does.
+
+    Raises:
+        ModelError: there is no such block, or timm does not give it beside the logits.
+    """
+    name, network = f"architecture {model.card.architecture!r}", cast(Any, model.network)
+    with _shown_grey(model) as image:
+        count = len(network.forward_intermediates(model.preprocess(image), intermediates_only=True))
+        if missing := [block for block in blocks if block >= count]:
+            raise ModelError(
+                f"{name} has blocks 0 to {count - 1}, but distill.blocks names {missing[0]}; name one of these"
+            )
+        try:
+            outputs, reason = model.outputs(image, blocks=blocks), "other logits beside it"
+        except Exception as error:  # each network has its own words for what it cannot do
+            outputs, reason = ModelOutputs(), limits.cut(str(error), 200)
+        if not outputs.blocks or not _is_its_answer(outputs, model, image):
+            raise ModelError(
+                f"{name}: timm does not give what its blocks {[*blocks]} give ({reason}); set distill.block_weight=0 and distill.blocks={{}}, "
+                "name other blocks, or choose another architecture"
+            )
+    return [(height, width, numbers) for _, height, width, numbers in (block.shape for block in outputs.blocks)]
+
+
+def train_distilled(model: Classifier) -> None:
+    """Let the network give the logits of its class token and of its distillation token apart while it is trained (DeiT).
+
+    In an evaluation it gives their mean.
+
+    Raises:
+        ModelError: it has no distillation token.
+    """
+    network: Any = model.network
+    if not hasattr(network, "set_distilled_training"):
+        raise ModelError(
+            f"architecture {model.card.architecture!r} has no distillation token; set distill.distillation_token=false, or choose a "
+            "student with one, such as deit_tiny_distilled_patch16_224"
+        )
+    network.set_distilled_training(True)
 
 
 def _embedding_size(model: Classifier) -> int:

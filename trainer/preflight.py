@@ -136,16 +136,25 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
 def _check_compared(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
     """Make sure that what is compared beside logits is there in both, and what is recorded in the teacher."""
     from trainer import models
-    from trainer.distillation.projected_student import project
 
     distill, reinforce = settings.distill, settings.reinforce
-    with _tried("pretrain.teacher"):
-        if teacher is not None and (distill.feature_weight or (distill.reads_recording and reinforce.features)):
-            models.feature_size(teacher)
-        if teacher is not None and (distill.token_weight or (distill.reads_recording and reinforce.tokens)):
-            models.token_shape(teacher)
-    with _tried("distill.student"):
-        project(student, distill, teacher or student)  # what the student lacks does not depend on the teacher
+    records = distill.reads_recording
+    for name, model, blocks in (
+        ("pretrain.teacher", teacher, [*distill.blocks.values()]),
+        ("distill.student", student, [*distill.blocks]),
+    ):
+        if model is None:
+            continue
+        is_recorded = records and model is teacher
+        with _tried(name):
+            if distill.feature_weight or (is_recorded and reinforce.features):
+                models.feature_size(model)
+            if distill.token_weight or (is_recorded and reinforce.tokens):
+                models.token_shape(model)
+            if blocks:
+                models.block_shapes(model, blocks)
+            if distill.distillation_token and model is student:
+                models.train_distilled(model)
 
 
 def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:

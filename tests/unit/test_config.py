@@ -119,6 +119,11 @@ WRONG = {
     "distill.logit_loss=dist distill.dist_beta=0 distill.dist_gamma=0": r"distill: logit_loss is dist, but dist_beta and dist_gamma",
     "distill.logit_loss=hard distill.standardize_logits=true": r"distill: logit_loss is hard.*set standardize_logits=false",
     "distill.head=probe": r"distill: head is probe, .* but logit_weight=0.9 and label_weight=0.1; set distill.logit_weight=0 and",
+    "distill.block_weight=1": r"distill: blocks is \{\}, but block_weight is 1; give both",
+    "distill.blocks={3=7}": r"distill: blocks is \{3: 7\}, but block_weight is 0; give both",
+    "distill.blocks={3=-1} distill.block_weight=1": r"distill\.blocks\.3 must be >= 0, got -1",
+    "distill.blocks={3=7} distill.block_weight=1 distill.teacher=recorded": r"blocks give is not recorded; set distill\.teacher=online",
+    "distill.distillation_token=true distill.label_weight=0": r"distillation_token is true, but .* label_weight 0, .*; give both a weight",
     "distill.head=probe distill.logit_weight=0 distill.label_weight=0": r"distill: head is probe, but feature_weight is 0, .*; set distill",
     "distill.head=probe distill.logit_weight=0 distill.label_weight=0 distill.feature_weight=1 distill.labeled_share=0.5": (
         r"distill: head is probe, .* but labeled_share is 0\.5; set distill.labeled_share=0"

@@ -472,14 +472,14 @@ class ReinforceSettings(LoadingSettings):
         return classes if self.top_k == "all" else min(self.top_k or TOP_K, classes)
 
 
-TAUGHT = ("logit", "feature", "token")
+TAUGHT = ("logit", "feature", "token", "block")
 """What the teacher is compared in, each with a loss and the setting `NAME_weight`."""
 TERMS = (*TAUGHT, "label")
 """Of the distillation's loss."""
 
 
 class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
-    """The student: loss = the sum of weight x loss over logits, features, patch tokens and labels (cross-entropy)."""
+    """The student: loss = the sum of weight x loss over logits, features, patch tokens, blocks and labels."""
 
     watch: WatchSettings | None = None
     """Rules checked while the training runs; set from `profile` if that has a `stop_on`."""
@@ -526,6 +526,15 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     token_weight: NonNegativeFloat = 0.0
     """Weight of the feature loss between the patch tokens, place by place, the student's resized to the teacher's grid; 0 turns it off.
     Recorded outputs serve it with `reinforce.tokens`."""
+    blocks: Mapping[NonNegative, NonNegative] = {}
+    """Block of the student -> block of the teacher with which it is compared, counted from 0 as by timm's `forward_intermediates`, such as
+    `{3=7,5=11}`; only with the teacher online."""
+    block_weight: NonNegativeFloat = 0.0
+    """Weight of the feature loss between these blocks, place by place as between patch tokens, mean over the pairs (FitNets, Romero et al.
+    2015); 0 turns it off."""
+    distillation_token: bool = False
+    """Teach a student that has a distillation token as DeiT does: its class token's head learns the labels, the distillation token's the
+    teacher's logits; used is the mean of both. For students such as `deit_tiny_distilled_patch16_224`."""
     label_weight: NonNegativeFloat = 0.1
     """Weight of the cross-entropy with the labels."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -571,6 +580,21 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
             raise ValueError(
                 "logit_weight and label_weight are both 0, so nothing teaches the student's head; give one of them a weight, or let a "
                 "head be fitted afterwards with head=probe"
+            )
+        if bool(self.blocks) != bool(self.block_weight):
+            raise ValueError(
+                f"blocks is {dict(self.blocks)}, but block_weight is {self.block_weight:g}; give both, such as blocks={{3=7}} and "
+                "block_weight=1, or neither"
+            )
+        if self.block_weight and self.teacher == "recorded":
+            raise ValueError(
+                f"block_weight is {self.block_weight:g}, but teacher is recorded, and what blocks give is not recorded; set "
+                "distill.teacher=online, or block_weight=0 and blocks={}"
+            )
+        if self.distillation_token and not (self.logit_weight and self.label_weight):
+            raise ValueError(
+                f"distillation_token is true, but logit_weight is {self.logit_weight:g} and label_weight {self.label_weight:g}, and each "
+                "of them teaches one of the two heads; give both a weight, or set distillation_token=false"
             )
         if is_dkd and mixes:
             raise ValueError(

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer import models
 from trainer.config import Compile, Precision
 from trainer.devices import Device
 from trainer.distillation.losses import TeacherOutputs
 from trainer.errors import ModelError
-from trainer.models import Classifier, linear_head, token_shape
+from trainer.models import Classifier, EmbeddingStatistics
 from trainer.training.parallelize import use_fast_kernels
 
 CPU_PIXELS = 8 * 224**2
@@ -41,6 +42,7 @@ class FrozenTeacher:
         batch_size: int = 0,
         features: bool = False,
         tokens: bool = False,
+        blocks: Sequence[int] = (),
         compile: Compile = "auto",  # noqa: A002  # as the setting
     ) -> None:
         """Freeze `model` and bring it to the device.
@@ -52,11 +54,12 @@ class FrozenTeacher:
             compile: whether to compile it; auto compiles on GPUs only.
 
         Raises:
-            ModelError: features are wanted of a network whose logits are not one linear layer on pooled features, or tokens of one without
-                a map of them.
+            ModelError: features are wanted of a network whose logits are not one linear layer on pooled features, or tokens or blocks of
+                one without them.
         """
         self._model = model.to(device.torch_device).eval().requires_grad_(False)
-        self._device, self._precision, self._features, self._tokens = device, precision, features, tokens
+        self._device, self._precision = device, precision
+        self._features, self._tokens, self._blocks = features, tokens, blocks
         in_caches = device.kind == "cpu" and not device.uses_bf16(precision)
         self._limit = batch_size or (max(1, CPU_PIXELS // model.card.image_size**2) if in_caches else 0)
         self._compiles = device.compiles_with(compile)
@@ -64,19 +67,17 @@ class FrozenTeacher:
         if not self._compiles:
             use_fast_kernels(self._model, device, precision)
         self._gives_logits = bool(model.card.labels)
-        self._head = linear_head(self._model) if self._gives_logits else None
+        self._head = models.linear_head(self._model) if self._gives_logits else None
         if features and self._gives_logits and self._head is None:
             raise ModelError(
                 f"teacher {model.card.architecture!r} has no features to compare with: its logits are no linear layer of pooled features; "
                 "set distill.feature_weight=0 and reinforce.features=false, or choose another teacher"
             )
         if tokens:
-            token_shape(self._model)
-        card, place = model.card, device.torch_device
-        self._scales = [
-            None if known is None else (torch.tensor(known.mean, device=place), torch.tensor(known.std, device=place))
-            for known in (card.embedding, card.tokens)
-        ]
+            models.token_shape(self._model)
+        if blocks:
+            models.block_shapes(self._model, blocks)
+        self._embedding, self._token = (self._scale(known) for known in (model.card.embedding, model.card.tokens))
         if device.uses_bf16(precision):
             # Kept in bf16 is what autocast would convert in every forward pass: the same outputs, bit by bit. Kinds derived from these
             # may compute with their weights first, and stay as they are.
@@ -107,11 +108,16 @@ class FrozenTeacher:
         elif self._head is not None:
             with self._device.autocast("fp32"):
                 logits = self._head(answer)
-        said = [
-            one if scale is None else (one - scale[0]) / scale[1]
-            for one, scale in zip([answer, *maps], self._scales, strict=False)
-        ]
-        return TeacherOutputs(logits, said[0] if self._features else None, said[1] if self._tokens else None)
+        features = _standardized(answer, self._embedding) if self._features else None
+        tokens = _standardized(maps.pop(0), self._token) if self._tokens else None
+        return TeacherOutputs(logits, features, tokens, tuple(maps))
+
+    def _scale(self, known: EmbeddingStatistics | None) -> tuple[Tensor, Tensor] | None:
+        """Bring mean and standard deviation of each number to the device."""
+        place = self._device.torch_device
+        return (
+            None if known is None else (torch.tensor(known.mean, device=place), torch.tensor(known.std, device=place))
+        )
 
     def _forward(self, size: int) -> Callable[[Tensor], Sequence[Tensor]]:
         """The network for parts of `size` images: to `_answer`'s tensors."""
@@ -123,7 +129,12 @@ class FrozenTeacher:
         return self._compiled[mode]
 
     def _answer(self, images: Tensor) -> Sequence[Tensor]:
-        """Pooled features [size, D], or logits [size, C] where the head is not linear; and patch tokens [size, h, w, D] if asked for."""
+        """Pooled features [size, D], or logits [size, C] where the head is not linear; then tokens and blocks, as asked for."""
         pooled = self._head is not None or not self._gives_logits
-        outputs = self._model.outputs(images, logits=not pooled, features=pooled, tokens=self._tokens)
-        return [part for part in outputs if isinstance(part, Tensor)]
+        said = self._model.outputs(images, logits=not pooled, features=pooled, tokens=self._tokens, blocks=self._blocks)
+        return [part for part in (said.logits, said.features, said.tokens, *said.blocks) if part is not None]
+
+
+def _standardized(values: Tensor, scale: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return (values - mean) / standard deviation of each number of the last dimension, where these are known."""
+    return values if scale is None else (values - scale[0]) / scale[1]

@@ -29,6 +29,8 @@ class TeacherOutputs(NamedTuple):
     """Pooled features, float32 [B, D]."""
     tokens: Tensor | None = None
     """Patch tokens, float32 [B, h, w, D]."""
+    blocks: tuple[Tensor, ...] = ()
+    """What blocks give, each float32 [B, h, w, D] with its own h, w, D."""
 
 
 def complete(recorded: Recorded, classes: int) -> TeacherOutputs | None:

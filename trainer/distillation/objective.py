@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from trainer.config import DistillSettings
@@ -32,11 +33,12 @@ FeatureLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class DistillObjective:
-    """loss = the sum of weight x loss over what has a weight: logits, features, patch tokens, labels.
+    """loss = the sum of weight x loss over what has a weight: logits, features, patch tokens, blocks, labels.
 
     Teacher and student see the same view, each resized and normalised as it wants it. A loss without a weight is not computed, and
     where none compares with the teacher it is not asked: the student learns from the labels alone. The cross-entropy is the mean over the
-    step's images with a label, the other losses are means over all.
+    step's images with a label, the other losses are means over all. A student in distilled training learns the labels with its class
+    token's head and the teacher's logits with its distillation token's, as in DeiT.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class DistillObjective:
             compared = isinstance(self.model, ProjectedStudent)
             ours = model(batch.images, compared=True) if compared else ModelOutputs(model(batch.images))
             logits = _there(ours.logits)
+            taught = logits if ours.distilled is None else ours.distilled
             parts: Losses = {}
             if said is not None:
-                parts.update(self._compare(ours, said, batch.labels))
+                parts.update(self._compare(ours._replace(logits=taught), said, batch.labels))
             if settings.label_weight:
                 smoothing = settings.label_smoothing
                 parts["label"] = cross_entropy(
@@ -70,7 +73,7 @@ class DistillObjective:
             first, *others = (settings.weight(name) * part for name, part in parts.items())
             loss = sum(others, first)
             if said is not None and said.logits.shape[1]:
-                parts["agreement"] = losses.agreement(logits.detach(), top_class(said))
+                parts["agreement"] = losses.agreement((logits + taught).detach(), top_class(said))
         return {"loss": loss} | parts
 
     def _compare(self, ours: ModelOutputs, said: TeacherSignal, labels: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -82,6 +85,13 @@ class DistillObjective:
             yield "feature", between(_there(ours.features), _there(said.features))
         if settings.token_weight:
             yield "token", between(_there(ours.tokens).flatten(0, 2), _there(said.tokens).flatten(0, 2))
+        if settings.block_weight:
+            assert isinstance(said, TeacherOutputs), "the settings refuse recorded outputs with blocks"
+            pairs = [
+                between(own.flatten(0, 2), their.flatten(0, 2))
+                for own, their in zip(ours.blocks, said.blocks, strict=True)
+            ]
+            yield "block", torch.stack(pairs).mean()
 
     def show(self, batch: Batch) -> None:
         """A forward pass of the student alone."""

@@ -5,6 +5,7 @@ Shapes: B images of 3 channels, K classes, S numbers of the student, D of the te
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,12 +59,20 @@ class ProjectedStudent(nn.Module):
     basis learns worse (Miles and Mikolajczyk 2024, "Understanding the Role of the Projector in Knowledge Distillation").
     """
 
-    def __init__(self, classifier: Classifier, features: int = 0, *, tokens: MapShape | None = None) -> None:
+    def __init__(
+        self,
+        classifier: Classifier,
+        features: int = 0,
+        *,
+        tokens: MapShape | None = None,
+        blocks: Mapping[int, MapShape] | None = None,
+    ) -> None:
         """Wrap `classifier`.
 
         Args:
             features: length of the teacher's pooled features; 0 where they are not compared.
             tokens: shape of the teacher's patch tokens, where they are compared.
+            blocks: block of the student -> shape of what the teacher's block gives with which it is compared.
 
         Raises:
             ModelError: the classifier has none of what is compared.
@@ -71,9 +80,13 @@ class ProjectedStudent(nn.Module):
         super().__init__()
         self.classifier = classifier
         self.projection: nn.Module | None = nn.Linear(models.feature_size(classifier), features) if features else None
-        self.token_projection: nn.Module | None = (
-            MapProjection(models.token_shape(classifier), tokens) if tokens else None
-        )
+        self.token_projection: nn.Module | None = None
+        if tokens:
+            self.token_projection = MapProjection(models.token_shape(classifier), tokens)
+        self.blocks = [*(blocks or {})]
+        own = models.block_shapes(classifier, self.blocks) if blocks else []
+        pairs = zip(own, (blocks or {}).values(), strict=True)
+        self.block_projections = nn.ModuleList(MapProjection(given, wanted) for given, wanted in pairs)
 
     def forward(self, images: Tensor, *, compared: bool = False) -> Tensor | ModelOutputs:
         """Raw images [B, 3, H, W] to logits [B, K]; or to all that is compared with the teacher, in its spaces, in one forward pass."""
@@ -81,11 +94,17 @@ class ProjectedStudent(nn.Module):
             logits: Tensor = self.classifier(images)
             return logits
         own = self.classifier.outputs(
-            images, features=self.projection is not None, tokens=self.token_projection is not None
+            images,
+            features=self.projection is not None,
+            tokens=self.token_projection is not None,
+            blocks=self.blocks,
         )
         return own._replace(
             features=None if self.projection is None else self.projection(own.features),
             tokens=None if self.token_projection is None else self.token_projection(own.tokens),
+            blocks=tuple(
+                projection(block) for projection, block in zip(self.block_projections, own.blocks, strict=True)
+            ),
         )
 
     def no_weight_decay(self) -> set[str]:
@@ -94,19 +113,25 @@ class ProjectedStudent(nn.Module):
         return {f"classifier.network.{name}" for name in named()}
 
 
-def project(
+def prepared_student(
     student: Classifier, settings: DistillSettings, teacher: Classifier | RecordingDescription
 ) -> Classifier | ProjectedStudent:
     """Give the student the projections that its losses need, into the spaces of a teacher or of its recorded outputs.
 
-    The student itself comes back where they need none.
+    The student itself comes back where only logits are compared, and those of one head.
 
     Raises:
         ModelError: it or the teacher has none of what is compared.
     """
-    features, tokens = 0, None
+    spaces: dict[str, Any] = {}
     if settings.feature_weight:
-        features = models.feature_size(teacher) if isinstance(teacher, Classifier) else teacher.features
+        spaces["features"] = models.feature_size(teacher) if isinstance(teacher, Classifier) else teacher.features
     if settings.token_weight:
-        tokens = models.token_shape(teacher) if isinstance(teacher, Classifier) else teacher.tokens
-    return ProjectedStudent(student, features, tokens=tokens) if features or tokens else student
+        spaces["tokens"] = models.token_shape(teacher) if isinstance(teacher, Classifier) else teacher.tokens
+    if settings.block_weight:
+        assert isinstance(teacher, Classifier), "the settings refuse recorded outputs with blocks"
+        shapes = models.block_shapes(teacher, [*settings.blocks.values()])
+        spaces["blocks"] = dict(zip(settings.blocks, shapes, strict=True))
+    if settings.distillation_token:
+        models.train_distilled(student)
+    return ProjectedStudent(student, **spaces) if spaces or settings.distillation_token else student

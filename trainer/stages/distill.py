@@ -15,7 +15,7 @@ from trainer.data.loader import Samples
 from trainer.devices import Device
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import ProjectedStudent, project
+from trainer.distillation.projected_student import ProjectedStudent, prepared_student
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.errors import SettingsError
 from trainer.evaluation.embeddings import embed_together, spread
@@ -219,7 +219,7 @@ def make_objective(
     spoken_of = recording.description if recording is not None else teacher
     # The projections start the same whether the teacher is online or recorded.
     torch.manual_seed((settings.seed or 0) + 1)
-    model = project(student, settings, spoken_of) if spoken_of is not None else student
+    model = prepared_student(student, settings, spoken_of) if spoken_of is not None else student
     frozen = None
     if teacher is not None:
         frozen = FrozenTeacher(
@@ -229,6 +229,7 @@ def make_objective(
             batch_size=settings.teacher_batch,
             features=settings.feature_weight > 0,
             tokens=settings.token_weight > 0,
+            blocks=[*settings.blocks.values()],
             compile=settings.compile,
         )
     return DistillObjective(model, frozen, settings)

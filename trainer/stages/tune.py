@@ -296,6 +296,8 @@ def _hindrance(
         *config.recording_mistakes(settings, recorder),
         *filter(None, [reinforce.too_large(recorder, described)]),
     ]
+    if settings.block_weight:
+        mistakes.append("what the teacher's blocks give is not recorded (distill.block_weight)")
     if settings.needs_all_logits and described.top_k < described.classes:
         mistakes.append("its loss needs the logits of all classes; set reinforce.top_k=all")
     if student.card.image_size > described.view_size:

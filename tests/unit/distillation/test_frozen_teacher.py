@@ -44,7 +44,8 @@ def images():
 def expected(model, images):
     """Logits and pooled features in float32."""
     with torch.inference_mode():
-        return model.outputs(images, features=True)[:2]
+        outputs = model.outputs(images, features=True)
+        return outputs.logits, outputs.features
 
 
 def freeze(model, device, **changes):
@@ -89,7 +90,8 @@ def test_bf16_stays_within_its_rounding(model, device, images, expected):
     outputs = freeze(model, device, precision="bf16")(images)
     assert outputs.logits.dtype == outputs.features.dtype == torch.float32
     with torch.inference_mode(), device.autocast("bf16"):
-        rounded = [part.float() for part in model.outputs(images, features=True)[:2]]
+        outputs_then = model.outputs(images, features=True)
+        rounded = [outputs_then.logits.float(), outputs_then.features.float()]
 
     def error(ours, theirs):
         return float((ours - theirs).square().mean().sqrt())

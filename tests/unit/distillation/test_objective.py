@@ -17,7 +17,7 @@ from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import decoupled_kl, distillation_kl, recorded_kl
 from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import ProjectedStudent, project
+from trainer.distillation.projected_student import ProjectedStudent, prepared_student
 from trainer.errors import ModelError
 from trainer.training.classification import cross_entropy
 from trainer.training.optimizers import AveragedModel, parameter_groups
@@ -47,13 +47,18 @@ def classifier(size, seed, *, drop_path=0.0, dim=16):
     return models.create(settings, LABELS, drop_path=drop_path)
 
 
-def frozen(model, *, features=False, tokens=False):
-    return FrozenTeacher(model, choose_device(), precision="fp32", features=features, tokens=tokens)
+def frozen(model, **says):
+    return FrozenTeacher(model, choose_device(), precision="fp32", **says)
 
 
 def asked(model, settings):
     """A frozen teacher that says what the losses need."""
-    return frozen(model, features=settings.feature_weight > 0, tokens=settings.token_weight > 0)
+    return frozen(
+        model,
+        features=settings.feature_weight > 0,
+        tokens=settings.token_weight > 0,
+        blocks=[*settings.blocks.values()],
+    )
 
 
 @pytest.fixture
@@ -104,7 +109,7 @@ def test_features_are_compared_after_the_projection(losses):
 )
 def test_a_loss_without_a_weight_is_not_computed(losses, settings, names):
     chosen = DistillSettings(**settings)
-    student = project(classifier(32, 2), chosen, classifier(32, 1))
+    student = prepared_student(classifier(32, 2), chosen, classifier(32, 1))
     objective = DistillObjective(student, asked(classifier(32, 1), chosen), chosen)
     assert set(losses(objective)) == set(names)
 
@@ -135,13 +140,18 @@ WAYS = [
     {"token_weight": 1.0, "feature_loss": "cosine_smooth_l1"},
     {"feature_weight": 1.0, "token_weight": 0.5},
 ]
+ONLINE = [
+    {"block_weight": 1.0, "blocks": {0: 1}},
+    {"block_weight": 1.0, "blocks": {1: 0, 0: 1}, "token_weight": 1.0, "feature_weight": 0.5},
+]
+"""Which recorded outputs do not serve."""
 
 
-@pytest.mark.parametrize("settings", WAYS, ids=str)
+@pytest.mark.parametrize("settings", WAYS + ONLINE, ids=str)
 def test_only_the_student_learns_and_all_of_it(losses, settings):
     chosen = DistillSettings(**settings)
     teacher = classifier(32, 1, drop_path=0.5, dim=24).train()
-    student = project(classifier(16, 2), chosen, teacher)
+    student = prepared_student(classifier(16, 2), chosen, teacher)
     objective = DistillObjective(student, asked(teacher, chosen), chosen)
     losses(objective)["loss"].backward()
     assert not teacher.training
@@ -154,7 +164,7 @@ def test_recorded_outputs_take_the_teachers_place(losses):
     student = ProjectedStudent(classifier(32, 2), 5)
     settings = DistillSettings(feature_weight=1.0, temperature=1.5)
     result = losses(DistillObjective(student, None, settings), BATCH._replace(recorded=RECORDED))
-    logits, features, _ = student(IMAGES, compared=True)
+    logits, _, features, *_ = student(IMAGES, compared=True)
     assert torch.equal(result["logit"], recorded_kl(logits, RECORDED, 1.5))
     assert float(result["feature"].detach()) == pytest.approx(
         1 - float(F.cosine_similarity(features, RECORDED.features).mean().detach()), rel=1e-5
@@ -191,17 +201,17 @@ PARTLY = BATCH._replace(labels=torch.tensor([0, -1, 2, -1]), label_weights=torch
 """The labels of two of four images are lost."""
 
 
-@pytest.mark.parametrize("settings", WAYS, ids=str)
+@pytest.mark.parametrize("settings", WAYS + ONLINE, ids=str)
 def test_the_teacher_speaks_of_all_images_and_labels_of_those_that_have_one(losses, settings):
     chosen = DistillSettings(**settings, label_weight=0.5)
     teacher = asked(classifier(32, 1, dim=24), chosen)
-    student = project(classifier(16, 2), chosen, classifier(32, 1, dim=24))
+    student = prepared_student(classifier(16, 2), chosen, classifier(32, 1, dim=24))
     objective = DistillObjective(student, teacher, chosen)
     result, every, said = values(losses(objective, PARTLY)), values(losses(objective)), teacher(IMAGES)
     with torch.no_grad():
         logits = student(IMAGES)
     assert result["label"] == pytest.approx(float(F.cross_entropy(logits[::2], BATCH.labels[::2])), rel=1e-5)
-    same = {"agreement", "feature", "token", "logit"} & result.keys() - (
+    same = {"agreement", "feature", "token", "block", "logit"} & result.keys() - (
         {"logit"} if chosen.logit_loss == "dkd" else set()
     )
     assert same
@@ -218,7 +228,7 @@ def test_a_step_reads_no_value_back(losses, settings, partly):
     """Tensors without values stand in for those of a device: whatever waits for a value raises."""
     chosen = DistillSettings(**settings)
     teacher = replace(DESCRIPTION, classes=3, top_k=2, features=5, tokens=(4, 4, 5))
-    student = project(classifier(32, 2), chosen, teacher)
+    student = prepared_student(classifier(32, 2), chosen, teacher)
     whole = RECORDED._replace(indices=torch.arange(3).expand(4, 3), logits=torch.ones(4, 3))
     recorded = Recorded(
         *(None if part is None else part.to("meta") for part in (whole if chosen.needs_all_logits else RECORDED))
@@ -244,7 +254,7 @@ def student():
 
 
 def test_it_gives_the_classifiers_logits_and_the_features_that_the_head_read(student):
-    logits, projected, _ = student(IMAGES, compared=True)
+    logits, _, projected, *_ = student(IMAGES, compared=True)
     assert torch.equal(logits, student.classifier(IMAGES))
     assert torch.equal(student(IMAGES), logits)
     network = student.classifier.network
@@ -264,7 +274,7 @@ def test_logits_and_features_take_one_forward_pass(student):
 def test_other_architectures_have_features_too(architecture):
     arguments = {"img_size": 32, "depth": 1} if architecture.startswith("vit") else {}
     model = models.create(ModelSettings(architecture=architecture, args=arguments), LABELS).eval()
-    logits, features = model.outputs(IMAGES[:1], features=True)[:2]
+    logits, _, features, *_ = model.outputs(IMAGES[:1], features=True)
     assert torch.equal(logits, model(IMAGES[:1]))
     assert features.shape == (1, models.feature_size(model))
 
@@ -304,7 +314,8 @@ def test_its_average_follows_the_projection_too(student):
 def test_one_graph_holds_logits_and_features(student):
     compiled = torch.compile(student, backend="eager", fullgraph=True)
     expected = student(IMAGES, compared=True)
-    for ours, theirs in zip(compiled(IMAGES, compared=True)[:2], expected[:2], strict=True):
+    found = compiled(IMAGES, compared=True)
+    for ours, theirs in ((found.logits, expected.logits), (found.features, expected.features)):
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
@@ -314,7 +325,7 @@ def test_gradients_reach_all_weights_through_data_parallelism(student, static_gr
     try:
         wrapped = DistributedDataParallel(student, static_graph=static_graph)
         for _ in range(2):
-            logits, features, _ = wrapped(IMAGES, compared=True)
+            logits, _, features, *_ = wrapped(IMAGES, compared=True)
             (logits.sum() + features.square().sum()).backward()
         assert all(parameter.grad is not None for parameter in student.parameters())
     finally:

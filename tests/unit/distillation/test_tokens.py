@@ -16,7 +16,7 @@ from trainer.distillation import recording, shards
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs
 from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import MapProjection, project
+from trainer.distillation.projected_student import MapProjection, prepared_student
 from trainer.distillation.reinforcement import pack, summarize, unusable
 from trainer.errors import ModelError
 from trainer.evaluation.embeddings import token_statistics
@@ -64,7 +64,7 @@ def test_a_networks_tokens_are_timms_last_map_and_beside_them_are_its_logits(arc
     model = models.create(settings, ("a", "b", "c")).eval()
     images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     with torch.no_grad():
-        logits, _, tokens = model.outputs(images, tokens=True)
+        logits, _, _, tokens, _ = model.outputs(images, tokens=True)
         (last,) = model.network.forward_intermediates(
             model.preprocess(images), indices=1, norm=True, intermediates_only=True
         )
@@ -153,7 +153,7 @@ def test_the_token_loss_is_that_of_slow_loops(name, patch):
         classifier(1, embed_dim=24),
         DistillSettings(token_weight=2.0, logit_weight=0.5, feature_loss=name),
     )
-    student = project(classifier(2, patch_size=patch), settings, teacher)
+    student = prepared_student(classifier(2, patch_size=patch), settings, teacher)
     own = student.classifier.network.forward_features(student.classifier.preprocess(IMAGES))[:, 1:]
     edge = math.isqrt(own.shape[1])
     linear = student.token_projection.linear
@@ -171,11 +171,62 @@ def test_the_token_loss_is_that_of_slow_loops(name, patch):
     assert all(parameter.grad is not None for parameter in student.parameters())
 
 
+@pytest.mark.parametrize("name", ["cosine", "mse", "cosine_smooth_l1"])
+def test_the_block_loss_is_that_of_slow_loops(name):
+    """Of two pairs, in an order that is not the blocks', between maps of different size."""
+    blocks = {1: 0, 0: 2}
+    teacher = classifier(1, embed_dim=24, depth=3)
+    settings = DistillSettings(block_weight=3.0, blocks=blocks, feature_loss=name)
+    student = prepared_student(classifier(2, patch_size=4), settings, teacher)
+    by_hand = []
+    with torch.no_grad():
+        for projection, (ours, theirs) in zip(student.block_projections, blocks.items(), strict=True):
+            own, taught = (
+                after_block(model, block)[:, 1:] for model, block in ((student.classifier, ours), (teacher, theirs))
+            )
+            weight, bias = projection.linear.weight.double(), projection.linear.bias.double()
+            resized = bilinear(own.unflatten(1, (8, 8)), 4, 4).flatten(1, 2) @ weight.T + bias
+            by_hand.append(token_loss(name, resized.tolist(), taught.tolist()))
+        frozen = FrozenTeacher(teacher, choose_device(), precision="fp32", blocks=[*blocks.values()])
+        result = DistillObjective(student, frozen, settings)(student, BATCH)
+    assert float(result["block"]) == pytest.approx(sum(by_hand) / 2, rel=1e-5)
+    parts = 0.9 * result["logit"] + 3 * result["block"] + 0.1 * result["label"]
+    assert float(result["loss"]) == pytest.approx(float(parts), rel=1e-6)
+
+
+def after_block(model, number):
+    """What a block of a vision transformer gives, seen by a hook, [B, N, D]."""
+    seen = []
+    with model.network.blocks[number].register_forward_hook(lambda *said: seen.append(said[2])):
+        model(IMAGES)
+    return seen[0]
+
+
+def test_blocks_of_a_hierarchical_network_are_its_stages():
+    torch.manual_seed(0)
+    model = models.create(ModelSettings(architecture="convnext_atto", image_size=64), ("a", "b", "c")).eval()
+    assert models.block_shapes(model, [3, 1]) == [(2, 2, 320), (8, 8, 80)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("vit_tiny_patch16_224", r"has blocks 0 to 11, but distill\.blocks names 12; name one of these"),
+        ("hiera_tiny_224", r"timm does not give what its blocks \[0, 2\] give .* set distill\.block_weight=0"),
+    ],
+)
+def test_blocks_that_do_not_exist_are_refused(architecture, message):
+    with torch.device("meta"):
+        model = models.create(ModelSettings(architecture=architecture), ("a", "b"))
+    with pytest.raises(ModelError, match=rf"architecture '{architecture}'.*{message}"):
+        models.block_shapes(model.to("meta"), [0, 2] if architecture.startswith("hiera") else [0, 12])
+
+
 def test_a_convolutional_student_learns_the_tokens_of_a_transformer():
     settings = DistillSettings(token_weight=1.0)
     torch.manual_seed(3)
     student = models.create(ModelSettings(architecture="resnet10t", image_size=64), ("a", "b", "c"))
-    model = project(student, settings, classifier(1))
+    model = prepared_student(student, settings, classifier(1))
     frozen = FrozenTeacher(classifier(1), choose_device(), precision="fp32", tokens=True)
     batch = BATCH._replace(images=torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8))
     tokens = []

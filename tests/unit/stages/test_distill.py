@@ -125,6 +125,21 @@ def test_recorded_tokens_teach_what_the_teacher_in_every_step_does(distilled, wi
     assert recorded["token"][-1] < recorded["token"][0]
 
 
+def test_blocks_and_a_distillation_token_are_taught_and_resume_exactly(distilled, monkeypatch):
+    """The student that is kept is timm's own, which gives the mean of both heads."""
+    student = {"architecture": "deit_tiny_distilled_patch16_224", "args": TINY}
+    settings = {"blocks": {"1": 1}, "block_weight": 0.5, "distillation_token": True, "student": student}
+    interrupt(distilled, monkeypatch, checkpoint_every=6, **settings)
+    interrupted = distilled("interrupted", checkpoint_every=6, **settings)
+    whole = distilled("whole", checkpoint_every=6, **settings)
+    assert whole.curves()["block"][-1] < whole.curves()["block"][0]
+    for name in ("loss", "logit", "block", "label"):
+        assert torch.equal(interrupted.curves()[name], whole.curves()[name][6:])
+    weights = [models.load(one.student).network.state_dict() for one in (interrupted, whole)]
+    assert weights[0].keys() >= {"head.weight", "head_dist.weight"}
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
 def test_a_student_that_starts_from_weights_begins_where_they_ended(distilled):
     """Here its own of an earlier distillation; their content is a parent of the new student."""
     first = distilled("first")

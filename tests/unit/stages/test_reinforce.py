@@ -63,7 +63,7 @@ def test_a_record_is_what_the_teacher_says_of_the_sample_s_view(trained_digits, 
     others = np.array([partners(1000, 7, number)[index] for index, number in zip(indices, numbers, strict=True)])
     batch = views.batch(SampleSlice(indices, numbers, others))
     with torch.inference_mode():
-        logits, features = teacher.outputs(mix(batch.images, batch.mixing), features=True)[:2]
+        logits, _, features, *_ = teacher.outputs(mix(batch.images, batch.mixing), features=True)
     read = recording.read(indices, numbers)
     values, classes = logits.topk(4, dim=1)
     assert torch.equal(read.indices, classes)

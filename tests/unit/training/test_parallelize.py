@@ -196,7 +196,7 @@ def of_logits(model, images, noise):
     return model(images).square().mean()
 
 def of_both(model, images, noise):
-    logits, features, _ = model(images, compared=True)
+    logits, _, features, *_ = model(images, compared=True)
     return logits.square().mean() + features.square().mean()
 
 def of_reconstruction(model, images, noise):
