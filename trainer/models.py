@@ -377,12 +377,12 @@ def block_shapes(model: Classifier, blocks: Sequence[int]) -> list[MapShape]:
             )
         try:
             outputs, reason = model.outputs(image, blocks=blocks), "other logits beside it"
-        except Exception as error:  # each network has its own words for what it cannot do
+        except Exception as error:  # noqa: BLE001  # each network has its own words for what it cannot do
             outputs, reason = ModelOutputs(), limits.cut(str(error), 200)
         if not outputs.blocks or not _is_its_answer(outputs, model, image):
             raise ModelError(
-                f"{name}: timm does not give what its blocks {[*blocks]} give ({reason}); set distill.block_weight=0 and distill.blocks={{}}, "
-                "name other blocks, or choose another architecture"
+                f"{name}: timm does not give what its blocks {[*blocks]} give ({reason}); set distill.block_weight=0 and "
+                "distill.blocks={}, name other blocks, or choose another architecture"
             )
     return [(height, width, numbers) for _, height, width, numbers in (block.shape for block in outputs.blocks)]
 

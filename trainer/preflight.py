@@ -147,7 +147,7 @@ def _check_compared(settings: Settings, teacher: Classifier | None, student: Cla
             continue
         is_recorded = records and model is teacher
         with _tried(name):
-            if distill.feature_weight or (is_recorded and reinforce.features):
+            if distill.compares_features or (is_recorded and reinforce.features):
                 models.feature_size(model)
             if distill.token_weight or (is_recorded and reinforce.tokens):
                 models.token_shape(model)

@@ -124,7 +124,7 @@ WRONG = {
     "distill.blocks={3=-1} distill.block_weight=1": r"distill\.blocks\.3 must be >= 0, got -1",
     "distill.blocks={3=7} distill.block_weight=1 distill.teacher=recorded": r"blocks give is not recorded; set distill\.teacher=online",
     "distill.distillation_token=true distill.label_weight=0": r"distillation_token is true, but .* label_weight 0, .*; give both a weight",
-    "distill.head=probe distill.logit_weight=0 distill.label_weight=0": r"distill: head is probe, but feature_weight is 0, .*; set distill",
+    "distill.head=probe distill.logit_weight=0 distill.label_weight=0": r"head is probe, but feature_weight and similarity_weight are 0",
     "distill.head=probe distill.logit_weight=0 distill.label_weight=0 distill.feature_weight=1 distill.labeled_share=0.5": (
         r"distill: head is probe, .* but labeled_share is 0\.5; set distill.labeled_share=0"
     ),

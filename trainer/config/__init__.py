@@ -25,6 +25,7 @@ from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
 from trainer.config.settings import FOLDERS as FOLDERS
 from trainer.config.settings import LOADING as LOADING
 from trainer.config.settings import PACKAGE as PACKAGE
+from trainer.config.settings import RECORDED_BY as RECORDED_BY
 from trainer.config.settings import TAUGHT as TAUGHT
 from trainer.config.settings import TERMS as TERMS
 from trainer.config.settings import TIMM as TIMM
@@ -146,11 +147,10 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
 def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -> list[str]:
     """List why a distillation could not learn from what `reinforce` is set to record; none if it can."""
     mistakes = []
-    for name in ("features", "tokens"):
-        weight = f"{name.removesuffix('s')}_weight"
-        if getattr(distill, weight) and not getattr(reinforce, name):
+    for term, name in RECORDED_BY.items():
+        if distill.weight(term) and not getattr(reinforce, name):
             mistakes.append(
-                f"distill.{weight} is {getattr(distill, weight):g}, but reinforce.{name} is false, so there would be no {name} to learn "
+                f"distill.{term}_weight is {distill.weight(term):g}, but reinforce.{name} is false, so there would be no {name} to learn "
                 f"from; set reinforce.{name}=true or distill.teacher=online"
             )
     recorded = dict(reinforce.augmentation or ViewSettings())

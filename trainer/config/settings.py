@@ -472,14 +472,16 @@ class ReinforceSettings(LoadingSettings):
         return classes if self.top_k == "all" else min(self.top_k or TOP_K, classes)
 
 
-TAUGHT = ("logit", "feature", "token", "block")
+TAUGHT = ("logit", "feature", "token", "block", "similarity")
 """What the teacher is compared in, each with a loss and the setting `NAME_weight`."""
+RECORDED_BY = {"feature": "features", "token": "tokens", "similarity": "features"}
+"""Of these -> the setting of `reinforce` with which that is recorded."""
 TERMS = (*TAUGHT, "label")
 """Of the distillation's loss."""
 
 
 class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
-    """The student: loss = the sum of weight x loss over logits, features, patch tokens, blocks and labels."""
+    """The student: loss = the sum of weight x loss over logits, features, tokens, blocks, similarities, labels."""
 
     watch: WatchSettings | None = None
     """Rules checked while the training runs; set from `profile` if that has a `stop_on`."""
@@ -532,6 +534,16 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     block_weight: NonNegativeFloat = 0.0
     """Weight of the feature loss between these blocks, place by place as between patch tokens, mean over the pairs (FitNets, Romero et al.
     2015); 0 turns it off."""
+    similarity_weight: NonNegativeFloat = 0.0
+    """Weight of SEED's loss (Fang et al. 2021), which needs no label: how similar the student's features are to those of earlier images,
+    as the teacher saw them, has to be distributed as for the teacher's; 0 turns it off. Recorded outputs serve it with
+    `reinforce.features`."""
+    similarity_queue: Positive = 65_536
+    """How many of the last images' features, of the teacher, are kept for that; they are a part of every checkpoint."""
+    similarity_temperature: Annotated[float, Field(gt=0)] = 0.2
+    """Temperature of the student's distribution."""
+    similarity_teacher_temperature: Annotated[float, Field(gt=0)] = 0.01
+    """Temperature of the teacher's distribution; the lower, the more it says of the most similar images alone."""
     distillation_token: bool = False
     """Teach a student that has a distillation token as DeiT does: its class token's head learns the labels, the distillation token's the
     teacher's logits; used is the mean of both. For students such as `deit_tiny_distilled_patch16_224`."""
@@ -551,6 +563,11 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     def needs_teacher(self) -> bool:
         """Whether any loss compares with the teacher."""
         return any(map(self.weight, TAUGHT))
+
+    @property
+    def compares_features(self) -> bool:
+        """Whether any loss compares pooled features."""
+        return self.feature_weight > 0 or self.similarity_weight > 0
 
     @property
     def reads_unlabeled(self) -> bool:
@@ -620,9 +637,10 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
                 f"head is probe, so the student has no head while it is trained, but {' and '.join(given)}; set "
                 "distill.logit_weight=0 and distill.label_weight=0, or head=trained"
             )
-        if not self.feature_weight:
+        if not self.compares_features:
             raise ValueError(
-                "head is probe, but feature_weight is 0, so nothing teaches the student; set distill.feature_weight=1"
+                "head is probe, but feature_weight and similarity_weight are 0, so nothing teaches the student's features; set "
+                "distill.feature_weight=1"
             )
         if self.labeled_share:
             raise ValueError(

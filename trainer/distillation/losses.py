@@ -8,6 +8,7 @@ Shapes: B samples, C classes, K recorded logits, D features.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -219,3 +220,21 @@ def feature_cosine_smooth_l1(student: Tensor, teacher: Tensor) -> Tensor:
     """
     smooth_l1 = F.smooth_l1_loss(student.float(), teacher.float())
     return (feature_cosine(student, teacher) + smooth_l1) / 2
+
+
+def similarity_loss(
+    student: Tensor, teacher: Tensor, queue: Tensor, *, temperature: float, teacher_temperature: float
+) -> Tensor:
+    """Cross-entropy of similarities to the teacher's features of other images (SEED, Fang et al. 2021, equations 3 to 6).
+
+    The candidates of an image are its own feature, as the teacher sees it, and those of the queue, [Q, D]. The softmax of the cosines
+    between the student's feature, [B, D], and these has to be that of the teacher's.
+    """
+    with nullcontext() if student.is_meta else torch.autocast(student.device.type, enabled=False):
+        ours, theirs = F.normalize(student.float()), F.normalize(teacher.float())
+        own = [(one * theirs).sum(1, keepdim=True) for one in (ours, theirs)]
+        similar, target = (
+            torch.cat([to_own, one @ queue.T], 1) for to_own, one in zip(own, (ours, theirs), strict=True)
+        )
+        share, log_share = (target / teacher_temperature).softmax(1), (similar / temperature).log_softmax(1)
+        return -(share * log_share).sum() / len(share)

@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from trainer.config import DistillSettings
+from trainer.config import DistillSettings, TrainingSettings
 from trainer.data.batch import Batch, Recorded
+from trainer.data.loader import shard_positions
 from trainer.distillation import losses
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs, all_logits, top_class
@@ -20,6 +21,7 @@ from trainer.distillation.projected_student import ProjectedStudent
 from trainer.models import Classifier, ModelOutputs
 from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
+from trainer.training.process_group import Processes
 from trainer.training.spec import Losses
 
 TeacherSignal = TeacherOutputs | Recorded
@@ -33,7 +35,7 @@ FeatureLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class DistillObjective:
-    """loss = the sum of weight x loss over what has a weight: logits, features, patch tokens, blocks, labels.
+    """loss = the sum of weight x loss over what has a weight: logits, features, patch tokens, blocks, similarities, labels.
 
     Teacher and student see the same view, each resized and normalised as it wants it. A loss without a weight is not computed, and
     where none compares with the teacher it is not asked: the student learns from the labels alone. The cross-entropy is the mean over the
@@ -48,6 +50,8 @@ class DistillObjective:
         self.model: nn.Module = student
         self.left_out: Collection[str] = ()
         self._teacher, self._settings = teacher, settings
+        self._seen: list[Tensor] = []
+        """The teacher's features of this step's micro-batches, where they come into the queue."""
         self._logit_loss = choose_logit_loss(settings)
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
 
@@ -92,10 +96,39 @@ class DistillObjective:
                 for own, their in zip(ours.blocks, said.blocks, strict=True)
             ]
             yield "block", torch.stack(pairs).mean()
+        if settings.similarity_weight:
+            assert isinstance(self.model, ProjectedStudent), "it holds the queue"
+            features = _there(said.features)
+            self._seen.append(features)
+            yield (
+                "similarity",
+                losses.similarity_loss(
+                    _there(ours.features),
+                    features,
+                    _there(self.model.queue),
+                    temperature=settings.similarity_temperature,
+                    teacher_temperature=settings.similarity_teacher_temperature,
+                ),
+            )
 
     def show(self, batch: Batch) -> None:
         """A forward pass of the student alone."""
         self.model(batch.images)
+
+    def end_step(self, settings: TrainingSettings, processes: Processes) -> None:
+        """Put the features of the step's images into the queue, in the order of the images.
+
+        All micro-batches of a step are compared with the same queue, and every process holds all of it: how the images are dealt to
+        micro-batches and processes changes nothing.
+        """
+        if not self._seen or not isinstance(self.model, ProjectedStudent):
+            return
+        together = self._seen[0].new_zeros(settings.batch_size, self._seen[0].shape[1])
+        rows = shard_positions(settings, step=0, rank=processes.rank, world_size=processes.world_size)
+        for row, features in zip(rows, self._seen, strict=True):
+            together[row.start : row.stop] = features
+        self._seen.clear()
+        self.model.remember(processes.total(together, "the teacher's features of a step"))
 
     def _ask(self, batch: Batch) -> TeacherSignal | None:
         if not self._settings.needs_teacher:

@@ -59,6 +59,9 @@ class ProjectedStudent(nn.Module):
     basis learns worse (Miles and Mikolajczyk 2024, "Understanding the Role of the Projector in Knowledge Distillation").
     """
 
+    queue: Tensor | None
+    """The teacher's features of the last Q images of earlier steps, each of length 1, the newest last, [Q, D]; None where not compared."""
+
     def __init__(
         self,
         classifier: Classifier,
@@ -66,6 +69,7 @@ class ProjectedStudent(nn.Module):
         *,
         tokens: MapShape | None = None,
         blocks: Mapping[int, MapShape] | None = None,
+        queue: int = 0,
     ) -> None:
         """Wrap `classifier`.
 
@@ -73,6 +77,7 @@ class ProjectedStudent(nn.Module):
             features: length of the teacher's pooled features; 0 where they are not compared.
             tokens: shape of the teacher's patch tokens, where they are compared.
             blocks: block of the student -> shape of what the teacher's block gives with which it is compared.
+            queue: how many of the teacher's features to keep of earlier images.
 
         Raises:
             ModelError: the classifier has none of what is compared.
@@ -87,6 +92,14 @@ class ProjectedStudent(nn.Module):
         own = models.block_shapes(classifier, self.blocks) if blocks else []
         pairs = zip(own, (blocks or {}).values(), strict=True)
         self.block_projections = nn.ModuleList(MapProjection(given, wanted) for given, wanted in pairs)
+        # Random directions until the first images have replaced them, as in SEED's code.
+        self.register_buffer("queue", F.normalize(torch.randn(queue, features)) if queue else None)
+
+    @torch.no_grad()
+    def remember(self, features: Tensor) -> None:
+        """Put the teacher's features of a step's images, [B, D], into the queue, from which the oldest fall out."""
+        if self.queue is not None:
+            self.queue.copy_(torch.cat([self.queue, F.normalize(features)])[-len(self.queue) :])
 
     def forward(self, images: Tensor, *, compared: bool = False) -> Tensor | ModelOutputs:
         """Raw images [B, 3, H, W] to logits [B, K]; or to all that is compared with the teacher, in its spaces, in one forward pass."""
@@ -124,7 +137,7 @@ def prepared_student(
         ModelError: it or the teacher has none of what is compared.
     """
     spaces: dict[str, Any] = {}
-    if settings.feature_weight:
+    if settings.compares_features:
         spaces["features"] = models.feature_size(teacher) if isinstance(teacher, Classifier) else teacher.features
     if settings.token_weight:
         spaces["tokens"] = models.token_shape(teacher) if isinstance(teacher, Classifier) else teacher.tokens
@@ -132,6 +145,8 @@ def prepared_student(
         assert isinstance(teacher, Classifier), "the settings refuse recorded outputs with blocks"
         shapes = models.block_shapes(teacher, [*settings.blocks.values()])
         spaces["blocks"] = dict(zip(settings.blocks, shapes, strict=True))
+    if settings.similarity_weight:
+        spaces["queue"] = settings.similarity_queue
     if settings.distillation_token:
         models.train_distilled(student)
     return ProjectedStudent(student, **spaces) if spaces or settings.distillation_token else student

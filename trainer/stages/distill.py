@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trainer import artifacts, models, pretrained
-from trainer.config import DistillSettings
+from trainer.config import RECORDED_BY, DistillSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.devices import Device
@@ -143,13 +143,10 @@ def _check_content(settings: DistillSettings, student: Classifier, uri: str | Pa
             f"{loss} needs the teacher's logits of all {held.classes} classes, but {uri} holds the {held.top_k} largest of each view; "
             f"record them again with reinforce.top_k=all, or set distill.teacher=online"
         )
-    for weight, name, content in (
-        ("feature_weight", "features", held.features),
-        ("token_weight", "tokens", held.tokens),
-    ):
-        if getattr(settings, weight) and not content:
+    for term, name in RECORDED_BY.items():
+        if settings.weight(term) and not getattr(held, name):
             raise SettingsError(
-                f"distill.{weight} is {getattr(settings, weight):g}, but {uri} holds no {name}; record them again with "
+                f"distill.{term}_weight is {settings.weight(term):g}, but {uri} holds no {name}; record them again with "
                 f"reinforce.{name}=true, or set distill.teacher=online"
             )
     card = student.card
@@ -227,7 +224,7 @@ def make_objective(
             device,
             precision=settings.precision,
             batch_size=settings.teacher_batch,
-            features=settings.feature_weight > 0,
+            features=settings.compares_features,
             tokens=settings.token_weight > 0,
             blocks=[*settings.blocks.values()],
             compile=settings.compile,

@@ -21,6 +21,7 @@ from trainer.distillation.projected_student import ProjectedStudent, prepared_st
 from trainer.errors import ModelError
 from trainer.training.classification import cross_entropy
 from trainer.training.optimizers import AveragedModel, parameter_groups
+from trainer.training.process_group import Processes
 
 LABELS = ("a", "b", "c")
 IMAGES = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -55,7 +56,7 @@ def asked(model, settings):
     """A frozen teacher that says what the losses need."""
     return frozen(
         model,
-        features=settings.feature_weight > 0,
+        features=settings.compares_features,
         tokens=settings.token_weight > 0,
         blocks=[*settings.blocks.values()],
     )
@@ -139,6 +140,7 @@ WAYS = [
     {"feature_weight": 1.0, "feature_loss": "mse"},
     {"token_weight": 1.0, "feature_loss": "cosine_smooth_l1"},
     {"feature_weight": 1.0, "token_weight": 0.5},
+    {"similarity_weight": 1.0, "similarity_queue": 6},
 ]
 ONLINE = [
     {"block_weight": 1.0, "blocks": {0: 1}},
@@ -211,7 +213,7 @@ def test_the_teacher_speaks_of_all_images_and_labels_of_those_that_have_one(loss
     with torch.no_grad():
         logits = student(IMAGES)
     assert result["label"] == pytest.approx(float(F.cross_entropy(logits[::2], BATCH.labels[::2])), rel=1e-5)
-    same = {"agreement", "feature", "token", "block", "logit"} & result.keys() - (
+    same = {"agreement", "feature", "token", "block", "similarity", "logit"} & result.keys() - (
         {"logit"} if chosen.logit_loss == "dkd" else set()
     )
     assert same
@@ -330,3 +332,57 @@ def test_gradients_reach_all_weights_through_data_parallelism(student, static_gr
         assert all(parameter.grad is not None for parameter in student.parameters())
     finally:
         dist.destroy_process_group()
+
+
+# -- The queue
+
+
+QUEUED = DistillSettings(similarity_weight=1.0, similarity_queue=6, logit_weight=0.5, batch_size=4)
+
+
+def queued(settings=QUEUED):
+    teacher = classifier(32, 1, dim=24)
+    torch.manual_seed(5)
+    return DistillObjective(prepared_student(classifier(16, 2), settings, teacher), asked(teacher, settings), settings)
+
+
+def test_the_queue_begins_with_random_directions_and_holds_the_last_images_as_the_teacher_sees_them(losses):
+    objective, alone = queued(), Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
+    queue = objective.model.queue
+    before = queue.clone()
+    assert torch.allclose(before.norm(dim=1), torch.ones(6))
+    losses(objective)
+    assert torch.equal(queue, before), "an image is not compared with another one of its step"
+    objective.end_step(QUEUED, alone)
+    said = F.normalize(asked(classifier(32, 1, dim=24), QUEUED)(IMAGES).features)
+    assert torch.equal(queue, torch.cat([before[4:], said]))
+    losses(objective)
+    objective.end_step(QUEUED, alone)
+    assert torch.allclose(queue, torch.cat([said[2:], said]))
+    objective.end_step(QUEUED, alone)
+    assert torch.allclose(queue, torch.cat([said[2:], said])), "nothing was seen"
+
+
+def test_a_step_may_have_more_images_than_the_queue(losses):
+    settings = QUEUED.model_copy(update={"similarity_queue": 3})
+    objective = queued(settings)
+    losses(objective)
+    objective.end_step(settings, Processes(rank=0, world_size=1, local_rank=0, device=choose_device()))
+    assert torch.equal(
+        objective.model.queue, F.normalize(asked(classifier(32, 1, dim=24), settings)(IMAGES).features)[1:]
+    )
+
+
+def test_micro_batches_come_into_the_queue_in_the_order_of_the_images(losses):
+    whole, parts = queued(), queued()
+    alone = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
+    halves = [
+        BATCH._replace(**{name: getattr(BATCH, name)[rows] for name in ("images", "labels", "keys", "numbers")})
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
+    one = losses(whole)["similarity"]
+    two = sum(losses(parts, half)["similarity"] for half in halves) / 2
+    assert float(one.detach()) == pytest.approx(float(two.detach()), rel=1e-5)
+    whole.end_step(QUEUED, alone)
+    parts.end_step(QUEUED.model_copy(update={"accumulation": 2}), alone)
+    assert torch.allclose(whole.model.queue, parts.model.queue, atol=1e-6)

@@ -140,6 +140,30 @@ def test_blocks_and_a_distillation_token_are_taught_and_resume_exactly(distilled
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+SIMILAR = {"similarity_weight": 1.0, "similarity_queue": 500, "logit_weight": 0.5}
+
+
+def test_similarities_are_taught_from_recorded_features_as_by_the_teacher_in_every_step(distilled, complete):
+    """Each feature is rounded to 2^-11 of itself, and a cosine's difference counts a hundredfold at a temperature of 0.01."""
+    online = distilled("online", **SIMILAR).curves()
+    recorded = distilled("recorded", complete, teacher="recorded", **SIMILAR).curves()
+    assert torch.allclose(online["similarity"], recorded["similarity"], rtol=2e-3)
+    assert not torch.equal(online["similarity"], recorded["similarity"])
+    assert online["similarity"][-1] < online["similarity"][0]
+
+
+def test_the_queue_is_resumed_exactly_and_micro_batches_do_not_change_it(distilled, monkeypatch):
+    interrupt(distilled, monkeypatch, checkpoint_every=6, **SIMILAR)
+    interrupted = distilled("interrupted", checkpoint_every=6, **SIMILAR)
+    whole = distilled("whole", checkpoint_every=6, **SIMILAR)
+    assert torch.equal(interrupted.curves()["similarity"], whole.curves()["similarity"][6:])
+    weights = [models.load(one.student).network.state_dict() for one in (interrupted, whole)]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert "queue" not in weights[0]
+    parts = distilled("parts", accumulation=3, **SIMILAR).curves()
+    assert torch.allclose(parts["similarity"], whole.curves()["similarity"], rtol=1e-4)
+
+
 def test_a_student_that_starts_from_weights_begins_where_they_ended(distilled):
     """Here its own of an earlier distillation; their content is a parent of the new student."""
     first = distilled("first")
@@ -348,6 +372,11 @@ REFUSED = {
         {"feature_weight": 0.5},
         SettingsError,
         r"distill\.feature_weight is 0\.5, but .* holds no features; .*reinforce\.features=true",
+    ),
+    "features for similarities": (
+        {"similarity_weight": 0.5},
+        SettingsError,
+        r"distill\.similarity_weight is 0\.5, but .* holds no features; .*reinforce\.features=true",
     ),
     "tokens": (
         {"token_weight": 0.5},
