@@ -136,25 +136,18 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
 def _check_compared(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
     """Make sure that what is compared beside logits is there in both, and what is recorded in the teacher."""
     from trainer import models
+    from trainer.distillation.projected_student import check_compared
 
-    distill, reinforce = settings.distill, settings.reinforce
-    records = distill.reads_recording
-    for name, model, blocks in (
-        ("pretrain.teacher", teacher, [*distill.blocks.values()]),
-        ("distill.student", student, [*distill.blocks]),
-    ):
-        if model is None:
-            continue
-        is_recorded = records and model is teacher
-        with _tried(name):
-            if distill.compares_features or (is_recorded and reinforce.features):
-                models.feature_size(model)
-            if distill.token_weight or (is_recorded and reinforce.tokens):
-                models.token_shape(model)
-            if blocks:
-                models.block_shapes(model, blocks)
-            if distill.distillation_token and model is student:
-                models.train_distilled(model)
+    with _tried("distill.student"):
+        check_compared(student, settings.distill, student=True)
+    if teacher is None:
+        return
+    with _tried("pretrain.teacher"):
+        check_compared(teacher, settings.distill, student=False)
+        if settings.distill.reads_recording and settings.reinforce.features:
+            models.feature_size(teacher)
+        if settings.distill.reads_recording and settings.reinforce.tokens:
+            models.token_shape(teacher)
 
 
 def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:

@@ -126,6 +126,22 @@ class ProjectedStudent(nn.Module):
         return {f"classifier.network.{name}" for name in named()}
 
 
+def check_compared(model: Classifier, settings: DistillSettings, *, student: bool) -> None:
+    """Make sure that the student, or else the teacher, has what is compared beside logits; one forward pass of one image or two.
+
+    Raises:
+        ModelError: it has not.
+    """
+    if settings.compares_features:
+        models.feature_size(model)
+    if settings.token_weight:
+        models.token_shape(model)
+    if settings.block_weight:
+        models.block_shapes(model, [*(settings.blocks if student else settings.blocks.values())])
+    if settings.distillation_token and student:
+        models.train_distilled(model)
+
+
 def prepared_student(
     student: Classifier, settings: DistillSettings, teacher: Classifier | RecordingDescription
 ) -> Classifier | ProjectedStudent:

@@ -15,7 +15,7 @@ from trainer.data.loader import Samples
 from trainer.devices import Device
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import ProjectedStudent, prepared_student
+from trainer.distillation.projected_student import ProjectedStudent, check_compared, prepared_student
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.errors import SettingsError
 from trainer.evaluation.embeddings import embed_together, spread
@@ -47,12 +47,14 @@ def run(
     Raises:
         SettingsError: recorded outputs are needed and not given, or they or the teacher lack what a loss or the student needs.
         ArtifactError: the recorded outputs are not of this teacher, data set or augmentation.
+        ModelError: the student or the teacher has no features, patch tokens or blocks that are to be compared, or no distillation token.
     """
     startup = Startup()
     with startup.part("fetch"):
         data = open_dataset(dataset)
         teaching = artifacts.manifest(teacher, "model")
         classifier, weights = start(settings, data)
+        check_compared(classifier, settings, student=True)
     parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
     if weights:
         parents["weights"] = weights

@@ -103,6 +103,14 @@ def test_bf16_stays_within_its_rounding(model, device, images, expected):
     assert torch.equal(outputs.logits.argmax(1), expected[0].argmax(1))
 
 
+def test_the_head_stays_in_float32_within_a_training_in_bf16(model, device, images):
+    frozen = freeze(model, device)
+    alone = frozen(images)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = frozen(images)
+    assert torch.equal(within.logits, alone.logits)
+
+
 def test_in_bf16_all_weights_but_the_heads_are_bf16(model, device):
     frozen = freeze(model, device, precision="bf16")._model
     kinds = {name: weight.dtype for name, weight in frozen.named_parameters()}

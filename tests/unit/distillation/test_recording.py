@@ -31,7 +31,7 @@ DESCRIPTION = RecordingDescription(
 
 
 def records_of(logits, description, features=None):
-    return pack(summarize(TeacherOutputs(logits, features), description.top_k)._asdict(), description)
+    return pack(summarize(TeacherOutputs(logits, features), description), description)
 
 
 def random_records(description, count, seed=0):

@@ -270,7 +270,7 @@ TOKENS = replace(DESCRIPTION, tokens=(3, 3, 5))
 
 def recorded(tokens, description):
     logits = torch.randn(len(tokens), description.classes)
-    records = pack(summarize(TeacherOutputs(logits, None, tokens), description.top_k)._asdict(), description)
+    records = pack(summarize(TeacherOutputs(logits, None, tokens), description), description)
     return records, recording.unpack(records).restored().tokens
 
 

@@ -12,7 +12,7 @@ from tests.unit.stages.conftest import SQUARE
 from trainer import artifacts, config, devices, models, pretrained
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.data.dataset import open_dataset
-from trainer.errors import ArtifactError, SettingsError, TrainingError
+from trainer.errors import ArtifactError, ModelError, SettingsError, TrainingError
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import distill, reinforce
 from trainer.training.checkpoints import Checkpoints
@@ -57,7 +57,7 @@ def complete(record):
 def with_tokens(record, request):
     """The patch tokens beside all logits and the features, and by how much of itself they may change a loss."""
     outputs = record(features=True, tokens=True, token_format=request.param)
-    return outputs, {"int8": 5e-3, "fp16": 5e-4}[request.param]
+    return outputs, {"int8": 2e-3, "fp16": 1e-4}[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_similarities_are_taught_from_recorded_features_as_by_the_teacher_in_eve
     """Each feature is rounded to 2^-11 of itself, and a cosine's difference counts a hundredfold at a temperature of 0.01."""
     online = distilled("online", **SIMILAR).curves()
     recorded = distilled("recorded", complete, teacher="recorded", **SIMILAR).curves()
-    assert torch.allclose(online["similarity"], recorded["similarity"], rtol=2e-3)
+    assert torch.allclose(online["similarity"], recorded["similarity"], rtol=1e-4)
     assert not torch.equal(online["similarity"], recorded["similarity"])
     assert online["similarity"][-1] < online["similarity"][0]
 
@@ -382,6 +382,16 @@ REFUSED = {
         {"token_weight": 0.5},
         SettingsError,
         r"distill\.token_weight is 0\.5, but .* holds no tokens; .*reinforce\.tokens=true",
+    ),
+    "a student without a map": (
+        {"token_weight": 0.5, "student": {"architecture": "resnet10t", "image_size": 16}},
+        ModelError,
+        r"'resnet10t' with an input of 16 pixels has no patch tokens to compare: .* set distill\.token_weight=0",
+    ),
+    "a student without a distillation token": (
+        {"distillation_token": True},
+        ModelError,
+        r"'vit_tiny_patch16_224' has no distillation token; set distill\.distillation_token=false",
     ),
     "a larger student": (
         {"student": {"architecture": "vit_tiny_patch16_224", "args": TINY | {"img_size": 32}}},
