@@ -321,6 +321,27 @@ def test_one_graph_holds_logits_and_features(student):
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.parametrize("distilled", [False, True])
+def test_one_graph_holds_all_that_is_compared(distilled):
+    """Of the student and of the teacher, as they are compiled on a GPU."""
+    settings = DistillSettings(
+        token_weight=1.0,
+        blocks={1: 0, 0: 1},
+        block_weight=1.0,
+        distillation_token=distilled,
+        feature_weight=0.0 if distilled else 1.0,
+    )
+    teacher = classifier(32, 1, dim=24)
+    name = "deit_tiny_distilled_patch16_224" if distilled else "vit_tiny_patch16_224"
+    arguments = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    own = models.create(ModelSettings(architecture=name, args=arguments), LABELS)
+    student, said = prepared_student(own, settings, teacher), asked(teacher, settings)
+    for plain, call in ((student, {"compared": True}), (said._answer, {})):
+        expected, found = plain(IMAGES, **call), torch.compile(plain, backend="eager", fullgraph=True)(IMAGES, **call)
+        pairs = zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True)
+        assert all(ours is theirs is None or torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in pairs)
+
+
 @pytest.mark.parametrize("static_graph", [True, False])
 def test_gradients_reach_all_weights_through_data_parallelism(student, static_graph):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
