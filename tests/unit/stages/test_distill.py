@@ -125,10 +125,11 @@ def test_recorded_tokens_teach_what_the_teacher_in_every_step_does(distilled, wi
     assert recorded["token"][-1] < recorded["token"][0]
 
 
-def test_blocks_and_a_distillation_token_are_taught_and_resume_exactly(distilled, monkeypatch):
+def test_tokens_blocks_and_a_distillation_token_are_taught_and_resume_exactly(distilled, monkeypatch):
     """The student that is kept is timm's own, which gives the mean of both heads."""
     student = {"architecture": "deit_tiny_distilled_patch16_224", "args": TINY}
-    settings = {"blocks": {"1": 1}, "block_weight": 0.5, "distillation_token": True, "student": student}
+    settings = {"blocks": {"1": 1}, "block_weight": 0.5, "token_weight": 0.5, "distillation_token": True}
+    settings["student"] = student
     interrupt(distilled, monkeypatch, checkpoint_every=6, **settings)
     interrupted = distilled("interrupted", checkpoint_every=6, **settings)
     whole = distilled("whole", checkpoint_every=6, **settings)
