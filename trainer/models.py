@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import safetensors.torch
 import timm
@@ -43,6 +43,8 @@ _RESERVED = frozenset(
     | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable"}
 )
 """Arguments of timm about how a model is built rather than what it is; `checkpoint_path` would read any file that it names."""
+_LEFT_OUT = ("embedding", "tokens")
+"""What a model's description has only where it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +100,32 @@ class ModelCard:
     """The weights that its training began with; None where it began from scratch."""
     embedding: EmbeddingStatistics | None = None
     """Of a teacher without a head, so that its embedding can be standardised; left out of the file where there is none."""
+    tokens: EmbeddingStatistics | None = None
+    """The same of its patch tokens, of all places together; None also where it has no map of them, and in older directories."""
 
     def __post_init__(self) -> None:
         """Check the size, since a description from elsewhere may ask for any."""
         if not 0 < self.image_size <= limits.MODEL_ARGUMENT:
             raise ValueError(f"image_size must be from 1 to {limits.MODEL_ARGUMENT:,}, got {self.image_size}")
+
+
+MapShape = tuple[int, int, int]
+"""Height and width of a map, in places, and numbers of each place."""
+
+
+class ModelOutputs(NamedTuple):
+    """What a network makes of B images, of which only what was asked for is there; maps of h x w places have the channels last."""
+
+    logits: Tensor | None = None
+    """[B, K]; in distilled training those of the class token."""
+    distilled: Tensor | None = None
+    """Logits [B, K] of the distillation token; there are some in distilled training only (`train_distilled`)."""
+    features: Tensor | None = None
+    """Pooled features that the head reads, [B, D]."""
+    tokens: Tensor | None = None
+    """Patch tokens: the last map, after the final norm, [B, h, w, D]."""
+    blocks: tuple[Tensor, ...] = ()
+    """What blocks give, each [B, h, w, D] with its own h, w, D."""
 
 
 class Classifier(nn.Module):
@@ -128,18 +151,59 @@ class Classifier(nn.Module):
         logits: Tensor = self.network(self.preprocess(images))
         return logits
 
-    def forward_with_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute logits [B, K] and the pooled features [B, D] that the head reads, of raw images [B, 3, H, W], in one forward pass."""
+    def outputs(
+        self,
+        images: Tensor,
+        *,
+        logits: bool = True,
+        features: bool = False,
+        tokens: bool = False,
+        blocks: Sequence[int] = (),
+    ) -> ModelOutputs:
+        """Compute what is asked for of raw images [B, 3, H, W], in one forward pass.
+
+        Logits and features together are those of a network whose logits are one linear layer of its features; `feature_size` refuses
+        others, and `token_shape` and `block_shapes` those without what they ask for.
+        """
         network: Any = self.network
-        features = self.pooled(images)
-        logits: Tensor = network.get_classifier()(features)
-        return logits, features
+        pooled, last, maps = None, None, {}
+        if not features and not tokens and not blocks:
+            answer = self(images)
+        else:
+            if blocks:
+                last, found = network.forward_intermediates(self.preprocess(images), indices=[*blocks])
+                maps = dict(zip(sorted({*blocks}), found, strict=True))
+            else:
+                last = network.forward_features(self.preprocess(images))
+            pooled = network.forward_head(last, pre_logits=True) if features else None
+            answer = None
+            if logits:
+                answer = network.forward_head(last) if pooled is None else network.get_classifier()(pooled)
+        own, distilled = answer if isinstance(answer, tuple) else (answer, None)
+        taken = tuple(maps[block].permute(0, 2, 3, 1) for block in blocks)
+        return ModelOutputs(own, distilled, pooled, self._map(last) if tokens else None, taken)
 
     def pooled(self, images: Tensor) -> Tensor:
         """Compute the pooled features [B, D] before the head, of raw images [B, 3, H, W]."""
-        network: Any = self.network
-        features: Tensor = network.forward_head(network.forward_features(self.preprocess(images)), pre_logits=True)
+        features = self.outputs(images, logits=False, features=True).features
+        assert features is not None, "they were asked for"
         return features
+
+    def _map(self, last: Any) -> Tensor | None:
+        """Bring what a network's last block gives, [B, N, D], [B, D, h, w] or [B, h, w, D], into the form [B, h, w, D].
+
+        Tokens in front of those of the patches are left out. None comes back where there is no square map of several places.
+        """
+        network: Any = self.network
+        if not isinstance(last, Tensor):
+            return None
+        if last.ndim == 3:
+            last = last[:, getattr(network, "num_prefix_tokens", 0) :]
+            edge = math.isqrt(last.shape[1])
+            return last.unflatten(1, (edge, edge)) if last.shape[1] == edge * edge > 1 else None
+        if getattr(network, "output_fmt", "NCHW") != "NHWC":
+            last = last.permute(0, 2, 3, 1)
+        return last if last.shape[1] == last.shape[2] > 1 else None
 
 
 def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
@@ -225,7 +289,7 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
         kept = {name: value for name, value in weights.items() if not of_head(name)}
         weights = {name: value for name, value in network.state_dict().items() if of_head(name)} | kept
     network.load_state_dict(weights)
-    return Classifier(network, replace(model.card, labels=tuple(labels), embedding=None))
+    return Classifier(network, replace(model.card, labels=tuple(labels), embedding=None, tokens=None))
 
 
 @torch.no_grad()
@@ -302,13 +366,79 @@ def feature_size(model: Classifier) -> int:
     return head.in_features
 
 
-@torch.no_grad()
+def token_shape(model: Classifier) -> MapShape:
+    """Return the shape of a model's patch tokens; raises a `ModelError` if there are none (`find_token_shape`)."""
+    shape = find_token_shape(model)
+    if shape is None:
+        raise ModelError(
+            f"architecture {model.card.architecture!r} with an input of {model.card.image_size} pixels has no patch tokens to compare: its "
+            "last block gives no square map of several places of which its logits are made; set distill.token_weight=0 and "
+            "reinforce.tokens=false, or choose another architecture or a larger image_size"
+        )
+    return shape
+
+
+def find_token_shape(model: Classifier) -> MapShape | None:
+    """Return the shape of a model's patch tokens; None if its last block gives no map, or its logits are made of something else."""
+    with _shown_grey(model) as image:
+        outputs = model.outputs(image, tokens=True)
+        if outputs.tokens is None or not _is_its_answer(outputs, model, image):
+            return None
+    _, height, width, numbers = outputs.tokens.shape
+    return height, width, numbers
+
+
+def _is_its_answer(outputs: ModelOutputs, model: Classifier, image: Tensor) -> bool:
+    """Return whether the logits beside other outputs are those that the model gives alone; on the meta device they may be."""
+    return image.is_meta or (outputs.logits is not None and torch.allclose(outputs.logits, model(image), atol=1e-4))
+
+
+def block_shapes(model: Classifier, blocks: Sequence[int]) -> list[MapShape]:
+    """Return the shape of what each of these blocks gives, counted from 0 as timm does.
+
+    Raises:
+        ModelError: there is no such block, or timm does not give it beside the logits.
+    """
+    name, network = f"architecture {model.card.architecture!r}", cast(Any, model.network)
+    with _shown_grey(model) as image:
+        count = len(network.forward_intermediates(model.preprocess(image), intermediates_only=True))
+        if missing := [block for block in blocks if block >= count]:
+            raise ModelError(
+                f"{name} has blocks 0 to {count - 1}, but distill.blocks names {missing[0]}; name one of these"
+            )
+        try:
+            outputs, reason = model.outputs(image, blocks=blocks), "other logits beside it"
+        except Exception as error:  # noqa: BLE001  # each network has its own words for what it cannot do
+            outputs, reason = ModelOutputs(), limits.cut(str(error), 200)
+        if not outputs.blocks or not _is_its_answer(outputs, model, image):
+            raise ModelError(
+                f"{name}: timm does not give what its blocks {[*blocks]} give ({reason}); set distill.block_weight=0 and "
+                "distill.blocks={}, name other blocks, or choose another architecture"
+            )
+    return [(height, width, numbers) for _, height, width, numbers in (block.shape for block in outputs.blocks)]
+
+
+def train_distilled(model: Classifier) -> None:
+    """Let the network give the logits of its class token and of its distillation token apart while it is trained (DeiT).
+
+    In an evaluation it gives their mean.
+
+    Raises:
+        ModelError: it has no distillation token.
+    """
+    network: Any = model.network
+    if not hasattr(network, "set_distilled_training"):
+        raise ModelError(
+            f"architecture {model.card.architecture!r} has no distillation token; set distill.distillation_token=false, or choose a "
+            "student with one, such as deit_tiny_distilled_patch16_224"
+        )
+    network.set_distilled_training(True)
+
+
 def _embedding_size(model: Classifier) -> int:
     """Return the length of what a network without a head makes of an image."""
-    size, was_training = model.card.image_size, model.training
-    image = torch.full((1, 3, size, size), 128, dtype=torch.uint8, device=next(model.parameters()).device)
-    shape = model.eval()(image).shape
-    model.train(was_training)
+    with _shown_grey(model) as image:
+        shape = model(image).shape
     if len(shape) != 2:
         raise ModelError(
             f"architecture {model.card.architecture!r} without its head gives {tuple(shape[1:])} numbers an image, not one row of pooled "
@@ -317,23 +447,31 @@ def _embedding_size(model: Classifier) -> int:
     return int(shape[1])
 
 
-@torch.no_grad()
 def linear_head(model: Classifier) -> nn.Linear | None:
     """Find the linear layer from pooled features to logits; None in a network that ends in another way (such as VOLO's)."""
     network: Any = model.network
     head = network.get_classifier()
     if not isinstance(head, nn.Linear):
         return None
-    size, was_training = model.card.image_size, model.training
-    image = torch.full((1, 3, size, size), 128, dtype=torch.uint8, device=head.weight.device)
-    model.eval()
-    if image.is_meta:  # there are no numbers to compare
-        found = _ends_with(head, model, image)
-    else:
-        logits, _ = model.forward_with_features(image)
-        found = torch.allclose(logits, model(image), atol=1e-4)
-    model.train(was_training)
+    with _shown_grey(model) as image:
+        if image.is_meta:  # there are no numbers to compare
+            found = _ends_with(head, model, image)
+        else:
+            logits = model.outputs(image, features=True).logits
+            found = logits is not None and torch.allclose(logits, model(image), atol=1e-4)
     return head if found else None
+
+
+@contextmanager
+def _shown_grey(model: Classifier) -> Iterator[Tensor]:
+    """Give a grey image [1, 3, S, S] beside the weights, for forward passes of the block, which are those of an evaluation."""
+    size, was_training = model.card.image_size, model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield torch.full((1, 3, size, size), 128, dtype=torch.uint8, device=next(model.parameters()).device)
+    finally:
+        model.train(was_training)
 
 
 def _ends_with(head: nn.Linear, model: Classifier, image: Tensor) -> bool:
@@ -346,9 +484,7 @@ def _ends_with(head: nn.Linear, model: Classifier, image: Tensor) -> bool:
 
 def save(model: Classifier, directory: Path) -> None:
     """Write `config.json` and `model.safetensors` into an artifact in the making."""
-    card = asdict(model.card)
-    if model.card.embedding is None:
-        card.pop("embedding")
+    card = {name: value for name, value in asdict(model.card).items() if value is not None or name not in _LEFT_OUT}
     (directory / CONFIG).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.network.state_dict().items()}
     # safetensors' own writing into a file hides the reason when the disk is full.
@@ -439,6 +575,10 @@ def _outline(path: Path) -> Classifier:
         if card.embedding is not None and len(card.embedding.mean) != feature_size(found):
             raise ValueError(
                 f"its embedding has {feature_size(found)} numbers, and statistics of {len(card.embedding.mean)}"
+            )
+        if card.tokens is not None and len(card.tokens.mean) != token_shape(found)[-1]:
+            raise ValueError(
+                f"its tokens have {token_shape(found)[-1]} numbers, and statistics of {len(card.tokens.mean)}"
             )
         return found
 

@@ -51,7 +51,7 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
     classes = listing.classes if listing else ()
     teacher = _teacher(settings.pretrain, classes, trains_here=trains_here)
     student = _student(settings.distill, classes, trains_here=trains_here)
-    _check_features(settings, teacher, student)
+    _check_compared(settings, teacher, student)
     _check_sizes(settings, teacher, student)
     _check_batches(settings, listing, processes)
     return settings
@@ -142,18 +142,21 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
     return model
 
 
-def _check_features(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
-    """Make sure that features can be compared, or recorded, where they are asked for."""
+def _check_compared(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
+    """Make sure that what is compared beside logits is there in both, and what is recorded in the teacher."""
     from trainer import models
+    from trainer.distillation.projected_student import check_compared
 
-    compares = settings.distill.feature_weight > 0
-    if compares:
-        with _tried("distill.student"):
-            models.feature_size(student)
-    records = settings.distill.reads_recording and settings.reinforce.features
-    if teacher is not None and (compares or records):
-        with _tried("pretrain.teacher"):
+    with _tried("distill.student"):
+        check_compared(student, settings.distill, student=True)
+    if teacher is None:
+        return
+    with _tried("pretrain.teacher"):
+        check_compared(teacher, settings.distill, student=False)
+        if settings.distill.reads_recording and settings.reinforce.features:
             models.feature_size(teacher)
+        if settings.distill.reads_recording and settings.reinforce.tokens:
+            models.token_shape(teacher)
 
 
 def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:

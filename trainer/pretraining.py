@@ -26,7 +26,7 @@ from trainer.models import Classifier
 from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
 from trainer.training.lora import add_lora
-from trainer.training.spec import Losses
+from trainer.training.spec import Losses, Objective
 
 _MASK = 0x6D61736B
 """Keeps the masks' draws apart from all others of the same seed."""
@@ -126,7 +126,7 @@ class MaskedAutoencoder(nn.Module):
         return predicted
 
 
-class MaeObjective:
+class MaeObjective(Objective):
     """Reconstruction of hidden patches."""
 
     def __init__(self, model: MaskedAutoencoder, seed: int) -> None:
@@ -291,7 +291,7 @@ def freeze(model: Classifier, settings: FinetuneSettings) -> None:
         model.trains_head_alone = True
 
 
-class FinetuneObjective:
+class FinetuneObjective(Objective):
     """Cross-entropy with the labels, softened by label smoothing and mixed by mixup and CutMix."""
 
     def __init__(self, model: Classifier, *, label_smoothing: float) -> None:

@@ -117,6 +117,10 @@ def test_the_teacher_is_the_file_with_the_statistics_of_its_embedding(digits, he
     assert np.allclose(model.card.embedding.mean, embeddings.mean(0), atol=1e-5)
     assert np.allclose(model.card.embedding.std, embeddings.std(0), rtol=0.01)
     assert "val_top1" not in artifacts.manifest(headless, "model").figures
+    with torch.no_grad():
+        places = model.outputs(split.read(range(len(split))), tokens=True).tokens.double().flatten(0, 2).numpy()
+    assert np.allclose(model.card.tokens.mean, places.mean(0), atol=1e-4)
+    assert np.allclose(model.card.tokens.std, places.std(0), rtol=0.01)
 
 
 def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headless, taught, tmp_path):
@@ -208,9 +212,29 @@ def test_two_processes_give_the_student_of_one(digits, headless, taught, tmp_pat
     assert (other == split.labels).mean() > 0.4
 
 
+EVERYTHING = LEARNS | {
+    "token_weight": 1,
+    "similarity_weight": 1,
+    "similarity_queue": 300,
+    "blocks": {"0": 1},
+    "block_weight": 1,
+}
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_tokens_blocks_and_similarities_are_taught_alike_by_several_processes(digits, headless, tmp_path, processes):
+    """Three do not divide the batch evenly. The queue holds the images of all of them, in their order."""
+    one = Distillation(digits, str(headless), tmp_path / "one", **EVERYTHING).train()
+    several = Distillation(digits, str(headless), tmp_path / "several", **EVERYTHING).train(processes=processes)
+    for name in ("token", "block", "similarity", "feature"):
+        assert torch.allclose(one.losses(name), several.losses(name), rtol=2e-3), name
+        assert one.losses(name)[-1] < one.losses(name)[0], name
+
+
 def test_what_a_teacher_without_a_head_cannot_do_is_said_before_the_student_trains(digits, headless, tmp_path):
     with pytest.raises(
-        SettingsError, match=r"has no head, .* but reinforce\.features is false; set reinforce\.features=true"
+        SettingsError,
+        match=r"has no head, .* but reinforce\.features and reinforce\.tokens are false; set reinforce\.features=true",
     ):
         recorded(digits, headless, tmp_path / "outputs")
     logits = {"head": "trained", "logit_weight": 0.9, "label_weight": 0.1}

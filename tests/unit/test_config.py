@@ -111,7 +111,7 @@ WRONG = {
     "distill=3": r"distill is a group of settings and cannot be 3",
     "distill.temperature.x=3": r"distill.temperature",
     "distill.logit_weight=0 distill.label_weight=0": r"distill: logit_weight and label_weight are both 0.*give one of them a weight",
-    "distill.kl_weight=1": r"unknown setting distill.kl_weight; did you mean distill\.weights or distill\.logit_weight",
+    "distill.kl_weight=1": r"unknown setting distill.kl_weight; did you mean distill\.weights or distill\.token_weight or",
     "distill.logit_loss=mse": r"distill.logit_loss must be 'kl', 'hard', 'dkd' or 'dist', got 'mse'",
     "distill.teacher=offline": r"distill.teacher must be 'online' or 'recorded', got 'offline'",
     "distill.logit_loss=dkd distill.views.mixup=0.8": r"distill: logit_loss is dkd, .* views.cutmix mixes them; set both to 0",
@@ -119,7 +119,12 @@ WRONG = {
     "distill.logit_loss=dist distill.dist_beta=0 distill.dist_gamma=0": r"distill: logit_loss is dist, but dist_beta and dist_gamma",
     "distill.logit_loss=hard distill.standardize_logits=true": r"distill: logit_loss is hard.*set standardize_logits=false",
     "distill.head=probe": r"distill: head is probe, .* but logit_weight=0.9 and label_weight=0.1; set distill.logit_weight=0 and",
-    "distill.head=probe distill.logit_weight=0 distill.label_weight=0": r"distill: head is probe, but feature_weight is 0, .*; set distill",
+    "distill.block_weight=1": r"distill: blocks is \{\}, but block_weight is 1; give both",
+    "distill.blocks={3=7}": r"distill: blocks is \{3: 7\}, but block_weight is 0; give both",
+    "distill.blocks={3=-1} distill.block_weight=1": r"distill\.blocks\.3 must be >= 0, got -1",
+    "distill.blocks={3=7} distill.block_weight=1 distill.teacher=recorded": r"blocks give is not recorded; set distill\.teacher=online",
+    "distill.distillation_token=true distill.label_weight=0": r"distillation_token is true, but .* label_weight 0, .*; give both a weight",
+    "distill.head=probe distill.logit_weight=0 distill.label_weight=0": r"head is probe, but feature_weight and similarity_weight are 0",
     "distill.head=probe distill.logit_weight=0 distill.label_weight=0 distill.feature_weight=1 distill.labeled_share=0.5": (
         r"distill: head is probe, .* but labeled_share is 0\.5; set distill.labeled_share=0"
     ),
@@ -160,15 +165,17 @@ def test_images_without_labels_are_read_where_a_teacher_speaks_of_them(overrides
 
 
 def test_a_run_whose_stages_do_not_fit_is_refused_with_all_that_differs():
-    overrides = "distill.feature_weight=2 reinforce.augmentation.min_scale=0.1 reinforce.decode_on=cuda reinforce.unlabeled=false"
+    weights = "distill.feature_weight=2 distill.token_weight=1"
+    overrides = f"{weights} reinforce.augmentation.min_scale=0.1 reinforce.decode_on=cuda reinforce.unlabeled=false"
     config.resolve_run("digits", overrides)
     config.resolve(
         "digits", f"{overrides} distill.teacher=recorded"
     )  # a single stage may have been recorded for otherwise
     with pytest.raises(SettingsError) as caught:
         config.resolve_run("digits", f"{overrides} distill.teacher=recorded")
-    features, views, unlabeled, decoder = str(caught.value).splitlines()
+    features, tokens, views, unlabeled, decoder = str(caught.value).splitlines()
     assert "distill.feature_weight is 2, but reinforce.features is false" in features
+    assert "distill.token_weight is 1, but reinforce.tokens is false" in tokens
     assert "min_scale (0.1, not 0.6), flip (True, not False)" in views
     assert "reinforce.unlabeled is false, but distill.unlabeled is true" in unlabeled
     assert "reinforce.decode_on is cuda, but distill.decode_on is cpu" in decoder

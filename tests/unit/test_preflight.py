@@ -86,11 +86,50 @@ def test_tables_of_classes_are_checked_where_the_classes_are_not_known_too(tmp_p
             "distill.student.args={}",
             "data.image_size=176",
             "distill.feature_weight=1",
+            "distill.token_weight=1",
         ),
+        ("distill.teacher=recorded", "distill.token_weight=1", "reinforce.tokens=true"),
+        ("distill.blocks={0=1}", "distill.block_weight=1"),
     ],
 )
 def test_what_can_be_trained_is_let_through(overrides):
     assert checked(*overrides) == config.resolve_run("digits", ["run.device=cpu", *overrides])
+
+
+@pytest.mark.parametrize("name", ["pretrain.teacher", "distill.student"])
+def test_a_network_without_patch_tokens_is_refused_where_they_are_compared(name):
+    convolutional = (
+        f"{name}.architecture=resnet10t",
+        f"{name}.args={{}}",
+        f"{name}.image_size=32",
+        "data.image_size=32",
+        "pretrain.mae.epochs=0",
+    )
+    checked(*convolutional)
+    with pytest.raises(
+        ModelError, match=rf"^{name}: architecture 'resnet10t' with an input of 32 pixels has no patch tokens"
+    ):
+        checked(*convolutional, "distill.token_weight=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["distill.blocks={9=0}"],
+            r"^distill\.student: architecture 'vit_tiny_patch16_224' has blocks 0 to \d+, but .* names 9",
+        ),
+        (["distill.blocks={0=12}"], r"^pretrain\.teacher: architecture 'vit_\w+' has blocks 0 to \d+, but .* names 12"),
+        (
+            ["distill.distillation_token=true"],
+            r"^distill\.student: architecture 'vit_tiny_patch16_224' has no distillation token",
+        ),
+    ],
+)
+def test_what_a_network_does_not_have_cannot_be_taught(overrides, message):
+    weights = ["distill.block_weight=1"] if "blocks" in overrides[0] else []
+    with pytest.raises(ModelError, match=message):
+        checked(*overrides, *weights)
 
 
 HEADLESS = ("pretrain.head=none", "pretrain.finetune.epochs=0")

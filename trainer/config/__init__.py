@@ -25,6 +25,9 @@ from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
 from trainer.config.settings import FOLDERS as FOLDERS
 from trainer.config.settings import LOADING as LOADING
 from trainer.config.settings import PACKAGE as PACKAGE
+from trainer.config.settings import RECORDED_BY as RECORDED_BY
+from trainer.config.settings import TAUGHT as TAUGHT
+from trainer.config.settings import TERMS as TERMS
 from trainer.config.settings import TIMM as TIMM
 from trainer.config.settings import TOP_K as TOP_K
 from trainer.config.settings import WAIT_VARIABLE as WAIT_VARIABLE
@@ -150,11 +153,12 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
 def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -> list[str]:
     """List why a distillation could not learn from what `reinforce` is set to record; none if it can."""
     mistakes = []
-    if distill.feature_weight and not reinforce.features:
-        mistakes.append(
-            f"distill.feature_weight is {distill.feature_weight:g}, but reinforce.features is false, so there would be no features to "
-            "learn from; set reinforce.features=true or distill.teacher=online"
-        )
+    for term, name in RECORDED_BY.items():
+        if distill.weight(term) and not getattr(reinforce, name):
+            mistakes.append(
+                f"distill.{term}_weight is {distill.weight(term):g}, but reinforce.{name} is false, so there would be no {name} to learn "
+                f"from; set reinforce.{name}=true or distill.teacher=online"
+            )
     recorded = dict(reinforce.augmentation or ViewSettings())
     others = [f"{name} ({recorded[name]}, not {value})" for name, value in distill.views if recorded[name] != value]
     if others:

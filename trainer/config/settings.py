@@ -472,6 +472,12 @@ class ReinforceSettings(LoadingSettings):
     """Keep the teacher's pooled features too, for a feature loss."""
     feature_format: FeatureFormat = "fp16"
     """Of each number of them: `fp16`, to within 2^-11 of itself; or `int8` in steps of 1/127 of the view's largest one, half the bytes."""
+    tokens: bool = False
+    """Keep the teacher's patch tokens too, for a token loss: h x w places of as many numbers as its features have."""
+    token_format: FeatureFormat = "int8"
+    """Of each number of them: `int8` in steps of 1/127 of the place's largest one; or `fp16`, to within 2^-11 of itself."""
+    largest_gib: Annotated[float, Field(gt=0)] = 100.0
+    """Most GiB that all records may take; more are refused before anything is recorded."""
     augmentation: ViewSettings | None = None
     """Augmentation; default: `distill.views`."""
     unlabeled: bool | None = None
@@ -495,8 +501,16 @@ class ReinforceSettings(LoadingSettings):
         return classes if self.top_k == "all" else min(self.top_k or TOP_K, classes)
 
 
+TAUGHT = ("logit", "feature", "token", "block", "similarity")
+"""What the teacher is compared in, each with a loss and the setting `NAME_weight`."""
+RECORDED_BY = {"feature": "features", "token": "tokens", "similarity": "features"}
+"""Of these -> the setting of `reinforce` with which that is recorded."""
+TERMS = (*TAUGHT, "label")
+"""Of the distillation's loss."""
+
+
 class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
-    """The student: loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels."""
+    """The student: loss = the sum of weight x loss over logits, features, tokens, blocks, similarities, labels."""
 
     watch: WatchSettings | None = None
     """Rules checked while the training runs; set from `profile` if that has a `stop_on`."""
@@ -536,11 +550,32 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     dist_gamma: NonNegativeFloat = 1.0
     """DIST's weight of the intra-class relation (between the images of a micro-batch, for each class)."""
     feature_loss: Literal["cosine", "mse", "cosine_smooth_l1"] = "cosine"
-    """Between the pooled features, the student's after a linear projection that is trained with it and not kept; those of a teacher without
-    a head are standardised before. `cosine_smooth_l1` is UNIC's (Sariyildiz et al. 2024). Recorded outputs serve them with
-    `reinforce.features`."""
+    """Between the pooled features, and between patch tokens, the student's after a linear projection that is trained with it and not kept;
+    those of a teacher without a head are standardised before. `cosine_smooth_l1` is UNIC's (Sariyildiz et al. 2024)."""
     feature_weight: NonNegativeFloat = 0.0
-    """Weight of the feature loss; 0 turns it off."""
+    """Weight of the feature loss between the pooled features; 0 turns it off. Recorded outputs serve it with `reinforce.features`."""
+    token_weight: NonNegativeFloat = 0.0
+    """Weight of the feature loss between the patch tokens, place by place, the student's resized to the teacher's grid; 0 turns it off.
+    Recorded outputs serve it with `reinforce.tokens`."""
+    blocks: Mapping[NonNegative, NonNegative] = {}
+    """Block of the student -> block of the teacher with which it is compared, counted from 0 as by timm's `forward_intermediates`, such as
+    `{3=7,5=11}`; only with the teacher online."""
+    block_weight: NonNegativeFloat = 0.0
+    """Weight of the feature loss between these blocks, place by place as between patch tokens, mean over the pairs (FitNets, Romero et al.
+    2015); 0 turns it off."""
+    similarity_weight: NonNegativeFloat = 0.0
+    """Weight of SEED's loss (Fang et al. 2021), which needs no label: how similar the student's features are to those of earlier images,
+    as the teacher saw them, has to be distributed as for the teacher's; 0 turns it off. Recorded outputs serve it with
+    `reinforce.features`."""
+    similarity_queue: Positive = 65_536
+    """How many of the last images' features, of the teacher, are kept for that; they are a part of every checkpoint."""
+    similarity_temperature: Annotated[float, Field(gt=0)] = 0.2
+    """Temperature of the student's distribution."""
+    similarity_teacher_temperature: Annotated[float, Field(gt=0)] = 0.01
+    """Temperature of the teacher's distribution; the lower, the more it says of the most similar images alone."""
+    distillation_token: bool = False
+    """Teach a student that has a distillation token as DeiT does: its class token's head learns the labels, the distillation token's the
+    teacher's logits; used is the mean of both. For students such as `deit_tiny_distilled_patch16_224`."""
     label_weight: NonNegativeFloat = 0.1
     """Weight of the cross-entropy with the labels."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -548,10 +583,20 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Label smoothing: share of the target spread over all classes."""
 
+    def weight(self, term: str) -> float:
+        """Return the weight of one of `TERMS`."""
+        weight: float = getattr(self, f"{term}_weight")
+        return weight
+
     @property
     def needs_teacher(self) -> bool:
         """Whether any loss compares with the teacher."""
-        return self.logit_weight > 0 or self.feature_weight > 0
+        return any(map(self.weight, TAUGHT))
+
+    @property
+    def compares_features(self) -> bool:
+        """Whether any loss compares pooled features."""
+        return self.feature_weight > 0 or self.similarity_weight > 0
 
     @property
     def reads_unlabeled(self) -> bool:
@@ -582,6 +627,21 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
                 "logit_weight and label_weight are both 0, so nothing teaches the student's head; give one of them a weight, or let a "
                 "head be fitted afterwards with head=probe"
             )
+        if bool(self.blocks) != bool(self.block_weight):
+            raise ValueError(
+                f"blocks is {dict(self.blocks)}, but block_weight is {self.block_weight:g}; give both, such as blocks={{3=7}} and "
+                "block_weight=1, or neither"
+            )
+        if self.block_weight and self.teacher == "recorded":
+            raise ValueError(
+                f"block_weight is {self.block_weight:g}, but teacher is recorded, and what blocks give is not recorded; set "
+                "distill.teacher=online, or block_weight=0 and blocks={}"
+            )
+        if self.distillation_token and not (self.logit_weight and self.label_weight):
+            raise ValueError(
+                f"distillation_token is true, but logit_weight is {self.logit_weight:g} and label_weight {self.label_weight:g}, and each "
+                "of them teaches one of the two heads; give both a weight, or set distillation_token=false"
+            )
         if is_dkd and mixes:
             raise ValueError(
                 "logit_loss is dkd, which needs one true class an image, but views.mixup or views.cutmix mixes them; "
@@ -606,9 +666,10 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
                 f"head is probe, so the student has no head while it is trained, but {' and '.join(given)}; set "
                 "distill.logit_weight=0 and distill.label_weight=0, or head=trained"
             )
-        if not self.feature_weight:
+        if not self.compares_features:
             raise ValueError(
-                "head is probe, but feature_weight is 0, so nothing teaches the student; set distill.feature_weight=1"
+                "head is probe, but feature_weight and similarity_weight are 0, so nothing teaches the student's features; set "
+                "distill.feature_weight=1"
             )
         if self.labeled_share:
             raise ValueError(

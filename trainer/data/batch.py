@@ -45,6 +45,17 @@ class Recorded(NamedTuple):
     """Log of the sum over all other classes of exp(logit / T) at T = 1 and T = 2, float32 [b, 2]; -inf where there are no others."""
     features: Tensor | None
     """Pooled features, float32 [b, D]."""
+    tokens: Tensor | None = None
+    """Patch tokens as they are stored, float16 or int8 [b, h, w, D]."""
+    token_steps: Tensor | None = None
+    """What one step of an int8 token's numbers is, float32 [b, h, w, 1]; None for float16."""
+
+    def restored(self) -> Recorded:
+        """Return the same with its tokens as they are used, float32; on the device, since stored ones are faster sent."""
+        if self.tokens is None:
+            return self
+        tokens = self.tokens.float()
+        return self._replace(tokens=tokens if self.token_steps is None else tokens * self.token_steps, token_steps=None)
 
 
 class Batch(NamedTuple):

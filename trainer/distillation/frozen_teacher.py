@@ -1,26 +1,27 @@
 """The frozen teacher, made as fast as the device allows without changing what it says.
 
-One without a head says its embedding, standardised: with each number's mean and standard deviation over the training images, which its
-card holds (as in UNIC, Sariyildiz et al. 2024, but measured once beforehand). Else the numbers that vary most would be all that counts,
-and a mean that all images share would hide what differs.
+One without a head says its embedding and its patch tokens, standardised: with each number's mean and standard deviation over the training
+images, which its card holds (as in UNIC, Sariyildiz et al. 2024, but measured once beforehand). Else the numbers that vary most would be
+all that counts, and a mean that all images share would hide what differs.
 
-Shapes: B images, D pooled features, C classes.
+Shapes: B images, D pooled features, C classes, h x w patches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer import models
 from trainer.config import Compile, Precision
 from trainer.devices import Device
 from trainer.distillation.losses import TeacherOutputs
 from trainer.errors import ModelError
-from trainer.models import Classifier, linear_head
+from trainer.models import Classifier, EmbeddingStatistics
 from trainer.training.parallelize import use_fast_kernels
 
 CPU_PIXELS = 8 * 224**2
@@ -40,6 +41,8 @@ class FrozenTeacher:
         precision: Precision,
         batch_size: int = 0,
         features: bool = False,
+        tokens: bool = False,
+        blocks: Sequence[int] = (),
         compile: Compile = "auto",  # noqa: A002  # as the setting
     ) -> None:
         """Freeze `model` and bring it to the device.
@@ -51,26 +54,30 @@ class FrozenTeacher:
             compile: whether to compile it; auto compiles on GPUs only.
 
         Raises:
-            ModelError: features are wanted of a network whose logits are not one linear layer on pooled features.
+            ModelError: features are wanted of a network whose logits are not one linear layer on pooled features, or tokens or blocks of
+                one without them.
         """
         self._model = model.to(device.torch_device).eval().requires_grad_(False)
-        self._device, self._precision, self._features = device, precision, features
+        self._device, self._precision = device, precision
+        self._features, self._tokens, self._blocks = features, tokens, blocks
         in_caches = device.kind == "cpu" and not device.uses_bf16(precision)
         self._limit = batch_size or (max(1, CPU_PIXELS // model.card.image_size**2) if in_caches else 0)
         self._compiles = device.compiles_with(compile)
-        self._compiled: dict[str, Callable[[Tensor], Tensor]] = {}
+        self._compiled: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {}
         if not self._compiles:
             use_fast_kernels(self._model, device, precision)
         self._gives_logits = bool(model.card.labels)
-        self._head = linear_head(self._model) if self._gives_logits else None
+        self._head = models.linear_head(self._model) if self._gives_logits else None
         if features and self._gives_logits and self._head is None:
             raise ModelError(
                 f"teacher {model.card.architecture!r} has no features to compare with: its logits are no linear layer of pooled features; "
                 "set distill.feature_weight=0 and reinforce.features=false, or choose another teacher"
             )
-        statistics, place = model.card.embedding, device.torch_device
-        self._mean = None if statistics is None else torch.tensor(statistics.mean, device=place)
-        self._std = None if statistics is None else torch.tensor(statistics.std, device=place)
+        if tokens:
+            models.token_shape(self._model)
+        if blocks:
+            models.block_shapes(self._model, blocks)
+        self._embedding, self._token = (self._scale(known) for known in (model.card.embedding, model.card.tokens))
         if device.uses_bf16(precision):
             # Kept in bf16 is what autocast would convert in every forward pass: the same outputs, bit by bit. Kinds derived from these
             # may compute with their weights first, and stay as they are.
@@ -86,29 +93,48 @@ class FrozenTeacher:
         """
         parts = math.ceil(len(images) / (self._limit or len(images)))
         size = math.ceil(len(images) / parts)
-        with self._device.inference():
+        with self._device.inference(), self._device.autocast(self._precision):
             forward = self._forward(size)
-            with self._device.autocast(self._precision):
-                # Filled up with black images, and copied, because the next replay of a CUDA graph writes over the outputs of the last one.
-                answers = []
-                for part in images.split(size):
-                    filled = part if len(part) == size else F.pad(part, (0, 0, 0, 0, 0, 0, 0, size - len(part)))
-                    answers.append(forward(filled).to(torch.float32, copy=True))
-            answer = torch.cat(answers)[: len(images)]
-            logits = answer if self._head is None else self._head(answer)
-            if not self._gives_logits:
-                logits = answer.new_empty(len(answer), 0)
-            if self._mean is not None and self._std is not None:
-                answer = (answer - self._mean) / self._std
-        # Copied, because autograd refuses to keep a tensor of the inference mode for its backward pass.
-        return TeacherOutputs(logits.clone(), answer.clone() if self._features else None)
+            # Filled up with black images, and copied, because the next replay of a CUDA graph writes over the outputs of the last one.
+            answers = []
+            for part in images.split(size):
+                filled = part if len(part) == size else F.pad(part, (0, 0, 0, 0, 0, 0, 0, size - len(part)))
+                answers.append([answer.to(torch.float32, copy=True) for answer in forward(filled)])
+        # Joined out here, because autograd refuses to keep a tensor of the inference mode for its backward pass.
+        answer, *maps = (torch.cat(pieces)[: len(images)] for pieces in zip(*answers, strict=True))
+        logits = answer
+        if not self._gives_logits:
+            logits = answer.new_empty(len(answer), 0)
+        elif self._head is not None:
+            with self._device.autocast("fp32"):
+                logits = self._head(answer)
+        features = _standardized(answer, self._embedding) if self._features else None
+        tokens = _standardized(maps.pop(0), self._token) if self._tokens else None
+        return TeacherOutputs(logits, features, tokens, tuple(maps))
 
-    def _forward(self, size: int) -> Callable[[Tensor], Tensor]:
-        """The network for parts of `size` images: to pooled features [size, D], or to logits [size, C] where its head is not linear."""
-        forward = self._model if self._head is None else self._model.pooled
+    def _scale(self, known: EmbeddingStatistics | None) -> tuple[Tensor, Tensor] | None:
+        """Bring mean and standard deviation of each number to the device."""
+        place = self._device.torch_device
+        return (
+            None if known is None else (torch.tensor(known.mean, device=place), torch.tensor(known.std, device=place))
+        )
+
+    def _forward(self, size: int) -> Callable[[Tensor], Sequence[Tensor]]:
+        """The network for parts of `size` images: to `_answer`'s tensors."""
         if not self._compiles:
-            return forward
+            return self._answer
         mode = "reduce-overhead" if self._device.kind == "cuda" and size <= GRAPH_BATCH else "default"
         if mode not in self._compiled:
-            self._compiled[mode] = torch.compile(forward, mode=mode, dynamic=False)
+            self._compiled[mode] = torch.compile(self._answer, mode=mode, dynamic=False)
         return self._compiled[mode]
+
+    def _answer(self, images: Tensor) -> Sequence[Tensor]:
+        """Pooled features [size, D], or logits [size, C] where the head is not linear; then tokens and blocks, as asked for."""
+        pooled = self._head is not None or not self._gives_logits
+        said = self._model.outputs(images, logits=not pooled, features=pooled, tokens=self._tokens, blocks=self._blocks)
+        return [part for part in (said.logits, said.features, said.tokens, *said.blocks) if part is not None]
+
+
+def _standardized(values: Tensor, scale: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return (values - mean) / standard deviation of each number of the last dimension, where these are known."""
+    return values if scale is None else (values - scale[0]) / scale[1]

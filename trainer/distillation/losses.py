@@ -8,6 +8,7 @@ Shapes: B samples, C classes, K recorded logits, D features.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,10 @@ class TeacherOutputs(NamedTuple):
     """float32 [B, C]; C is 0 for a teacher without a head."""
     features: Tensor | None = None
     """Pooled features, float32 [B, D]."""
+    tokens: Tensor | None = None
+    """Patch tokens, float32 [B, h, w, D]."""
+    blocks: tuple[Tensor, ...] = ()
+    """What blocks give, each float32 [B, h, w, D] with its own h, w, D."""
 
 
 def complete(recorded: Recorded, classes: int) -> TeacherOutputs | None:
@@ -34,7 +39,7 @@ def complete(recorded: Recorded, classes: int) -> TeacherOutputs | None:
     if recorded.indices.shape[1] < classes:
         return None
     logits = recorded.logits.new_empty(len(recorded.logits), classes).scatter_(1, recorded.indices, recorded.logits)
-    return TeacherOutputs(logits, recorded.features)
+    return TeacherOutputs(logits, recorded.features, recorded.tokens)
 
 
 def all_logits(outputs: TeacherOutputs | Recorded, classes: int) -> Tensor:
@@ -215,3 +220,21 @@ def feature_cosine_smooth_l1(student: Tensor, teacher: Tensor) -> Tensor:
     """
     smooth_l1 = F.smooth_l1_loss(student.float(), teacher.float())
     return (feature_cosine(student, teacher) + smooth_l1) / 2
+
+
+def similarity_loss(
+    student: Tensor, teacher: Tensor, queue: Tensor, *, temperature: float, teacher_temperature: float
+) -> Tensor:
+    """Cross-entropy of similarities to the teacher's features of other images (SEED, Fang et al. 2021, equations 3 to 6).
+
+    The candidates of an image are its own feature, as the teacher sees it, and those of the queue, [Q, D]. The softmax of the cosines
+    between the student's feature, [B, D], and these has to be that of the teacher's.
+    """
+    with nullcontext() if student.is_meta else torch.autocast(student.device.type, enabled=False):
+        ours, theirs = F.normalize(student.float()), F.normalize(teacher.float())
+        own = [(one * theirs).sum(1, keepdim=True) for one in (ours, theirs)]
+        similar, target = (
+            torch.cat([to_own, one @ queue.T], 1) for to_own, one in zip(own, (ours, theirs), strict=True)
+        )
+        share, log_share = (target / teacher_temperature).softmax(1), (similar / temperature).log_softmax(1)
+        return -(share * log_share).sum() / len(share)

@@ -5,21 +5,23 @@ Shapes: B images of C = 3 channels, K classes, S features of the student, D feat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from trainer import models
-from trainer.config import DistillSettings
+from trainer.config import DistillSettings, TrainingSettings
 from trainer.data.batch import Batch, Recorded
+from trainer.data.loader import shard_positions
 from trainer.distillation import losses
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs, all_logits, top_class
-from trainer.models import Classifier
+from trainer.distillation.projected_student import ProjectedStudent
+from trainer.models import Classifier, ModelOutputs
 from trainer.profiling.timeline import span
 from trainer.training.classification import cross_entropy
+from trainer.training.process_group import Processes
 from trainer.training.spec import Losses
 
 TeacherSignal = TeacherOutputs | Recorded
@@ -29,105 +31,118 @@ LogitLoss = Callable[[Tensor, TeacherSignal, Tensor], Tensor]
 """The student's logits [B, C], what the teacher says, and the labels [B], -1 where there is none, to a scalar."""
 
 FeatureLoss = Callable[[Tensor, Tensor], Tensor]
-"""The student's projected features and the teacher's, [B, D] each, to a scalar."""
-
-
-class ProjectedStudent(nn.Module):
-    """A classifier and the linear map from its pooled features to the teacher's space, which is trained with it and not kept.
-
-    The map is there for equal lengths too: the same features may stand in any basis, and a student that is held to the teacher's own
-    basis learns worse (Miles and Mikolajczyk 2024, "Understanding the Role of the Projector in Knowledge Distillation").
-    """
-
-    def __init__(self, classifier: Classifier, teacher_features: int) -> None:
-        """Wrap `classifier`; the teacher has `teacher_features` features.
-
-        Raises:
-            ModelError: the classifier's head does not read pooled features.
-        """
-        super().__init__()
-        self.classifier = classifier
-        self.projection = nn.Linear(models.feature_size(classifier), teacher_features)
-
-    def forward(self, images: Tensor, *, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Raw images [B, 3, H, W] to logits [B, K], and where asked to projected features [B, D] too, in one forward pass."""
-        if not features:
-            logits: Tensor = self.classifier(images)
-            return logits
-        logits, own = self.classifier.forward_with_features(images)
-        return logits, self.projection(own)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of the weights that the classifier's network wants undecayed."""
-        named: Any = getattr(self.classifier.network, "no_weight_decay", set)
-        return {f"classifier.network.{name}" for name in named()}
+"""The student's projected features, or those of each place, and the teacher's, [B, D] each, to a scalar."""
 
 
 class DistillObjective:
-    """loss = logit_weight x logit loss + feature_weight x feature loss + label_weight x cross-entropy with the labels.
+    """loss = the sum of weight x loss over what has a weight: logits, features, patch tokens, blocks, similarities, labels.
 
     Teacher and student see the same view, each resized and normalised as it wants it. A loss without a weight is not computed, and
     where none compares with the teacher it is not asked: the student learns from the labels alone. The cross-entropy is the mean over the
-    step's images with a label, the other losses are means over all.
+    step's images with a label, the other losses are means over all. A student in distilled training learns the labels with its class
+    token's head and the teacher's logits with its distillation token's, as in DeiT.
     """
 
     def __init__(
         self, student: Classifier | ProjectedStudent, teacher: FrozenTeacher | None, settings: DistillSettings
     ) -> None:
-        """Train `student`, a `ProjectedStudent` where there is a feature loss; without a `teacher` the batches bring recorded outputs."""
+        """Train `student`, a `ProjectedStudent` where more than logits is compared; without a `teacher` batches bring recorded outputs."""
         self.model: nn.Module = student
         self.left_out: Collection[str] = ()
         self._teacher, self._settings = teacher, settings
+        self._seen: list[Tensor] = []
+        """The teacher's features of this step's micro-batches, where they come into the queue."""
         self._logit_loss = choose_logit_loss(settings)
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        """Named losses of a batch: `loss`, of `logit`, `feature` and `label` those that have a weight, and the share of `agreement`.
+        """Named losses of a batch: `loss`, each term that has a weight (`TERMS`), and the share of `agreement`.
 
         There is no agreement with a teacher without logits.
         """
-        settings, signal = self._settings, self._ask(batch)
+        settings, said = self._settings, self._ask(batch)
         with span("forward"):
+            compared = isinstance(self.model, ProjectedStudent)
+            ours = model(batch.images, compared=True) if compared else ModelOutputs(model(batch.images))
+            logits = _there(ours.logits)
+            taught = logits if ours.distilled is None else ours.distilled
             parts: Losses = {}
-            features: Tensor | None = None
-            if settings.feature_weight:
-                logits, features = model(batch.images, features=True)
-            else:
-                logits = model(batch.images)
-            if signal is not None and settings.logit_weight:
-                parts["logit"] = self._logit_loss(logits, signal, batch.labels)
-            if signal is not None and features is not None:
-                assert signal.features is not None, (
-                    "the stage refuses recorded outputs without features, and asks a teacher for them"
-                )
-                parts["feature"] = self._feature_loss(features, signal.features)
+            if said is not None:
+                parts.update(self._compare(ours._replace(logits=taught), said, batch.labels))
             if settings.label_weight:
                 smoothing = settings.label_smoothing
                 parts["label"] = cross_entropy(
                     logits, batch.labels, batch.mixing, smoothing=smoothing, weights=batch.label_weights
                 )
-            weights = {
-                "logit": settings.logit_weight,
-                "feature": settings.feature_weight,
-                "label": settings.label_weight,
-            }
-            first, *others = (weights[name] * part for name, part in parts.items())
+            first, *others = (settings.weight(name) * part for name, part in parts.items())
             loss = sum(others, first)
-            if signal is not None and signal.logits.shape[1]:
-                parts["agreement"] = losses.agreement(logits.detach(), top_class(signal))
+            if said is not None and said.logits.shape[1]:
+                parts["agreement"] = losses.agreement((logits + taught).detach(), top_class(said))
         return {"loss": loss} | parts
+
+    def _compare(self, ours: ModelOutputs, said: TeacherSignal, labels: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield each loss between the student's outputs, in the teacher's spaces, and the teacher's."""
+        settings, between = self._settings, self._feature_loss
+        if settings.logit_weight:
+            yield "logit", self._logit_loss(_there(ours.logits), said, labels)
+        if settings.feature_weight:
+            yield "feature", between(_there(ours.features), _there(said.features))
+        if settings.token_weight:
+            yield "token", between(_there(ours.tokens).flatten(0, 2), _there(said.tokens).flatten(0, 2))
+        if settings.block_weight:
+            assert isinstance(said, TeacherOutputs), "the settings refuse recorded outputs with blocks"
+            pairs = [
+                between(own.flatten(0, 2), their.flatten(0, 2))
+                for own, their in zip(ours.blocks, said.blocks, strict=True)
+            ]
+            yield "block", torch.stack(pairs).mean()
+        if settings.similarity_weight:
+            assert isinstance(self.model, ProjectedStudent), "it holds the queue"
+            features = _there(said.features)
+            self._seen.append(features)
+            yield (
+                "similarity",
+                losses.similarity_loss(
+                    _there(ours.features),
+                    features,
+                    _there(self.model.queue),
+                    temperature=settings.similarity_temperature,
+                    teacher_temperature=settings.similarity_teacher_temperature,
+                ),
+            )
 
     def show(self, batch: Batch) -> None:
         """A forward pass of the student alone."""
         self.model(batch.images)
 
+    def end_step(self, settings: TrainingSettings, processes: Processes) -> None:
+        """Put the features of the step's images into the queue, in the order of the images.
+
+        All micro-batches of a step are compared with the same queue, and every process holds all of it: how the images are dealt to
+        micro-batches and processes changes nothing.
+        """
+        if not self._seen or not isinstance(self.model, ProjectedStudent):
+            return
+        together = self._seen[0].new_zeros(settings.batch_size, self._seen[0].shape[1])
+        rows = shard_positions(settings, step=0, rank=processes.rank, world_size=processes.world_size)
+        for row, features in zip(rows, self._seen, strict=True):
+            together[row.start : row.stop] = features
+        self._seen.clear()
+        self.model.remember(processes.total(together, "the teacher's features of a step"))
+
     def _ask(self, batch: Batch) -> TeacherSignal | None:
         if not self._settings.needs_teacher:
             return None
         if self._teacher is None:
-            return batch.recorded
+            return None if batch.recorded is None else batch.recorded.restored()
         with span("teacher_forward"):
             return self._teacher(batch.images)
+
+
+def _there(part: Tensor | None) -> Tensor:
+    """Return a part of the outputs that was asked for."""
+    assert part is not None, "the stage refuses recorded outputs without it, and asks teacher and student for it"
+    return part
 
 
 def choose_logit_loss(settings: DistillSettings) -> LogitLoss:

@@ -1,7 +1,7 @@
 """Recorded teacher outputs: for each view of each training image the largest logits and the sum of the rest, in records of fixed size.
 
-Of a teacher without a head there are no logits, and a record is its embedding alone. In half precision each number of the features is kept
-to 2^-11 of itself; in int8 with a scale for each record to half a step, which is 1/254 of the record's largest number.
+Of a teacher without a head there are no logits, and a record is its embedding, its patch tokens, or both. In half precision each number is
+kept to 2^-11 of itself; in int8 to half a step, which is 1/254 of the largest number of the record's features, or of the token.
 
 The artifact holds `recording.json` (`RecordingDescription`), `keys.bin` (the samples' 64-bit keys, in the order of the splits), the
 shards (`trainer.distillation.shards`) and `report.html`. What asks a store raises
@@ -46,6 +46,7 @@ MOST_NUMBERS = 10**6
 """Of each kind in a record; also the most classes, and pixels along an edge."""
 
 Count = Annotated[int, Field(ge=1, le=10**12)]
+Places = Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
 Records = npt.NDArray[np.void]
 Indices = npt.NDArray[np.int64]
 
@@ -84,28 +85,41 @@ class RecordingDescription:
     """How many of the images have no label."""
     feature_format: FeatureFormat = "fp16"
     """Of the features; left out of the file where it is fp16."""
+    tokens: tuple[Places, Places, Places] | None = None
+    """Shape of the patch tokens: h, w, and numbers of each; left out of the file, with the next one, where they were not asked for."""
+    token_format: FeatureFormat = "int8"
+    """Of the patch tokens."""
 
     def content(self) -> dict[str, Any]:
         """Return what `recording.json` holds."""
         content = asdict(self)
         if self.feature_format == "fp16":
             content.pop("feature_format")
+        if self.tokens is None:
+            content = {name: value for name, value in content.items() if name not in {"tokens", "token_format"}}
         return content
 
     @property
     def record(self) -> np.dtype[np.void]:
         """Layout of a record, without gaps, little endian."""
         index = "<u2" if self.classes <= 2**16 else "<u4"
-        features: list[tuple[str, str, tuple[int]]] = []
+        parts: list[tuple[str, str, tuple[int, ...]]] = []
+        if self.classes:
+            parts += [("indices", index, (self.top_k,)), ("logits", "<f2", (self.top_k,)), ("rest", "<f4", (2,))]
         if self.features and self.feature_format == "int8":
-            features = [("scale", "<f4", (1,)), ("features", "|i1", (self.features,))]
+            parts += [("scale", "<f4", (1,)), ("features", "|i1", (self.features,))]
         elif self.features:
-            features = [("features", "<f2", (self.features,))]
-        if not self.classes:
-            return np.dtype(features)
-        return np.dtype(
-            [("indices", index, (self.top_k,)), ("logits", "<f2", (self.top_k,)), ("rest", "<f4", (2,)), *features]
-        )
+            parts += [("features", "<f2", (self.features,))]
+        if self.tokens and self.token_format == "int8":
+            parts += [("token_steps", "<f4", (*self.tokens[:2], 1)), ("tokens", "|i1", self.tokens)]
+        elif self.tokens:
+            parts += [("tokens", "<f2", self.tokens)]
+        return np.dtype(parts)
+
+    @property
+    def gib(self) -> float:
+        """GiB of all records."""
+        return self.record.itemsize * self.views * self.samples / 2**30
 
 
 _DESCRIPTION = TypeAdapter(RecordingDescription)
@@ -142,8 +156,8 @@ def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> 
             raise ValueError(f"top_k is {description.top_k} of {description.classes} classes")
         if description.classes and not description.top_k:
             raise ValueError(f"top_k is 0 of {description.classes} classes")
-        if not description.classes and not description.features:
-            raise ValueError("there are neither classes nor features")
+        if not description.record.itemsize:
+            raise ValueError("there are neither classes nor features nor tokens")
     except ValueError as error:
         reason = error.errors()[0] if isinstance(error, ValidationError) else None
         detail = f"{'.'.join(map(str, reason['loc']))}: {reason['msg']}" if reason else error
@@ -242,18 +256,23 @@ class Recording:
 def unpack(records: Records) -> Recorded:
     """Return records [B] as tensors; where there are no logits they have no columns, and nothing is the sum of the rest."""
     names, count = records.dtype.names or (), len(records)
+    beside = {
+        "features": _features(records) if "features" in names else None,
+        "tokens": torch.from_numpy(records["tokens"].copy()) if "tokens" in names else None,
+        "token_steps": torch.from_numpy(records["token_steps"].copy()) if "token_steps" in names else None,
+    }
     if "logits" not in names:
         return Recorded(
             indices=torch.empty(count, 0, dtype=torch.int64),
             logits=torch.empty(count, 0),
             rest=torch.full((count, 2), -torch.inf),
-            features=_features(records),
+            **beside,
         )
     return Recorded(
         indices=torch.from_numpy(records["indices"].astype(np.int64)),
         logits=torch.from_numpy(records["logits"].astype(np.float32)),
         rest=torch.from_numpy(records["rest"].astype(np.float32)),
-        features=_features(records) if "features" in names else None,
+        **beside,
     )
 
 

@@ -19,7 +19,7 @@ from trainer.pages import Figure, Legend, PageSection, Paragraph, Subsection, Ta
 _BARS = 60
 _PRECISION = {
     "fp16": "fp16: each to within 2^-11 (0.05 %) of itself",
-    "int8": "int8 with a scale: each to within 1/254 (0.4 %) of the view's largest one",
+    "int8": "int8 with a scale: each to within 1/254 (0.4 %) of the largest one of the view's features, or of the token",
 }
 """What is kept of each number, in words."""
 
@@ -49,11 +49,7 @@ def render(
 ) -> str:
     """Build the whole page, self-contained; `parents`: `dataset` and `teacher` -> fingerprint."""
     without = f" ({description.unlabeled:,} of them without a label)" if description.unlabeled else ""
-    what = (
-        f"{description.top_k} of {description.classes:,} logits"
-        if held
-        else f"an embedding of {description.features:,} numbers"
-    )
+    what = f"{description.top_k} of {description.classes:,} logits" if held else _headless(description)
     content = [_mass(description, held), _answers(held)] if held else [_embedding(description)]
     return pages.render(
         "Recorded teacher outputs",
@@ -64,10 +60,21 @@ def render(
 
 def _embedding(description: RecordingDescription) -> PageSection:
     note = (
-        f"The teacher has no head, so there are no logits: what is kept is its standardised embedding of {description.features:,} numbers, "
-        f"as {_PRECISION[description.feature_format]}."
+        f"The teacher has no head, so there are no logits: what is kept is {_headless(description)}, standardised; as "
+        f"{_PRECISION[description.feature_format if description.features else description.token_format]}."
     )
     return PageSection("Embedding held", [Paragraph(note)])
+
+
+def _headless(description: RecordingDescription) -> str:
+    """Name what is kept of a teacher without a head."""
+    return f"an embedding of {description.features:,} numbers" if description.features else _tokens(description)
+
+
+def _tokens(description: RecordingDescription) -> str:
+    """Name the patch tokens that are kept."""
+    height, width, numbers = description.tokens or (0, 0, 0)
+    return f"{height} x {width} patch tokens of {numbers:,} numbers"
 
 
 def _mass(description: RecordingDescription, held: Coverage) -> PageSection:
@@ -165,6 +172,12 @@ def _cost(description: RecordingDescription, work: RecordedWork) -> PageSection:
 
 def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> PageSection:
     precision = "" if description.feature_format == "fp16" else f", {_PRECISION[description.feature_format]}"
+    places = sum(
+        description.record[name].itemsize
+        for name in ("tokens", "token_steps")
+        if name in (description.record.names or ())
+    )
+    tokens = f"{_tokens(description)}, {_PRECISION[description.token_format]}; {places:,} of the bytes of a view"
     rows = [
         ("teacher", f"{description.teacher}, fingerprint {parents['teacher'][:12]}"),
         ("data set", f"fingerprint {parents['dataset'][:12]}"),
@@ -173,6 +186,7 @@ def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> Pa
         ("edge of the views, pixels", f"{description.view_size}"),
         ("decoder", description.decoder),
         ("features", f"{description.features}{precision}" if description.features else "none"),
+        *([("patch tokens", tokens)] if description.tokens else []),
         *((f"distill.views.{name}", json.dumps(value)) for name, value in description.augmentation.items()),
     ]
     note = (

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from trainer import artifacts, storage
 from trainer.config import Workers
-from trainer.data.batch import Batch, Recorded
+from trainer.data.batch import Batch
 from trainer.data.loader import Views, make_loader
 from trainer.data.randomness import Indices
 from trainer.data.sampler import SampleSlice, partners
@@ -117,8 +117,7 @@ def record_batches(
     """
     waiting: ReadBack | None = None
     for images in batches:
-        parts = summarize(teacher(images), description.top_k)._asdict()
-        started = ReadBack({name: part for name, part in parts.items() if part is not None})
+        started = ReadBack(summarize(teacher(images), description))
         if waiting is not None:
             yield pack(waiting.wait(), description)
         waiting = started
@@ -127,39 +126,39 @@ def record_batches(
 
 
 @torch.no_grad()
-def summarize(outputs: TeacherOutputs, top_k: int) -> Recorded:
-    """Take the `top_k` largest logits of each sample and the sum of the rest; there are none of a teacher without a head."""
-    if not top_k:
-        nothing = outputs.logits.new_empty(len(outputs.logits), 0)
-        return Recorded(nothing.long(), nothing, nothing, outputs.features)
-    values, indices = outputs.logits.topk(top_k, dim=1)
-    others = outputs.logits.scatter(1, indices, -torch.inf)
-    rest = torch.stack([others.logsumexp(1), (others / 2).logsumexp(1)], 1)
-    return Recorded(indices, values, rest, outputs.features)
+def summarize(outputs: TeacherOutputs, description: RecordingDescription) -> dict[str, Tensor]:
+    """Compute the parts of records by their names, where the outputs are: the largest logits with the sum of the rest, features, tokens."""
+    names, parts = {*(description.record.names or ())}, {}
+    if description.top_k:
+        values, indices = outputs.logits.topk(description.top_k, dim=1)
+        others = outputs.logits.scatter(1, indices, -torch.inf)
+        rest = torch.stack([others.logsumexp(1), (others / 2).logsumexp(1)], 1)
+        parts = {"indices": indices, "logits": values, "rest": rest}
+    for name, step, numbers in (("features", "scale", outputs.features), ("tokens", "token_steps", outputs.tokens)):
+        if name in names:
+            assert numbers is not None, "the teacher is asked for what is recorded"
+            parts |= dict(zip((step, name), quantize(numbers), strict=True)) if step in names else {name: numbers}
+    return parts
 
 
 def pack(parts: Mapping[str, Tensor], description: RecordingDescription) -> Records:
-    """Pack the parts of `Recorded` that there are, on the host, into records [B]; what half precision cannot hold becomes infinite."""
+    """Pack the parts, on the host, into records [B]; what half precision cannot hold becomes infinite."""
     records = np.empty(len(next(iter(parts.values()))), dtype=description.record)
-    names = [*(description.record.names or ())]
-    if "scale" in names:
-        names = [name for name in names if name not in {"scale", "features"}]
-        records["scale"], records["features"] = quantize(parts["features"].numpy())
     with np.errstate(over="ignore"):
-        for name in names:
-            records[name] = parts[name].numpy()
+        for name, part in parts.items():
+            records[name] = part.numpy()
     return records
 
 
-def quantize(features: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8]]:
-    """Round each row of [B, D] to 255 steps from minus to plus its largest number: the steps [B, 1], and how many of them, int8 [B, D].
+def quantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row of [..., D] to 255 steps from minus to plus its largest number: the steps [..., 1], and their counts, int8 [..., D].
 
     A number is off by half a step at most. What is not finite leaves a step that is not finite.
     """
-    step = (np.abs(features).max(axis=1, keepdims=True) / 127).astype(np.float32)
-    is_usable = np.isfinite(step) & (step > 0)
-    counts = np.where(is_usable, features, 0) / np.where(is_usable, step, 1)
-    return step, np.rint(counts).clip(-127, 127).astype(np.int8)
+    step = numbers.abs().amax(-1, keepdim=True) / 127
+    is_usable = step.isfinite() & (step > 0)
+    counts = numbers.where(is_usable, 0) / step.where(is_usable, 1)
+    return step, counts.round().clamp(-127, 127).to(torch.int8)
 
 
 def unusable(records: Records) -> npt.NDArray[np.bool_]:
@@ -168,8 +167,8 @@ def unusable(records: Records) -> npt.NDArray[np.bool_]:
     bad: npt.NDArray[np.bool_] = np.zeros(len(records), dtype=np.bool_)
     if "rest" in names:
         bad |= (np.isnan(records["rest"]) | np.isposinf(records["rest"])).any(1)
-    for name in {"logits", "features", "scale"} & names:
-        bad |= ~np.isfinite(records[name]).all(1)
+    for name in {"logits", "features", "scale", "tokens", "token_steps"} & names:
+        bad |= ~np.isfinite(records[name]).reshape(len(records), -1).all(1)
     return bad
 
 
@@ -294,8 +293,8 @@ class Reinforcement:
             times = []
             for _ in range(5):
                 start = time.perf_counter()
-                outputs = self.teacher(images)
-                (outputs.logits if outputs.features is None else outputs.features).cpu()
+                self.teacher(images)
+                self.processes.device.synchronize()
                 times.append(time.perf_counter() - start)
             return statistics.median(times[2:])  # not of the first two, because a device may compile it first
 

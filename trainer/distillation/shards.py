@@ -23,6 +23,8 @@ from trainer.errors import ArtifactError, ObjectNotFoundError
 
 BLOCK = 16_384
 """Most samples in a shard: 0.8 MB without features, and seconds to minutes of a teacher's work, which an interruption may lose."""
+SHARD_BYTES = 2**28
+"""Most bytes of a shard, of which a process holds two in memory; a single record may be larger."""
 FOLDER = "records"
 
 _MAGIC = b"VITRECRD"
@@ -50,9 +52,10 @@ class Unit:
         return f"{FOLDER}/view-{self.view:05d}-block-{self.block:05d}.bin"
 
 
-def block_size(samples: int) -> int:
-    """Samples in each block, at most `BLOCK`; the last block may have a few less."""
-    return math.ceil(samples / math.ceil(samples / BLOCK))
+def block_size(samples: int, record_bytes: int = 0) -> int:
+    """Samples in each block, at most `BLOCK`, and as `SHARD_BYTES` allows; the last block may have a few less."""
+    most = max(1, min(BLOCK, SHARD_BYTES // max(1, record_bytes)))
+    return math.ceil(samples / math.ceil(samples / most))
 
 
 def unit(view: int, block: int, *, samples: int, size: int) -> Unit:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from trainer.data.dataset import Split
 from trainer.devices import Device
@@ -25,8 +26,12 @@ _LEAST_STD = 0.01
 """Smallest standard deviation of a number of the embedding, as a share of that of all: one that hardly varies is no target."""
 
 
-def embed(model: Classifier, split: Split, indices: Sequence[int], device: Device, batch_size: int) -> Embeddings:
+def embed(
+    model: Classifier, split: Split, indices: Sequence[int], device: Device, batch_size: int, *, moments: bool = False
+) -> Embeddings:
     """Compute the pooled features of images as they are stored, in fp32, [N, D]; the model is moved to the device and stays there.
+
+    With `moments` those of its T-dimensional patch tokens over an image's places come after them, mean and mean square, [N, D + 2 T].
 
     Raises:
         ModelError: a number is not finite.
@@ -35,7 +40,9 @@ def embed(model: Classifier, split: Split, indices: Sequence[int], device: Devic
     parts = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
     with device.inference():
         batches = [
-            model.pooled(split.read(device.filled(part, batch_size)).to(device.torch_device)).float().cpu()[: len(part)]
+            _embed(model, split.read(device.filled(part, batch_size)).to(device.torch_device), moments).cpu()[
+                : len(part)
+            ]
             for part in parts
         ]
     embeddings: Embeddings = torch.cat(batches).numpy() if batches else np.empty((0, 0), dtype=np.float32)
@@ -48,12 +55,29 @@ def embed(model: Classifier, split: Split, indices: Sequence[int], device: Devic
     return embeddings
 
 
+def _embed(model: Classifier, images: Tensor, moments: bool) -> Tensor:
+    outputs = model.outputs(images, logits=False, features=True, tokens=moments)
+    parts = (
+        []
+        if outputs.tokens is None
+        else [outputs.tokens.float().mean((1, 2)), outputs.tokens.float().square().mean((1, 2))]
+    )
+    assert outputs.features is not None, "they were asked for"
+    return torch.cat([outputs.features.float(), *parts], 1)
+
+
 def embed_together(
-    model: Classifier, split: Split, indices: Sequence[int], processes: Processes, batch_size: int = TOGETHER
+    model: Classifier,
+    split: Split,
+    indices: Sequence[int],
+    processes: Processes,
+    batch_size: int = TOGETHER,
+    *,
+    moments: bool = False,
 ) -> Embeddings:
-    """Compute the same with the images dealt to all processes; every process gets all of them, [N, D]."""
+    """Compute the same with the images dealt to all processes; every process gets all of them, [N, D] or [N, D + 2 T]."""
     rank, world_size = processes.rank, processes.world_size
-    own = embed(model, split, indices[rank::world_size], processes.device, batch_size)
+    own = embed(model, split, indices[rank::world_size], processes.device, batch_size, moments=moments)
     parts = [part for part in processes.gather(own, "the embeddings") if len(part)]
     together = np.empty((len(indices), parts[0].shape[1]), dtype=np.float32)
     for place, part in enumerate(parts):
@@ -70,18 +94,30 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def statistics(embeddings: Embeddings) -> EmbeddingStatistics:
-    """Compute mean and standard deviation of each number over the images.
+    """Compute mean and standard deviation of each number over the images."""
+    values = embeddings.astype(np.float64)
+    return _statistics(values.mean(0), values.var(0))
+
+
+def token_statistics(moments: Embeddings) -> EmbeddingStatistics | None:
+    """Compute the same of patch tokens over all places of all images, from their moments [N, 2 T]; None where there are none."""
+    if not moments.shape[1]:
+        return None
+    mean, square = np.split(moments.astype(np.float64).mean(0), 2)
+    return _statistics(mean, np.maximum(square - mean**2, 0))
+
+
+def _statistics(mean: npt.NDArray[np.float64], variance: npt.NDArray[np.float64]) -> EmbeddingStatistics:
+    """Return the statistics of each number.
 
     With s the root mean square of all standard deviations, (0.01 s)^2 is added to each variance: where a number hardly varies, the noise
     of rounding would become a target as large as the others.
     """
-    values = embeddings.astype(np.float64)
-    mean, variance = values.mean(0), values.var(0)
     std = np.sqrt(variance + _LEAST_STD**2 * variance.mean())
     if not variance.mean() > 0:
         raise ModelError(
-            f"the teacher's embedding is the same for all of {len(values)} training images, so there is nothing to learn from it; give "
-            "other weights (pretrain.weights)"
+            "the teacher's embedding is the same for all training images, so there is nothing to learn from it; give other weights "
+            "(pretrain.weights)"
         )
     return EmbeddingStatistics(mean=_rounded(mean), std=_rounded(std))
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 
 from trainer import artifacts, models, pretrained
-from trainer.config import DistillSettings
+from trainer.config import RECORDED_BY, DistillSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.devices import Device
 from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.objective import DistillObjective, ProjectedStudent
+from trainer.distillation.objective import DistillObjective
+from trainer.distillation.projected_student import ProjectedStudent, check_compared, prepared_student
 from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
 from trainer.errors import SettingsError
 from trainer.evaluation.embeddings import embed_together, spread
@@ -46,12 +47,14 @@ def run(
     Raises:
         SettingsError: recorded outputs are needed and not given, or they or the teacher lack what a loss or the student needs.
         ArtifactError: the recorded outputs are not of this teacher, data set or augmentation.
+        ModelError: the student or the teacher has no features, patch tokens or blocks that are to be compared, or no distillation token.
     """
     startup = Startup()
     with startup.part("fetch"):
         data = open_dataset(dataset)
         teaching = artifacts.manifest(teacher, "model")
         classifier, weights = start(settings, data)
+        check_compared(classifier, settings, student=True)
     parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
     if weights:
         parents["weights"] = weights
@@ -142,11 +145,12 @@ def _check_content(settings: DistillSettings, student: Classifier, uri: str | Pa
             f"{loss} needs the teacher's logits of all {held.classes} classes, but {uri} holds the {held.top_k} largest of each view; "
             f"record them again with reinforce.top_k=all, or set distill.teacher=online"
         )
-    if settings.feature_weight and not held.features:
-        raise SettingsError(
-            f"distill.feature_weight is {settings.feature_weight:g}, but {uri} holds no features; record them again with "
-            "reinforce.features=true, or set distill.teacher=online"
-        )
+    for term, name in RECORDED_BY.items():
+        if settings.weight(term) and not getattr(held, name):
+            raise SettingsError(
+                f"distill.{term}_weight is {settings.weight(term):g}, but {uri} holds no {name}; record them again with "
+                f"reinforce.{name}=true, or set distill.teacher=online"
+            )
     card = student.card
     if card.image_size > held.view_size:
         raise SettingsError(
@@ -211,16 +215,10 @@ def make_objective(
     device: Device,
 ) -> DistillObjective:
     """Make what is learned, on its device, from a teacher that is online or from recorded outputs; a teacher is changed."""
-    model: Classifier | ProjectedStudent = student
-    if settings.feature_weight:
-        # The projection starts the same whether the teacher is online or recorded.
-        torch.manual_seed((settings.seed or 0) + 1)
-        if recording is not None:
-            features = recording.description.features
-        else:
-            assert teacher is not None, "a feature loss has a teacher or its recorded outputs"
-            features = models.feature_size(teacher)
-        model = ProjectedStudent(student, features)
+    spoken_of = recording.description if recording is not None else teacher
+    # The projections start the same whether the teacher is online or recorded.
+    torch.manual_seed((settings.seed or 0) + 1)
+    model = prepared_student(student, settings, spoken_of) if spoken_of is not None else student
     frozen = None
     if teacher is not None:
         frozen = FrozenTeacher(
@@ -228,7 +226,9 @@ def make_objective(
             device,
             precision=settings.precision,
             batch_size=settings.teacher_batch,
-            features=settings.feature_weight > 0,
+            features=settings.compares_features,
+            tokens=settings.token_weight > 0,
+            blocks=[*settings.blocks.values()],
             compile=settings.compile,
         )
     return DistillObjective(model, frozen, settings)

@@ -12,7 +12,7 @@ from trainer import models, pretrained
 from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
-from trainer.evaluation.embeddings import embed_together, spread, statistics
+from trainer.evaluation.embeddings import embed_together, spread, statistics, token_statistics
 from trainer.models import Classifier, EmbeddingStatistics
 from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder, draw_reconstructions, freeze
 from trainer.profiling.recorder import Startup
@@ -44,7 +44,8 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
         if settings.finetune.epochs:
             model = finetune(model, settings, session)
         if settings.head == "none":
-            model.card = replace(model.card, embedding=measure_embedding(model, session))
+            embedding, tokens = measure_embedding(model, session)
+            model.card = replace(model.card, embedding=embedding, tokens=tokens)
         session.keep(model, settings.finetune)
 
 
@@ -111,13 +112,17 @@ def finetune(model: Classifier, settings: PretrainSettings, session: Session) ->
     return trained
 
 
-def measure_embedding(model: Classifier, session: Session) -> EmbeddingStatistics:
-    """Measure how the teacher's embedding is distributed over the training images, with and without labels, to standardise it."""
-    splits = session.data.training_splits(unlabeled=True)
+def measure_embedding(model: Classifier, session: Session) -> tuple[EmbeddingStatistics, EmbeddingStatistics | None]:
+    """Measure how the teacher's embedding, and its patch tokens if it has any, are distributed over the training images.
+
+    They are standardised by that. Images count with and without labels.
+    """
+    splits, has_tokens = session.data.training_splits(unlabeled=True), models.find_token_shape(model) is not None
     chosen, first, parts = np.array(spread(sum(map(len, splits)), MOST_EMBEDDED)), 0, []
     for split in splits:
         own = chosen[(chosen >= first) & (chosen < first + len(split))] - first
         first += len(split)
         if len(own):
-            parts.append(embed_together(model, split, own.tolist(), session.processes))
-    return statistics(np.concatenate(parts))
+            parts.append(embed_together(model, split, own.tolist(), session.processes, moments=has_tokens))
+    embeddings, moments = np.split(np.concatenate(parts), [models.feature_size(model)], axis=1)
+    return statistics(embeddings), token_statistics(moments)

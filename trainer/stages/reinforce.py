@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from dataclasses import replace
 from pathlib import Path
 
 from trainer import artifacts, models, tracking
@@ -21,22 +24,25 @@ from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import join_processes
 from trainer.training.session import shared_artifact
 
+logger = logging.getLogger(__name__)
+
 
 def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path, teacher_outputs: str | Path) -> None:
     """Record the teacher's outputs; runs in every process of the job.
 
     Raises:
-        SettingsError: the teacher has no head, and its embedding is not asked for.
+        SettingsError: the teacher has no head, and neither its embedding nor its patch tokens are asked for; or the records would take
+            more than `largest_gib`.
         TrainingError: the teacher's outputs are not finite; the samples are named, and what was recorded is kept.
     """
     data, teaching = open_dataset(dataset), artifacts.read(teacher, "model")
     model = models.load(teaching)
     if model.card.labels:
         models.check_labels(model, data.classes, f"teacher {teacher}")
-    elif not settings.features:
+    elif not settings.features and not settings.tokens:
         raise SettingsError(
-            f"teacher {teacher}: has no head, so its embedding is all that there is to record, but reinforce.features is false; set "
-            "reinforce.features=true"
+            f"teacher {teacher}: has no head, so its embedding and its patch tokens are all that there is to record, but "
+            "reinforce.features and reinforce.tokens are false; set reinforce.features=true"
         )
     parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
     values = settings.model_dump(mode="json")
@@ -46,6 +52,10 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
     ):
         samples = open_samples(settings, data)
         description = describe(settings, data, dataset, model, samples, processes.device)
+        if mistake := too_large(settings, description):
+            raise SettingsError(mistake)
+        if processes.is_first:
+            logger.info("reinforce  will take %s", _size(description))
         job = Reinforcement(
             views=Views(
                 samples,
@@ -60,6 +70,7 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
                 processes.device,
                 precision=settings.precision,
                 features=settings.features,
+                tokens=settings.tokens,
                 compile=settings.compile,
             ),
             description=description,
@@ -95,15 +106,17 @@ def describe(
     device: Device,
 ) -> RecordingDescription:
     """Describe what would be recorded of a teacher on these samples."""
-    return RecordingDescription(
+    described = RecordingDescription(
         samples=len(samples),
         unlabeled=samples.unlabeled,
         views=settings.views,
-        block=shards.block_size(len(samples)),
+        block=1,
         classes=len(teacher.card.labels),
         top_k=settings.logits(len(teacher.card.labels)),
         features=models.feature_size(teacher) if settings.features else 0,
         feature_format=settings.feature_format,
+        tokens=models.token_shape(teacher) if settings.tokens else None,
+        token_format=settings.token_format,
         seed=settings.seed or 0,
         view_size=settings.view_size or teacher.card.image_size,
         augmentation=(settings.augmentation or ViewSettings()).model_dump(mode="json"),
@@ -112,3 +125,20 @@ def describe(
         precision="bf16" if device.uses_bf16(settings.precision) else "fp32",
         dataset=dict(artifacts.manifest(dataset, "dataset").settings),
     )
+    return replace(described, block=shards.block_size(len(samples), described.record.itemsize))
+
+
+def too_large(settings: ReinforceSettings, description: RecordingDescription) -> str:
+    """Say why these records must not be made; empty if they may."""
+    if description.gib <= settings.largest_gib:
+        return ""
+    return (
+        f"reinforce would take {_size(description)}, but reinforce.largest_gib is {settings.largest_gib:g}; record fewer views "
+        "(reinforce.views) or less of each (reinforce.tokens, reinforce.features), allow "
+        f"reinforce.largest_gib={math.ceil(description.gib)}, or set distill.teacher=online"
+    )
+
+
+def _size(description: RecordingDescription) -> str:
+    views = f"{description.views} views of {description.samples:,} images"
+    return f"{description.gib:,.3g} GiB: {views}, {description.record.itemsize:,} bytes each"

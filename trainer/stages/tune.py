@@ -292,7 +292,12 @@ def _hindrance(
     settings: DistillSettings, recorder: ReinforceSettings, student: Classifier, described: RecordingDescription
 ) -> str:
     """Why the distillation could not learn from what reinforce would record; empty if it could."""
-    mistakes = config.recording_mistakes(settings, recorder)
+    mistakes = [
+        *config.recording_mistakes(settings, recorder),
+        *filter(None, [reinforce.too_large(recorder, described)]),
+    ]
+    if settings.block_weight:
+        mistakes.append("what the teacher's blocks give is not recorded (distill.block_weight)")
     if settings.needs_all_logits and described.top_k < described.classes:
         mistakes.append("its loss needs the logits of all classes; set reinforce.top_k=all")
     if student.card.image_size > described.view_size:
@@ -311,7 +316,12 @@ def _recording_time(
     device, augmentation = processes.device, recorder.augmentation or ViewSettings()
     batch, edge = min(_TEACHER_IMAGES[device.kind], recorder.batch_size), described.view_size
     frozen = FrozenTeacher(
-        copy.deepcopy(model), device, precision=recorder.precision, features=recorder.features, compile="off"
+        copy.deepcopy(model),
+        device,
+        precision=recorder.precision,
+        features=recorder.features,
+        tokens=recorder.tokens,
+        compile="off",
     )
     images = torch.zeros(batch, 3, edge, edge, dtype=torch.uint8, device=device.torch_device)
     times: list[float] = []

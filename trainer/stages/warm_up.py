@@ -127,7 +127,12 @@ class Rehearsal:
 
     def _distill(self, teacher: Classifier, recorder: ReinforceSettings, settings: DistillSettings) -> None:
         """Train a student of `teacher`, online, or of blank outputs of its shape where they are to be recorded."""
-        teacher.card = replace(teacher.card, embedding=_some_statistics(teacher))
+        if not teacher.card.labels:
+            shape = models.find_token_shape(teacher)
+            tokens = None if shape is None else _some_statistics(shape[-1])
+            teacher.card = replace(
+                teacher.card, embedding=_some_statistics(models.feature_size(teacher)), tokens=tokens
+            )
         session, device = self._session("distill", settings, settings), self.processes.device
         samples = distill.open_samples(settings, session.data)
         student, _ = distill.start(settings, self.data)
@@ -181,11 +186,8 @@ class Rehearsal:
         return max(everyone, key=lambda one: one.graphs)
 
 
-def _some_statistics(teacher: Classifier) -> EmbeddingStatistics | None:
-    """Make statistics by which the embedding of a teacher without a head is standardised: any of the right shape give the same graph."""
-    if teacher.card.labels:
-        return None
-    size = models.feature_size(teacher)
+def _some_statistics(size: int) -> EmbeddingStatistics:
+    """Make statistics by which a teacher without a head is standardised: any of the right shape give the same graph."""
     return EmbeddingStatistics(mean=(0.0,) * size, std=(1.0,) * size)
 
 

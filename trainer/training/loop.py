@@ -248,6 +248,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         if self._statistics:
             processes.device.average(self._statistics, world_size=processes.world_size)
+        self.training.objective.end_step(settings, processes)
         if self._ema:
             self._ema.update(step)
 

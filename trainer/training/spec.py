@@ -50,6 +50,10 @@ class Objective(Protocol):
         """Compute the losses of a batch that is on the device; `model` is `self.model`, perhaps compiled or wrapped by DDP."""
         ...
 
+    def end_step(self, settings: TrainingSettings, processes: Processes) -> None:  # noqa: ARG002  # most have nothing to do
+        """Do what belongs to the end of a step, on all processes, when its weights are updated."""
+        return
+
     def show(self, batch: Batch) -> None:
         """Run a forward pass of `self.model` alone over a batch, for hooks on its modules."""
         ...

@@ -44,7 +44,8 @@ def images():
 def expected(model, images):
     """Logits and pooled features in float32."""
     with torch.inference_mode():
-        return model.forward_with_features(images)
+        outputs = model.outputs(images, features=True)
+        return outputs.logits, outputs.features
 
 
 def freeze(model, device, **changes):
@@ -63,8 +64,10 @@ def test_outputs_are_those_of_the_model_whatever_the_parts(model, device, images
 )
 def test_all_passes_have_one_shape(model, device, images, monkeypatch, batch_size, shapes):
     seen = []
-    pooled = Classifier.pooled
-    monkeypatch.setattr(Classifier, "pooled", lambda self, part: (seen.append(len(part)), pooled(self, part))[1])
+    outputs = Classifier.outputs
+    monkeypatch.setattr(
+        Classifier, "outputs", lambda self, part, **asked: (seen.append(len(part)), outputs(self, part, **asked))[1]
+    )
     frozen = freeze(model, device, batch_size=batch_size)
     seen.clear()  # it looked at one image to see how the network ends
     frozen(images)
@@ -87,7 +90,8 @@ def test_bf16_stays_within_its_rounding(model, device, images, expected):
     outputs = freeze(model, device, precision="bf16")(images)
     assert outputs.logits.dtype == outputs.features.dtype == torch.float32
     with torch.inference_mode(), device.autocast("bf16"):
-        rounded = [part.float() for part in model.forward_with_features(images)]
+        outputs_then = model.outputs(images, features=True)
+        rounded = [outputs_then.logits.float(), outputs_then.features.float()]
 
     def error(ours, theirs):
         return float((ours - theirs).square().mean().sqrt())
@@ -97,6 +101,14 @@ def test_bf16_stays_within_its_rounding(model, device, images, expected):
     assert error(outputs.logits, expected[0]) < error(rounded[0], expected[0])
     assert error(outputs.features, expected[1]) < 1.2 * error(rounded[1], expected[1])
     assert torch.equal(outputs.logits.argmax(1), expected[0].argmax(1))
+
+
+def test_the_head_stays_in_float32_within_a_training_in_bf16(model, device, images):
+    frozen = freeze(model, device)
+    alone = frozen(images)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = frozen(images)
+    assert torch.equal(within.logits, alone.logits)
 
 
 def test_in_bf16_all_weights_but_the_heads_are_bf16(model, device):

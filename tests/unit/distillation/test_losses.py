@@ -103,6 +103,31 @@ def cosine_smooth_l1_by_hand(student):
     return (cosine_by_hand(student) + smooth_l1) / 2
 
 
+QUEUE = torch.nn.functional.normalize(logits(7, batch=20))
+"""Features of other images, as the teacher saw them."""
+
+
+def similarity_by_hand(student, temperature, teacher_temperature):
+    """Fang et al. 2021, equations 3 to 6: cross-entropy of the softmax of cosines to one's own target and to the queue."""
+    total = 0.0
+    for s, z, _ in rows(student):
+        own, their = (np.array(one) / np.linalg.norm(one) for one in (s, z))
+        candidates = [their, *QUEUE.double().tolist()]
+        ours, theirs = ([float(np.dot(one, candidate)) for candidate in candidates] for one in (own, their))
+        p, q = softmax(theirs, teacher_temperature), softmax(ours, temperature)
+        total -= sum(a * math.log(b) for a, b in zip(p, q, strict=True))
+    return total / len(student)
+
+
+def similarity(temperature, teacher_temperature):
+    """The loss with these temperatures, as a function of the student's features, and the same by hand."""
+    settings = {"temperature": temperature, "teacher_temperature": teacher_temperature}
+    return (
+        lambda student: losses.similarity_loss(student, TEACHER, QUEUE, **settings),
+        lambda student: similarity_by_hand(student, temperature, teacher_temperature),
+    )
+
+
 def chosen(**settings):
     """What the objective computes with these settings, as a function of the student's logits."""
     loss = choose_logit_loss(DistillSettings(**settings))
@@ -132,6 +157,8 @@ LOSSES = {
         chosen(standardize_logits=True, temperature=2),
         lambda student: standardized_by_hand(student, 2),
     ),
+    "similarity": similarity(0.2, 0.01),
+    "similarity to many": similarity(0.07, 0.5),
     "feature cosine": (lambda student: FEATURE_LOSSES["cosine"](student, TEACHER), cosine_by_hand),
     "feature mse": (lambda student: FEATURE_LOSSES["mse"](student, TEACHER), mse_by_hand),
     "feature cosine and smooth-L1": (

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.unit.distillation.test_recording import DESCRIPTION
 from trainer import models
 from trainer.config import DistillSettings, ModelSettings, ViewSettings
 from trainer.data.batch import Batch, Recorded
@@ -14,10 +16,12 @@ from trainer.data.views.mixing import draw_mixing, mix
 from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import decoupled_kl, distillation_kl, recorded_kl
-from trainer.distillation.objective import DistillObjective, ProjectedStudent
+from trainer.distillation.objective import DistillObjective
+from trainer.distillation.projected_student import ProjectedStudent, prepared_student
 from trainer.errors import ModelError
 from trainer.training.classification import cross_entropy
 from trainer.training.optimizers import AveragedModel, parameter_groups
+from trainer.training.process_group import Processes
 
 LABELS = ("a", "b", "c")
 IMAGES = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -27,6 +31,8 @@ RECORDED = Recorded(
     torch.tensor([[3.0, 1.0], [2.0, 0.5], [4.0, -1.0], [1.0, 0.5]]),
     torch.tensor([[0.5, 0.25], [-1.0, -0.5], [-2.0, -1.0], [0.0, 0.0]]),
     torch.ones(4, 5),
+    torch.ones(4, 4, 4, 5, dtype=torch.int8),
+    torch.full((4, 4, 4, 1), 0.5),
 )
 
 
@@ -42,8 +48,18 @@ def classifier(size, seed, *, drop_path=0.0, dim=16):
     return models.create(settings, LABELS, drop_path=drop_path)
 
 
-def frozen(model, *, features=False):
-    return FrozenTeacher(model, choose_device(), precision="fp32", features=features)
+def frozen(model, **says):
+    return FrozenTeacher(model, choose_device(), precision="fp32", **says)
+
+
+def asked(model, settings):
+    """A frozen teacher that says what the losses need."""
+    return frozen(
+        model,
+        features=settings.compares_features,
+        tokens=settings.token_weight > 0,
+        blocks=[*settings.blocks.values()],
+    )
 
 
 @pytest.fixture
@@ -76,7 +92,7 @@ def test_features_are_compared_after_the_projection(losses):
     target = frozen(teacher, features=True)(IMAGES).features.clone()
     result = values(losses(DistillObjective(student, frozen(teacher, features=True), settings)))
     assert set(result) == {"loss", "logit", "feature", "label", "agreement"}
-    feature = F.mse_loss(student(IMAGES, features=True)[1], target).detach()
+    feature = F.mse_loss(student(IMAGES, compared=True).features, target).detach()
     assert result["feature"] == pytest.approx(float(feature), rel=1e-5)
     parts = 0.5 * result["logit"] + 2 * result["feature"] + 0.25 * result["label"]
     assert result["loss"] == pytest.approx(parts, rel=1e-5)
@@ -87,14 +103,15 @@ def test_features_are_compared_after_the_projection(losses):
     [
         ({"label_weight": 0}, ("loss", "logit", "agreement")),
         ({"logit_weight": 0, "feature_weight": 1}, ("loss", "feature", "label", "agreement")),
+        ({"logit_weight": 0, "token_weight": 1}, ("loss", "token", "label", "agreement")),
         ({"logit_weight": 0}, ("loss", "label")),
     ],
     ids=str,
 )
 def test_a_loss_without_a_weight_is_not_computed(losses, settings, names):
     chosen = DistillSettings(**settings)
-    student = ProjectedStudent(classifier(32, 2), 16) if chosen.feature_weight else classifier(32, 2)
-    objective = DistillObjective(student, frozen(classifier(32, 1), features=chosen.feature_weight > 0), chosen)
+    student = prepared_student(classifier(32, 2), chosen, classifier(32, 1))
+    objective = DistillObjective(student, asked(classifier(32, 1), chosen), chosen)
     assert set(losses(objective)) == set(names)
 
 
@@ -121,15 +138,23 @@ WAYS = [
     {"standardize_logits": True},
     {"feature_weight": 1.0, "feature_loss": "cosine"},
     {"feature_weight": 1.0, "feature_loss": "mse"},
+    {"token_weight": 1.0, "feature_loss": "cosine_smooth_l1"},
+    {"feature_weight": 1.0, "token_weight": 0.5},
+    {"similarity_weight": 1.0, "similarity_queue": 6},
 ]
+ONLINE = [
+    {"block_weight": 1.0, "blocks": {0: 1}},
+    {"block_weight": 1.0, "blocks": {1: 0, 0: 1}, "token_weight": 1.0, "feature_weight": 0.5},
+]
+"""Which recorded outputs do not serve."""
 
 
-@pytest.mark.parametrize("settings", WAYS, ids=str)
+@pytest.mark.parametrize("settings", WAYS + ONLINE, ids=str)
 def test_only_the_student_learns_and_all_of_it(losses, settings):
     chosen = DistillSettings(**settings)
     teacher = classifier(32, 1, drop_path=0.5, dim=24).train()
-    student = ProjectedStudent(classifier(32, 2), 24) if chosen.feature_weight else classifier(32, 2)
-    objective = DistillObjective(student, frozen(teacher, features=chosen.feature_weight > 0), chosen)
+    student = prepared_student(classifier(16, 2), chosen, teacher)
+    objective = DistillObjective(student, asked(teacher, chosen), chosen)
     losses(objective)["loss"].backward()
     assert not teacher.training
     assert all(not parameter.requires_grad and parameter.grad is None for parameter in teacher.parameters())
@@ -141,7 +166,7 @@ def test_recorded_outputs_take_the_teachers_place(losses):
     student = ProjectedStudent(classifier(32, 2), 5)
     settings = DistillSettings(feature_weight=1.0, temperature=1.5)
     result = losses(DistillObjective(student, None, settings), BATCH._replace(recorded=RECORDED))
-    logits, features = student(IMAGES, features=True)
+    logits, _, features, *_ = student(IMAGES, compared=True)
     assert torch.equal(result["logit"], recorded_kl(logits, RECORDED, 1.5))
     assert float(result["feature"].detach()) == pytest.approx(
         1 - float(F.cosine_similarity(features, RECORDED.features).mean().detach()), rel=1e-5
@@ -178,17 +203,19 @@ PARTLY = BATCH._replace(labels=torch.tensor([0, -1, 2, -1]), label_weights=torch
 """The labels of two of four images are lost."""
 
 
-@pytest.mark.parametrize("settings", WAYS, ids=str)
+@pytest.mark.parametrize("settings", WAYS + ONLINE, ids=str)
 def test_the_teacher_speaks_of_all_images_and_labels_of_those_that_have_one(losses, settings):
     chosen = DistillSettings(**settings, label_weight=0.5)
-    teacher = frozen(classifier(32, 1, dim=24), features=chosen.feature_weight > 0)
-    student = ProjectedStudent(classifier(32, 2), 24) if chosen.feature_weight else classifier(32, 2)
+    teacher = asked(classifier(32, 1, dim=24), chosen)
+    student = prepared_student(classifier(16, 2), chosen, classifier(32, 1, dim=24))
     objective = DistillObjective(student, teacher, chosen)
     result, every, said = values(losses(objective, PARTLY)), values(losses(objective)), teacher(IMAGES)
     with torch.no_grad():
-        logits = student(IMAGES, features=True)[0] if chosen.feature_weight else student(IMAGES)
+        logits = student(IMAGES)
     assert result["label"] == pytest.approx(float(F.cross_entropy(logits[::2], BATCH.labels[::2])), rel=1e-5)
-    same = {"agreement", "feature", "logit"} & result.keys() - ({"logit"} if chosen.logit_loss == "dkd" else set())
+    same = {"agreement", "feature", "token", "block", "similarity", "logit"} & result.keys() - (
+        {"logit"} if chosen.logit_loss == "dkd" else set()
+    )
     assert same
     assert {name: result[name] for name in same} == {name: every[name] for name in same}
     if chosen.logit_loss == "dkd":
@@ -202,9 +229,12 @@ def test_the_teacher_speaks_of_all_images_and_labels_of_those_that_have_one(loss
 def test_a_step_reads_no_value_back(losses, settings, partly):
     """Tensors without values stand in for those of a device: whatever waits for a value raises."""
     chosen = DistillSettings(**settings)
-    student = ProjectedStudent(classifier(32, 2), 5) if chosen.feature_weight else classifier(32, 2)
+    teacher = replace(DESCRIPTION, classes=3, top_k=2, features=5, tokens=(4, 4, 5))
+    student = prepared_student(classifier(32, 2), chosen, teacher)
     whole = RECORDED._replace(indices=torch.arange(3).expand(4, 3), logits=torch.ones(4, 3))
-    recorded = Recorded(*(part.to("meta") for part in (whole if chosen.needs_all_logits else RECORDED)))
+    recorded = Recorded(
+        *(None if part is None else part.to("meta") for part in (whole if chosen.needs_all_logits else RECORDED))
+    )
     batch = BATCH._replace(images=IMAGES.to("meta"), labels=BATCH.labels.to("meta"), recorded=recorded)
     if partly:
         batch = batch._replace(label_weights=PARTLY.label_weights.to("meta"))
@@ -226,7 +256,7 @@ def student():
 
 
 def test_it_gives_the_classifiers_logits_and_the_features_that_the_head_read(student):
-    logits, projected = student(IMAGES, features=True)
+    logits, _, projected, *_ = student(IMAGES, compared=True)
     assert torch.equal(logits, student.classifier(IMAGES))
     assert torch.equal(student(IMAGES), logits)
     network = student.classifier.network
@@ -238,7 +268,7 @@ def test_it_gives_the_classifiers_logits_and_the_features_that_the_head_read(stu
 def test_logits_and_features_take_one_forward_pass(student):
     passes = []
     student.classifier.network.blocks[0].register_forward_hook(lambda *_: passes.append(1))
-    student(IMAGES, features=True)
+    student(IMAGES, compared=True)
     assert len(passes) == 1
 
 
@@ -246,7 +276,7 @@ def test_logits_and_features_take_one_forward_pass(student):
 def test_other_architectures_have_features_too(architecture):
     arguments = {"img_size": 32, "depth": 1} if architecture.startswith("vit") else {}
     model = models.create(ModelSettings(architecture=architecture, args=arguments), LABELS).eval()
-    logits, features = model.forward_with_features(IMAGES[:1])
+    logits, _, features, *_ = model.outputs(IMAGES[:1], features=True)
     assert torch.equal(logits, model(IMAGES[:1]))
     assert features.shape == (1, models.feature_size(model))
 
@@ -285,9 +315,31 @@ def test_its_average_follows_the_projection_too(student):
 
 def test_one_graph_holds_logits_and_features(student):
     compiled = torch.compile(student, backend="eager", fullgraph=True)
-    expected = student(IMAGES, features=True)
-    for ours, theirs in zip(compiled(IMAGES, features=True), expected, strict=True):
+    expected = student(IMAGES, compared=True)
+    found = compiled(IMAGES, compared=True)
+    for ours, theirs in ((found.logits, expected.logits), (found.features, expected.features)):
         assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_one_graph_holds_all_that_is_compared(distilled):
+    """Of the student and of the teacher, as they are compiled on a GPU."""
+    settings = DistillSettings(
+        token_weight=1.0,
+        blocks={1: 0, 0: 1},
+        block_weight=1.0,
+        distillation_token=distilled,
+        feature_weight=0.0 if distilled else 1.0,
+    )
+    teacher = classifier(32, 1, dim=24)
+    name = "deit_tiny_distilled_patch16_224" if distilled else "vit_tiny_patch16_224"
+    arguments = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    own = models.create(ModelSettings(architecture=name, args=arguments), LABELS)
+    student, said = prepared_student(own, settings, teacher), asked(teacher, settings)
+    for plain, call in ((student, {"compared": True}), (said._answer, {})):
+        expected, found = plain(IMAGES, **call), torch.compile(plain, backend="eager", fullgraph=True)(IMAGES, **call)
+        pairs = zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True)
+        assert all(ours is theirs is None or torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize("static_graph", [True, False])
@@ -296,8 +348,62 @@ def test_gradients_reach_all_weights_through_data_parallelism(student, static_gr
     try:
         wrapped = DistributedDataParallel(student, static_graph=static_graph)
         for _ in range(2):
-            logits, features = wrapped(IMAGES, features=True)
+            logits, _, features, *_ = wrapped(IMAGES, compared=True)
             (logits.sum() + features.square().sum()).backward()
         assert all(parameter.grad is not None for parameter in student.parameters())
     finally:
         dist.destroy_process_group()
+
+
+# -- The queue
+
+
+QUEUED = DistillSettings(similarity_weight=1.0, similarity_queue=6, logit_weight=0.5, batch_size=4)
+
+
+def queued(settings=QUEUED):
+    teacher = classifier(32, 1, dim=24)
+    torch.manual_seed(5)
+    return DistillObjective(prepared_student(classifier(16, 2), settings, teacher), asked(teacher, settings), settings)
+
+
+def test_the_queue_begins_with_random_directions_and_holds_the_last_images_as_the_teacher_sees_them(losses):
+    objective, alone = queued(), Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
+    queue = objective.model.queue
+    before = queue.clone()
+    assert torch.allclose(before.norm(dim=1), torch.ones(6))
+    losses(objective)
+    assert torch.equal(queue, before), "an image is not compared with another one of its step"
+    objective.end_step(QUEUED, alone)
+    said = F.normalize(asked(classifier(32, 1, dim=24), QUEUED)(IMAGES).features)
+    assert torch.equal(queue, torch.cat([before[4:], said]))
+    losses(objective)
+    objective.end_step(QUEUED, alone)
+    assert torch.allclose(queue, torch.cat([said[2:], said]))
+    objective.end_step(QUEUED, alone)
+    assert torch.allclose(queue, torch.cat([said[2:], said])), "nothing was seen"
+
+
+def test_a_step_may_have_more_images_than_the_queue(losses):
+    settings = QUEUED.model_copy(update={"similarity_queue": 3})
+    objective = queued(settings)
+    losses(objective)
+    objective.end_step(settings, Processes(rank=0, world_size=1, local_rank=0, device=choose_device()))
+    assert torch.equal(
+        objective.model.queue, F.normalize(asked(classifier(32, 1, dim=24), settings)(IMAGES).features)[1:]
+    )
+
+
+def test_micro_batches_come_into_the_queue_in_the_order_of_the_images(losses):
+    whole, parts = queued(), queued()
+    alone = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
+    halves = [
+        BATCH._replace(**{name: getattr(BATCH, name)[rows] for name in ("images", "labels", "keys", "numbers")})
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
+    one = losses(whole)["similarity"]
+    two = sum(losses(parts, half)["similarity"] for half in halves) / 2
+    assert float(one.detach()) == pytest.approx(float(two.detach()), rel=1e-5)
+    whole.end_step(QUEUED, alone)
+    parts.end_step(QUEUED.model_copy(update={"accumulation": 2}), alone)
+    assert torch.allclose(whole.model.queue, parts.model.queue, atol=1e-6)

@@ -29,6 +29,10 @@ def directory(tmp_path):
         ({"top_k": 13}, "top_k is 13 of 12 classes"),
         ({"features": -1}, "features: "),
         ({"augmentation": []}, "augmentation: "),
+        ({"tokens": [0, 2, 3]}, "tokens.0: Input should be greater than or equal to 1"),
+        ({"tokens": [2, 2]}, "tokens.2: Field required"),
+        ({"tokens": [10**6, 10**6, 10**6]}, "invalid shape in fixed-type tuple"),
+        ({"tokens": [2, 2, 3], "token_format": "fp4"}, "token_format: "),
     ],
 )
 def test_a_description_out_of_its_ranges_is_refused(directory, changes, reason):
@@ -39,7 +43,16 @@ def test_a_description_out_of_its_ranges_is_refused(directory, changes, reason):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"samples": 6}, {"views": 3}, {"views": 10**12}, {"block": 2}, {"top_k": 5}, {"features": 2}]
+    "changes",
+    [
+        {"samples": 6},
+        {"views": 3},
+        {"views": 10**12},
+        {"block": 2},
+        {"top_k": 5},
+        {"features": 2},
+        {"tokens": [1, 1, 1]},
+    ],
 )
 def test_files_that_are_not_as_described_are_refused(directory, changes):
     change(directory, **changes)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from timm.task import FeatureDistillationTask, LogitDistillationTask
+from timm.task import FeatureDistillationTask, LogitDistillationTask, TokenDistillationTask
 from torch import nn
 
 from trainer import models
@@ -12,7 +12,8 @@ from trainer.config import DistillSettings, ModelSettings
 from trainer.data.batch import Batch
 from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.objective import DistillObjective, ProjectedStudent
+from trainer.distillation.objective import DistillObjective
+from trainer.distillation.projected_student import ProjectedStudent, prepared_student
 
 IMAGES = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
@@ -24,10 +25,10 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
 
 
-def classifier(seed, dim):
+def classifier(seed, dim, architecture="vit_tiny_patch16_224"):
     torch.manual_seed(seed)
     arguments = {"img_size": 32, "patch_size": 8, "embed_dim": dim, "depth": 2, "num_heads": 2}
-    model = models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=arguments), ("a", "b", "c", "d"))
+    model = models.create(ModelSettings(architecture=architecture, args=arguments), ("a", "b", "c", "d"))
     nn.init.normal_(model.network.head.weight)  # timm's starts so small that all logits are nearly equal
     return model
 
@@ -99,3 +100,38 @@ def test_the_mean_squared_feature_is_timms_feature_distillation(pair):
     theirs["loss"].backward()
     assert_same_gradients(gradients(student.network), gradients(their_student))
     assert_same_gradients(gradients(projected.projection), gradients(task.trainable_module.projection))
+
+
+@pytest.mark.parametrize(("kind", "loss"), [("soft", "kl"), ("hard", "hard")])
+def test_a_distillation_token_learns_as_in_timms_token_distillation(pair, kind, loss):
+    teacher, _, their_teacher, _ = pair
+    student = classifier(2, 16, "deit_tiny_distilled_patch16_224")
+    nn.init.normal_(student.network.head_dist.weight)
+    their_student = copy.deepcopy(student.network)
+    settings = DistillSettings(
+        distillation_token=True, logit_loss=loss, temperature=3.0, logit_weight=0.7, label_weight=0.3
+    )
+    model = prepared_student(student, settings, teacher)
+    frozen = FrozenTeacher(teacher, choose_device(), precision="fp32")
+    ours = DistillObjective(model, frozen, settings)(model, BATCH)
+    task = TokenDistillationTask(
+        their_student,
+        their_teacher,
+        nn.CrossEntropyLoss(),
+        distill_type=kind,
+        distill_loss_weight=0.7,
+        task_loss_weight=0.3,
+        temperature=3.0,
+        verbose=False,
+    ).train()
+    theirs = task(student.preprocess(IMAGES), LABELS)
+    assert_same_losses(ours, theirs, {"logit": "distill_loss", "label": "task_loss", "loss": "loss"})
+    ours["loss"].backward()
+    theirs["loss"].backward()
+    assert_same_gradients(gradients(student.network), gradients(their_student))
+    with torch.no_grad():
+        answers = model.eval()(IMAGES)
+        last = student.network.forward_features(student.preprocess(IMAGES))
+        heads = student.network.head(last[:, 0]), student.network.head_dist(last[:, 1])
+    assert torch.allclose(answers, sum(heads) / 2, atol=1e-6)
+    assert ours["agreement"] == (answers.argmax(1) == teacher.eval()(IMAGES).argmax(1)).float().mean()

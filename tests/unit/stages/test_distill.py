@@ -12,7 +12,7 @@ from tests.unit.stages.conftest import SQUARE
 from trainer import artifacts, config, devices, models, pretrained
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.data.dataset import open_dataset
-from trainer.errors import ArtifactError, SettingsError, TrainingError
+from trainer.errors import ArtifactError, ModelError, SettingsError, TrainingError
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import distill, reinforce
 from trainer.training.checkpoints import Checkpoints
@@ -51,6 +51,13 @@ def record(trained_digits, tmp_path_factory):
 def complete(record):
     """All logits and the features."""
     return record(top_k=10, features=True)
+
+
+@pytest.fixture(scope="module", params=["int8", "fp16"])
+def with_tokens(record, request):
+    """The patch tokens beside all logits and the features, and by how much of itself they may change a loss."""
+    outputs = record(features=True, tokens=True, token_format=request.param)
+    return outputs, {"int8": 2e-3, "fp16": 1e-4}[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +107,62 @@ def test_with_all_logits_recorded_a_distillation_follows_the_one_with_its_teache
     assert online.keys() == recorded.keys()
     assert torch.allclose(online["loss"], recorded["loss"], rtol=2e-3)
     assert not torch.equal(online["loss"], recorded["loss"])
+
+
+LARGER = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"patch_size": 4}}
+"""A student with more patches than the teacher."""
+
+
+@pytest.mark.parametrize("student", [QUICK["student"], LARGER], ids=["as many patches", "more patches"])
+def test_recorded_tokens_teach_what_the_teacher_in_every_step_does(distilled, with_tokens, student):
+    outputs, tolerance = with_tokens
+    settings = {"token_weight": 1.0, "feature_loss": "cosine_smooth_l1", "logit_weight": 0.2, "student": student}
+    online = distilled("online", **settings).curves()
+    recorded = distilled("recorded", outputs, teacher="recorded", **settings).curves()
+    assert online.keys() == recorded.keys() >= {"token"}
+    assert torch.allclose(online["token"], recorded["token"], rtol=tolerance)
+    assert not torch.equal(online["token"], recorded["token"])
+    assert recorded["token"][-1] < recorded["token"][0]
+
+
+def test_tokens_blocks_and_a_distillation_token_are_taught_and_resume_exactly(distilled, monkeypatch):
+    """The student that is kept is timm's own, which gives the mean of both heads."""
+    student = {"architecture": "deit_tiny_distilled_patch16_224", "args": TINY}
+    settings = {"blocks": {"1": 1}, "block_weight": 0.5, "token_weight": 0.5, "distillation_token": True}
+    settings["student"] = student
+    interrupt(distilled, monkeypatch, checkpoint_every=6, **settings)
+    interrupted = distilled("interrupted", checkpoint_every=6, **settings)
+    whole = distilled("whole", checkpoint_every=6, **settings)
+    assert whole.curves()["block"][-1] < whole.curves()["block"][0]
+    for name in ("loss", "logit", "block", "label"):
+        assert torch.equal(interrupted.curves()[name], whole.curves()[name][6:])
+    weights = [models.load(one.student).network.state_dict() for one in (interrupted, whole)]
+    assert weights[0].keys() >= {"head.weight", "head_dist.weight"}
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+SIMILAR = {"similarity_weight": 1.0, "similarity_queue": 500, "logit_weight": 0.5}
+
+
+def test_similarities_are_taught_from_recorded_features_as_by_the_teacher_in_every_step(distilled, complete):
+    """Each feature is rounded to 2^-11 of itself, and a cosine's difference counts a hundredfold at a temperature of 0.01."""
+    online = distilled("online", **SIMILAR).curves()
+    recorded = distilled("recorded", complete, teacher="recorded", **SIMILAR).curves()
+    assert torch.allclose(online["similarity"], recorded["similarity"], rtol=1e-4)
+    assert not torch.equal(online["similarity"], recorded["similarity"])
+    assert online["similarity"][-1] < online["similarity"][0]
+
+
+def test_the_queue_is_resumed_exactly_and_micro_batches_do_not_change_it(distilled, monkeypatch):
+    interrupt(distilled, monkeypatch, checkpoint_every=6, **SIMILAR)
+    interrupted = distilled("interrupted", checkpoint_every=6, **SIMILAR)
+    whole = distilled("whole", checkpoint_every=6, **SIMILAR)
+    assert torch.equal(interrupted.curves()["similarity"], whole.curves()["similarity"][6:])
+    weights = [models.load(one.student).network.state_dict() for one in (interrupted, whole)]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert "queue" not in weights[0]
+    parts = distilled("parts", accumulation=3, **SIMILAR).curves()
+    assert torch.allclose(parts["similarity"], whole.curves()["similarity"], rtol=1e-4)
 
 
 def test_a_student_that_starts_from_weights_begins_where_they_ended(distilled):
@@ -327,6 +390,26 @@ REFUSED = {
         {"feature_weight": 0.5},
         SettingsError,
         r"distill\.feature_weight is 0\.5, but .* holds no features; .*reinforce\.features=true",
+    ),
+    "features for similarities": (
+        {"similarity_weight": 0.5},
+        SettingsError,
+        r"distill\.similarity_weight is 0\.5, but .* holds no features; .*reinforce\.features=true",
+    ),
+    "tokens": (
+        {"token_weight": 0.5},
+        SettingsError,
+        r"distill\.token_weight is 0\.5, but .* holds no tokens; .*reinforce\.tokens=true",
+    ),
+    "a student without a map": (
+        {"token_weight": 0.5, "student": {"architecture": "resnet10t", "image_size": 16}},
+        ModelError,
+        r"'resnet10t' with an input of 16 pixels has no patch tokens to compare: .* set distill\.token_weight=0",
+    ),
+    "a student without a distillation token": (
+        {"distillation_token": True},
+        ModelError,
+        r"'vit_tiny_patch16_224' has no distillation token; set distill\.distillation_token=false",
     ),
     "a larger student": (
         {"student": {"architecture": "vit_tiny_patch16_224", "args": TINY | {"img_size": 32}}},

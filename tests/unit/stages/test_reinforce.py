@@ -19,7 +19,7 @@ from trainer.data.loader import Samples, Views
 from trainer.data.sampler import SampleSlice, partners
 from trainer.data.views.mixing import mix
 from trainer.distillation.recording import check_fits, open_recording
-from trainer.errors import ArtifactError, StorageError, TrainingError
+from trainer.errors import ArtifactError, SettingsError, StorageError, TrainingError
 from trainer.stages import reinforce
 
 VIEWS = ViewSettings(min_scale=0.5, mixup=0.8, cutmix=1.0)
@@ -63,7 +63,7 @@ def test_a_record_is_what_the_teacher_says_of_the_sample_s_view(trained_digits, 
     others = np.array([partners(1000, 7, number)[index] for index, number in zip(indices, numbers, strict=True)])
     batch = views.batch(SampleSlice(indices, numbers, others))
     with torch.inference_mode():
-        logits, features = teacher.forward_with_features(mix(batch.images, batch.mixing))
+        logits, _, features, *_ = teacher.outputs(mix(batch.images, batch.mixing), features=True)
     read = recording.read(indices, numbers)
     values, classes = logits.topk(4, dim=1)
     assert torch.equal(read.indices, classes)
@@ -108,6 +108,39 @@ def test_loader_processes_and_a_second_run_change_nothing(trained_digits, output
     again = record(trained_digits, tmp_path / "outputs", features=True, workers=2)
     assert shards_of(again) == shards_of(outputs)
     assert (again / "keys.bin").read_bytes() == (outputs / "keys.bin").read_bytes()
+
+
+def test_patch_tokens_are_those_of_the_view_and_the_report_names_their_bytes(trained_digits, tmp_path):
+    path = record(trained_digits, tmp_path / "outputs", views=1, tokens=True)
+    teacher, data, outputs = (
+        models.load(trained_digits.teacher),
+        open_dataset(trained_digits.dataset),
+        open_recording(path),
+    )
+    height, width, numbers = models.token_shape(teacher)
+    size = height * width * (numbers + 4)
+    assert artifacts.manifest(path, "teacher_outputs").figures["bytes_per_view"] == 4 * 4 + 2 * 4 + size
+    page = (path / "report.html").read_text()
+    assert f"{height} x {width} patch tokens of {numbers} numbers, int8 with a scale: each to within 1/254" in page
+    assert f"{size:,} of the bytes of a view" in page
+    indices = np.array([0, 511])
+    views = Views(Samples([data.split("train")]), size=16, seed=7, settings=VIEWS)
+    others = np.array([partners(1000, 7, 0)[index] for index in indices])
+    batch = views.batch(SampleSlice(indices, np.zeros(2, dtype=np.int64), others))
+    with torch.inference_mode():
+        tokens = teacher.outputs(mix(batch.images, batch.mixing), tokens=True).tokens
+    read = outputs.read(indices, np.zeros(2, dtype=np.int64)).restored().tokens
+    assert ((read - tokens).abs() <= tokens.abs().amax(-1, keepdim=True) / 254 + 1e-4).all()
+
+
+def test_records_that_take_too_much_are_refused_before_the_first_one(trained_digits, tmp_path, caplog):
+    with pytest.raises(
+        SettingsError,
+        match=r"reinforce would take 0\.000\d+ GiB: 1 views of 1,020 images, \d+ bytes each, but reinforce\.largest_gib is 0\.0001; .*"
+        r"allow reinforce\.largest_gib=1, or set distill\.teacher=online",
+    ):
+        record(trained_digits, tmp_path / "outputs", views=1, tokens=True, largest_gib=1e-4)
+    assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.gpu

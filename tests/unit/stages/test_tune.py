@@ -182,6 +182,7 @@ def test_epochs_and_recording_are_counted_over_the_images_that_are_read(tuned):
     [
         ({"logit_weight": 0.0}, "no loss compares with the teacher"),
         ({"feature_weight": 1.0}, r"reinforce\.features is false"),
+        ({"blocks": {"0": 0}, "block_weight": 1.0}, r"what the teacher's blocks give is not recorded"),
         ({"logit_loss": "dkd"}, r"logits of all classes; set reinforce\.top_k=all"),
         ({"views": {"flip": True}}, r"reinforce\.augmentation differs from distill\.views"),
     ],
@@ -189,6 +190,11 @@ def test_epochs_and_recording_are_counted_over_the_images_that_are_read(tuned):
 def test_what_cannot_learn_from_recorded_outputs_is_not_tried_with_them(tuned, distill, reason):
     made = tuned(distill, minutes=0.01, reinforce={"views": 2, "top_k": 3, "augmentation": VIEWS})
     assert re.search(reason, made.untried["recorded outputs of the teacher"])
+
+
+def test_records_that_would_take_too_much_are_not_tried(tuned):
+    made = tuned({}, minutes=0.01, reinforce={"views": 2, "augmentation": VIEWS, "largest_gib": 1e-6})
+    assert "reinforce would take" in made.untried["recorded outputs of the teacher"]
 
 
 def test_a_distillation_that_cannot_learn_from_its_recorded_outputs_is_refused(tuned):

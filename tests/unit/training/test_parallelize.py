@@ -156,7 +156,7 @@ SHARED = """
 import json, torch
 from trainer import models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
-from trainer.distillation.objective import ProjectedStudent
+from trainer.distillation.projected_student import ProjectedStudent
 from trainer.pretraining import MaeObjective, MaskedAutoencoder
 from trainer.training.process_group import join_processes
 from trainer.training.parallelize import DdpTimer, CompileCounter, compile_blocks, parallelize_model
@@ -196,7 +196,7 @@ def of_logits(model, images, noise):
     return model(images).square().mean()
 
 def of_both(model, images, noise):
-    logits, features = model(images, features=True)
+    logits, _, features, *_ = model(images, compared=True)
     return logits.square().mean() + features.square().mean()
 
 def of_reconstruction(model, images, noise):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainer import formatting
-from trainer.config import ReinforceSettings
+from trainer.config import RECORDED_BY, ReinforceSettings
 from trainer.profiling.evidence import RankEvidence, TransferRecord, is_core, phase_shares
 from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, is_traced, usual, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
@@ -314,6 +314,8 @@ def teacher_share(case: Case) -> Outcome:
         least = views // epochs + 1
         pays = f"it pays where there are at least {least} distillations of {epochs} epochs, or with reinforce.views below {epochs}"
         saving = None
+    needed = {name for term, name in RECORDED_BY.items() if settings.get(f"{term}_weight")}
+    kept = "".join(f" and reinforce.{name}=true" for name in sorted(needed))
     return Finding(
         severity="note",
         confidence=0.7,
@@ -322,10 +324,7 @@ def teacher_share(case: Case) -> Outcome:
             f"sees each image {views} times (reinforce.views), once for all distillations; in this one it sees each image "
             f"{epochs} times, once an epoch."
         ),
-        advice=(
-            f"Set distill.teacher=recorded{' and reinforce.features=true' if settings.get('feature_weight') else ''}: "
-            f"{pays}. The student then sees each image in these views only."
-        ),
+        advice=(f"Set distill.teacher=recorded{kept}: {pays}. The student then sees each image in these views only."),
         saving=saving,
         numbers={"teacher_share": share, "teacher_s": seconds},
         steps=steps.span,

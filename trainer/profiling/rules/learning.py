@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from trainer.config import TAUGHT, TERMS
 from trainer.profiling.rules import weights
 from trainer.profiling.rules.outcomes import (
     Case,
@@ -78,7 +79,7 @@ def class_imbalance(case: Case) -> Outcome:
 def weak_teacher(case: Case) -> Outcome:
     context = case.training.ranks[0].record.context
     settings = context.settings
-    if not settings.get("logit_weight") and not settings.get("feature_weight"):
+    if not any(settings.get(f"{term}_weight") for term in TAUGHT):
         return NotJudged(reason="no term of the loss compares with a teacher")
     teacher, limits = context.teacher_val_top1, case.rules.weak_teacher
     if teacher is None:
@@ -160,7 +161,7 @@ def low_recorded_mass(case: Case) -> Outcome:
 )
 def vanishing_loss_term(case: Case) -> Outcome:
     settings, metrics = case.training.ranks[0].record.context.settings, case.training.metrics
-    weight = {name: float(settings.get(f"{name}_weight", 0)) for name in ("logit", "feature", "label")}
+    weight = {name: float(settings.get(f"{name}_weight", 0)) for name in TERMS}
     terms = {name: metrics[name].values for name in weight if weight[name] and name in metrics}
     if not terms:
         return NotJudged(reason="only a distillation's loss has terms")
